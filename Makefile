@@ -1,0 +1,68 @@
+# `make demo` and `make test` need only python3 (3.11 or newer): they set up .venv themselves.
+
+PYTHON  ?= python3
+WORKERS ?= 2
+BIN     := .venv/bin
+STAMP   := .venv/.installed
+PYTEST   = OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(WORKERS) --dist worksteal
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint types contracts unit docs-snippets slow bench format clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## create .venv and install pullback with its development tools
+
+$(STAMP): pyproject.toml constraints.txt
+	@echo "==> creating .venv"
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "==> installing pullback and its development tools (a few minutes the first time)"
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@touch $@
+
+demo: $(STAMP) ## run the demonstration; its figure is written to demo/
+	@echo "==> running the demonstration"
+	@$(BIN)/python -m pullback.experiments.demo
+
+test: lint types contracts unit ## everything a change must pass
+	@echo "==> all checks passed"
+
+lint: $(STAMP) ## style and formatting
+	@echo "==> ruff"
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+types: $(STAMP) ## static types
+	@echo "==> basedpyright"
+	@$(BIN)/basedpyright
+
+contracts: $(STAMP) ## import direction between the stages
+	@echo "==> import-linter"
+	@$(BIN)/lint-imports
+
+unit: $(STAMP) ## tests, docstring examples, README and docs snippets
+	@echo "==> pytest"
+	@$(PYTEST)
+
+docs-snippets: $(STAMP) ## only the README and docs snippets
+	@echo "==> README and docs snippets"
+	@$(BIN)/pytest -q tests/docs
+
+slow: $(STAMP) ## the tests that take minutes
+	@echo "==> pytest, slow tests"
+	@$(PYTEST) -m slow
+
+bench: $(STAMP) ## comparisons with other libraries
+	@echo "==> installing the libraries compared with"
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[bench]"
+	@echo "==> benchmarks"
+	@$(BIN)/python -m benchmarks
+
+format: $(STAMP) ## fix what ruff can fix
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+clean: ## remove the environment, caches and outputs
+	rm -rf .venv build dist site demo .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,26 @@
+"""Natural gradients for PyTorch: pull a metric back through your model, solve, and step."""
+
+from . import grams, likelihoods, maps, metrics, optim, solvers, steps
+from ._core.errors import PullbackError, Status
+from .optim import GaussNewton, HessianFree, LevenbergMarquardt, NaturalGradient, StepInfo
+
+__version__ = "0.1.0"
+
+__all__ = [
+    # the stages, in the order of the pipeline
+    "maps",
+    "likelihoods",
+    "metrics",
+    "grams",
+    "solvers",
+    "steps",
+    "optim",
+    # what most people need
+    "NaturalGradient",
+    "GaussNewton",
+    "LevenbergMarquardt",
+    "HessianFree",
+    "StepInfo",
+    "PullbackError",
+    "Status",
+]

@@ -1,0 +1,1 @@
+"""What every stage shares: parameter coordinates, capture, random state, numerics, errors."""

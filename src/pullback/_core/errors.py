@@ -1,0 +1,45 @@
+"""Errors that say what broke, why, and what to do; and statuses that are values, not exceptions."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class PullbackError(RuntimeError):
+    """A request that cannot be met.
+
+    The message has three parts: *what* broke, *why*, and the *remedy*.
+    """
+
+    def __init__(self, what: str, why: str, remedy: str) -> None:
+        super().__init__(f"{what}: {why}. {remedy}")
+        self.what = what
+        self.why = why
+        self.remedy = remedy
+
+
+class Status(Enum):
+    """How a computation ended; the value is the sentence a user reads, remedy included."""
+
+    OK = "solved"
+    GREW_DAMPING = (
+        "the damped Gram was not positive definite, so the damping was increased; "
+        "raise the damping, or use PseudoInverse for singular systems"
+    )
+    MAX_ITERATIONS = (
+        "the iteration limit was reached before the tolerance; "
+        "raise max_iterations, the damping, or pass a preconditioner"
+    )
+    SINGULAR = (
+        "the Gram is zero or not finite, so no direction could be found; "
+        "check the model's outputs, or add damping"
+    )
+    NOT_REPRESENTABLE = (
+        "the whitened gradient r with S r = g overflows or g is outside the range of S; "
+        "add damping: the solve then works from g alone"
+    )
+
+    @property
+    def ok(self) -> bool:
+        """Whether the accompanying value can be used."""
+        return self is not Status.SINGULAR and self is not Status.NOT_REPRESENTABLE

@@ -1,0 +1,159 @@
+r"""Factors S of a metric M = S Sᵀ over function values.
+
+Tensors on both sides have shape (*batch, N, *event), samples first. `whiten` inverts S on its
+range: the r with S r = g, from which the natural gradient is A⁺r with A = SᵀJ.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from .errors import Status
+
+
+@dataclass(frozen=True)
+class Whitened:
+    """The r with S r = g, or the reason why there is none."""
+
+    value: Tensor | None
+    status: Status = Status.OK
+
+    @classmethod
+    def checked(cls, r: Tensor, in_range: Tensor | None = None) -> Whitened:
+        """r if it is finite and g was in the range of S."""
+        good = torch.isfinite(r).all()
+        if in_range is not None:
+            good = good & in_range
+        return cls(r) if bool(good) else cls(None, Status.NOT_REPRESENTABLE)
+
+
+class Factor(ABC):
+    """S at given function values of shape (N, *event)."""
+
+    #: whether S mixes samples; then rows of J are formed first and S is applied after
+    couples_samples: bool = False
+    #: per-sample shape of r
+    white: tuple[int, ...]
+
+    @abstractmethod
+    def apply(self, r: Tensor) -> Tensor:
+        """S r."""
+
+    @abstractmethod
+    def transpose(self, v: Tensor) -> Tensor:
+        """Sᵀ v."""
+
+    @abstractmethod
+    def whiten(self, g: Tensor) -> Whitened:
+        """The r with S r = g."""
+
+    def matvec(self, v: Tensor) -> Tensor:
+        """M v = S Sᵀ v."""
+        return self.apply(self.transpose(v))
+
+    def covectors(self, value: Tensor) -> Tensor:
+        """The columns of S, one per entry of r, for every sample at once: (R, N, *event)."""
+        size = prod(self.white)
+        eye = torch.eye(size, dtype=value.dtype, device=value.device)
+        return self.apply(eye.view(size, 1, *self.white).expand(size, value.shape[0], *self.white))
+
+
+class Diagonal(Factor):
+    """S = diag(scale), entry by entry."""
+
+    def __init__(self, scale: Tensor) -> None:
+        self.scale = scale
+        self.white = tuple(scale.shape[1:])
+
+    def apply(self, r: Tensor) -> Tensor:
+        return self.scale * r
+
+    def transpose(self, v: Tensor) -> Tensor:
+        return self.scale * v
+
+    def whiten(self, g: Tensor) -> Whitened:
+        return Whitened.checked(torch.where(g == 0, 0.0, g / self.scale))
+
+
+class Blocks(Factor):
+    """S given as one matrix (|event|, k) per sample."""
+
+    def __init__(self, matrices: Tensor, event: tuple[int, ...]) -> None:
+        self._s = matrices
+        self._event = event
+        self.white = (matrices.shape[-1],)
+
+    @classmethod
+    def of_metric(cls, metric: Tensor, event: tuple[int, ...]) -> Blocks:
+        """S = U √Λ of positive semidefinite matrices M (N, |event|, |event|)."""
+        values, vectors = torch.linalg.eigh((metric + metric.mT) / 2)
+        floor = torch.finfo(metric.dtype).eps * metric.shape[-1] * values[..., -1:]
+        values = torch.where(values > floor, values, 0.0)
+        return cls(vectors * values.sqrt()[..., None, :], event)
+
+    def apply(self, r: Tensor) -> Tensor:
+        return torch.einsum("nek,...nk->...ne", self._s, r).unflatten(-1, self._event)
+
+    def transpose(self, v: Tensor) -> Tensor:
+        flat = v.flatten(v.ndim - len(self._event))
+        return torch.einsum("nek,...ne->...nk", self._s, flat)
+
+    def whiten(self, g: Tensor) -> Whitened:
+        flat = g.flatten(1)
+        r = torch.einsum("nke,ne->nk", torch.linalg.pinv(self._s), flat)
+        missing = (self.apply(r).flatten(1) - flat).norm()
+        return Whitened.checked(r, missing <= torch.finfo(g.dtype).eps ** 0.5 * flat.norm())
+
+
+class Scaled(Factor):
+    """√w · S for weights w: a number, or one per sample or entry, given as (N, ...)."""
+
+    def __init__(self, factor: Factor, weight: Tensor | float, event: tuple[int, ...]) -> None:
+        self._factor = factor
+        self.white, self.couples_samples = factor.white, factor.couples_samples
+        if isinstance(weight, Tensor):
+            weight = weight.reshape(*weight.shape, *[1] * (1 + len(event) - weight.ndim))
+            self._root: Tensor | float = weight.sqrt()
+        else:
+            self._root = weight**0.5
+
+    def apply(self, r: Tensor) -> Tensor:
+        return self._root * self._factor.apply(r)
+
+    def transpose(self, v: Tensor) -> Tensor:
+        return self._factor.transpose(self._root * v)
+
+    def whiten(self, g: Tensor) -> Whitened:
+        return self._factor.whiten(torch.where(g == 0, 0.0, g / self._root))
+
+
+class Mixed(Factor):
+    """S = L⁻ᵀ over the samples for K = L Lᵀ, so that M = K⁻¹ ⊗ I couples the batch."""
+
+    couples_samples = True
+
+    def __init__(self, cholesky: Tensor, event: tuple[int, ...]) -> None:
+        self._l, self.white = cholesky, event
+
+    def _over_samples(self, x: Tensor, *, transpose: bool) -> Tensor:
+        axis = x.ndim - 1 - len(self.white)
+        flat = x.movedim(axis, 0)
+        rhs = flat.reshape(flat.shape[0], -1)
+        matrix = self._l.mT if transpose else self._l
+        out = torch.linalg.solve_triangular(matrix, rhs, upper=transpose)
+        return out.view(flat.shape).movedim(0, axis)
+
+    def apply(self, r: Tensor) -> Tensor:
+        return self._over_samples(r, transpose=True)
+
+    def transpose(self, v: Tensor) -> Tensor:
+        return self._over_samples(v, transpose=False)
+
+    def whiten(self, g: Tensor) -> Whitened:
+        flat = self._l.mT @ g.reshape(g.shape[0], -1)
+        return Whitened.checked(flat.view(g.shape))

@@ -1,0 +1,166 @@
+"""From maps and metrics to a Gram, in the form that fits sizes, memory and solver."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from math import prod
+
+import torch
+from torch import Tensor
+
+from .._core.errors import PullbackError
+from .._core.factor import Factor
+from ..maps import Covered, Linearization, Pulled, identity_covectors
+from .base import Gram
+from .forms import Dense, Kernel, Operator, Rows
+
+FORMS = ("auto", "rows", "kernel", "dense", "matrix_free")
+
+
+class Part:
+    """One linearized map with the factor of its metric: the rows A = SᵀJ of its samples."""
+
+    def __init__(self, linear: Linearization, factor: Factor) -> None:
+        self.linear, self.factor = linear, factor
+        self.count = linear.value.shape[0] * prod(factor.white)
+
+    @cached_property
+    def pulled(self) -> Pulled:
+        """The covectors S (or, where S couples samples, the coordinates) pulled back."""
+        value = self.linear.value
+        coupled = self.factor.couples_samples
+        return self.linear.pullback(
+            identity_covectors(value) if coupled else self.factor.covectors(value)
+        )
+
+    def _white(self, c: Tensor) -> Tensor:
+        return c.reshape(*c.shape[:-1], self.linear.value.shape[0], *self.factor.white)
+
+    def transpose(self, v: Tensor) -> Tensor:
+        """Sᵀ on the last axis of v, (..., N·|event|) -> (..., n)."""
+        shaped = v.reshape(*v.shape[:-1], *self.linear.value.shape)
+        return self.factor.transpose(shaped).flatten(v.ndim - 1)
+
+    def rows(self, start: int = 0, stop: int | None = None) -> Tensor:
+        """A, (n, p), or its rows of the samples in [start, stop)."""
+        if self.factor.couples_samples:
+            return self.transpose(self.pulled.rows().T).T
+        stop = self.linear.value.shape[0] if stop is None else stop
+        whole = (start, stop) == (0, self.linear.value.shape[0])
+        return (self.pulled if whole else self.pulled.narrow(start, stop)).rows()
+
+    def project(self, v: Tensor) -> Tensor:
+        """A v from the pulled-back blocks."""
+        out = self.pulled.project(v).flatten()
+        return self.transpose(out) if self.factor.couples_samples else out
+
+    def lift(self, c: Tensor) -> Tensor:
+        """Aᵀ c from the pulled-back blocks."""
+        if self.factor.couples_samples:
+            c = self.factor.apply(self._white(c))
+        return self.pulled.lift(c.reshape(self.pulled.shape))
+
+    def push(self, v: Tensor) -> Tensor:
+        """A v by one forward-mode pass."""
+        return self.factor.transpose(self.linear.jvp(v)).flatten()
+
+    def pull(self, c: Tensor) -> Tensor:
+        """Aᵀ c by one reverse-mode pass."""
+        return self.linear.vjp(self.factor.apply(self._white(c)))
+
+
+def assemble(parts: Sequence[Part], form: str, budget: int, prefers: str = "small") -> Gram:
+    """The Gram of all parts together.
+
+    Args:
+        parts: linearized maps with their factors, over the same parameters.
+        form: one of "auto", "rows", "kernel", "dense", "matrix_free".
+        budget: bytes that one matrix may take.
+        prefers: what the solver works from best: "rows", "small" (the smaller of the
+            kernel and the dense Gram) or "products".
+    """
+    space = parts[0].linear.space
+    n, p = sum(part.count for part in parts), space.size
+    if len(parts) > 1 and any(part.factor.couples_samples for part in parts):
+        raise PullbackError(
+            "The metric couples the samples of one forward call",
+            f"the closure made {len(parts)} forward calls, whose samples it would not relate",
+            "Pass the whole batch in one call",
+        )
+    if form == "auto":
+        form = choose(n, p, torch.finfo(space.dtype).bits // 8, budget, prefers)
+    if form == "rows":
+        return Rows(torch.cat([part.rows() for part in parts]))
+    if form == "dense":
+        return Dense(_dense(parts, budget), n)
+    if form == "kernel":
+        return Kernel(_kernel(parts, budget), *_products(parts, "project", "lift"), p)
+    if form == "matrix_free":
+        return Operator(*_products(parts, "push", "pull"), (n, p), space.dtype, space.device)
+    raise PullbackError(
+        f"Unknown Gram form {form!r}", "it is not one of the forms", f"Use one of {FORMS}"
+    )
+
+
+def choose(n: int, p: int, itemsize: int, budget: int, prefers: str) -> str:
+    """The form for n rows and p parameters: the small side, kept factored where it fits."""
+    if prefers == "products" or min(n, p) ** 2 * itemsize > budget:
+        return "matrix_free"
+    fits = n * p * itemsize <= budget
+    if p <= n:
+        return "rows" if fits else "dense"
+    return "rows" if fits and prefers == "rows" else "kernel"
+
+
+def coverage(parts: Sequence[Part]) -> tuple[Covered, ...]:
+    """How each parameter's share was computed, for the forms that pull blocks back."""
+    return parts[0].pulled.coverage if "pulled" in vars(parts[0]) else ()
+
+
+def _products(parts: Sequence[Part], forward: str, backward: str):
+    counts = [part.count for part in parts]
+
+    def project(v: Tensor) -> Tensor:
+        return torch.cat([getattr(part, forward)(v) for part in parts])
+
+    def lift(c: Tensor) -> Tensor:
+        pieces = zip(parts, c.split(counts), strict=True)
+        total = torch.stack([getattr(part, backward)(x) for part, x in pieces])
+        return total.sum(0)
+
+    return project, lift
+
+
+def _dense(parts: Sequence[Part], budget: int) -> Tensor:
+    """Σ AᵀA over panels of samples whose rows fit the budget."""
+    space = parts[0].linear.space
+    out = space.zeros(space.size, space.size)
+    for part in parts:
+        samples = part.linear.value.shape[0]
+        per_sample = part.count // samples * space.size * out.element_size()
+        panel = samples if part.factor.couples_samples else max(1, budget // (2 * per_sample))
+        for a in range(0, samples, panel):
+            rows = part.rows(a, min(a + panel, samples))
+            out.addmm_(rows.T, rows)
+    return out
+
+
+def _kernel(parts: Sequence[Part], budget: int) -> Tensor:
+    """The blocks A_i A_jᵀ of all pairs of parts."""
+    lines = []
+    for i, one in enumerate(parts):
+        line = [
+            one.pulled.kernel(None if i == j else two.pulled, budget=budget)
+            for j, two in enumerate(parts)
+            if j <= i
+        ]
+        lines.append(line)
+    full = [
+        [lines[i][j] if j <= i else lines[j][i].T for j in range(len(parts))]
+        for i in range(len(parts))
+    ]
+    kernel = full[0][0] if len(parts) == 1 else torch.cat([torch.cat(line, 1) for line in full])
+    if parts[0].factor.couples_samples:
+        kernel = parts[0].transpose(parts[0].transpose(kernel).T)
+    return kernel

@@ -1,0 +1,136 @@
+"""The forms a Gram is held in: rows A, dense AᵀA, kernel AAᵀ, or products alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .._core.errors import PullbackError
+from .._core.products import gram
+from .base import FactoredGram, Gram, Structure
+
+_EXACT_TRACE = 256  # rows up to which the trace of an operator is computed and not estimated
+_PROBES = 32
+
+
+class Rows(FactoredGram):
+    """G = AᵀA held as the matrix A.
+
+    >>> a = torch.tensor([[1.0, 0.0, 1.0], [0.0, 2.0, 0.0]])
+    >>> Rows(a).matvec(torch.ones(3))
+    tensor([2., 4., 2.])
+    """
+
+    def __init__(self, a: Tensor) -> None:
+        if a.ndim != 2:
+            raise PullbackError(
+                "Rows needs a matrix",
+                f"got shape {tuple(a.shape)}",
+                "Pass A of shape (rows, parameters)",
+            )
+        self._a = a
+        self.count, self.size = a.shape
+        self.dtype, self.device = a.dtype, a.device
+        self.structure = Structure("rows", factored=True, low_rank=self.count < self.size)
+
+    def project(self, v: Tensor) -> Tensor:
+        return self._a @ v
+
+    def lift(self, c: Tensor) -> Tensor:
+        return self._a.T @ c
+
+    def rows(self) -> Tensor:
+        return self._a
+
+    def row_norms(self) -> Tensor:
+        return self._a.norm(dim=1)
+
+    def kernel(self) -> Tensor:
+        return gram(self._a)
+
+    def dense(self) -> Tensor:
+        return gram(self._a.T)
+
+    def trace(self) -> Tensor:
+        return self._a.square().sum()
+
+
+class Dense(Gram):
+    """G held as a matrix; A is not kept, so its condition is already squared."""
+
+    def __init__(self, g: Tensor, count: int | None = None) -> None:
+        if g.ndim != 2 or g.shape[0] != g.shape[1]:
+            raise PullbackError(
+                "Dense needs a square matrix",
+                f"got shape {tuple(g.shape)}",
+                "Pass G of shape (p, p)",
+            )
+        self._g = g
+        self.size = len(g)
+        self.count = self.size if count is None else count
+        self.dtype, self.device = g.dtype, g.device
+        self.structure = Structure("dense", factored=False, low_rank=self.count < self.size)
+
+    def matvec(self, v: Tensor) -> Tensor:
+        return self._g @ v
+
+    def dense(self) -> Tensor:
+        return self._g
+
+
+class Operator(FactoredGram):
+    """G by products with A and Aᵀ alone (forward- and reverse-mode passes)."""
+
+    def __init__(
+        self,
+        project: Callable[[Tensor], Tensor],
+        lift: Callable[[Tensor], Tensor],
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._project, self._lift = project, lift
+        self.count, self.size = shape
+        self.dtype, self.device = dtype, device
+        self.structure = Structure("operator", factored=True, low_rank=self.count < self.size)
+
+    def project(self, v: Tensor) -> Tensor:
+        return self._project(v)
+
+    def lift(self, c: Tensor) -> Tensor:
+        return self._lift(c)
+
+    def trace(self) -> Tensor:
+        """tr G = ‖A‖²: exact for few rows, else estimated from seeded random signs."""
+        if self.count <= _EXACT_TRACE:
+            return self.rows().square().sum()
+        generator = torch.Generator().manual_seed(0)
+        signs = torch.randint(0, 2, (_PROBES, self.count), generator=generator) * 2 - 1
+        probes = signs.to(self.device, self.dtype)
+        return torch.stack([self.lift(s).square().sum() for s in probes]).mean()
+
+
+class Kernel(Operator):
+    """G by its sample-space twin K = AAᵀ, held as a matrix, with products by A and Aᵀ."""
+
+    def __init__(
+        self,
+        kernel: Tensor,
+        project: Callable[[Tensor], Tensor],
+        lift: Callable[[Tensor], Tensor],
+        size: int,
+    ) -> None:
+        super().__init__(project, lift, (len(kernel), size), kernel.dtype, kernel.device)
+        self._kernel = kernel
+        self.structure = Structure("kernel", factored=True, low_rank=self.count < self.size)
+
+    def kernel(self) -> Tensor:
+        return self._kernel
+
+    def row_norms(self) -> Tensor:
+        return self._kernel.diagonal().clamp(min=0).sqrt()
+
+    def trace(self) -> Tensor:
+        return self._kernel.diagonal().sum()

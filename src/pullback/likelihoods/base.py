@@ -1,0 +1,47 @@
+r"""Likelihoods p(y | z): the distributions whose Fisher information is a metric on outputs.
+
+Each matches one of torch's losses in scale: under `reduction="mean"` the metric is that of the
+loss averaged over `samples(z)`, under "sum" that of the summed loss.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from .._core.factor import Factor
+
+
+class Likelihood(ABC):
+    """A family of distributions with parameters z of shape (N, *event)."""
+
+    @abstractmethod
+    def factor(self, z: Tensor) -> Factor:
+        """S with S Sᵀ = Fisher information in z, per sample."""
+
+    @abstractmethod
+    def nll(self, z: Tensor, y: Tensor) -> Tensor:
+        """−log p(y | z) up to a constant in z, one value per sample."""
+
+    @abstractmethod
+    def sample(self, z: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """y drawn from p(· | z)."""
+
+    def samples(self, z: Tensor) -> int:
+        """How many samples a mean over z counts."""
+        return z.numel()
+
+    def counted(self, z: Tensor, cotangent: Tensor) -> Tensor | None:
+        """Which entries of z the loss counted, as a mask that broadcasts; None for all."""
+        return None
+
+    def __repr__(self) -> str:
+        fields = ", ".join(f"{k}={v!r}" for k, v in vars(self).items())
+        return f"{type(self).__name__}({fields})"
+
+
+def bounded_exp(x: Tensor) -> Tensor:
+    """exp(x), held below √max of the dtype so that products with it stay finite."""
+    return x.clamp(max=0.5 * torch.log(torch.tensor(torch.finfo(x.dtype).max)).item()).exp()

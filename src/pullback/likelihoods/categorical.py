@@ -1,0 +1,81 @@
+"""Softmax classification: the Fisher metric of `F.cross_entropy`."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .._core.errors import PullbackError
+from .._core.factor import Factor, Whitened
+from .base import Likelihood
+
+
+class SoftmaxFactor(Factor):
+    """S = diag(√p) − p √pᵀ, so that S Sᵀ = diag(p) − p pᵀ, from log-probabilities."""
+
+    def __init__(self, log_p: Tensor, dim: int) -> None:
+        self._log_p, self._dim = log_p, dim
+        self._p, self._root = log_p.exp(), (0.5 * log_p).exp()
+        self.white = tuple(log_p.shape[1:])
+
+    def apply(self, r: Tensor) -> Tensor:
+        weighted = self._root * r
+        return weighted - self._p * weighted.sum(self._dim, keepdim=True)
+
+    def transpose(self, v: Tensor) -> Tensor:
+        mean = (self._p * v).sum(self._dim, keepdim=True)
+        return self._root * (v - mean)
+
+    def whiten(self, g: Tensor) -> Whitened:
+        """r = g/√p; g is in the range of S exactly when it sums to zero over the classes."""
+        r = torch.where(g == 0, 0.0, g * (-0.5 * self._log_p).exp())
+        excess = g.sum(self._dim).abs().max()
+        limit = 10 * torch.finfo(g.dtype).eps * g.shape[self._dim] * g.abs().max()
+        return Whitened.checked(r, excess <= limit)
+
+
+class Categorical(Likelihood):
+    """Logits z along `dim`; a sample is one counted position.
+
+    Positions whose target was `ignore_index` receive no gradient from the loss; they are
+    recognized by that and left out of the metric and of its mean.
+    """
+
+    def __init__(self, dim: int = -1, ignore_index: int = -100) -> None:
+        self.dim, self.ignore_index = dim, ignore_index
+
+    def _axis(self, z: Tensor) -> int:
+        """The class axis, counted from the end; axis 0 holds the samples."""
+        axis = self.dim if self.dim < 0 else self.dim - z.ndim
+        if z.ndim < 2 or not -z.ndim < axis < 0 or z.shape[axis] < 2:
+            raise PullbackError(
+                "Categorical does not fit the model's output",
+                f"axis {self.dim} of shape {tuple(z.shape)} does not hold two or more classes",
+                "Set Categorical(dim=...), or use Bernoulli for a single logit",
+            )
+        return axis
+
+    def factor(self, z: Tensor) -> Factor:
+        axis = self._axis(z)
+        return SoftmaxFactor(torch.log_softmax(z, axis), axis)
+
+    def nll(self, z: Tensor, y: Tensor) -> Tensor:
+        moved = z.movedim(self._axis(z), 1)
+        return F.cross_entropy(moved, y, ignore_index=self.ignore_index, reduction="none")
+
+    def sample(self, z: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        p = torch.softmax(z.movedim(self._axis(z), -1), -1)
+        flat = torch.multinomial(p.flatten(0, -2), 1, generator=generator)
+        return flat.view(p.shape[:-1])
+
+    def samples(self, z: Tensor) -> int:
+        return z.numel() // z.shape[self._axis(z)]
+
+    def counted(self, z: Tensor, cotangent: Tensor) -> Tensor | None:
+        axis = self._axis(z)
+        silent = (cotangent == 0).all(axis, keepdim=True)
+        if not bool(silent.any()):
+            return None
+        certain = torch.softmax(z, axis).amax(axis, keepdim=True) == 1
+        return ~silent | certain

@@ -1,0 +1,105 @@
+"""Families in which every output entry stands for itself, so that the metric is diagonal."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .._core.errors import PullbackError
+from .._core.factor import Diagonal, Factor
+from .base import Likelihood, bounded_exp
+
+
+class Bernoulli(Likelihood):
+    """Logits z of independent yes/no outcomes: `F.binary_cross_entropy_with_logits`."""
+
+    def factor(self, z: Tensor) -> Factor:
+        """S = √(σ(z) σ(−z)), from log-probabilities."""
+        return Diagonal((0.5 * (F.logsigmoid(z) + F.logsigmoid(-z))).exp())
+
+    def nll(self, z: Tensor, y: Tensor) -> Tensor:
+        return F.binary_cross_entropy_with_logits(z, y, reduction="none")
+
+    def sample(self, z: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        return torch.bernoulli(torch.sigmoid(z), generator=generator)
+
+
+class Poisson(Likelihood):
+    """Log-rates z of counts: `F.poisson_nll_loss`."""
+
+    def factor(self, z: Tensor) -> Factor:
+        """S = e^{z/2}."""
+        return Diagonal(bounded_exp(z / 2))
+
+    def nll(self, z: Tensor, y: Tensor) -> Tensor:
+        return F.poisson_nll_loss(z, y, reduction="none")
+
+    def sample(self, z: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        return torch.poisson(z.exp(), generator=generator)
+
+
+class Gaussian(Likelihood):
+    """½‖y − z‖²/variance, summed over the last axis.
+
+    With `variance="learned"` the last axis holds means and then log-variances, and the metric is
+    diag(1/σ², ½); the loss is that of `F.gaussian_nll_loss`.
+    """
+
+    def __init__(self, variance: float | str = 1.0) -> None:
+        if variance != "learned" and not (isinstance(variance, (int, float)) and variance > 0):
+            raise PullbackError(
+                "Gaussian's variance is not usable",
+                f"got {variance!r}",
+                'Give a positive number, or "learned" for outputs (mean, log-variance)',
+            )
+        self.variance = variance
+
+    def _halves(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        if z.shape[-1] % 2:
+            raise PullbackError(
+                'Gaussian(variance="learned") does not fit the model\'s output',
+                f"the last axis has {z.shape[-1]} entries, not a mean and a log-variance each",
+                "Return as many log-variances as means",
+            )
+        mean, log_variance = z.chunk(2, -1)
+        return mean, log_variance
+
+    def factor(self, z: Tensor) -> Factor:
+        if isinstance(self.variance, str):
+            _, log_variance = self._halves(z)
+            half = torch.full_like(log_variance, 0.5**0.5)
+            return Diagonal(torch.cat([bounded_exp(-0.5 * log_variance), half], -1))
+        return Diagonal(torch.full_like(z, self.variance**-0.5))
+
+    def nll(self, z: Tensor, y: Tensor) -> Tensor:
+        if isinstance(self.variance, str):
+            mean, log_variance = self._halves(z)
+            return 0.5 * ((y - mean) ** 2 * bounded_exp(-log_variance) + log_variance).sum(-1)
+        return 0.5 * ((y - z) ** 2).sum(-1) / self.variance
+
+    def sample(self, z: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        if isinstance(self.variance, str):
+            mean, log_variance = self._halves(z)
+            spread = bounded_exp(0.5 * log_variance)
+        else:
+            mean, spread = z, self.variance**0.5
+        noise = torch.randn(mean.shape, generator=generator, dtype=z.dtype, device=z.device)
+        return mean + spread * noise
+
+    def samples(self, z: Tensor) -> int:
+        return z.numel() // z.shape[-1]
+
+
+class MSE(Likelihood):
+    """`F.mse_loss`: the squared error averaged over every entry, so M = 2/m per sample of m."""
+
+    def factor(self, z: Tensor) -> Factor:
+        return Diagonal(torch.full_like(z, 2**0.5))
+
+    def nll(self, z: Tensor, y: Tensor) -> Tensor:
+        return (z - y) ** 2
+
+    def sample(self, z: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        noise = torch.randn(z.shape, generator=generator, dtype=z.dtype, device=z.device)
+        return z + 0.5**0.5 * noise

@@ -1,0 +1,128 @@
+r"""Maps φ from parameters to function values, and their tangents.
+
+A *map* is linearized at parameters w and gives z = φ(w) with products by J = dφ_w. Values
+have shape (N, *event), samples first, and the rows of J that belong to different samples
+are independent of each other's inputs.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .._core.space import ParameterSpace
+from .layers.base import Block
+
+
+@dataclass(frozen=True)
+class Covered:
+    """How one parameter's share of the Gram is computed, and why."""
+
+    name: str
+    route: str
+    reason: str
+
+
+class Pulled:
+    """R covectors per sample pulled back through J: the matrix A, block by block of parameters.
+
+    Rows are ordered (sample, covector); vectors on the row side have shape (N, R).
+    """
+
+    def __init__(
+        self,
+        space: ParameterSpace,
+        shape: tuple[int, int],
+        blocks: Sequence[Block],
+        coverage: Sequence[Covered] = (),
+    ) -> None:
+        self.space, self.shape = space, shape
+        self.blocks = {tuple(sorted(b.names)): b for b in blocks}
+        self.coverage = tuple(coverage)
+
+    def rows(self) -> Tensor:
+        """A, materialized: (N·R, p)."""
+        n, r = self.shape
+        out = self.space.zeros(n, r, self.space.size)
+        index = self.space.index()
+        for block in self.blocks.values():
+            for name, value in block.rows().items():
+                out[..., index[name]] = value
+        return out.flatten(0, 1)
+
+    def narrow(self, start: int, stop: int) -> Pulled:
+        """The same covectors for the samples in [start, stop)."""
+        blocks = [b.narrow(start, stop) for b in self.blocks.values()]
+        return Pulled(self.space, (stop - start, self.shape[1]), blocks, self.coverage)
+
+    def kernel(self, other: Pulled | None = None, *, budget: int) -> Tensor:
+        """A A'ᵀ without A: (N·R, N'·R')."""
+        other = self if other is None else other
+        out = self.space.zeros(self.shape[0] * self.shape[1], other.shape[0] * other.shape[1])
+        for key, block in self.blocks.items():
+            theirs = other.blocks.get(key)
+            if theirs is None or type(theirs) is not type(block):
+                raise RuntimeError("the two linearizations cover parameters differently")
+            out += block.gram(theirs, budget)
+        return out
+
+    def project(self, v: Tensor) -> Tensor:
+        """A v: (N, R)."""
+        pieces = self.space.split(v)
+        out = self.space.zeros(*self.shape)
+        for block in self.blocks.values():
+            out += block.project(pieces)
+        return out
+
+    def lift(self, c: Tensor) -> Tensor:
+        """Aᵀ c: (p,)."""
+        out = self.space.zeros(self.space.size)
+        index = self.space.index()
+        for block in self.blocks.values():
+            for name, value in block.lift(c).items():
+                out[index[name]] = value
+        return out
+
+
+class Linearization(ABC):
+    """z = φ(w) and the products with J at w."""
+
+    space: ParameterSpace
+    #: z, of shape (N, *event)
+    value: Tensor
+
+    @abstractmethod
+    def jvp(self, v: Tensor) -> Tensor:
+        """J v: (p,) -> (N, *event)."""
+
+    @abstractmethod
+    def vjp(self, u: Tensor) -> Tensor:
+        """Jᵀ u: (N, *event) -> (p,)."""
+
+    @abstractmethod
+    def pullback(self, covectors: Tensor) -> Pulled:
+        """The rows u_{n,r}ᵀ J_n for covectors u of shape (R, N, *event)."""
+
+    def rows(self) -> Tensor:
+        """J, materialized: (N·|event|, p)."""
+        return self.pullback(identity_covectors(self.value)).rows()
+
+
+class Map(ABC):
+    """φ: parameters -> function values."""
+
+    @abstractmethod
+    def linearize(self, params: Mapping[str, Tensor]) -> Linearization:
+        """φ(w) and its tangent at the given parameters."""
+
+
+def identity_covectors(value: Tensor) -> Tensor:
+    """The coordinate covectors of one sample, for every sample: (|event|, N, *event)."""
+    n, event = value.shape[0], value.shape[1:]
+    size = value[0].numel()
+    eye = torch.eye(size, dtype=value.dtype, device=value.device)
+    return eye.view(size, 1, *event).expand(size, n, *event)

@@ -1,0 +1,148 @@
+r"""Layers whose output is W·a + b at every place that shares the weight.
+
+With the sharing axis t and groups g,
+
+    row    = Σ_t δ_t ⊗ ā_t
+    A Aᵀ   = Σ_tt' (ā_t·ā'_t') (δ_t·δ'_t')        (Hadamard of Grams when there is one place)
+    A v    = Σ_t δ_tᵀ V ā_t
+    Aᵀ c   = Σ_t (Σ_r c_r δ_rt) ⊗ ā_t
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from ..._core.products import cross
+from .base import Block
+
+
+class AffineBlock(Block):
+    """Weight (G·O, I) and bias (G·O) from inputs (N, G, T, I) and cotangents (N, R, G, T, O).
+
+    `inputs` is a function, so that convolution patches are formed only while they are used.
+    """
+
+    def __init__(
+        self,
+        weight: str | None,
+        bias: str | None,
+        inputs: Callable[[], Tensor],
+        shape: tuple[int, int, int, int],
+        delta: Tensor,
+    ) -> None:
+        self._weight, self._bias = weight, bias
+        self.names = tuple(n for n in (weight, bias) if n is not None)
+        self._inputs, self.shape, self._delta = inputs, shape, delta
+
+    def narrow(self, start: int, stop: int) -> Block:
+        shape = (stop - start, *self.shape[1:])
+        inputs, delta = self._inputs, self._delta[start:stop]
+        return AffineBlock(self._weight, self._bias, lambda: inputs()[start:stop], shape, delta)
+
+    @property
+    def route(self) -> str:
+        return self._route(self)
+
+    def _route(self, other: AffineBlock) -> str:
+        """The cheaper of Hadamard-of-Grams and materialized rows, by operation count."""
+        n, g, t, i = self.shape
+        n2, _, t2, _ = other.shape
+        r, r2, o = self._delta.shape[1], other._delta.shape[1], self._delta.shape[-1]
+        pairs = n * r * n2 * r2
+        sweep = 8  # a memory-bound pass over an entry costs about as much as 8 multiply-adds
+        hadamard = g * t * t2 * (n * n2 * i + pairs * (o + sweep))
+        materialized = g * o * i * (pairs + t * (n * r + n2 * r2))
+        return "hadamard" if hadamard <= materialized or self._weight is None else "materialized"
+
+    def rows(self) -> dict[str, Tensor]:
+        out = {}
+        if self._weight is not None:
+            out[self._weight] = torch.einsum(
+                "nrgto,ngti->nrgoi", self._delta, self._inputs()
+            ).flatten(2)
+        if self._bias is not None:
+            out[self._bias] = self._delta.sum(3).flatten(2)
+        return out
+
+    def project(self, v: Mapping[str, Tensor]) -> Tensor:
+        n, g, t, i = self.shape
+        o = self._delta.shape[-1]
+        y: Tensor | float = 0.0
+        if self._weight is not None:
+            y = torch.einsum("ngti,goi->ngto", self._inputs(), v[self._weight].reshape(g, o, i))
+        if self._bias is not None:
+            y = y + v[self._bias].reshape(1, g, 1, o)
+        return torch.einsum("nrgto,ngto->nr", self._delta, torch.as_tensor(y).expand(n, g, t, o))
+
+    def lift(self, c: Tensor) -> dict[str, Tensor]:
+        delta = torch.einsum("nrgto,nr->ngto", self._delta, c)
+        out = {}
+        if self._weight is not None:
+            out[self._weight] = torch.einsum("ngto,ngti->goi", delta, self._inputs()).flatten()
+        if self._bias is not None:
+            out[self._bias] = delta.sum((0, 2)).flatten()
+        return out
+
+    def gram(self, other: Block, budget: int) -> Tensor:
+        assert isinstance(other, AffineBlock)
+        if self._route(other) == "hadamard":
+            return self._hadamard(other, budget)
+        return self._materialized(other, budget)
+
+    def _hadamard(self, other: AffineBlock, budget: int) -> Tensor:
+        """Σ_g Σ_tt' (ā ā'ᵀ) ∘ (δ δ'ᵀ), in panels of samples that fit the budget."""
+        (n, groups, t, _), (n2, _, t2, _) = self.shape, other.shape
+        r, r2 = self._delta.shape[1], other._delta.shape[1]
+        out = self._delta.new_zeros(n * r, n2 * r2)
+        x = self._inputs() if self._weight is not None else None
+        y = x if other is self else (other._inputs() if self._weight is not None else None)
+        panel = max(1, budget // (4 * r * t * n2 * r2 * t2 * out.element_size()))
+        for g in range(groups):
+            d1 = self._delta[:, :, g]
+            d2 = d1 if other is self else other._delta[:, :, g]
+            for a in range(0, n, panel):
+                b = min(a + panel, n)
+                left = d1[a:b].flatten(0, 2)
+                right = left if other is self and b - a == n else d2.flatten(0, 2)
+                dd = cross(left, right).view(b - a, r, t, n2, r2, t2)
+                if x is not None and y is not None:
+                    whole = other is self and b - a == n
+                    xg = x[a:b, g].flatten(0, 1)
+                    aa = cross(xg, xg if whole else y[:, g].flatten(0, 1))
+                    if self._bias is not None:
+                        aa += 1.0
+                    dd *= aa.view(b - a, 1, t, n2, 1, t2)
+                out[a * r : b * r] += dd.sum((2, 5)).view((b - a) * r, n2 * r2)
+        return out
+
+    def _materialized(self, other: AffineBlock, budget: int) -> Tensor:
+        """Σ rows rowsᵀ over panels of output features that fit the budget."""
+        n, groups, _, i = self.shape
+        r, o = self._delta.shape[1], self._delta.shape[-1]
+        n2, r2 = other.shape[0], other._delta.shape[1]
+        x = self._inputs()
+        y = x if other is self else other._inputs()
+        out = x.new_zeros(n * r, n2 * r2)
+        panel = max(1, budget // (4 * (n * r + n2 * r2) * i * x.element_size()))
+        for g in range(groups):
+            for a in range(0, o, panel):
+                one = _rows(self._delta[:, :, g, :, a : a + panel], x[:, g])
+                two = one
+                if other is not self:
+                    two = _rows(other._delta[:, :, g, :, a : a + panel], y[:, g])
+                out += cross(one, two)
+        if self._bias is not None:
+            b1 = self._delta.sum(3).flatten(0, 1).flatten(1)
+            b2 = b1 if other is self else other._delta.sum(3).flatten(0, 1).flatten(1)
+            out += cross(b1, b2)
+        return out
+
+
+def _rows(delta: Tensor, inputs: Tensor) -> Tensor:
+    """Σ_t δ_t ⊗ a_t as a matrix: (N, R, T, O), (N, T, I) -> (N·R, O·I)."""
+    n, r, _, o = delta.shape
+    left = delta.permute(0, 1, 3, 2).reshape(n, r * o, -1)
+    return (left @ inputs).view(n * r, o * inputs.shape[-1])

@@ -1,0 +1,71 @@
+r"""The share of one layer's parameters in A = SᵀJ, kept in factored form.
+
+A *block* holds, for N samples and R covectors per sample, what the chain rule gives at one
+layer: its input a and the cotangents δ at its output. For a linear layer the row of J is
+Σ_t δ_t ā_tᵀ, so rows, Gram, products and Kronecker factors all follow from (a, δ), where t
+runs over the places that share the weight.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ..._core.products import cross
+
+
+class Block(ABC):
+    """One group of parameters: `rows`, `gram`, and products with A and Aᵀ."""
+
+    #: names of the parameters, in the map's parameter space
+    names: tuple[str, ...]
+
+    @property
+    def route(self) -> str:
+        """How `gram` will be computed, for reports."""
+        return "rows"
+
+    @abstractmethod
+    def rows(self) -> dict[str, Tensor]:
+        """Per name, the rows (N, R, numel) of J."""
+
+    @abstractmethod
+    def narrow(self, start: int, stop: int) -> Block:
+        """The same block for the samples in [start, stop)."""
+
+    def gram(self, other: Block, budget: int) -> Tensor:
+        """A Aᵀ of this block against `other` of the same parameters: (N·R, N'·R')."""
+        total: Tensor | float = 0.0
+        mine = self.rows()
+        theirs = mine if other is self else other.rows()
+        for name in self.names:
+            x = mine[name].flatten(0, 1)
+            total = total + cross(x, x if other is self else theirs[name].flatten(0, 1))
+        assert isinstance(total, Tensor)
+        return total
+
+    def project(self, v: Mapping[str, Tensor]) -> Tensor:
+        """A v: (N, R)."""
+        rows = self.rows()
+        return torch.stack([rows[n] @ v[n].flatten() for n in self.names]).sum(0)
+
+    def lift(self, c: Tensor) -> dict[str, Tensor]:
+        """Aᵀ c for c of shape (N, R), flat per name."""
+        return {n: torch.einsum("nrp,nr->p", rows, c) for n, rows in self.rows().items()}
+
+
+class RowsBlock(Block):
+    """Rows held as they are: small layers, tied weights, layers without known structure."""
+
+    def __init__(self, rows: Mapping[str, Tensor]) -> None:
+        self.names = tuple(rows)
+        self._rows = dict(rows)
+
+    def rows(self) -> dict[str, Tensor]:
+        return self._rows
+
+    def narrow(self, start: int, stop: int) -> Block:
+        return RowsBlock({n: r[start:stop] for n, r in self._rows.items()})

@@ -1,0 +1,60 @@
+"""Where the samples stand among a layer's leading axes, established by a probe and not by guess."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A way to read leading axes as (N, places): batch first, second, or folded into axis 0."""
+
+    kind: str
+    samples: int
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x with the samples first."""
+        n = self.samples
+        if self.kind == "first":
+            return x
+        if self.kind == "second":
+            return x.transpose(0, 1)
+        if self.kind == "folded":
+            return x.unflatten(0, (n, -1))
+        if self.kind == "folded-last":
+            return x.unflatten(0, (-1, n)).transpose(0, 1)
+        return x.unsqueeze(0)
+
+
+def candidates(lead: tuple[int, ...], samples: int) -> Iterator[Layout]:
+    """The layouts that the sizes allow, most common first."""
+    if lead and lead[0] == samples:
+        yield Layout("first", samples)
+    if len(lead) > 1 and lead[1] == samples:
+        yield Layout("second", samples)
+    if lead and lead[0] % samples == 0:
+        yield Layout("folded", samples)
+        yield Layout("folded-last", samples)
+    if samples == 1:
+        yield Layout("whole", samples)
+
+
+def detect(base: Tensor, scaled: Tensor, scales: Tensor, features: int) -> Layout | None:
+    """The layout under which `scaled` is `base` with sample n multiplied by scales[n].
+
+    The two are the layer's cotangents for outputs u and scales∘u: they agree exactly when
+    the samples do not interact and are read from the right axis.
+    """
+    lead = tuple(base.shape[: base.ndim - features])
+    tolerance = torch.finfo(base.dtype).eps ** 0.5
+    bound = tolerance * base.abs().max()
+    for layout in candidates(lead, len(scales)):
+        one, two = layout(base), layout(scaled)
+        c = scales.to(one.dtype).view(-1, *[1] * (one.ndim - 1))
+        if bool(((two - c * one).abs() <= bound).all()):
+            return layout
+    return None

@@ -1,0 +1,72 @@
+"""The one registry of layers: how each kind turns (input, output cotangent) into a block."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from .base import Block
+
+
+@dataclass(frozen=True)
+class Use:
+    """One use of a layer.
+
+    Its input has shape (N, *places, *features), the cotangents at its output (N, R, *places,
+    *features); `features` counts the trailing feature axes of the output.
+    """
+
+    module: Any
+    input: Tensor
+    delta: Tensor
+    features: int
+
+
+class Layer(ABC):
+    """A kind of layer.
+
+    `parameters` gives the tensors by role, `features` how many trailing axes of the output
+    belong to one place, and `block` assembles the uses of the same parameters.
+    """
+
+    def parameters(self, module: Any) -> dict[str, Tensor | None]:
+        """The tensors that take part, by role."""
+        return {"weight": getattr(module, "weight", None), "bias": getattr(module, "bias", None)}
+
+    def features(self, module: Any, ndim: int) -> int:
+        """How many trailing axes of an output with `ndim` axes are features of one place."""
+        return 1
+
+    def input_features(self, module: Any, ndim: int) -> int:
+        """The same for the input, where it differs."""
+        return self.features(module, ndim)
+
+    @abstractmethod
+    def block(self, names: Mapping[str, str | None], uses: Sequence[Use]) -> Block:
+        """The block of these parameters, from every use of them in one forward pass."""
+
+
+REGISTRY: dict[type[nn.Module], Layer] = {}
+
+
+def register(*kinds: type[nn.Module]):
+    """Class decorator: `@register(nn.Linear)` enters a `Layer` for these module types."""
+
+    def enter(layer: type[Layer]) -> type[Layer]:
+        for kind in kinds:
+            REGISTRY[kind] = layer()
+        return layer
+
+    return enter
+
+
+def find(module: Any) -> Layer | None:
+    """The layer of a module, or None: a subclass counts while it keeps `forward`."""
+    for kind in type(module).__mro__:
+        if kind in REGISTRY:
+            return REGISTRY[kind] if type(module).forward is kind.forward else None
+    return None

@@ -1,0 +1,106 @@
+"""Layers with an elementwise gain and shift: normalizations, and PReLU's slope."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .base import Block, RowsBlock
+from .registry import Layer, Use, register
+
+
+class Scale(Layer):
+    """output = gain ∘ x̂ + shift, so a row is Σ_t δ_t ∘ x̂_t and Σ_t δ_t over the places t."""
+
+    def normalized(self, module: Any, x: Tensor) -> Tensor:
+        """x̂, what the gain multiplies."""
+        raise NotImplementedError(type(self).__name__)
+
+    def places(self, module: Any, ndim: int) -> list[int]:
+        """The feature axes (counted from the end) that share one gain."""
+        return []
+
+    def block(self, names: Mapping[str, str | None], uses: Sequence[Use]) -> Block:
+        rows: dict[str, Tensor] = {}
+        for use in uses:
+            module, delta, features = use.module, use.delta, use.features
+            lead = use.input.shape[:-features]
+            x = self.normalized(module, use.input.flatten(0, len(lead) - 1)).unflatten(0, lead)
+            shared = [*range(2, delta.ndim - features), *self.places(module, features)]
+            for role, value in (("weight", delta * x[:, None]), ("bias", delta)):
+                if (name := names.get(role)) is not None:
+                    row = value.sum(shared) if shared else value
+                    row = row.reshape(*delta.shape[:2], -1)
+                    rows[name] = rows[name] + row if name in rows else row
+        return RowsBlock(rows)
+
+
+@register(nn.LayerNorm, nn.RMSNorm)
+class TrailingNorm(Scale):
+    """The gain has the shape of the trailing, normalized axes."""
+
+    def features(self, module: Any, ndim: int) -> int:
+        return len(module.normalized_shape)
+
+    def normalized(self, module: Any, x: Tensor) -> Tensor:
+        if isinstance(module, nn.RMSNorm):
+            return F.rms_norm(x, module.normalized_shape, None, module.eps)
+        return F.layer_norm(x, module.normalized_shape, None, None, module.eps)
+
+
+class ChannelScale(Scale):
+    """The gain has one entry per channel, axis 1 of the layer's own input."""
+
+    def features(self, module: Any, ndim: int) -> int:
+        return ndim - 1
+
+    def places(self, module: Any, ndim: int) -> list[int]:
+        return [-k for k in range(1, ndim)]
+
+
+@register(nn.GroupNorm)
+class GroupNorm(ChannelScale):
+    """Normalized within groups of channels of one sample."""
+
+    def normalized(self, module: Any, x: Tensor) -> Tensor:
+        return F.group_norm(x, module.num_groups, None, None, module.eps)
+
+
+@register(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+class BatchNorm(ChannelScale):
+    """In evaluation mode only: in training mode the samples are coupled."""
+
+    def normalized(self, module: Any, x: Tensor) -> Tensor:
+        return F.batch_norm(x, module.running_mean, module.running_var, eps=module.eps)
+
+
+@register(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+class InstanceNorm(ChannelScale):
+    """Normalized within one channel of one sample."""
+
+    def normalized(self, module: Any, x: Tensor) -> Tensor:
+        batch_statistics = module.training or not module.track_running_stats
+        return F.instance_norm(
+            x,
+            module.running_mean,
+            module.running_var,
+            use_input_stats=batch_statistics,
+            eps=module.eps,
+        )
+
+
+@register(nn.PReLU)
+class PReLU(ChannelScale):
+    """The slope multiplies min(x, 0)."""
+
+    def parameters(self, module: Any) -> dict[str, Tensor | None]:
+        return {"weight": module.weight}
+
+    def places(self, module: Any, ndim: int) -> list[int]:
+        return [-k for k in range(1, ndim + (module.num_parameters == 1))]
+
+    def normalized(self, module: Any, x: Tensor) -> Tensor:
+        return x.clamp(max=0)

@@ -1,0 +1,167 @@
+"""Which parameters a model's layers explain, established by proof and not by trust.
+
+Two reverse passes with random cotangents settle it once per model and shape: for each layer,
+the axis on which the samples stand; for each parameter, whether the layers' formula gives
+what autograd gives. A parameter that fails is served by materialized rows, and named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .base import Covered, Pulled
+from .layers import Block, RowsBlock, Use
+from .layers.layout import Layout, detect
+from .record import Entry, Recorder
+from .unstructured import sample_rows
+
+if TYPE_CHECKING:
+    from .module import ModuleLinearization
+
+
+@dataclass
+class Structure:
+    """The plan for one model and input shape: layouts of the layers used, and the rest."""
+
+    layouts: dict[int, Layout]
+    rest: tuple[str, ...]
+    reasons: dict[str, str]
+    rows_by: str | None = None
+
+    @classmethod
+    def establish(cls, linear: ModuleLinearization, recorder: Recorder) -> Structure:
+        """Probe with covectors u and c∘u, c one random number per sample."""
+        z, leaves = linear.value, linear.leaves
+        generator = torch.Generator().manual_seed(0)
+        u = torch.randn(z.shape, generator=generator, dtype=torch.float64).to(z)
+        c = (1 + torch.rand(z.shape[0], generator=generator, dtype=torch.float64)).to(z)
+        edges: list[Any] = [e.edge for e in recorder.entries]
+        found = linear.gradients(u, edges + list(leaves.values()))
+        scaled = linear.gradients(u * c.view(-1, *[1] * (u.ndim - 1)), edges) if edges else ()
+        truth = dict(zip(leaves, found[len(edges) :], strict=True))
+
+        layouts, reasons = {}, {}
+        for i, (entry, one, two) in enumerate(zip(recorder.entries, found, scaled, strict=False)):
+            layout = None
+            if one is not None and two is not None:
+                layout = detect(one, two, c, entry.features)
+            if layout is not None:
+                layouts[i] = layout
+            else:
+                for name in filter(None, entry.names.values()):
+                    reasons[name] = f"{entry.path}: no axis of its output counts the samples"
+        plan = cls(layouts, (), reasons)
+        deltas = {i: found[i] for i in layouts}
+        blocks = plan._blocks(
+            linear, recorder, {i: _placed(d, layouts[i], linear) for i, d in deltas.items()}
+        )
+        plan._verify(blocks, truth, linear)
+        return plan
+
+    def _verify(
+        self, blocks: list[Block], truth: Mapping[str, Tensor | None], linear: ModuleLinearization
+    ) -> None:
+        """Keep the parameters whose layer formula reproduces autograd's gradient."""
+        ones = linear.value.new_ones(linear.value.shape[0], 1)
+        got: dict[str, Tensor] = {}
+        for block in blocks:
+            got.update(block.lift(ones))
+        tolerance = torch.finfo(linear.graph.dtype).eps ** 0.5
+        for name, gradient in truth.items():
+            if name not in got:
+                self.reasons.setdefault(name, "no layer with known structure uses it")
+                continue
+            want = (
+                linear.space.zeros(1)
+                if gradient is None
+                else gradient.flatten().to(linear.space.dtype)
+            )
+            error = (got[name] - want).norm()
+            if bool(error > 10 * tolerance * want.norm()):
+                self.reasons[name] = "it is also used outside its layer"
+        self.rest = tuple(n for n in truth if n in self.reasons)
+
+    def pullback(
+        self, linear: ModuleLinearization, recorder: Recorder, covectors: Tensor
+    ) -> Pulled:
+        """One reverse pass per covector gives every layer's cotangents at once."""
+        used = [i for i, e in enumerate(recorder.entries) if i in self.layouts and self._wanted(e)]
+        edges = [recorder.entries[i].edge for i in used]
+        deltas: dict[int, Tensor] = {}
+        count = covectors.shape[0]
+        for r in range(count if used else 0):
+            for i, gradient in zip(used, linear.gradients(covectors[r], edges), strict=True):
+                assert gradient is not None
+                placed = self.layouts[i](gradient)
+                if i not in deltas:
+                    deltas[i] = placed.new_empty(
+                        placed.shape[0], count, *placed.shape[1:], dtype=linear.space.dtype
+                    )
+                deltas[i][:, r] = placed
+        blocks = self._blocks(linear, recorder, deltas)
+        if self.rest:
+            rows, self.rows_by = sample_rows(linear, self.rest, covectors, self.rows_by)
+            blocks.append(RowsBlock(rows))
+        shape = (linear.value.shape[0], count)
+        return Pulled(linear.space, shape, blocks, self._coverage(blocks))
+
+    def _wanted(self, entry: Entry) -> bool:
+        return any(n is not None and n not in self.rest for n in entry.names.values())
+
+    def _blocks(
+        self, linear: ModuleLinearization, recorder: Recorder, deltas: Mapping[int, Tensor]
+    ) -> list[Block]:
+        """One block per set of parameters; parameters shared between sets become plain rows."""
+        groups: dict[tuple[str | None, ...], list[int]] = {}
+        for i in deltas:
+            groups.setdefault(recorder.entries[i].key, []).append(i)
+        blocks = []
+        for indices in groups.values():
+            first = recorder.entries[indices[0]]
+            names = {r: None if n in self.rest else n for r, n in first.names.items()}
+            if all(n is None for n in names.values()):
+                continue
+            uses = [self._use(linear, recorder.entries[i], i, deltas[i]) for i in indices]
+            blocks.append(first.layer.block(names, uses))
+        return untied(blocks)
+
+    def _use(self, linear: ModuleLinearization, entry: Entry, i: int, delta: Tensor) -> Use:
+        x = self.layouts[i](entry.input)
+        if x.is_floating_point():
+            x = x.to(linear.space.dtype)
+        return Use(entry.module, x, delta, entry.features)
+
+    def _coverage(self, blocks: list[Block]) -> list[Covered]:
+        covered = []
+        for block in blocks:
+            for name in block.names:
+                reason = self.reasons.get(name, "known layer")
+                route = f"rows by {self.rows_by}" if name in self.rest else block.route
+                covered.append(Covered(name, route, reason))
+        return covered
+
+
+def _placed(delta: Tensor | None, layout: Layout, linear: ModuleLinearization) -> Tensor:
+    assert delta is not None
+    return layout(delta).unsqueeze(1).to(linear.space.dtype)
+
+
+def untied(blocks: list[Block]) -> list[Block]:
+    """Blocks with disjoint names: where a parameter stands in several, their rows are added."""
+    counts: dict[str, int] = {}
+    for block in blocks:
+        for name in block.names:
+            counts[name] = counts.get(name, 0) + 1
+    tied = [b for b in blocks if any(counts[n] > 1 for n in b.names)]
+    if not tied:
+        return blocks
+    rows: dict[str, Tensor] = {}
+    for block in tied:
+        for name, value in block.rows().items():
+            rows[name] = rows[name] + value if name in rows else value
+    return [b for b in blocks if b not in tied] + [RowsBlock(rows)]

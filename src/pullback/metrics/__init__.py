@@ -1,0 +1,24 @@
+"""Stage two, *metrics*: how long is a move of the function?"""
+
+from .._core.factor import Blocks, Diagonal, Factor, Scaled, Whitened
+from .base import Custom, Metric, as_metric
+from .bregman import Bregman
+from .euclidean import Euclidean, Weighted
+from .fisher import Fisher
+from .sobolev import Sobolev
+
+__all__ = [
+    "Blocks",
+    "Bregman",
+    "Custom",
+    "Diagonal",
+    "Euclidean",
+    "Factor",
+    "Fisher",
+    "Metric",
+    "Scaled",
+    "Sobolev",
+    "Weighted",
+    "Whitened",
+    "as_metric",
+]

@@ -1,0 +1,85 @@
+"""What cannot be optimized is refused at once, with the reason and the remedy."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+
+from .._core.errors import PullbackError
+
+_WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel", "FSDPModule")
+
+
+def refuse_model(model: nn.Module) -> None:
+    """Raise for objects that are no module, and for distributed wrappers."""
+    if not isinstance(model, nn.Module):
+        raise PullbackError(
+            "NaturalGradient needs the model itself",
+            f"got {type(model).__name__}; it differentiates the model's outputs, not only its loss",
+            "Pass an nn.Module (and params=... for a subset of its parameters)",
+        )
+    for kind in type(model).__mro__:
+        if kind.__name__ in _WRAPPERS:
+            raise PullbackError(
+                f"The model is wrapped in {kind.__name__}",
+                "the exact Gram couples all samples, which live on several processes",
+                "Pass the inner module (model.module) and train on one process",
+            )
+
+
+def refuse_parameter(name: str, p: Tensor) -> None:
+    """Raise for parameters that have no real, dense, initialized coordinates."""
+    if isinstance(p, UninitializedParameter | UninitializedBuffer):
+        why, remedy = "it is lazy: its shape is not known yet", "Run one forward pass first"
+    elif p.device.type == "meta":
+        why, remedy = (
+            "it is on the meta device and has no values",
+            "Materialize the model with to_empty",
+        )
+    elif p.is_complex():
+        why, remedy = "it is complex", "Store real and imaginary parts (torch.view_as_real)"
+    elif not p.is_floating_point():
+        why, remedy = (
+            f"its dtype {p.dtype} has no gradient",
+            "Make it a buffer, or use a float dtype",
+        )
+    elif p.layout != torch.strided:
+        why, remedy = f"its layout is {p.layout}", "Use a dense tensor"
+    elif p.is_inference():
+        why, remedy = "it was created in inference mode", "Build the model outside inference_mode"
+    elif type(p).__name__ == "DTensor":
+        why, remedy = (
+            "it is sharded over several processes",
+            "Train an unsharded copy on one process",
+        )
+    else:
+        return
+    raise PullbackError(f"Parameter {name!r} cannot be optimized", why, remedy)
+
+
+def refuse_context(closure: object, objective: object) -> None:
+    """Raise where a step cannot run: nothing to evaluate, or no graph to build."""
+    if (closure is None) == (objective is None):
+        raise PullbackError(
+            "step() needs a closure or an objective",
+            "neither was given" if closure is None else "both were given",
+            "Call step(closure) with a closure that runs backward(), or step(objective=f)",
+        )
+    if torch.is_inference_mode_enabled():
+        raise PullbackError(
+            "step() was called in inference mode",
+            "no graph can be built there, so there is no Jacobian",
+            "Leave torch.inference_mode() before stepping",
+        )
+
+
+def gradient_of(name: str, p: Tensor) -> Tensor | None:
+    """p.grad, if it is dense."""
+    if p.grad is not None and p.grad.layout != torch.strided:
+        raise PullbackError(
+            f"Parameter {name!r} has a sparse gradient",
+            "the Gram couples all entries",
+            "Use Embedding(sparse=False)",
+        )
+    return p.grad

@@ -1,0 +1,306 @@
+"""The exact natural gradient as a `torch.optim.Optimizer`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from .._core.capture import Selector, plain
+from .._core.errors import PullbackError
+from ..grams import FORMS, FactoredGram, Gram, Part, assemble, coverage
+from ..metrics import Euclidean, Metric, as_metric
+from ..solvers import Cholesky, Damping, Solution, Solver
+from ..steps import Constant, Local, Move, Step, retraction
+from .checks import refuse_context, refuse_model, refuse_parameter
+from .info import StepInfo
+from .problem import ClosureProblem, ObjectiveProblem, Problem
+
+_MEMORY = "pullback"
+
+
+class NaturalGradient(Optimizer):
+    r"""w ← retract(w − η (JᵀMJ + λ)⁺∇L), exactly, for any model and metric.
+
+    Each step runs the closure once while the model's inputs, outputs and ∂L/∂outputs are
+    recorded, pulls the metric back through a replayed forward pass, solves, and moves. `p.grad` is
+    the truth: a regularizer in the closure counts.
+
+    Args:
+        model: the module whose outputs the metric measures.
+        metric: a `Metric`, or a function z ↦ matrices (N, m, m).
+        solver: how G⁺g is found.
+        step: how far to go; `Constant(lr)` puts its lr in the param groups.
+        params: parameters or param groups, by default all that require gradients.
+        lr: the learning rate of param groups that name none; by default the step's own.
+        gram: the form of the Gram: "auto", "rows", "kernel", "dense" or "matrix_free".
+        reduction: "mean" or "sum" over samples, for metric and loss alike.
+        output: which tensor of a structured output the metric sees.
+        batch_dim: the output's axis of samples.
+        metric_batch: other inputs to average the metric over (see `step`).
+        retract: brings moved parameters back to where they may be: a function of the parameter
+            dict, or a dict of functions by name.
+        maximize: ascend instead of descend.
+        memory: bytes that one matrix of the Gram may take.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        metric: Metric | Callable[[Tensor], Tensor] | None = None,
+        solver: Solver | None = None,
+        step: Step | None = None,
+        *,
+        params: Iterable[Any] | None = None,
+        lr: float | None = None,
+        gram: str = "auto",
+        reduction: str = "mean",
+        output: Selector = None,
+        batch_dim: int = 0,
+        metric_batch: Any = None,
+        retract: Any = None,
+        maximize: bool = False,
+        memory: int = 2**30,
+    ) -> None:
+        refuse_model(model)
+        _one_of("gram", gram, FORMS)
+        _one_of("reduction", reduction, ("mean", "sum"))
+        self.model = model
+        self.metric = as_metric(Euclidean() if metric is None else metric)
+        self.solver = Cholesky() if solver is None else solver
+        self.rule = Constant() if step is None else step
+        self.gram, self.reduction, self.maximize, self.memory = gram, reduction, maximize, memory
+        self.output, self.batch_dim, self.metric_batch = output, batch_dim, metric_batch
+        self._retract = retract
+        self._cache: dict[str, Any] = {}
+        self._names = {id(p): n for n, p in plain(model).named_parameters()}
+        if params is None:
+            params = [p for p in plain(model).parameters() if p.requires_grad]
+        super().__init__(params, {"lr": self.rule.initial_lr if lr is None else lr})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Take up more of the model's parameters, with their own lr."""
+        group = dict(param_group)
+        given = group["params"]
+        group["params"] = [given] if isinstance(given, Tensor) else list(given)
+        for p in group["params"]:
+            p = p[1] if isinstance(p, tuple) else p
+            name = self._names.get(id(p))
+            if name is None:
+                raise PullbackError(
+                    "A parameter does not belong to the model",
+                    f"a tensor of shape {tuple(p.shape)} is not among its parameters",
+                    "Pass parameters of the module given to the optimizer",
+                )
+            refuse_parameter(name, p)
+        super().add_param_group(group)
+
+    def step(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        closure: Callable[[], Any] | None = None,
+        *,
+        objective: Callable[[dict[str, Tensor]], Any] | None = None,
+        metric_batch: Any = None,
+    ) -> StepInfo:
+        """One natural-gradient step.
+
+        Args:
+            closure: clears the gradients, evaluates the loss, calls backward and returns it.
+                Several forward calls pool their samples.
+            objective: instead of a closure, a function of the parameter dict that returns
+                residuals: a tensor, a pair (tensor, weight), or a dict of these. The loss is
+                half their weighted mean square.
+            metric_batch: inputs to average the metric over instead of the loss's own: a tensor, a
+                tuple of arguments or a dict of keywords; with an objective, a function of the
+                parameter dict whose values the metric sees.
+
+        Returns:
+            What was done; a rejected step has changed nothing.
+        """
+        refuse_context(closure, objective)
+        batch = self.metric_batch if metric_batch is None else metric_batch
+        problem = self._problem(closure, objective)
+        reason = problem.evaluate()
+        if reason:
+            problem.rollback()
+            return StepInfo(problem.loss, False, reason=reason, parameters=problem.space.size)
+        with torch.no_grad():
+            parts, white = problem.parts(self.metric, batch)
+            gram = assemble(parts, self.gram, self.memory, self.solver.prefers)
+            white = confirmed(gram, white, problem.gradient)
+            move = self.rule.take(self._local(problem, gram, white))
+            if move.accepted:
+                self._apply(problem, move)
+            else:
+                problem.rollback()
+        self._memory["steps"] = self._memory.get("steps", 0) + 1
+        return _record(problem, gram, parts, white, move)
+
+    def _problem(self, closure: Any, objective: Any) -> Problem:
+        active = self._active()
+        if closure is None:
+            return ObjectiveProblem(active, objective, self.reduction)
+        return ClosureProblem(
+            active,
+            self.model,
+            closure,
+            reduction=self.reduction,
+            output=self.output,
+            batch_dim=self.batch_dim,
+            memory=self._cache,
+        )
+
+    def _active(self) -> dict[str, nn.Parameter]:
+        """The parameters that take part, by name, in the order of the groups."""
+        active = {
+            self._names[id(p)]: p
+            for group in self.param_groups
+            for p in group["params"]
+            if p.requires_grad
+        }
+        for name, p in active.items():
+            refuse_parameter(name, p)
+        return active
+
+    def _local(self, problem: Problem, gram: Gram, white: Tensor | None) -> Local:
+        """The local picture, with the sign turned where we maximize."""
+        sign = -1.0 if self.maximize else 1.0
+        gradient = sign * problem.gradient
+        white = None if white is None else sign * white
+        state = self.solver.init(gram)
+        rates = (
+            torch.cat(
+                [
+                    torch.full((p.numel(),), float(group["lr"]))
+                    for group in self.param_groups
+                    for p in group["params"]
+                    if p.requires_grad
+                ]
+            )
+            if len({float(g["lr"]) for g in self.param_groups}) > 1
+            else None
+        )
+        lr = float(self.param_groups[0]["lr"])
+        scale = lr if rates is None else rates.to(gradient)
+
+        def solve(damping: Damping | None, about: Tensor | None) -> Solution:
+            if about is None:
+                return self.solver.solve(state, gradient, damping, whitened=white)
+            rhs, r = gradient - gram.matvec(about), None
+            if white is not None and isinstance(gram, FactoredGram):
+                r = white - gram.project(about)
+            found = self.solver.solve(state, rhs, damping, whitened=r)
+            return _shifted(found, about)
+
+        return Local(
+            loss=sign * problem.loss,
+            gradient=gradient,
+            solve=solve,
+            path=lambda: self.solver.path(state, gradient, white),
+            image=gram.matvec,
+            losses=lambda moves: sign * problem.losses(moves, partial(self._place, problem, scale)),
+            lr=lr if rates is None else None,
+            scaled=lambda v: scale * v,
+            state=self._memory.setdefault("rule", {}),
+        )
+
+    def _place(
+        self,
+        problem: Problem,
+        scale: Tensor | float,
+        origin: Mapping[str, Tensor],
+        move: Tensor,
+    ) -> dict[str, Tensor]:
+        """retract(w − lr·move), by name."""
+        moved = problem.space.split(scale * move)
+        point = {n: w.detach() - moved[n].to(w.dtype) for n, w in origin.items()}
+        if self._retract is None:
+            return point
+        return dict(retraction(self._retract, problem.space.names)(point))
+
+    def _apply(self, problem: Problem, move: Move) -> None:
+        pieces = problem.space.split(move.direction)
+        for group in self.param_groups:
+            chosen = [p for p in group["params"] if p.requires_grad]
+            if not chosen:
+                continue
+            deltas = [pieces[self._names[id(p)]].to(p.dtype) for p in chosen]
+            torch._foreach_add_(chosen, deltas, alpha=-float(group["lr"]) * move.size)
+        if self._retract is not None:
+            now = {n: p.detach() for n, p in problem.params.items()}
+            for name, value in retraction(self._retract, problem.space.names)(now).items():
+                problem.params[name].copy_(value)
+
+    @property
+    def _memory(self) -> dict[str, Any]:
+        """What is saved beside the param groups; the key is no tensor, so torch passes it on."""
+        return self.state[_MEMORY]  # pyright: ignore[reportArgumentType]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Param groups, the step's memory and the solver's random state."""
+        out = super().state_dict()
+        memory = {**self._memory, "solver": self.solver.state_dict()}
+        out["state"] = {**out["state"], _MEMORY: copy.deepcopy(memory)}
+        return out
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Resume to the same bits."""
+        super().load_state_dict(dict(state_dict))
+        memory = copy.deepcopy(state_dict["state"].get(_MEMORY, {}))
+        self.solver.load_state_dict(memory.pop("solver", {}))
+        self._memory.clear()
+        self._memory.update(memory)
+
+
+def confirmed(gram: Gram, white: Tensor | None, gradient: Tensor) -> Tensor | None:
+    """r, if Aᵀr reproduces p.grad to round-off: then nothing but the recorded loss is in g."""
+    if white is None or not isinstance(gram, FactoredGram):
+        return None
+    norms = gram.row_norms()
+    if norms is None:
+        signs = torch.ones_like(white)
+        signs[::2] = -1
+        scale = gram.lift(signs * white).norm()
+    else:
+        scale = (white * norms).norm()
+    tolerance = 100 * torch.finfo(white.dtype).eps * (scale + gradient.norm())
+    return white if bool((gram.lift(white) - gradient).norm() <= tolerance) else None
+
+
+def _shifted(found: Solution, about: Tensor) -> Solution:
+    return Solution(found.x + about, found.damping, found.rank, found.residual, found.status)
+
+
+def _record(
+    problem: Problem, gram: Gram, parts: list[Part], white: Tensor | None, move: Move
+) -> StepInfo:
+    solution = move.solution
+    form = "matrix_free" if gram.structure.holds == "operator" else gram.structure.holds
+    return StepInfo(
+        loss=problem.loss,
+        accepted=move.accepted,
+        step_size=move.size,
+        damping=solution.damping,
+        rank=solution.rank,
+        gram=form,
+        rows=gram.count,
+        parameters=gram.size,
+        whitened=white is not None,
+        status=solution.status,
+        reason=move.reason,
+        new_loss=move.loss,
+        trials=move.trials,
+        coverage=coverage(parts),
+    )
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise PullbackError(
+            f"Unknown {name} {value!r}", "it is not one of the choices", f"Use one of {allowed}"
+        )

@@ -1,0 +1,106 @@
+"""Damped solve by a Cholesky factorization on the smaller of parameter and sample space."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from .._core.errors import Status
+from ..grams import FactoredGram, Gram
+from .base import Damping, Solution, Solver, resolve
+
+_GROWTH, _TRIES = 10.0, 20
+
+
+@dataclass
+class Factored:
+    """The matrix to be damped and factorized, and the last factor."""
+
+    gram: Gram
+    matrix: Tensor
+    in_samples: bool
+    factors: dict[float, tuple[Tensor, float]] = field(default_factory=dict)
+
+
+class Cholesky(Solver):
+    r"""x = (G + λ)⁻¹g, by p × p or n × n Cholesky, whichever is smaller.
+
+    In sample space x = Aᵀ(AAᵀ + λ)⁻¹r where r is known, else (g − Aᵀ(AAᵀ + λ)⁻¹A g)/λ. Every
+    new λ costs one factorization (use `PseudoInverse` for a whole path of dampings). If the
+    matrix is not positive definite λ grows tenfold until it is, and the solution says so.
+
+    Args:
+        damping: absolute, or `Relative(c)` for c·tr(G)/p.
+    """
+
+    def __init__(self, damping: Damping = 1e-3) -> None:
+        self.damping = damping
+
+    def init(self, gram: Gram) -> Factored:
+        if isinstance(gram, FactoredGram) and (
+            gram.structure.holds == "kernel" or gram.count < gram.size
+        ):
+            return Factored(gram, gram.kernel(), True)
+        return Factored(gram, gram.dense(), False)
+
+    def solve(
+        self,
+        state: Factored,
+        rhs: Tensor,
+        damping: Damping | None = None,
+        *,
+        whitened: Tensor | None = None,
+    ) -> Solution:
+        gram = state.gram
+        wanted = resolve(self.damping if damping is None else damping, gram)
+        found = self._factor(state, wanted)
+        if found is None:
+            return Solution(torch.zeros_like(rhs), wanted, 0, status=Status.SINGULAR)
+        lower, used = found
+
+        def inverse(b: Tensor) -> Tensor:
+            return torch.cholesky_solve(b[:, None], lower)[:, 0]
+
+        if state.in_samples:
+            assert isinstance(gram, FactoredGram)
+            x = _sample_space(gram, inverse, rhs, whitened, used)
+        else:
+            x = _parameter_space(gram, inverse, rhs, whitened, used)
+        status = Status.OK if used == wanted else Status.GREW_DAMPING
+        return Solution(x, used, min(gram.count, gram.size), status=status)
+
+    def _factor(self, state: Factored, wanted: float) -> tuple[Tensor, float] | None:
+        if wanted in state.factors:
+            return state.factors[wanted]
+        h = state.matrix
+        scale = float(h.diagonal().abs().mean())
+        damping = wanted
+        for _ in range(_TRIES):
+            damped = h.clone()
+            damped.diagonal().add_(damping)
+            lower, info = torch.linalg.cholesky_ex(damped)
+            if int(info) == 0 and bool(torch.isfinite(lower.diagonal()).all()):
+                state.factors = {wanted: (lower, damping)}
+                return lower, damping
+            damping = max(_GROWTH * damping, scale * torch.finfo(h.dtype).eps * len(h))
+        return None
+
+
+def _sample_space(
+    gram: FactoredGram, inverse, g: Tensor, r: Tensor | None, damping: float
+) -> Tensor:
+    if r is not None:
+        return gram.lift(inverse(r))
+    if damping > 0:
+        return (g - gram.lift(inverse(gram.project(g)))) / damping
+    return gram.lift(inverse(inverse(gram.project(g))))
+
+
+def _parameter_space(gram: Gram, inverse, g: Tensor, r: Tensor | None, damping: float) -> Tensor:
+    """Corrected semi-normal equations: one refinement with the residual taken through A."""
+    x = inverse(g)
+    if r is None or not isinstance(gram, FactoredGram):
+        return x
+    return x + inverse(gram.lift(r - gram.project(x)) - damping * x)

@@ -1,0 +1,121 @@
+"""The Moore–Penrose inverse, and the whole damping path, from one spectral factorization."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .._core.errors import Status
+from ..grams import FactoredGram, Gram
+from .base import Damping, Path, Solution, Solver, resolve
+
+
+@dataclass(frozen=True)
+class Spectrum:
+    """A = U Σ Vᵀ without its null directions; `left` and `right` multiply by Uᵀ and Vᵀ."""
+
+    gram: Gram
+    sigma: Tensor
+    left: Callable[[Tensor], Tensor] | None
+    right: Callable[[Tensor], Tensor]
+    combine: Callable[[Tensor], Tensor]
+
+    @property
+    def rank(self) -> int:
+        """How many singular values were kept."""
+        return len(self.sigma)
+
+
+class PseudoInverse(Solver):
+    r"""x = G⁺g: of all solutions of minimal ‖A x − r‖ the shortest, A⁺r.
+
+    From rows A it is the SVD of A; from the kernel or the dense Gram an eigendecomposition,
+    which sees singular values only down to √ε of the largest.
+
+    Args:
+        rcond: singular values of A below rcond·σ_max count as zero; by default max(n, p)·ε
+            from rows and its square root from kernel and dense.
+
+    >>> from pullback.grams import Rows
+    >>> solver = PseudoInverse()
+    >>> state = solver.init(Rows(torch.tensor([[1.0, 1.0]])))
+    >>> solver.solve(state, torch.tensor([2.0, 2.0])).x
+    tensor([1., 1.])
+    """
+
+    prefers = "rows"
+
+    def __init__(self, rcond: float | None = None) -> None:
+        self.rcond = rcond
+
+    def init(self, gram: Gram) -> Spectrum:
+        holds = gram.structure.holds
+        if isinstance(gram, FactoredGram) and holds != "dense":
+            if holds == "rows":
+                return self._from_rows(gram)
+            if gram.count <= gram.size:
+                return self._from_kernel(gram)
+        return self._from_dense(gram)
+
+    def solve(
+        self,
+        state: Spectrum,
+        rhs: Tensor,
+        damping: Damping | None = None,
+        *,
+        whitened: Tensor | None = None,
+    ) -> Solution:
+        value = 0.0 if damping is None else resolve(damping, state.gram)
+        if state.rank == 0 or not bool(torch.isfinite(state.sigma).all()):
+            x = rhs / value if value > 0 else torch.zeros_like(rhs)
+            return Solution(x, value, 0, status=Status.OK if value > 0 else Status.SINGULAR)
+        path = self.path(state, rhs, whitened)
+        if value == 0:
+            x = path.combine(path.gamma / path.eigenvalues)
+        else:
+            x = path.at(torch.tensor(value, dtype=rhs.dtype, device=rhs.device))
+        return Solution(x, value, state.rank)
+
+    def path(self, state: Spectrum, rhs: Tensor, whitened: Tensor | None = None) -> Path:
+        if whitened is not None and state.left is not None:
+            return Path(state.sigma.square(), state.sigma * state.left(whitened), state.combine)
+        gamma = state.right(rhs)
+        return Path(state.sigma.square(), gamma, state.combine, rhs - state.combine(gamma))
+
+    def _keep(self, sigma: Tensor, floor: float, *, squared: bool) -> Tensor:
+        """Which singular values count; after squaring none below the floor can be trusted."""
+        rcond = floor if self.rcond is None else max(self.rcond, floor * squared)
+        return sigma > rcond * sigma.max() if len(sigma) else sigma > 0
+
+    def _from_rows(self, gram: FactoredGram) -> Spectrum:
+        a = gram.rows()
+        u, sigma, vt = torch.linalg.svd(a, full_matrices=False)
+        keep = self._keep(sigma, max(a.shape) * torch.finfo(a.dtype).eps, squared=False)
+        u, sigma, vt = u[:, keep], sigma[keep], vt[keep]
+        return Spectrum(gram, sigma, lambda r: u.T @ r, lambda g: vt @ g, lambda c: c @ vt)
+
+    def _from_kernel(self, gram: FactoredGram) -> Spectrum:
+        values, u = torch.linalg.eigh(gram.kernel())
+        sigma = values.clamp(min=0).sqrt()
+        floor = (max(gram.count, gram.size) * torch.finfo(gram.dtype).eps) ** 0.5
+        keep = self._keep(sigma, floor, squared=True)
+        u, sigma = u[:, keep], sigma[keep]
+
+        def combine(c: Tensor) -> Tensor:
+            y = (c / sigma) @ u.T
+            return gram.lift(y) if y.ndim == 1 else torch.stack([gram.lift(row) for row in y])
+
+        return Spectrum(
+            gram, sigma, lambda r: u.T @ r, lambda g: (u.T @ gram.project(g)) / sigma, combine
+        )
+
+    def _from_dense(self, gram: Gram) -> Spectrum:
+        values, v = torch.linalg.eigh(gram.dense())
+        sigma = values.clamp(min=0).sqrt()
+        floor = (gram.size * torch.finfo(gram.dtype).eps) ** 0.5
+        keep = self._keep(sigma, floor, squared=True)
+        v, sigma = v[:, keep], sigma[keep]
+        return Spectrum(gram, sigma, None, lambda g: v.T @ g, lambda c: c @ v.T)

@@ -1,0 +1,199 @@
+"""Randomized solves: fewer rows, fewer columns, and refinement back to the exact answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._core.errors import PullbackError
+from ..grams import FactoredGram, Gram, Rows
+from .base import Damping, Path, Solution, Solver, resolve
+from .cg import ConjugateGradient
+from .pinv import PseudoInverse, Spectrum
+
+
+@dataclass(frozen=True)
+class RowSketch:
+    """Π: every row is added, with a random sign, to one of `count` buckets."""
+
+    bucket: Tensor
+    sign: Tensor
+    count: int
+
+    @classmethod
+    def draw(cls, n: int, count: int, like: Tensor, generator: torch.Generator) -> RowSketch:
+        """A random count sketch of n rows."""
+        bucket = torch.randint(0, count, (n,), generator=generator)
+        sign = torch.randint(0, 2, (n,), generator=generator) * 2 - 1
+        return cls(bucket.to(like.device), sign.to(like), count)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Π x for x of shape (n,) or (n, k)."""
+        signed = self.sign.view(-1, *[1] * (x.ndim - 1)) * x
+        return x.new_zeros(self.count, *x.shape[1:]).index_add_(0, self.bucket, signed)
+
+
+@dataclass(frozen=True)
+class ColumnSketch:
+    """Ω with orthonormal columns: random signs, an orthogonal cosine transform, a subset."""
+
+    sign: Tensor
+    chosen: Tensor
+
+    @classmethod
+    def draw(cls, p: int, count: int, like: Tensor, generator: torch.Generator) -> ColumnSketch:
+        """A random subsampled transform of p columns."""
+        sign = torch.randint(0, 2, (p,), generator=generator) * 2 - 1
+        chosen = torch.randperm(p, generator=generator)[:count].sort().values
+        return cls(sign.to(like), chosen.to(like.device))
+
+    def compress(self, x: Tensor) -> Tensor:
+        """x Ω for x of shape (..., p)."""
+        return dct(x * self.sign)[..., self.chosen]
+
+    def expand(self, y: Tensor) -> Tensor:
+        """Ω y for y of shape (..., count)."""
+        full = y.new_zeros(*y.shape[:-1], len(self.sign))
+        full[..., self.chosen] = y
+        return idct(full) * self.sign
+
+
+def dct(x: Tensor) -> Tensor:
+    """The orthonormal cosine transform (type II) along the last axis, by one FFT."""
+    n = x.shape[-1]
+    reordered = torch.cat([x[..., ::2], x[..., 1::2].flip(-1)], -1)
+    k = torch.arange(n, dtype=x.dtype, device=x.device)
+    phase = torch.polar(torch.ones_like(k), -torch.pi * k / (2 * n))
+    out = (torch.fft.fft(reordered) * phase).real * (2 / n) ** 0.5
+    return torch.cat([out[..., :1] / 2**0.5, out[..., 1:]], -1)
+
+
+def idct(x: Tensor) -> Tensor:
+    """The inverse (and transpose) of `dct`."""
+    n = x.shape[-1]
+    k = torch.arange(n, dtype=x.dtype, device=x.device)
+    scaled = torch.cat([x[..., :1] * 2**0.5, x[..., 1:]], -1) * (n / 2) ** 0.5
+    mirrored = torch.cat([torch.zeros_like(scaled[..., :1]), scaled[..., 1:].flip(-1)], -1)
+    phase = torch.polar(torch.ones_like(k), torch.pi * k / (2 * n))
+    reordered = torch.fft.ifft(torch.complex(scaled, -mirrored) * phase).real
+    out = torch.empty_like(x)
+    half = (n + 1) // 2
+    out[..., ::2] = reordered[..., :half]
+    out[..., 1::2] = reordered[..., half:].flip(-1)
+    return out
+
+
+@dataclass(frozen=True)
+class Compressed:
+    """The sketch's spectrum with the way back to parameters."""
+
+    gram: Gram
+    spectrum: Spectrum
+    rows: RowSketch | None
+    columns: ColumnSketch | None
+
+
+class Sketched(Solver):
+    r"""x = Ω (Π A Ω)⁺ Π r: least squares on random combinations of rows and columns.
+
+    Args:
+        rows: how many combined rows; None keeps all.
+        columns: dimension of the random subspace of parameters; None keeps all.
+        damping: absolute, or `Relative(c)`.
+        refine: conjugate-gradient steps on the unsketched system, preconditioned by the
+            sketch (which then wants all columns); 0 leaves the sketched answer.
+        seed: of the random sketches; their generator is part of the optimizer's state.
+    """
+
+    prefers = "rows"
+
+    def __init__(
+        self,
+        rows: int | None = None,
+        columns: int | None = None,
+        *,
+        damping: Damping = 0.0,
+        refine: int = 0,
+        seed: int = 0,
+    ) -> None:
+        for name, value in (("rows", rows), ("columns", columns)):
+            if value is not None and value < 1:
+                raise PullbackError(
+                    f"Sketched(...) got {name}={value}", "it must be positive", "Use None for all"
+                )
+        if refine and columns is not None:
+            raise PullbackError(
+                "A column sketch cannot precondition",
+                "it says nothing of the directions it leaves out",
+                "Use refine with columns=None",
+            )
+        self.rows, self.columns, self.damping, self.refine = rows, columns, damping, refine
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def init(self, gram: Gram) -> Compressed:
+        if not isinstance(gram, FactoredGram):
+            raise PullbackError(
+                "Sketched needs the rows A",
+                f"this Gram holds {gram.structure.holds} only",
+                'Use gram="rows", "kernel" or "matrix_free"',
+            )
+        a = gram.rows()
+        row = column = None
+        if self.rows is not None and self.rows < a.shape[0]:
+            row = RowSketch.draw(a.shape[0], self.rows, a, self._generator)
+            a = row(a)
+        if self.columns is not None and self.columns < a.shape[1]:
+            column = ColumnSketch.draw(a.shape[1], self.columns, a, self._generator)
+            a = column.compress(a)
+        return Compressed(gram, PseudoInverse().init(Rows(a)), row, column)
+
+    def path(self, state: Compressed, rhs: Tensor, whitened: Tensor | None = None) -> Path:
+        g = rhs if state.columns is None else state.columns.compress(rhs)
+        r = None if whitened is None else whitened if state.rows is None else state.rows(whitened)
+        inner = PseudoInverse().path(state.spectrum, g, r)
+        columns = state.columns
+        if columns is None:
+            return inner
+        beyond = None if inner.beyond is None else columns.expand(inner.beyond)
+        return Path(
+            inner.eigenvalues, inner.gamma, lambda c: columns.expand(inner.combine(c)), beyond
+        )
+
+    def solve(
+        self,
+        state: Compressed,
+        rhs: Tensor,
+        damping: Damping | None = None,
+        *,
+        whitened: Tensor | None = None,
+    ) -> Solution:
+        value = resolve(self.damping if damping is None else damping, state.gram)
+        spectrum = state.spectrum
+        if self.refine:
+            eigenvalues = spectrum.sigma.square() + value
+
+            def precondition(v: Tensor) -> Tensor:
+                c = spectrum.right(v)
+                inside = spectrum.combine(c / eigenvalues)
+                return inside if value == 0 else inside + (v - spectrum.combine(c)) / value
+
+            inner = ConjugateGradient(
+                value, max_iterations=self.refine, preconditioner=precondition, tol=1e-12
+            )
+            found = inner.solve(state.gram, rhs)
+            return Solution(found.x, value, spectrum.rank, found.residual, found.status)
+        path = self.path(state, rhs, whitened)
+        if value == 0:
+            x = path.combine(path.gamma / path.eigenvalues)
+        else:
+            x = path.at(torch.tensor(value, dtype=rhs.dtype, device=rhs.device))
+        return Solution(x, value, spectrum.rank)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"generator": self._generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._generator.set_state(state["generator"])

@@ -1,0 +1,92 @@
+"""Steps: given the local picture, how far to move, and whether to accept.
+
+A step sees the loss, solutions of the damped system, the model's predicted reduction and the
+true loss at trial points; it answers with a `Move`. Wrappers (`Clip`, `Spring`, `TrustNorm`)
+change the direction that an inner step sees.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._core.errors import Status
+from ..solvers import Damping, Path, Solution
+
+
+@dataclass(frozen=True)
+class Move:
+    """w ← retract(w − lr·size·direction) if accepted."""
+
+    direction: Tensor
+    size: float
+    solution: Solution
+    accepted: bool = True
+    loss: float | None = None
+    reason: str = ""
+    trials: int = 0
+
+
+@dataclass
+class Local:
+    """What a step sees at the current parameters.
+
+    Attributes:
+        loss: L(w).
+        gradient: g, flat.
+        solve: (damping, about) ↦ solution of the damped system nearest to `about`.
+        path: all solutions over damping, where the solver has them.
+        image: v ↦ G v.
+        losses: moves (k, p) ↦ L(retract(w − lr·move)), one value each.
+        lr: the learning rate, if it is the same for all parameters, else None.
+        scaled: v ↦ lr·v, group by group.
+        state: the step's memory, saved with the optimizer.
+    """
+
+    loss: float
+    gradient: Tensor
+    solve: Callable[[Damping | None, Tensor | None], Solution]
+    path: Callable[[], Path | None]
+    image: Callable[[Tensor], Tensor]
+    losses: Callable[[Tensor], Tensor]
+    lr: float | None
+    scaled: Callable[[Tensor], Tensor]
+    state: dict[str, Any] = field(default_factory=dict)
+
+    def direction(self, damping: Damping | None = None) -> Solution:
+        """The natural gradient at the solver's own damping, or another."""
+        return self.solve(damping, None)
+
+    def predicted(self, move: Tensor) -> float:
+        """The model's reduction gᵀm − ½mᵀGm for the displacement m = lr·move."""
+        m = self.scaled(move)
+        return float(self.gradient @ m - 0.5 * m @ self.image(m))
+
+
+class Step(ABC):
+    """How far to go along the natural gradient."""
+
+    #: the learning rate a param group starts with
+    initial_lr: float = 1.0
+
+    @abstractmethod
+    def take(self, local: Local) -> Move:
+        """The move to make, or a rejection."""
+
+    def __repr__(self) -> str:
+        fields = ", ".join(f"{k}={v!r}" for k, v in vars(self).items() if k != "initial_lr")
+        return f"{type(self).__name__}({fields})"
+
+
+def failed(solution: Solution) -> Move | None:
+    """A rejection where the solver found no direction."""
+    usable = solution.status.ok and bool(torch.isfinite(solution.x).all())
+    if usable:
+        return None
+    status = solution.status if not solution.status.ok else Status.SINGULAR
+    return Move(solution.x, 0.0, solution, accepted=False, reason=status.value)

@@ -1,0 +1,56 @@
+"""Levenberg–Marquardt: damping that follows the model's reliability."""
+
+from __future__ import annotations
+
+from .base import Local, Move, Step, failed
+
+
+class LevenbergMarquardt(Step):
+    r"""Full steps of the damped system, with λ set by ρ = actual/predicted reduction.
+
+    λ falls by `decrease` where ρ > 0.75, grows by `increase` where ρ < 0.25, and a step that
+    raises the loss is rejected and tried again with more damping.
+
+    Args:
+        damping: the first λ; afterwards it is part of the optimizer's state.
+        tries: how often to raise λ before the step is given up.
+        bounds: λ stays between these.
+    """
+
+    def __init__(
+        self,
+        damping: float = 1e-3,
+        *,
+        increase: float = 2.0,
+        decrease: float = 1 / 3,
+        tries: int = 10,
+        bounds: tuple[float, float] = (1e-16, 1e8),
+    ) -> None:
+        self.damping, self.increase, self.decrease = damping, increase, decrease
+        self.tries, self.bounds = tries, bounds
+
+    def take(self, local: Local) -> Move:
+        damping = local.state.setdefault("damping", self.damping)
+        growth = self.increase
+        move = None
+        for trial in range(1, self.tries + 1):
+            solution = local.direction(damping)
+            move = failed(solution)
+            if move is None:
+                loss = float(local.losses(solution.x[None])[0])
+                predicted = local.predicted(solution.x)
+                ratio = (local.loss - loss) / predicted if predicted > 0 else float("nan")
+                if ratio > 1e-4:
+                    factor = self.decrease if ratio > 0.75 else growth if ratio < 0.25 else 1.0
+                    local.state["damping"] = self._bounded(solution.damping * factor)
+                    return Move(solution.x, 1.0, solution, True, loss, "", trial)
+                reason = "the loss did not fall at any damping tried"
+                move = Move(solution.x, 0.0, solution, False, None, reason, trial)
+            damping = self._bounded(damping * growth)
+            growth *= 2
+        local.state["damping"] = damping
+        assert move is not None
+        return move
+
+    def _bounded(self, damping: float) -> float:
+        return min(max(damping, self.bounds[0]), self.bounds[1])

@@ -1,0 +1,59 @@
+"""Line searches along one direction."""
+
+from __future__ import annotations
+
+import torch
+
+from .base import Local, Move, Step, failed
+
+
+class GridLineSearch(Step):
+    """The best of a logarithmic grid of step sizes, all tried in one batched evaluation.
+
+    Unlike the search commonly used for energy natural gradients it accepts a step only if the
+    loss falls: otherwise it rejects and says so.
+
+    Args:
+        points: number of step sizes 2⁰, 2⁻¹, ..., 2^(1−points).
+    """
+
+    def __init__(self, points: int = 31) -> None:
+        self.points = points
+
+    def take(self, local: Local) -> Move:
+        solution = local.direction()
+        if (rejection := failed(solution)) is not None:
+            return rejection
+        x = solution.x
+        sizes = 0.5 ** torch.arange(self.points, dtype=x.dtype, device=x.device)
+        losses = local.losses(sizes[:, None] * x)
+        losses = torch.where(torch.isfinite(losses), losses, torch.inf)
+        best = int(losses.argmin())
+        loss = float(losses[best])
+        if not loss < local.loss:
+            reason = "no step size of the grid lowers the loss"
+            return Move(x, 0.0, solution, False, None, reason, self.points)
+        return Move(x, float(sizes[best]), solution, True, loss, "", self.points)
+
+
+class Backtracking(Step):
+    """Shrink from `initial` until L falls by at least c·η·gᵀx (Armijo)."""
+
+    def __init__(
+        self, initial: float = 1.0, shrink: float = 0.5, c: float = 1e-4, max_trials: int = 30
+    ) -> None:
+        self.initial, self.shrink, self.c, self.max_trials = initial, shrink, c, max_trials
+
+    def take(self, local: Local) -> Move:
+        solution = local.direction()
+        if (rejection := failed(solution)) is not None:
+            return rejection
+        x, size = solution.x, self.initial
+        slope = float(local.gradient @ local.scaled(x))
+        for trial in range(1, self.max_trials + 1):
+            loss = float(local.losses(size * x[None])[0])
+            if loss <= local.loss - self.c * size * slope and loss < local.loss:
+                return Move(x, size, solution, True, loss, "", trial)
+            size *= self.shrink
+        reason = "no step size satisfied the Armijo condition; the direction may not descend"
+        return Move(x, 0.0, solution, False, None, reason, self.max_trials)

@@ -1,0 +1,62 @@
+"""Adaptive-ratio trust control: the largest radius whose model is still good enough."""
+
+from __future__ import annotations
+
+import torch
+
+from .._core.errors import PullbackError
+from .base import Local, Move, Step
+
+
+class TargetRatio(Step):
+    r"""Try many trust radii at once and take the largest with ρ above a small target.
+
+    The factorization gives every damped solution, so for a geometric window of radii around the
+    last one the secular equation ‖x(λ)‖ = radius is solved for all λ together; each trial's true
+    loss gives ρ = actual/predicted reduction, made non-increasing in the radius. If no radius
+    qualifies the step is rejected and the radius shrinks by the window.
+
+    Args:
+        target: the ratio to exceed; small values keep the steps long.
+        radii: number of trial radii. Their spacing matters more than their range.
+        window: radii run from radius/window to radius·window.
+        radius: the first one, in parameter space.
+    """
+
+    def __init__(
+        self, target: float = 0.075, radii: int = 24, window: float = 3.0, radius: float = 1.0
+    ) -> None:
+        self.target, self.radii, self.window, self.radius = target, radii, window, radius
+
+    def take(self, local: Local) -> Move:
+        path = local.path()
+        if path is None or local.lr is None:
+            raise PullbackError(
+                "TargetRatio cannot work here",
+                "it needs every damped solution from one factorization, and one learning rate",
+                "Use solver=PseudoInverse() or Sketched(...), and the same lr in all groups",
+            )
+        radius = local.state.get("radius", self.radius)
+        solution = local.direction(0.0)
+        if path.gamma.numel() == 0:
+            reason = "the Gram has rank zero, so there is no direction to follow"
+            return Move(solution.x, 0.0, solution, False, None, reason, 0)
+        exponents = torch.linspace(
+            -1, 1, self.radii, dtype=path.gamma.dtype, device=path.gamma.device
+        )
+        radii = radius * self.window**exponents
+        dampings = path.damping_for(radii)
+        trials = path.at(dampings)
+        losses = local.losses(trials)
+        ratios = (local.loss - losses) / path.predicted(dampings, local.lr)
+        ratios = torch.where(torch.isfinite(ratios), ratios, -torch.inf)
+        good = ratios.cummin(0).values > self.target
+        if not bool(good[0]):
+            local.state["radius"] = radius / self.window
+            reason = "the loss fell too little, or rose, at every trust radius tried"
+            return Move(trials[0], 0.0, solution, False, None, reason, self.radii)
+        best = int(good.sum()) - 1
+        x, damping = trials[best], float(dampings[best])
+        local.state["radius"] = float(radii[best]) if damping > 0 else float(x.norm())
+        chosen = type(solution)(x, damping, solution.rank, None, solution.status)
+        return Move(x, 1.0, chosen, True, float(losses[best]), "", self.radii)
