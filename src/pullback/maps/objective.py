@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.func import jacfwd, jacrev, jvp, vjp
+from torch.func import jacrev, jvp, vjp, vmap
 
 from .._core.errors import PullbackError
 from .._core.space import ParameterSpace
@@ -117,8 +117,9 @@ class ObjectiveLinearization(Linearization):
         """J, (n, p)."""
         n, p = self.value.numel(), self.space.size
         if p <= n:
+            tangents = torch.eye(p, dtype=self.space.dtype, device=self.space.device)
             try:
-                return jacfwd(self._function, chunk_size=self._chunk(n))(self._flat).reshape(n, p)
+                return vmap(self.jvp, chunk_size=self._chunk(n))(tangents).reshape(p, n).T
             except (RuntimeError, NotImplementedError):
                 pass  # an operation without forward-mode rule: the reverse mode serves it
         chunk = self._chunk(p)
