@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,8 +28,15 @@ def select(output: Any, selector: Selector) -> Tensor:
     if callable(selector):
         output = selector(output)
     elif selector is not None:
-        named = isinstance(selector, str) and hasattr(output, selector)
-        output = getattr(output, str(selector)) if named else output[selector]
+        try:
+            keyed = isinstance(output, Mapping) or not hasattr(output, str(selector))
+            output = output[selector] if keyed else getattr(output, str(selector))
+        except (AttributeError, IndexError, KeyError, TypeError) as error:
+            raise PullbackError(
+                f"The model's output has no entry {selector!r}",
+                f"got {type(output).__name__}",
+                "Name the tensor with output=..., a key, an index or a function of the output",
+            ) from error
     if not isinstance(output, Tensor):
         raise PullbackError(
             "The model's output is not one tensor",
@@ -39,8 +47,11 @@ def select(output: Any, selector: Selector) -> Tensor:
 
 
 def detached(tree: Any) -> Any:
-    """The same nest of arguments with every tensor cut from its graph."""
-    return pytree.tree_map_only(Tensor, Tensor.detach, tree)
+    """The same nest of arguments with every tensor cut from its graph.
+
+    A tensor that requires gradients still does: the model may differentiate by its inputs.
+    """
+    return pytree.tree_map_only(Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), tree)
 
 
 @dataclass
@@ -53,6 +64,7 @@ class Call:
     cotangent: Tensor | None = None
     random: RandomState | None = None
     autocast: tuple[str, torch.dtype] | None = None
+    buffers: dict[str, Tensor] | None = None
     _versions: list[tuple[Tensor, int]] = field(default_factory=list)
 
     @classmethod
@@ -76,6 +88,9 @@ class Call:
                     "Pass a copy to the model",
                 )
         with contextlib.ExitStack() as stack:
+            # hooks and swapped parameters would make a compiled module compile again every time
+            if "torch._dynamo" in sys.modules:
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
             if self.random is not None:
                 now = RandomState(self.random.device)
                 stack.callback(now.restore)
@@ -99,7 +114,7 @@ class Capture:
         self._selector = selector
         self._device = device
         self._all: list[Call] = []
-        self._pending: list[RandomState] = []
+        self._pending: list[Call] = []
         self._stack = contextlib.ExitStack()
 
     @property
@@ -114,10 +129,10 @@ class Capture:
 
     def __enter__(self) -> Capture:
         model = self._model
-        self._stack.callback(model.register_forward_pre_hook(self._before).remove)
-        self._stack.callback(
-            model.register_forward_hook(self._after, with_kwargs=True, prepend=False).remove
-        )
+        # first and last among the model's own hooks, which run again in a replay
+        before = model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True)
+        self._stack.callback(before.remove)
+        self._stack.callback(model.register_forward_hook(self._after).remove)
         compiled = model.__dict__.get("_compiled_call_impl")
         if compiled is not None:  # model.compile(): hooks inside a compiled call never fire
             model.__dict__["_compiled_call_impl"] = None
@@ -127,22 +142,22 @@ class Capture:
     def __exit__(self, *exc: object) -> None:
         self._stack.close()
 
-    def _before(self, module: nn.Module, args: Any) -> None:
-        self._pending.append(RandomState(self._device))
+    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        call = Call(detached(args), detached(kwargs), random=RandomState(self._device))
+        call._versions = [(t, t._version) for t in call.tensors if not t.is_inference()]
+        call.buffers = {n: b.detach().clone() for n, b in plain(module).named_buffers()}
+        self._pending.append(call)
 
-    def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        random = self._pending.pop()
+    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+        call = self._pending.pop()
         if not torch.is_grad_enabled():
             return
         z = select(output, self._selector)
         if not z.requires_grad:
             return
-        kind = z.device.type
-        autocast = (
-            (kind, torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
-        )
-        call = Call(detached(args), detached(kwargs), z.detach(), None, random, autocast)
-        call._versions = [(t, t._version) for t in call.tensors]
+        call.output, kind = z.detach(), z.device.type
+        if torch.is_autocast_enabled(kind):
+            call.autocast = (kind, torch.get_autocast_dtype(kind))
         self._all.append(call)
 
         def receive(gradient: Tensor) -> None:

@@ -13,7 +13,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from .errors import Status
+from .errors import PullbackError, Status
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,20 @@ class Blocks(Factor):
     @classmethod
     def of_metric(cls, metric: Tensor, event: tuple[int, ...]) -> Blocks:
         """S = U √Λ of positive semidefinite matrices M (N, |event|, |event|)."""
+        if not bool(torch.isfinite(metric).all()):
+            raise PullbackError(
+                "The metric is not finite",
+                "M overflows or is undefined at these outputs",
+                "Check the metric or potential there, or scale the outputs down",
+            )
         values, vectors = torch.linalg.eigh((metric + metric.mT) / 2)
+        tolerance = torch.finfo(metric.dtype).eps ** 0.5
+        if bool((values[..., 0] < -tolerance * values.abs().amax(-1)).any()):
+            raise PullbackError(
+                "The metric is not positive semidefinite",
+                f"M has the eigenvalue {float(values.min()):.3g}",
+                "Use a convex potential, or a metric that measures lengths",
+            )
         floor = torch.finfo(metric.dtype).eps * metric.shape[-1] * values[..., -1:]
         values = torch.where(values > floor, values, 0.0)
         return cls(vectors * values.sqrt()[..., None, :], event)

@@ -56,7 +56,7 @@ class ParameterSpace:
         """Views (*batch, *shape) of a flat (*batch, p) tensor, by name."""
         pieces = flat.split(self.sizes, dim=-1)
         return {
-            n: v.reshape(*flat.shape[:-1], *s)
+            n: v.reshape((*flat.shape[:-1], *s))  # one tuple, for parameters of shape ()
             for n, v, s in zip(self.names, pieces, self.shapes, strict=True)
         }
 

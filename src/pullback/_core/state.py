@@ -25,12 +25,18 @@ class Snapshot:
     """A module's buffers (running statistics, counters) and the random state."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self._buffers = [(b, b.detach().clone()) for b in model.buffers()]
+        self._buffers = [
+            (module, name, buffer, buffer.detach().clone())
+            for module in model.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
         self._random = RandomState(device)
 
     @torch.no_grad()
     def restore(self) -> None:
         """Put buffers and random state back."""
-        for buffer, saved in self._buffers:
+        for module, name, buffer, saved in self._buffers:
             buffer.copy_(saved)
+            module._buffers[name] = buffer  # where a forward pass has put another one
         self._random.restore()

@@ -7,6 +7,7 @@ loss averaged over `samples(z)`, under "sum" that of the summed loss.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from math import log
 
 import torch
 from torch import Tensor
@@ -42,6 +43,9 @@ class Likelihood(ABC):
         return f"{type(self).__name__}({fields})"
 
 
-def bounded_exp(x: Tensor) -> Tensor:
-    """exp(x), held below √max of the dtype so that products with it stay finite."""
-    return x.clamp(max=0.5 * torch.log(torch.tensor(torch.finfo(x.dtype).max)).item()).exp()
+def bounded_exp(x: Tensor, power: float = 0.5) -> Tensor:
+    """exp(x), held below max**power of the dtype so that products with it stay finite.
+
+    A factor S wants power 1/4: then M = S² stays below √max, and M v is finite.
+    """
+    return x.clamp(max=power * log(torch.finfo(x.dtype).max)).exp()

@@ -30,7 +30,7 @@ class Poisson(Likelihood):
 
     def factor(self, z: Tensor) -> Factor:
         """S = e^{z/2}."""
-        return Diagonal(bounded_exp(z / 2))
+        return Diagonal(bounded_exp(z / 2, 0.25))
 
     def nll(self, z: Tensor, y: Tensor) -> Tensor:
         return F.poisson_nll_loss(z, y, reduction="none")
@@ -69,7 +69,7 @@ class Gaussian(Likelihood):
         if isinstance(self.variance, str):
             _, log_variance = self._halves(z)
             half = torch.full_like(log_variance, 0.5**0.5)
-            return Diagonal(torch.cat([bounded_exp(-0.5 * log_variance), half], -1))
+            return Diagonal(torch.cat([bounded_exp(-0.5 * log_variance, 0.25), half], -1))
         return Diagonal(torch.full_like(z, self.variance**-0.5))
 
     def nll(self, z: Tensor, y: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ are independent of each other's inputs.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -63,11 +63,14 @@ class Pulled:
         """A A'ᵀ without A: (N·R, N'·R')."""
         other = self if other is None else other
         out = self.space.zeros(self.shape[0] * self.shape[1], other.shape[0] * other.shape[1])
-        for key, block in self.blocks.items():
-            theirs = other.blocks.get(key)
-            if theirs is None or type(theirs) is not type(block):
-                raise RuntimeError("the two linearizations cover parameters differently")
-            out += block.gram(theirs, budget)
+        mine, theirs = dict(self.blocks), dict(other.blocks)
+        for key in self.blocks:
+            if type(mine[key]) is type(theirs.get(key)):
+                out += mine.pop(key).gram(theirs.pop(key), budget)
+        # calls that took different ways through the model cover these parameters differently
+        one, two = _rows(mine.values()), _rows(theirs.values())
+        for name in one.keys() & two.keys():
+            out += one[name] @ two[name].T
         return out
 
     def project(self, v: Tensor) -> Tensor:
@@ -86,6 +89,11 @@ class Pulled:
             for name, value in block.lift(c).items():
                 out[index[name]] = value
         return out
+
+
+def _rows(blocks: Iterable[Block]) -> dict[str, Tensor]:
+    """The blocks' rows, (N·R, numel) by name."""
+    return {n: rows.flatten(0, 1) for block in blocks for n, rows in block.rows().items()}
 
 
 class Linearization(ABC):

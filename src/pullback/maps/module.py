@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.autograd.forward_ad as fwad
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .._core.capture import Call, Selector, plain, select
 from .._core.errors import PullbackError
-from .._core.space import ParameterSpace, compute_dtype
+from .._core.space import ParameterSpace
 from .base import Linearization, Map, Pulled
 from .record import Recorder
 from .structure import Structure
@@ -38,7 +39,7 @@ class ModuleMap(Map):
         *,
         output: Selector = None,
         batch_dim: int = 0,
-        plans: dict[Any, Structure] | None = None,
+        plans: dict[Any, Any] | None = None,
     ) -> None:
         self.model, self.call = plain(model), call
         self.output, self.batch_dim = output, batch_dim
@@ -47,12 +48,27 @@ class ModuleMap(Map):
 
     def value(self, output: Any) -> Tensor:
         """z from the model's output: samples first, at least one event axis."""
-        z = select(output, self.output)
+        return self.arranged(select(output, self.output))
+
+    def arranged(self, z: Tensor) -> Tensor:
+        """The selected tensor, or its cotangent: samples first, at least one event axis."""
         if z.ndim == 0:
             raise PullbackError(
                 "The model's output is a single number",
                 "it has no batch axis, so there are no samples to average over",
                 "Return one value per sample",
+            )
+        if z.is_complex():
+            raise PullbackError(
+                "The model's output is complex",
+                "a metric measures real function values",
+                "Return real and imaginary parts (torch.view_as_real)",
+            )
+        if not -z.ndim <= self.batch_dim < z.ndim:
+            raise PullbackError(
+                f"The model's output has no axis {self.batch_dim}",
+                f"its shape is {tuple(z.shape)}",
+                "Set batch_dim= to the output's axis of samples",
             )
         z = z.movedim(self.batch_dim, 0)
         if z.shape[0] == 0:
@@ -62,8 +78,10 @@ class ModuleMap(Map):
         return z.unsqueeze(-1) if z.ndim == 1 else z
 
     def call_with(self, params: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        """z at other parameters; buffers are read, never written."""
-        buffers = {n: b.clone() for n, b in self.model.named_buffers()}
+        """z at other parameters; buffers are read as the call found them, never written."""
+        recorded = self.call.buffers
+        buffers = dict(self.model.named_buffers()) if recorded is None else recorded
+        buffers = {n: b.clone() for n, b in buffers.items()}
         return self.value(functional_call(self.model, {**buffers, **params}, args, kwargs))
 
     def linearize(self, params: Mapping[str, Tensor]) -> ModuleLinearization:
@@ -82,23 +100,52 @@ class ModuleLinearization(Linearization):
         call = source.call
         with torch.enable_grad(), call.replaying(), self._recorder:
             self.graph = source.call_with(self._leaves, *call.args, **call.kwargs)
-        self.value = self.graph.detach().to(compute_dtype(self.graph.dtype))
+        self.value = self.graph.detach().to(self.space.dtype)
 
     def jvp(self, v: Tensor) -> Tensor:
-        """J v by forward-mode differentiation; by two reverse passes where that is missing."""
-        call, source = self.map.call, self.map
+        """J v by forward-mode differentiation; by two reverse passes where that fails.
+
+        Which way serves is proved once per model and shape: fused attention has no forward mode
+        except as plain matrix products, and an embedding's padding row has one that its reverse
+        mode does not share.
+        """
+        key = ("jvp", self._recorder.signature(self.map.call))
+        ways = (self._forward_mode, self._forward_mode_unfused, self._double_vjp)
+        if key not in self.map.plans:
+            self.map.plans[key] = next((i for i in (0, 1) if self._adjoint(ways[i])), 2)
+        return ways[self.map.plans[key]](v)
+
+    def _adjoint(self, push: Callable[[Tensor], Tensor]) -> bool:
+        """Whether ⟨J v, u⟩ = ⟨v, Jᵀu⟩ for random u and v."""
+        generator = torch.Generator().manual_seed(2)
+        v, u = (
+            torch.randn(shape, generator=generator, dtype=torch.float64).to(self.value)
+            for shape in (self.space.size, self.value.shape)
+        )
         try:
-            with torch.no_grad(), fwad.dual_level(), call.replaying():
-                dual = {
-                    n: fwad.make_dual(p.detach(), t.to(p.dtype))
-                    for (n, p), t in zip(
-                        self._leaves.items(), self.space.split(v).values(), strict=True
-                    )
-                }
-                z = source.call_with(dual, *call.args, **call.kwargs)
-                tangent = fwad.unpack_dual(z).tangent
+            pushed, pulled = push(v), self.vjp(u)
+        except PullbackError:
+            raise
         except (RuntimeError, NotImplementedError):
-            return self._double_vjp(v)
+            return False
+        scale = pushed.norm() * u.norm() + v.norm() * pulled.norm()
+        gap = ((pushed * u).sum() - v @ pulled).abs()
+        return bool(gap <= torch.finfo(self.graph.dtype).eps ** 0.5 * scale)
+
+    def _forward_mode_unfused(self, v: Tensor) -> Tensor:
+        with sdpa_kernel(SDPBackend.MATH):
+            return self._forward_mode(v)
+
+    def _forward_mode(self, v: Tensor) -> Tensor:
+        call, source = self.map.call, self.map
+        pieces = self.space.split(v)
+        with torch.no_grad(), fwad.dual_level(), call.replaying():
+            dual = {
+                n: fwad.make_dual(p.detach(), pieces[n].to(p.dtype))
+                for n, p in self._leaves.items()
+            }
+            z = source.call_with(dual, *call.args, **call.kwargs)
+            tangent = fwad.unpack_dual(z).tangent
         return torch.zeros_like(self.value) if tangent is None else tangent.to(self.value.dtype)
 
     def _double_vjp(self, v: Tensor) -> Tensor:
@@ -120,10 +167,17 @@ class ModuleLinearization(Linearization):
     def vjp(self, u: Tensor) -> Tensor:
         return self.space.flatten(self.gradients(u, list(self._leaves.values())))
 
-    def gradients(self, u: Tensor, inputs: list[Any]) -> tuple[Tensor | None, ...]:
+    def gradients(
+        self, u: Tensor, inputs: list[Any], *, batched: bool = False
+    ) -> tuple[Tensor | None, ...]:
         """Autograd's answer for parameters or for the layers' outputs; the graph is kept."""
         return torch.autograd.grad(
-            self.graph, inputs, u.to(self.graph.dtype), retain_graph=True, allow_unused=True
+            self.graph,
+            inputs,
+            u.to(self.graph.dtype),
+            retain_graph=True,
+            allow_unused=True,
+            is_grads_batched=batched,
         )
 
     def pullback(self, covectors: Tensor) -> Pulled:
@@ -131,7 +185,9 @@ class ModuleLinearization(Linearization):
         key = self._recorder.signature(self.map.call)
         plan = self.map.plans.get(key)
         if plan is None:
-            plan = self.map.plans[key] = Structure.establish(self, self._recorder)
+            plan = Structure.establish(self, self._recorder)
+            if plan.settled:
+                self.map.plans[key] = plan
         return plan.pullback(self, self._recorder, covectors)
 
     @property

@@ -101,11 +101,21 @@ class ObjectiveLinearization(Linearization):
         self._source = source
         self._point = {n: p.detach() for n, p in params.items()}
         self._flat = self.space.flatten(self._point)
-        with torch.no_grad():
-            self.value = source(self._point).to(self.space.dtype)
+        try:
+            with torch.no_grad():
+                self.value = source(self._point).to(self.space.dtype)
+        except RuntimeError as error:
+            if "does not require grad" not in str(error):
+                raise
+            raise PullbackError(
+                "The objective calls torch.autograd",
+                "it is itself differentiated by torch.func, which cannot see through that",
+                "Take its derivatives with torch.func (grad, vjp, jvp, jacrev)",
+            ) from error
 
     def _function(self, flat: Tensor) -> Tensor:
-        return self._source(self.space.split(flat))
+        point = {n: v.to(self._point[n].dtype) for n, v in self.space.split(flat).items()}
+        return self._source(point).to(self.space.dtype)
 
     def jvp(self, v: Tensor) -> Tensor:
         return jvp(self._function, (self._flat,), (v,))[1]

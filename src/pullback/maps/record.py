@@ -81,9 +81,10 @@ class Recorder:
         return record
 
     def signature(self, call: Call) -> Any:
-        """What the established structure depends on: the layers, their shapes and modes."""
+        """What the established structure depends on: parameters, layers, shapes and modes."""
         layers = tuple(
             (e.path, e.shape, tuple(e.input.shape), e.module.training) for e in self.entries
         )
         inputs = tuple((tuple(t.shape), t.dtype) for t in call.tensors)
-        return layers, inputs, call.autocast, torch.get_default_dtype()
+        names = tuple(self._names.values())
+        return names, layers, inputs, call.autocast, torch.get_default_dtype()

@@ -18,6 +18,7 @@ from .base import Covered, Pulled
 from .layers import Block, RowsBlock, Use
 from .layers.layout import Layout, detect
 from .record import Entry, Recorder
+from .reverse import batched_cotangents, looped_cotangents, vectorizes
 from .unstructured import sample_rows
 
 if TYPE_CHECKING:
@@ -32,6 +33,11 @@ class Structure:
     rest: tuple[str, ...]
     reasons: dict[str, str]
     rows_by: str | None = None
+    #: whether one vectorized reverse pass serves all covectors
+    batched: bool = False
+    #: whether every layer answered the probe; where none did (zero-initialized output layers),
+    #: any layout fits, and the plan serves this linearization only
+    settled: bool = True
 
     @classmethod
     def establish(cls, linear: ModuleLinearization, recorder: Recorder) -> Structure:
@@ -55,12 +61,14 @@ class Structure:
             else:
                 for name in filter(None, entry.names.values()):
                     reasons[name] = f"{entry.path}: no axis of its output counts the samples"
-        plan = cls(layouts, (), reasons)
+        heard = [g is None or bool(g.any()) for g in found[: len(edges)]]
+        plan = cls(layouts, (), reasons, settled=all(heard))
         deltas = {i: found[i] for i in layouts}
         blocks = plan._blocks(
             linear, recorder, {i: _placed(d, layouts[i], linear) for i, d in deltas.items()}
         )
         plan._verify(blocks, truth, linear)
+        plan.batched = vectorizes(linear, edges, u, found)
         return plan
 
     def _verify(
@@ -89,20 +97,13 @@ class Structure:
     def pullback(
         self, linear: ModuleLinearization, recorder: Recorder, covectors: Tensor
     ) -> Pulled:
-        """One reverse pass per covector gives every layer's cotangents at once."""
+        """One reverse pass per covector gives every layer's cotangents."""
         used = [i for i, e in enumerate(recorder.entries) if i in self.layouts and self._wanted(e)]
         edges = [recorder.entries[i].edge for i in used]
-        deltas: dict[int, Tensor] = {}
+        layouts = [self.layouts[i] for i in used]
+        reverse = batched_cotangents if self.batched else looped_cotangents
+        deltas = dict(zip(used, reverse(linear, edges, layouts, covectors), strict=True))
         count = covectors.shape[0]
-        for r in range(count if used else 0):
-            for i, gradient in zip(used, linear.gradients(covectors[r], edges), strict=True):
-                assert gradient is not None
-                placed = self.layouts[i](gradient)
-                if i not in deltas:
-                    deltas[i] = placed.new_empty(
-                        placed.shape[0], count, *placed.shape[1:], dtype=linear.space.dtype
-                    )
-                deltas[i][:, r] = placed
         blocks = self._blocks(linear, recorder, deltas)
         if self.rest:
             rows, self.rows_by = sample_rows(linear, self.rest, covectors, self.rows_by)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.func import vjp, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
 if TYPE_CHECKING:
@@ -59,9 +60,9 @@ def _vmapped(
     size = sum(p.numel() for p in free.values()) * covectors.shape[0]
     chunk = max(1, _CHUNK // (size * linear.value.element_size()))
     u = covectors.movedim(1, 0).to(linear.graph.dtype)
-    with call.replaying():
+    with call.replaying(), sdpa_kernel(SDPBackend.MATH):  # fused attention has no vmap rule
         out = vmap(rows, in_dims=(axes, 0), chunk_size=chunk, randomness="different")(values, u)
-    return {n: v.flatten(2).to(linear.space.dtype) for n, v in out.items()}
+    return {n: v.reshape(*v.shape[:2], -1).to(linear.space.dtype) for n, v in out.items()}
 
 
 def _adds_up(linear: ModuleLinearization, rows: dict[str, Tensor], covectors: Tensor) -> bool:

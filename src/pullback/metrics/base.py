@@ -53,10 +53,10 @@ def as_metric(metric: Metric | Callable[[Tensor], Tensor]) -> Metric:
     """The metric itself, or a function of z wrapped as one."""
     if isinstance(metric, Metric):
         return metric
-    if callable(metric):
+    if callable(metric) and not isinstance(metric, type):
         return Custom(metric)
     raise PullbackError(
         "The metric is not usable",
-        f"got {type(metric).__name__}",
+        f"got {metric!r}",
         "Pass a metric object such as Fisher(likelihood), or a function z -> matrices",
     )

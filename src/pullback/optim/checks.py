@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from .._core.capture import plain
 from .._core.errors import PullbackError
 
 _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel", "FSDPModule")
@@ -19,7 +20,7 @@ def refuse_model(model: nn.Module) -> None:
             f"got {type(model).__name__}; it differentiates the model's outputs, not only its loss",
             "Pass an nn.Module (and params=... for a subset of its parameters)",
         )
-    for kind in type(model).__mro__:
+    for kind in type(plain(model)).__mro__:
         if kind.__name__ in _WRAPPERS:
             raise PullbackError(
                 f"The model is wrapped in {kind.__name__}",

@@ -22,6 +22,10 @@ from .info import StepInfo
 from .problem import ClosureProblem, ObjectiveProblem, Problem
 
 _MEMORY = "pullback"
+_OWN = (
+    *("model", "metric", "solver", "rule", "gram", "reduction", "output", "batch_dim"),
+    *("metric_batch", "_retract", "maximize", "memory"),
+)
 
 
 class NaturalGradient(Optimizer):
@@ -70,6 +74,8 @@ class NaturalGradient(Optimizer):
         refuse_model(model)
         _one_of("gram", gram, FORMS)
         _one_of("reduction", reduction, ("mean", "sum"))
+        _instance("solver", solver, Solver)
+        _instance("step", step, Step)
         self.model = model
         self.metric = as_metric(Euclidean() if metric is None else metric)
         self.solver = Cholesky() if solver is None else solver
@@ -77,11 +83,24 @@ class NaturalGradient(Optimizer):
         self.gram, self.reduction, self.maximize, self.memory = gram, reduction, maximize, memory
         self.output, self.batch_dim, self.metric_batch = output, batch_dim, metric_batch
         self._retract = retract
-        self._cache: dict[str, Any] = {}
-        self._names = {id(p): n for n, p in plain(model).named_parameters()}
+        self._register()
+        self._retraction()  # refuses unknown names at once
         if params is None:
             params = [p for p in plain(model).parameters() if p.requires_grad]
         super().__init__(params, {"lr": self.rule.initial_lr if lr is None else lr})
+
+    def _register(self) -> None:
+        self._cache: dict[str, Any] = {}
+        self._names = {id(p): n for n, p in plain(self.model).named_parameters()}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but hooks and caches: a copy or a pickle brings its model along."""
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in _OWN}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if "model" in state:
+            self._register()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Take up more of the model's parameters, with their own lr."""
@@ -98,6 +117,12 @@ class NaturalGradient(Optimizer):
                     "Pass parameters of the module given to the optimizer",
                 )
             refuse_parameter(name, p)
+        if not float(group.get("lr", self.defaults["lr"])) >= 0:
+            raise PullbackError(
+                "The learning rate is not usable",
+                f"got {group.get('lr', self.defaults['lr'])}",
+                "Use a number ≥ 0, and maximize=True to ascend",
+            )
         super().add_param_group(group)
 
     def step(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -125,11 +150,18 @@ class NaturalGradient(Optimizer):
         refuse_context(closure, objective)
         batch = self.metric_batch if metric_batch is None else metric_batch
         problem = self._problem(closure, objective)
+        try:
+            return self._take(problem, batch)
+        except Exception:
+            problem.rollback()
+            raise
+
+    def _take(self, problem: Problem, batch: Any) -> StepInfo:
         reason = problem.evaluate()
         if reason:
             problem.rollback()
             return StepInfo(problem.loss, False, reason=reason, parameters=problem.space.size)
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast(problem.space.device.type, enabled=False):
             parts, white = problem.parts(self.metric, batch)
             gram = assemble(parts, self.gram, self.memory, self.solver.prefers)
             white = confirmed(gram, white, problem.gradient)
@@ -139,7 +171,7 @@ class NaturalGradient(Optimizer):
             else:
                 problem.rollback()
         self._memory["steps"] = self._memory.get("steps", 0) + 1
-        return _record(problem, gram, parts, white, move)
+        return _record(problem, gram, parts, white, move, self._sign)
 
     def _problem(self, closure: Any, objective: Any) -> Problem:
         active = self._active()
@@ -155,6 +187,10 @@ class NaturalGradient(Optimizer):
             memory=self._cache,
         )
 
+    @property
+    def _sign(self) -> float:
+        return -1.0 if self.maximize else 1.0
+
     def _active(self) -> dict[str, nn.Parameter]:
         """The parameters that take part, by name, in the order of the groups."""
         active = {
@@ -169,14 +205,14 @@ class NaturalGradient(Optimizer):
 
     def _local(self, problem: Problem, gram: Gram, white: Tensor | None) -> Local:
         """The local picture, with the sign turned where we maximize."""
-        sign = -1.0 if self.maximize else 1.0
+        sign = self._sign
         gradient = sign * problem.gradient
         white = None if white is None else sign * white
         state = self.solver.init(gram)
         rates = (
             torch.cat(
                 [
-                    torch.full((p.numel(),), float(group["lr"]))
+                    torch.full((p.numel(),), float(group["lr"]), dtype=gradient.dtype)
                     for group in self.param_groups
                     for p in group["params"]
                     if p.requires_grad
@@ -221,7 +257,10 @@ class NaturalGradient(Optimizer):
         point = {n: w.detach() - moved[n].to(w.dtype) for n, w in origin.items()}
         if self._retract is None:
             return point
-        return dict(retraction(self._retract, problem.space.names)(point))
+        return dict(self._retraction()(point))
+
+    def _retraction(self) -> Any:
+        return retraction(self._retract, tuple(self._names.values()))
 
     def _apply(self, problem: Problem, move: Move) -> None:
         pieces = problem.space.split(move.direction)
@@ -233,8 +272,9 @@ class NaturalGradient(Optimizer):
             torch._foreach_add_(chosen, deltas, alpha=-float(group["lr"]) * move.size)
         if self._retract is not None:
             now = {n: p.detach() for n, p in problem.params.items()}
-            for name, value in retraction(self._retract, problem.space.names)(now).items():
+            for name, value in self._retraction()(now).items():
                 problem.params[name].copy_(value)
+        torch.clear_autocast_cache()
 
     @property
     def _memory(self) -> dict[str, Any]:
@@ -253,8 +293,7 @@ class NaturalGradient(Optimizer):
         super().load_state_dict(dict(state_dict))
         memory = copy.deepcopy(state_dict["state"].get(_MEMORY, {}))
         self.solver.load_state_dict(memory.pop("solver", {}))
-        self._memory.clear()
-        self._memory.update(memory)
+        self.state[_MEMORY] = memory  # pyright: ignore[reportArgumentType]
 
 
 def confirmed(gram: Gram, white: Tensor | None, gradient: Tensor) -> Tensor | None:
@@ -277,7 +316,12 @@ def _shifted(found: Solution, about: Tensor) -> Solution:
 
 
 def _record(
-    problem: Problem, gram: Gram, parts: list[Part], white: Tensor | None, move: Move
+    problem: Problem,
+    gram: Gram,
+    parts: list[Part],
+    white: Tensor | None,
+    move: Move,
+    sign: float,
 ) -> StepInfo:
     solution = move.solution
     form = "matrix_free" if gram.structure.holds == "operator" else gram.structure.holds
@@ -293,10 +337,19 @@ def _record(
         whitened=white is not None,
         status=solution.status,
         reason=move.reason,
-        new_loss=move.loss,
+        new_loss=None if move.loss is None else sign * move.loss,
         trials=move.trials,
         coverage=coverage(parts),
     )
+
+
+def _instance(name: str, value: object, kind: type) -> None:
+    if value is not None and not isinstance(value, kind):
+        raise PullbackError(
+            f"{name}= is not a {kind.__name__}",
+            f"got {value!r}",
+            f"Pass an object of pullback.{name}s",
+        )
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -76,9 +78,13 @@ class ClosureProblem(Problem):
         self._model, self._closure, self._reduction = model, closure, reduction
         self._output, self._batch_dim, self._memory = output, batch_dim, memory
         self._calls: list[Call] = []
+        self._before = Snapshot(model, self.space.device)
 
     def evaluate(self) -> str:
-        self._before = Snapshot(self._model, self.space.device)
+        kind = self.space.device.type
+        self._autocast = partial(
+            torch.autocast, kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+        )
         with torch.enable_grad(), Capture(self._model, self._output, self.space.device) as capture:
             loss = self._run()
         self._calls = capture.calls
@@ -95,6 +101,12 @@ class ClosureProblem(Problem):
                 "The closure did not return the loss",
                 f"got {type(loss).__name__}",
                 "End it with `return loss`",
+            )
+        if isinstance(loss, Tensor) and loss.numel() != 1:
+            raise PullbackError(
+                "The loss is not one number",
+                f"the closure returned shape {tuple(loss.shape)}",
+                "Reduce it over the batch, and call backward() on what you return",
             )
         return float(loss.detach()) if isinstance(loss, Tensor) else float(loss)
 
@@ -133,7 +145,10 @@ class ClosureProblem(Problem):
         return self.space.flatten(gradients)
 
     def parts(self, metric: Metric, batch: Any) -> tuple[list[Part], Tensor | None]:
-        calls = self._calls if batch is None else [as_call(batch)]
+        calls = self._calls
+        if batch is not None:
+            call = as_call(batch)
+            calls = [replace(call, random=call.random or RandomState(self.space.device))]
         plans = self._memory.setdefault("plans", {})
         linears, masks, cotangents = [], [], []
         for call in calls:
@@ -144,7 +159,7 @@ class ClosureProblem(Problem):
             linears.append(linear)
             cotangent = None
             if call.cotangent is not None:
-                cotangent = source.value(call.cotangent).to(linear.value.dtype)
+                cotangent = source.arranged(call.cotangent).to(linear.value.dtype)
             cotangents.append(cotangent)
             masks.append(None if cotangent is None else metric.counted(linear.value, cotangent))
         weight = self._weight(metric, [x.value for x in linears], masks)
@@ -180,6 +195,7 @@ class ClosureProblem(Problem):
 
     def losses(self, moves: Tensor, place: Place) -> Tensor:
         origin = {n: p.detach().clone() for n, p in self.params.items()}
+        grads = [(p, None if p.grad is None else p.grad.clone()) for p in self._model.parameters()]
         try:
             if "repeatable" not in self._memory:
                 self._refuse_stochastic(self._trial(origin))
@@ -188,22 +204,20 @@ class ClosureProblem(Problem):
         finally:
             self._write(origin)
             self._after.restore()
-            for p, g in zip(
-                self.params.values(), self.space.split(self.gradient).values(), strict=True
-            ):
-                p.grad = g.to(p.dtype)
+            for p, g in grads:
+                p.grad = g
         return torch.tensor(values, dtype=moves.dtype, device=moves.device)
 
     def _trial(self, point: Mapping[str, Tensor]) -> float:
         self._write(point)
         self._before.restore()
-        with torch.enable_grad():
+        with torch.enable_grad(), self._autocast():
             return self._run()
 
-    @torch.no_grad()
     def _write(self, point: Mapping[str, Tensor]) -> None:
         for name, p in self.params.items():
-            p.copy_(point[name])
+            p.data.copy_(point[name])  # unseen by autograd: the linearization's graph lives on
+        torch.clear_autocast_cache()  # an autocast around the step would go on with old weights
 
     def _refuse_stochastic(self, again: float) -> None:
         tolerance = torch.finfo(self.space.dtype).eps ** 0.5
@@ -226,10 +240,24 @@ class ObjectiveProblem(Problem):
         self, params: dict[str, nn.Parameter], objective: Callable[..., Any], reduction: str
     ) -> None:
         super().__init__(params)
-        self._map = ObjectiveMap(objective, reduction)
         self._random = RandomState(self.space.device)
+        self._map = ObjectiveMap(self._repeatable(objective), reduction)
+
+    def _repeatable(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The same random numbers at every evaluation: loss, Jacobian and trials must agree."""
+        random = RandomState(self.space.device)
+
+        def repeated(point: dict[str, Tensor]) -> Any:
+            random.restore()
+            return function(point)
+
+        return repeated
 
     def evaluate(self) -> str:
+        with torch.autocast(self.space.device.type, enabled=False):
+            return self._evaluate()
+
+    def _evaluate(self) -> str:
         linear = self._map.linearize(self.params)
         self._linear, z = linear, linear.value
         self.loss = float(0.5 * z.square().sum())
@@ -251,11 +279,13 @@ class ObjectiveProblem(Problem):
 
     def parts(self, metric: Metric, batch: Any) -> tuple[list[Part], Tensor | None]:
         if batch is not None:
-            linear = ObjectiveMap(batch, self._map.reduction).linearize(self.params)
+            values = ObjectiveMap(self._repeatable(batch), self._map.reduction)
+            linear = values.linearize(self.params)
             return [Part(linear, metric.factor(linear.value))], None
         z = self._linear.value
         factor = metric.factor(z)
-        return [Part(self._linear, factor)], factor.whiten(z).value
+        white = factor.whiten(z).value
+        return [Part(self._linear, factor)], None if white is None else white.flatten()
 
     def losses(self, moves: Tensor, place: Place) -> Tensor:
         def loss(move: Tensor) -> Tensor:

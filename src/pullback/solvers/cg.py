@@ -63,7 +63,7 @@ class ConjugateGradient(Solver):
         else:
             x, residual, done = self._iterate(lambda v: state.matvec(v) + value * v, rhs)
         status = Status.OK if done else Status.MAX_ITERATIONS
-        if not bool(torch.isfinite(x).all()):
+        if not bool(torch.isfinite(x).all()) or not (done or bool(x.any())):
             return Solution(torch.zeros_like(rhs), value, None, residual, Status.SINGULAR)
         return Solution(x, value, None, residual, status)
 

@@ -76,15 +76,20 @@ class Cholesky(Solver):
             return state.factors[wanted]
         h = state.matrix
         scale = float(h.diagonal().abs().mean())
+        eps = torch.finfo(h.dtype).eps
         damping = wanted
         for _ in range(_TRIES):
             damped = h.clone()
             damped.diagonal().add_(damping)
             lower, info = torch.linalg.cholesky_ex(damped)
-            if int(info) == 0 and bool(torch.isfinite(lower.diagonal()).all()):
+            pivots = lower.diagonal().square()
+            # undamped, a pivot of round-off size stands for a zero one: luck is not definiteness
+            floor = 10 * eps * float(damped.diagonal().max()) if damping == 0 else 0.0
+            definite = int(info) == 0 and bool((pivots > floor).all())
+            if definite and bool(torch.isfinite(pivots).all()):
                 state.factors = {wanted: (lower, damping)}
                 return lower, damping
-            damping = max(_GROWTH * damping, scale * torch.finfo(h.dtype).eps * len(h))
+            damping = max(_GROWTH * damping, scale * eps**0.5)  # less would amplify round-off
         return None
 
 

@@ -28,6 +28,11 @@ class Spectrum:
         """How many singular values were kept."""
         return len(self.sigma)
 
+    @property
+    def finite(self) -> bool:
+        """Whether the matrix could be factorized at all."""
+        return bool(torch.isfinite(self.sigma).all())
+
 
 class PseudoInverse(Solver):
     r"""x = G⁺g: of all solutions of minimal ‖A x − r‖ the shortest, A⁺r.
@@ -42,7 +47,7 @@ class PseudoInverse(Solver):
     >>> from pullback.grams import Rows
     >>> solver = PseudoInverse()
     >>> state = solver.init(Rows(torch.tensor([[1.0, 1.0]])))
-    >>> solver.solve(state, torch.tensor([2.0, 2.0])).x
+    >>> solver.solve(state, torch.tensor([2.0, 2.0])).x.round(decimals=3)
     tensor([1., 1.])
     """
 
@@ -69,7 +74,9 @@ class PseudoInverse(Solver):
         whitened: Tensor | None = None,
     ) -> Solution:
         value = 0.0 if damping is None else resolve(damping, state.gram)
-        if state.rank == 0 or not bool(torch.isfinite(state.sigma).all()):
+        if not state.finite:
+            return Solution(torch.zeros_like(rhs), value, 0, status=Status.SINGULAR)
+        if state.rank == 0:
             x = rhs / value if value > 0 else torch.zeros_like(rhs)
             return Solution(x, value, 0, status=Status.OK if value > 0 else Status.SINGULAR)
         path = self.path(state, rhs, whitened)
@@ -83,7 +90,10 @@ class PseudoInverse(Solver):
         if whitened is not None and state.left is not None:
             return Path(state.sigma.square(), state.sigma * state.left(whitened), state.combine)
         gamma = state.right(rhs)
-        return Path(state.sigma.square(), gamma, state.combine, rhs - state.combine(gamma))
+        beyond = rhs - state.combine(gamma)
+        noise = 10 * max(state.gram.count, len(rhs)) * torch.finfo(rhs.dtype).eps * rhs.norm()
+        outside = bool(beyond.norm() > noise)  # round-off over λ would pass for a direction
+        return Path(state.sigma.square(), gamma, state.combine, beyond if outside else None)
 
     def _keep(self, sigma: Tensor, floor: float, *, squared: bool) -> Tensor:
         """Which singular values count; after squaring none below the floor can be trusted."""
@@ -92,13 +102,18 @@ class PseudoInverse(Solver):
 
     def _from_rows(self, gram: FactoredGram) -> Spectrum:
         a = gram.rows()
+        if not bool(torch.isfinite(a).all()):
+            return _broken(gram)
         u, sigma, vt = torch.linalg.svd(a, full_matrices=False)
         keep = self._keep(sigma, max(a.shape) * torch.finfo(a.dtype).eps, squared=False)
         u, sigma, vt = u[:, keep], sigma[keep], vt[keep]
         return Spectrum(gram, sigma, lambda r: u.T @ r, lambda g: vt @ g, lambda c: c @ vt)
 
     def _from_kernel(self, gram: FactoredGram) -> Spectrum:
-        values, u = torch.linalg.eigh(gram.kernel())
+        kernel = gram.kernel()
+        if not bool(torch.isfinite(kernel).all()):
+            return _broken(gram)
+        values, u = torch.linalg.eigh(kernel)
         sigma = values.clamp(min=0).sqrt()
         floor = (max(gram.count, gram.size) * torch.finfo(gram.dtype).eps) ** 0.5
         keep = self._keep(sigma, floor, squared=True)
@@ -113,9 +128,18 @@ class PseudoInverse(Solver):
         )
 
     def _from_dense(self, gram: Gram) -> Spectrum:
-        values, v = torch.linalg.eigh(gram.dense())
+        dense = gram.dense()
+        if not bool(torch.isfinite(dense).all()):
+            return _broken(gram)
+        values, v = torch.linalg.eigh(dense)
         sigma = values.clamp(min=0).sqrt()
         floor = (gram.size * torch.finfo(gram.dtype).eps) ** 0.5
         keep = self._keep(sigma, floor, squared=True)
         v, sigma = v[:, keep], sigma[keep]
         return Spectrum(gram, sigma, None, lambda g: v.T @ g, lambda c: c @ v.T)
+
+
+def _broken(gram: Gram) -> Spectrum:
+    """The spectrum of a matrix that is not finite: every solve reports it as singular."""
+    nan = torch.full((1,), torch.nan, dtype=gram.dtype, device=gram.device)
+    return Spectrum(gram, nan, None, lambda g: nan * g[:1], lambda c: nan * torch.zeros(gram.size))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._core.errors import PullbackError
+from .._core.errors import PullbackError, Status
 from ..grams import FactoredGram, Gram, Rows
 from .base import Damping, Path, Solution, Solver, resolve
 from .cg import ConjugateGradient
@@ -185,6 +185,8 @@ class Sketched(Solver):
             )
             found = inner.solve(state.gram, rhs)
             return Solution(found.x, value, spectrum.rank, found.residual, found.status)
+        if not spectrum.finite or (spectrum.rank == 0 and value == 0):
+            return Solution(torch.zeros_like(rhs), value, 0, status=Status.SINGULAR)
         path = self.path(state, rhs, whitened)
         if value == 0:
             x = path.combine(path.gamma / path.eigenvalues)
@@ -196,4 +198,5 @@ class Sketched(Solver):
         return {"generator": self._generator.get_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._generator.set_state(state["generator"])
+        if "generator" in state:  # absent where another solver was saved
+            self._generator.set_state(state["generator"].cpu())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from .._core.errors import PullbackError
-from .base import Local, Move, Step
+from .base import Local, Move, Step, failed
 
 
 class TargetRatio(Step):
@@ -38,9 +38,8 @@ class TargetRatio(Step):
             )
         radius = local.state.get("radius", self.radius)
         solution = local.direction(0.0)
-        if path.gamma.numel() == 0:
-            reason = "the Gram has rank zero, so there is no direction to follow"
-            return Move(solution.x, 0.0, solution, False, None, reason, 0)
+        if (rejection := failed(solution)) is not None:
+            return rejection
         exponents = torch.linspace(
             -1, 1, self.radii, dtype=path.gamma.dtype, device=path.gamma.device
         )

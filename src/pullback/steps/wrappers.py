@@ -85,4 +85,6 @@ class Spring(Wrapper):
         move = super().take(local)
         if move.accepted:
             local.state["previous"] = move.direction.clone()
+        else:  # no damping shortens it: kept, it would spoil every later step
+            local.state.pop("previous", None)
         return move

@@ -11,12 +11,14 @@ With the sharing axis t and groups g,
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from ..._core.products import cross
 from .base import Block
+from .hadamard import hadamard
 
 
 class AffineBlock(Block):
@@ -93,30 +95,20 @@ class AffineBlock(Block):
         return self._materialized(other, budget)
 
     def _hadamard(self, other: AffineBlock, budget: int) -> Tensor:
-        """Σ_g Σ_tt' (ā ā'ᵀ) ∘ (δ δ'ᵀ), in panels of samples that fit the budget."""
-        (n, groups, t, _), (n2, _, t2, _) = self.shape, other.shape
-        r, r2 = self._delta.shape[1], other._delta.shape[1]
-        out = self._delta.new_zeros(n * r, n2 * r2)
+        """Σ_g Σ_tt' (ā ā'ᵀ) ∘ (δ δ'ᵀ)."""
+        total: Tensor | None = None
         x = self._inputs() if self._weight is not None else None
-        y = x if other is self else (other._inputs() if self._weight is not None else None)
-        panel = max(1, budget // (4 * r * t * n2 * r2 * t2 * out.element_size()))
-        for g in range(groups):
+        y = x if other is self or x is None else other._inputs()
+        for g in range(self.shape[1]):
             d1 = self._delta[:, :, g]
             d2 = d1 if other is self else other._delta[:, :, g]
-            for a in range(0, n, panel):
-                b = min(a + panel, n)
-                left = d1[a:b].flatten(0, 2)
-                right = left if other is self and b - a == n else d2.flatten(0, 2)
-                dd = cross(left, right).view(b - a, r, t, n2, r2, t2)
-                if x is not None and y is not None:
-                    whole = other is self and b - a == n
-                    xg = x[a:b, g].flatten(0, 1)
-                    aa = cross(xg, xg if whole else y[:, g].flatten(0, 1))
-                    if self._bias is not None:
-                        aa += 1.0
-                    dd *= aa.view(b - a, 1, t, n2, 1, t2)
-                out[a * r : b * r] += dd.sum((2, 5)).view((b - a) * r, n2 * r2)
-        return out
+            weights = None
+            if x is not None and y is not None:
+                weights = partial(_inner, x[:, g], y[:, g], self._bias is not None)
+            share = hadamard(d1, d2, weights, budget)
+            total = share if total is None else total.add_(share)
+        assert total is not None
+        return total
 
     def _materialized(self, other: AffineBlock, budget: int) -> Tensor:
         """Σ rows rowsᵀ over panels of output features that fit the budget."""
@@ -146,3 +138,11 @@ def _rows(delta: Tensor, inputs: Tensor) -> Tensor:
     n, r, _, o = delta.shape
     left = delta.permute(0, 1, 3, 2).reshape(n, r * o, -1)
     return (left @ inputs).view(n * r, o * inputs.shape[-1])
+
+
+def _inner(x: Tensor, y: Tensor, bias: bool, one: slice, two: slice) -> Tensor:
+    """ā_t·ā'_t' for slices of samples, (n, T, n', T')."""
+    left = x[one].flatten(0, 1)
+    same = x.data_ptr() == y.data_ptr() and one == two
+    out = cross(left, left if same else y[two].flatten(0, 1))
+    return out.add_(1.0) if bias else out

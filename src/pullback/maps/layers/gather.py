@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ..._core.products import cross
 from .base import Block
+from .hadamard import hadamard
 
 
 class GatherBlock(Block):
@@ -41,18 +41,10 @@ class GatherBlock(Block):
         return {self._name: out.index_add_(0, self._index.flatten(), delta).flatten()}
 
     def gram(self, other: Block, budget: int) -> Tensor:
-        """Σ_tt' [i_t = i'_t'] (δ_t·δ'_t'), in panels of samples that fit the budget."""
+        """Σ_tt' [i_t = i'_t'] (δ_t·δ'_t')."""
         assert isinstance(other, GatherBlock)
-        n, r, t, _ = self._delta.shape
-        n2, r2, t2, _ = other._delta.shape
-        out = self._delta.new_zeros(n * r, n2 * r2)
-        panel = max(1, budget // (4 * r * t * n2 * r2 * t2 * out.element_size()))
-        for a in range(0, n, panel):
-            b = min(a + panel, n)
-            left = self._delta[a:b].flatten(0, 2)
-            whole = other is self and b - a == n
-            dd = cross(left, left if whole else other._delta.flatten(0, 2))
-            same = self._index[a:b].reshape(-1, 1) == other._index.reshape(1, -1)
-            dd = dd.view(b - a, r, t, n2, r2, t2) * same.view(b - a, 1, t, n2, 1, t2)
-            out[a * r : b * r] += dd.sum((2, 5)).view((b - a) * r, n2 * r2)
-        return out
+
+        def same(one: slice, two: slice) -> Tensor:
+            return self._index[one][:, :, None, None] == other._index[two][None, None]
+
+        return hadamard(self._delta, other._delta, same, budget)

@@ -27,7 +27,7 @@ class Scale(Layer):
         rows: dict[str, Tensor] = {}
         for use in uses:
             module, delta, features = use.module, use.delta, use.features
-            lead = use.input.shape[:-features]
+            lead = use.input.shape[: use.input.ndim - features]
             x = self.normalized(module, use.input.flatten(0, len(lead) - 1)).unflatten(0, lead)
             shared = [*range(2, delta.ndim - features), *self.places(module, features)]
             for role, value in (("weight", delta * x[:, None]), ("bias", delta)):
@@ -82,13 +82,10 @@ class InstanceNorm(ChannelScale):
     """Normalized within one channel of one sample."""
 
     def normalized(self, module: Any, x: Tensor) -> Tensor:
-        batch_statistics = module.training or not module.track_running_stats
+        if module.training or not module.track_running_stats:
+            return F.instance_norm(x, eps=module.eps)  # without the buffers: it would write them
         return F.instance_norm(
-            x,
-            module.running_mean,
-            module.running_var,
-            use_input_stats=batch_statistics,
-            eps=module.eps,
+            x, module.running_mean, module.running_var, use_input_stats=False, eps=module.eps
         )
 
 

@@ -1,0 +1,1 @@
+"""Measurements against named peers, as ratios within one run."""

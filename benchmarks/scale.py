@@ -1,0 +1,139 @@
+"""The exact natural gradient at sizes where the Jacobian cannot be stored.
+
+    python -m benchmarks.scale [--device cuda] [--only NAME] [--profile]
+
+Time and memory of one exact damped step in sample space beside one SGD step of the same model and
+batch, in float32, and the step's relative error against the same step in float64.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import pullback as pb
+
+from .models import CIFAR_MLP, WIDE_MLP, mlp, resnet18
+from .timing import compare, environment, peak_bytes
+
+DAMPING = 1e-3
+PROBLEMS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "cifar-mlp": (lambda: mlp(CIFAR_MLP), (256, 3072)),
+    "wide-mlp": (lambda: mlp(WIDE_MLP), (512, 3072)),
+    "resnet18": (resnet18, (128, 3, 32, 32)),
+}
+
+
+def closure_of(model: nn.Module, x: Tensor, y: Tensor) -> Callable[[], Tensor]:
+    def closure() -> Tensor:
+        model.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        return loss
+
+    return closure
+
+
+def natural(model: nn.Module, x: Tensor, y: Tensor, lr: float) -> Callable[[], pb.StepInfo]:
+    metric = pb.metrics.Fisher(pb.likelihoods.Categorical())
+    opt = pb.NaturalGradient(model, metric, pb.solvers.Cholesky(DAMPING), pb.steps.Constant(lr))
+    closure = closure_of(model, x, y)
+    return lambda: opt.step(closure)
+
+
+def sgd(model: nn.Module, x: Tensor, y: Tensor) -> Callable[[], Any]:
+    opt = torch.optim.SGD(model.parameters(), lr=0.0)
+    closure = closure_of(model, x, y)
+    return lambda: opt.step(closure)
+
+
+def move_of(model: nn.Module, x: Tensor, y: Tensor) -> list[Tensor]:
+    """The displacement of one step, layer by layer."""
+    moved = copy.deepcopy(model)
+    natural(moved, x, y, 1.0)()
+    pairs = zip(moved.parameters(), model.parameters(), strict=True)
+    return [(a - b).detach() for a, b in pairs]
+
+
+def relative_error(model: nn.Module, x: Tensor, y: Tensor) -> float:
+    """‖Δ32 − Δ64‖/‖Δ64‖ of one step from the same parameters."""
+    short = move_of(model, x, y)
+    exact = move_of(copy.deepcopy(model).double(), x.double(), y)
+    wrong = sum(float((a.double() - b).square().sum()) for a, b in zip(short, exact, strict=True))
+    return (wrong / sum(float(b.square().sum()) for b in exact)) ** 0.5
+
+
+def measure(name: str, device: torch.device) -> dict[str, Any]:
+    make, shape = PROBLEMS[name]
+    torch.manual_seed(0)
+    model = make().to(device)
+    x, y = torch.randn(shape).to(device), torch.randint(0, 10, (shape[0],)).to(device)
+    routes = {"SGD": sgd(model, x, y), "natural gradient": natural(model, x, y, 0.0)}
+    info = natural(model, x, y, 0.0)()
+    times = compare(routes, device, repeats=10, warmup=3)
+    memory = {route: peak_bytes(run, device) for route, run in routes.items()}
+    error = relative_error(model, x, y)
+    ratio = times["natural gradient"] / times["SGD"]
+    jacobian = info.rows * info.parameters * 4
+    print(
+        f"\n{name}: {info.parameters:,} parameters, {info.rows:,} rows, form {info.gram!r}, "
+        f"J would take {jacobian / 2**30:.0f} GiB"
+    )
+    for route in routes:
+        print(f"  {route:17} {1e3 * times[route]:8.2f} ms   {memory[route] / 2**30:6.2f} GiB peak")
+    print(f"  ratio {ratio:.1f}×, step error against float64 {error:.1e}")
+    return {
+        "parameters": info.parameters,
+        "rows": info.rows,
+        "milliseconds": {r: 1e3 * t for r, t in times.items()},
+        "peak_bytes": memory,
+        "ratio": ratio,
+        "error": error,
+    }
+
+
+def profile(name: str, device: torch.device) -> None:
+    make, shape = PROBLEMS[name]
+    model = make().to(device)
+    x, y = torch.randn(shape).to(device), torch.randint(0, 10, (shape[0],)).to(device)
+    run = natural(model, x, y, 0.0)
+    for _ in range(3):
+        run()
+    with torch.profiler.profile() as trace:
+        run()
+    order = "self_cuda_time_total" if device.type == "cuda" else "self_cpu_time_total"
+    print(trace.key_averages().table(sort_by=order, row_limit=18, max_name_column_width=60))
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--only", nargs="*", default=None, choices=sorted(PROBLEMS))
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--out", type=Path, default=None)
+    options = parser.parse_args([] if arguments is None else arguments)
+    device = torch.device(options.device)
+    names = options.only or (["cifar-mlp"] if device.type == "cpu" else list(PROBLEMS))
+    print(environment(device))
+    results = {}
+    for name in names:
+        results[name] = measure(name, device)
+        if options.profile:
+            profile(name, device)
+    if options.out is not None:
+        record = {"environment": environment(device), "results": results}
+        options.out.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    import sys
+
+    main(sys.argv[1:])

@@ -1,0 +1,49 @@
+"""Times and memory of competing routes, measured in turn within one run."""
+
+from __future__ import annotations
+
+import resource
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def compare(
+    routes: dict[str, Callable[[], Any]], device: torch.device, repeats: int = 5, warmup: int = 1
+) -> dict[str, float]:
+    """Median seconds per route; the routes take turns, so that drift meets all of them."""
+    times: dict[str, list[float]] = {name: [] for name in routes}
+    for round_ in range(warmup + repeats):
+        for name, route in routes.items():
+            synchronize(device)
+            start = time.perf_counter()
+            route()
+            synchronize(device)
+            if round_ >= warmup:
+                times[name].append(time.perf_counter() - start)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def peak_bytes(route: Callable[[], Any], device: torch.device) -> int:
+    """Peak device memory while the route runs; on the CPU the process's peak so far."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+        route()
+        synchronize(device)
+        return torch.cuda.max_memory_allocated(device)
+    route()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def environment(device: torch.device) -> str:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    return f"torch {torch.__version__}, {name}, {torch.get_num_threads()} CPU threads"

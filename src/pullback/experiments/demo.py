@@ -1,0 +1,84 @@
+"""`python -m pullback.experiments.demo`: the natural gradient beside SGD and Adam, in a minute.
+
+Every optimizer starts from the same network and gets the same time on one thread. The settings
+of SGD and Adam are the best of a small grid at that time; `--tune` repeats the search.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+
+from .._core.errors import PullbackError
+from .display import described, progress, results
+from .figure import draw
+from .problem import Problem
+from .race import Curve, run, tune
+from .table import PROBLEMS
+
+_QUICK = 0.3  # seconds per run of a smoke test
+
+
+def compete(console: Console, problem: Problem) -> list[Curve]:
+    """One run of every contender."""
+    curves = []
+    with progress(console, problem) as watcher:
+        for contender in problem.contenders:
+            watch = watcher(contender)
+            curves.append(run(problem, contender, seconds=problem.seconds, watch=watch))
+    return curves
+
+
+def search(console: Console, problem: Problem) -> None:
+    """The best settings of every grid, beside those in use."""
+    for contender in problem.contenders:
+        if contender.grid:
+            best = tune(problem, contender, seconds=problem.seconds, watch=lambda *_: None)
+            line = f"best {described(best)}, in use {described(contender.settings)}"
+            console.print(f"  {problem.title}, {contender.name}: {line}")
+
+
+def problems(console: Console, quick: bool) -> list[Problem]:
+    """The problems of the table whose data can be had."""
+    found = []
+    for make in PROBLEMS.values():
+        try:
+            found.append(make())
+        except PullbackError as error:
+            console.print(f"[yellow]Skipped:[/yellow] {error}")
+    for problem in found:
+        problem.seconds = _QUICK if quick else problem.seconds
+    return found
+
+
+def main(
+    quick: Annotated[bool, typer.Option(help="A few seconds in all, for a smoke test.")] = False,
+    repeat_search: Annotated[
+        bool, typer.Option("--tune", help="Search the grids of SGD and Adam again and stop.")
+    ] = False,
+    out: Annotated[Path, typer.Option(help="Folder of the figure.")] = Path("demo"),
+) -> None:
+    """Train two small problems with SGD, Adam and the natural gradient."""
+    console = Console(highlight=False)
+    torch.set_num_threads(1)  # such small matrices gain nothing from more
+    races = []
+    for problem in problems(console, quick):
+        if repeat_search:
+            search(console, problem)
+        else:
+            races.append((problem, compete(console, problem)))
+    if repeat_search:
+        return
+    for problem, curves in races:
+        console.print()
+        console.print(results(problem, curves))
+    path = draw(races, out / "demo.png")
+    console.print(f"\nFigure: {path}", soft_wrap=True)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,71 @@
+"""Reverse passes for many covectors: one vectorized pass, or one pass each."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .layers.layout import Layout
+
+if TYPE_CHECKING:
+    from .module import ModuleLinearization
+
+
+def looped_cotangents(
+    linear: ModuleLinearization, edges: list[Any], layouts: Sequence[Layout], covectors: Tensor
+) -> list[Tensor]:
+    """Per edge the cotangents (N, R, ...), samples first, by R reverse passes."""
+    out: list[Tensor] = []
+    for r, u in enumerate(covectors if edges else ()):
+        for i, (gradient, layout) in enumerate(
+            zip(linear.gradients(u, edges), layouts, strict=True)
+        ):
+            assert gradient is not None
+            placed = layout(gradient)
+            if r == 0:
+                shape = (placed.shape[0], len(covectors), *placed.shape[1:])
+                out.append(linear.space.zeros(*shape))
+            out[i][:, r] = placed
+    return out
+
+
+def batched_cotangents(
+    linear: ModuleLinearization, edges: list[Any], layouts: Sequence[Layout], covectors: Tensor
+) -> list[Tensor]:
+    """The same by one reverse pass in which every operation is vectorized over covectors."""
+    if not edges:
+        return []
+    out = []
+    for gradient, layout in zip(
+        linear.gradients(covectors, edges, batched=True), layouts, strict=True
+    ):
+        assert gradient is not None
+        placed = torch.stack([layout(g) for g in gradient.unbind()], 1)
+        out.append(placed.to(linear.space.dtype))
+    return out
+
+
+def vectorizes(
+    linear: ModuleLinearization, edges: list[Any], u: Tensor, truth: Sequence[Tensor | None]
+) -> bool:
+    """Whether the vectorized pass works for this graph, at speed, and agrees with the plain one."""
+    if not edges:
+        return False
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # torch warns where an operation has no batching rule
+            found = linear.gradients(torch.stack([u, -u]), edges, batched=True)
+    except (RuntimeError, UserWarning, NotImplementedError):
+        return False
+    tolerance = torch.finfo(linear.graph.dtype).eps ** 0.5
+    for got, want in zip(found, truth, strict=False):
+        if got is None or want is None:
+            continue
+        error = torch.maximum((got[0] - want).abs().max(), (got[1] + want).abs().max())
+        if not bool(error <= tolerance * want.abs().max()):
+            return False
+    return True

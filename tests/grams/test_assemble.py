@@ -1,0 +1,131 @@
+"""From maps and metrics to a Gram: forms, memory budgets, several parts, and the choice."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pullback as pb
+from pullback.grams import FactoredGram, Part, assemble, coverage
+from pullback.grams.assemble import choose
+from pullback.likelihoods import Categorical
+from pullback.maps import Call, ModuleMap
+from pullback.metrics import Euclidean, Fisher, Metric, Sobolev
+from pullback.testing import assert_close, check_gram, jacobian
+from tests.laws.table import FORMS, MODELS, softmax_matrix
+
+CONV = next(m for m in MODELS if m.name == "conv2d")
+WORDS = next(m for m in MODELS if m.name == "tied embedding")
+MLP = next(m for m in MODELS if m.name == "mlp")
+
+
+def part(model: nn.Module, x: Tensor, metric: Metric | None = None) -> Part:
+    linear = ModuleMap(model, Call.of(x)).linearize(
+        {n: p for n, p in model.named_parameters() if p.requires_grad}
+    )
+    chosen = Euclidean() if metric is None else metric
+    return Part(linear, chosen.factor(linear.value, inputs=x))
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same'")
+@pytest.mark.parametrize("case", [MLP, CONV, WORDS], ids=lambda c: c.name)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "metric", [Euclidean(), Fisher(Categorical()), Sobolev(2.0, 1e-6)], ids=str
+)
+def test_assembled_grams_obey_the_laws(case, form: str, metric: Metric) -> None:
+    built = case.make()
+    x = built.args[0]
+    if isinstance(metric, Sobolev) and not x.is_floating_point():
+        pytest.skip("Sobolev wants points of a vector space")
+    with torch.no_grad():
+        check_gram(assemble([part(built.model, x, metric)], form, 2**30), tol=1e-11)
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same'")
+@pytest.mark.parametrize("case", [MLP, CONV, WORDS], ids=lambda c: c.name)
+@pytest.mark.parametrize("form", ["kernel", "dense"])
+def test_a_small_budget_changes_nothing(case, form: str) -> None:
+    """Panels of one sample give what one panel gives."""
+    built = case.make()
+    z = built.value()
+    j = jacobian(z, [p for p in built.model.parameters() if p.requires_grad])
+    m = softmax_matrix(z.detach()) * z[..., 0].numel()
+    with torch.no_grad():
+        for budget in (1, 2**12, 2**30):
+            gram = assemble([part(built.model, built.args[0], Fisher(Categorical()))], form, budget)
+            assert_close(gram.dense(), j.T @ m @ j, 1e-11, f"G at a budget of {budget} bytes")
+            if isinstance(gram, FactoredGram):
+                a = gram.rows()
+                assert_close(gram.kernel(), a @ a.T, 1e-11, f"K at a budget of {budget} bytes")
+
+
+@pytest.mark.parametrize("budget", [1, 2**30])
+@pytest.mark.parametrize("form", FORMS)
+def test_several_parts_stack(form: str, budget: int) -> None:
+    """Calls of different sizes: A is their rows one below the other."""
+    built = MLP.make()
+    x = built.args[0]
+    j = jacobian(built.model(x), list(built.model.parameters()))
+    with torch.no_grad():
+        parts = [part(built.model, piece) for piece in x.split([1, 3])]
+        gram = assemble(parts, form, budget)
+        check_gram(gram, tol=1e-11)
+        assert_close(gram.dense(), j.T @ j, 1e-12, "G of the parts together")
+        if isinstance(gram, FactoredGram):
+            assert_close(gram.kernel(), j @ j.T, 1e-12, "K of the parts together")
+        assert gram.count == 8
+
+
+def test_unknown_forms_and_coupled_parts_are_refused() -> None:
+    built = MLP.make()
+    x = built.args[0]
+    with torch.no_grad():
+        with pytest.raises(pb.PullbackError, match="Unknown Gram form"):
+            assemble([part(built.model, x)], "sparse", 2**30)
+        pieces = [part(built.model, piece, Sobolev()) for piece in x.split(2)]
+        with pytest.raises(pb.PullbackError, match="couples"):
+            assemble(pieces, "rows", 2**30)
+
+
+@pytest.mark.parametrize(
+    ("n", "p", "budget", "prefers", "want"),
+    [
+        (10, 100, 2**30, "small", "kernel"),
+        (10, 100, 2**30, "rows", "rows"),
+        (100, 10, 2**30, "small", "rows"),
+        (100, 10, 2**30, "rows", "rows"),
+        (1000, 10, 9000, "small", "dense"),  # the rows do not fit, 10 × 10 does
+        (10, 1000, 9000, "rows", "kernel"),
+        (100, 100, 9000, "small", "matrix_free"),  # not even the small side fits
+        (10, 100, 2**30, "products", "matrix_free"),
+    ],
+)
+def test_the_choice_of_form(n: int, p: int, budget: int, prefers: str, want: str) -> None:
+    assert choose(n, p, 8, budget, prefers) == want
+
+
+def test_auto_is_reported() -> None:
+    built = MLP.make()
+    found = {}
+    for name, solver in {
+        "Cholesky": pb.solvers.Cholesky(),
+        "PseudoInverse": pb.solvers.PseudoInverse(),
+        "ConjugateGradient": pb.solvers.ConjugateGradient(),
+    }.items():
+        found[name] = built.step(Euclidean(), lambda z: (z**2).mean(), solver=solver).gram
+    assert found == {
+        "Cholesky": "kernel",
+        "PseudoInverse": "rows",
+        "ConjugateGradient": "matrix_free",
+    }
+
+
+def test_coverage_comes_with_the_forms_that_pull_blocks_back() -> None:
+    built = MLP.make()
+    with torch.no_grad():
+        one = part(built.model, built.args[0])
+        assert coverage([one]) == ()
+        one.rows()
+        assert {c.name for c in coverage([one])} == dict(built.model.named_parameters()).keys()

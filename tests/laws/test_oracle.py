@@ -1,0 +1,184 @@
+"""Every metric × form × solver × model agrees with the dense float64 oracle."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+
+import pullback as pb
+from pullback.testing import Oracle, assert_close
+from tests.laws.cases import Built, MetricCase, ModelCase, Probe, SolverCase
+from tests.laws.table import FORMS, METRICS, MODELS, SOLVERS
+
+DAMPINGS = (3e-2, 1.0)
+TOLERANCE = 1e-8
+BY_NAME = {m.name: m for m in MODELS}
+
+
+@cache
+def built(model: ModelCase) -> Built:
+    return model.make()
+
+
+@cache
+def truth(model: ModelCase, metric: MetricCase) -> Oracle:
+    return built(model).oracle(metric)
+
+
+def fitting(model: ModelCase) -> list[MetricCase]:
+    case = built(model)
+    z = case.value().detach()
+    return [m for m in METRICS if m.fits(z, case.first)]
+
+
+def check(model: ModelCase, metric: MetricCase, form: str, solver: SolverCase) -> pb.StepInfo:
+    case, want = built(model), truth(model, metric)
+    probe = Probe(*DAMPINGS)
+    info = case.step(
+        metric.metric, metric.loss, solver=solver.make(DAMPINGS[0]), step=probe, gram=form
+    )
+    assert info.gram == form
+    assert want.gradient is not None
+    assert_close(probe.gradient, want.gradient, 1e-12, "the gradient is p.grad")
+    for damping, found in zip(DAMPINGS, probe.found, strict=True):
+        assert found.damping == damping
+        assert_close(found.x, want.solve(damping), TOLERANCE, f"(G + {damping:g})⁻¹g")
+    return info
+
+
+METRIC_PRODUCT = [
+    pytest.param(
+        BY_NAME[name], metric, form, solver, id=f"{metric.name}-{form}-{solver.name}-{name}"
+    )
+    for name in ("mlp", "mlp few parameters")
+    for metric in METRICS
+    for solver in SOLVERS
+    for form in solver.forms
+]
+
+
+@pytest.mark.parametrize(("model", "metric", "form", "solver"), METRIC_PRODUCT)
+def test_every_metric_form_and_solver(
+    model: ModelCase, metric: MetricCase, form: str, solver: SolverCase
+) -> None:
+    check(model, metric, form, solver)
+
+
+MODEL_PRODUCT = [
+    pytest.param(model, form, (i, j), id=f"{model.name}-{form}-{solver.name}")
+    for i, model in enumerate(MODELS)
+    for j, solver in enumerate(SOLVERS)
+    for form in solver.forms
+]
+
+
+@pytest.mark.parametrize(("model", "form", "turn"), MODEL_PRODUCT)
+@pytest.mark.filterwarnings("ignore:Using padding='same'")
+def test_every_model_form_and_solver(model: ModelCase, form: str, turn: tuple[int, int]) -> None:
+    """The metrics take turns, so that the whole product is sampled evenly."""
+    metrics = fitting(model)
+    i, j = turn
+    metric = metrics[(3 * i + j + 2 * FORMS.index(form)) % len(metrics)]
+    check(model, metric, form, SOLVERS[j])
+
+
+@pytest.mark.parametrize("metric", METRICS, ids=lambda m: m.name)
+@pytest.mark.parametrize("form", ["rows", "kernel", "matrix_free"])
+def test_the_solve_starts_from_r_where_it_is_known(metric: MetricCase, form: str) -> None:
+    """p.grad holds nothing but the recorded loss here, so r must be confirmed, not dropped."""
+    info = check(BY_NAME["mlp"], metric, form, SOLVERS[0])
+    assert info.whitened
+
+
+def test_a_regularizer_is_honoured_and_r_is_not_used() -> None:
+    """p.grad is the truth: g no longer comes from the outputs alone."""
+    case, metric = MODELS[0].make(), METRICS[0]
+
+    def loss(z: torch.Tensor) -> torch.Tensor:
+        decay = sum((p**2).sum() for p in case.model.parameters())
+        return metric.loss(z) + 0.05 * decay
+
+    want = case.oracle(MetricCase("", None, metric.matrix, loss))
+    for form in FORMS:
+        probe = Probe(0.1)
+        info = case.step(metric.metric, loss, solver=pb.solvers.Cholesky(), step=probe, gram=form)
+        assert not info.whitened
+        assert_close(probe.found[0].x, want.solve(0.1), TOLERANCE, f"regularized, {form}")
+
+
+# --- undamped: the minimum-norm solution ----------------------------------------------------
+
+
+def repeated() -> Built:
+    """p > n, and every sample stands in the batch twice: A has half its rows' rank."""
+    case = BY_NAME["mlp"].make()
+    case.args = (case.args[0].repeat(2, 1),)
+    return case
+
+
+def redundant() -> Built:
+    """p < n, with a direction of parameters that no output feels."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 1)).double()
+    return Built(model, (torch.randn(9, 2).double(),), {})
+
+
+UNDAMPED = [
+    pytest.param(BY_NAME["mlp"].make, "Euclidean", None, id="p > n, full rank"),
+    pytest.param(BY_NAME["mlp few parameters"].make, "Euclidean", None, id="p < n, full rank"),
+    pytest.param(BY_NAME["mlp"].make, "Categorical", 4, id="p > n, a metric of half rank"),
+    pytest.param(repeated, "Euclidean", 8, id="p > n, repeated samples"),
+    pytest.param(repeated, "Bernoulli", 8, id="p > n, repeated samples, Fisher"),
+    pytest.param(redundant, "Euclidean", 3, id="p < n, rank deficient"),
+    pytest.param(redundant, "Poisson", 3, id="p < n, rank deficient, Fisher"),
+]
+
+
+@pytest.mark.parametrize(("make", "metric", "rank"), UNDAMPED)
+@pytest.mark.parametrize("form", FORMS)
+def test_undamped_is_the_minimum_norm_solution(make, metric: str, rank, form: str) -> None:
+    case = make()
+    chosen = next(m for m in METRICS if m.name == metric)
+    want = case.oracle(chosen)
+    sigma = torch.linalg.svdvals(want.rows)
+    rank = min(want.rows.shape) if rank is None else rank
+    condition = float(sigma[0] / sigma[rank - 1])
+    assert condition < 2000, f"the case is ill conditioned ({condition:.1e}): choose another"
+    probe = Probe(None)
+    info = case.step(
+        chosen.metric, chosen.loss, solver=pb.solvers.PseudoInverse(), step=probe, gram=form
+    )
+    assert info.rank == rank
+    x = probe.found[0].x
+    pinv = want.solve(0.0)
+    assert_close(x, pinv, TOLERANCE, f"G⁺g at condition {condition:.0f}")
+    # minimum norm, said without a pseudo-inverse: x solves G x = g and has no null component
+    assert want.gradient is not None
+    assert_close(want.gram @ x, want.gradient, TOLERANCE, "G x = g")
+    _, _, vt = torch.linalg.svd(want.rows)
+    null = vt[rank:] @ x
+    assert float(null.norm()) <= 1e-7 * float(x.norm()), f"null component {float(null.norm()):.1e}"
+
+
+def test_sketched_needs_rows_and_says_so() -> None:
+    case, metric = MODELS[0].make(), METRICS[0]
+    with pytest.raises(pb.PullbackError, match="needs the rows"):
+        case.step(metric.metric, metric.loss, solver=pb.solvers.Sketched(), gram="dense")
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same'")
+@pytest.mark.parametrize("name", ["mlp", "conv2d", "attention", "tied embedding"])
+@pytest.mark.parametrize("form", FORMS)
+def test_single_precision_follows_the_oracle(name: str, form: str) -> None:
+    """The same step in float32, against the float64 oracle."""
+    case = BY_NAME[name].make()
+    metric = next(m for m in METRICS if m.name == "Categorical")
+    want = case.oracle(metric).solve(0.1)
+    case.model.float()
+    case.args = tuple(a.float() if a.is_floating_point() else a for a in case.args)
+    probe = Probe(0.1)
+    case.step(metric.metric, metric.loss, solver=pb.solvers.Cholesky(), step=probe, gram=form)
+    assert probe.found[0].x.dtype == torch.float32
+    assert_close(probe.found[0].x, want, 1e-4, "float32")

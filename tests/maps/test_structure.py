@@ -1,0 +1,166 @@
+"""The plan of a model is proved once, remembered while it holds, and never by luck."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pullback as pb
+from pullback.maps import Call, ModuleMap, identity_covectors
+from pullback.maps.structure import Structure
+from pullback.testing import assert_close, jacobian
+
+
+class Folded(nn.Module):
+    """(T, N, d) folded to (T·N, d), with an output layer that starts at zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(3, 4), nn.Linear(4, 2)
+        nn.init.zeros_(self.two.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        t, n, _ = x.shape
+        return self.two(torch.tanh(self.one(x.reshape(t * n, 3)))).reshape(t, n, 2)
+
+
+class SquareSequence(nn.Module):
+    """Sequence first with T = N: only a probe can tell the axes apart, and zero tells nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(3, 4), nn.Linear(4, 2)
+        nn.init.zeros_(self.two.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(torch.tanh(self.one(x)))
+
+
+@pytest.mark.parametrize("kind", [Folded, SquareSequence])
+@pytest.mark.parametrize("form", ["rows", "kernel", "dense"])
+def test_a_layer_that_does_not_answer_the_probe_is_asked_again(kind, form: str) -> None:
+    """At zero-initialized outputs every layout fits; it must not be kept for later steps."""
+    torch.manual_seed(0)
+    model = kind().double()
+    x, t = torch.randn(4, 4, 3).double(), torch.randn(4, 4, 2).double()
+    opt = pb.NaturalGradient(model, solver=pb.solvers.Cholesky(0.1), gram=form, batch_dim=1)
+
+    def closure() -> Tensor:
+        opt.zero_grad()
+        loss = 0.5 * (model(x) - t).square().sum() / 4
+        loss.backward()
+        return loss
+
+    for _ in range(2):
+        w = torch.cat([p.detach().flatten() for p in model.parameters()])
+        z = model(x).movedim(1, 0)
+        j = jacobian(z, list(model.parameters()))
+        g = j.T @ (z - t.movedim(1, 0)).detach().flatten() / 4
+        gram = j.T @ j / 4 + 0.1 * torch.eye(len(w)).double()
+        opt.step(closure)
+        moved = w - torch.cat([p.detach().flatten() for p in model.parameters()])
+        assert_close(moved, torch.linalg.solve(gram, g), 1e-9, "the step")
+
+
+def test_the_plan_is_made_once_per_shape_and_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    original = Structure.establish.__func__  # pyright: ignore[reportFunctionMemberAccess]
+
+    def counted(cls, linear, recorder):
+        made.append(linear.value.shape[0])
+        return original(cls, linear, recorder)
+
+    monkeypatch.setattr(Structure, "establish", classmethod(counted))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.2), nn.Linear(4, 2)).double()
+    opt = pb.NaturalGradient(model, gram="kernel")
+
+    def step(n: int) -> None:
+        x = torch.randn(n, 3).double()
+
+        def closure() -> Tensor:
+            opt.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            return loss
+
+        opt.step(closure)
+
+    for n in (4, 4, 4, 5, 4, 5):
+        step(n)
+    assert made == [4, 5]
+    model.eval()
+    step(4)
+    assert made == [4, 5, 4]
+    model[0].requires_grad_(False)
+    step(4)
+    assert made == [4, 5, 4, 4], "other parameters, another plan"
+
+
+class Positions(nn.Module):
+    """A table looked up by place, not by sample, and as many places as samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.body = nn.Embedding(4, 3), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(torch.tanh(x + self.table(torch.arange(4))))
+
+
+def test_places_are_not_mistaken_for_samples() -> None:
+    torch.manual_seed(0)
+    model, x = Positions().double(), torch.randn(4, 4, 3).double()
+    j = jacobian(model(x), list(model.parameters()))
+    linear = ModuleMap(model, Call.of(x)).linearize(dict(model.named_parameters()))
+    pulled = linear.pullback(identity_covectors(linear.value))
+    assert_close(pulled.kernel(budget=2**30), j @ j.T, 1e-12, "kernel")
+    reasons = {c.name: c.reason for c in pulled.coverage}
+    assert "no axis" in reasons["table.weight"]
+    assert reasons["body.weight"] == "known layer"
+
+
+class Axes(nn.Module):
+    """Linear layers that see the samples first, second, folded and folded last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.folded, self.last = nn.Linear(3, 3), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, t, _ = x.shape
+        x = torch.tanh(self.first(x))
+        x = torch.tanh(self.second(x.transpose(0, 1))).transpose(0, 1)
+        x = torch.tanh(self.folded(x.reshape(n * t, 3))).view(n, t, 3)
+        x = self.last(x.transpose(0, 1).reshape(t * n, 3)).view(t, n, 2)
+        return x.transpose(0, 1)
+
+
+@pytest.mark.parametrize("shape", [(3, 3, 3), (2, 4, 3), (4, 2, 3), (1, 3, 3), (3, 1, 3)], ids=str)
+def test_samples_are_found_on_every_axis(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    model, x = Axes().double(), torch.randn(*shape).double()
+    j = jacobian(model(x), list(model.parameters()))
+    linear = ModuleMap(model, Call.of(x)).linearize(dict(model.named_parameters()))
+    pulled = linear.pullback(identity_covectors(linear.value))
+    assert {c.reason for c in pulled.coverage} == {"known layer"}
+    assert_close(pulled.rows(), j, 1e-12, "rows")
+    assert_close(pulled.kernel(budget=2**30), j @ j.T, 1e-12, "kernel")
+
+
+def test_a_dead_layer_is_exact_and_stays_so() -> None:
+    """Every unit of a ReLU layer is off: its rows vanish, and no plan is built on that."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)).double()
+    with torch.no_grad():
+        model[0].bias.fill_(-100)
+    x = torch.randn(4, 3).double()
+    plans: dict = {}
+    for bias in (-100.0, 0.1):
+        with torch.no_grad():
+            model[0].bias.fill_(bias)
+        j = jacobian(model(x), list(model.parameters()))
+        linear = ModuleMap(model, Call.of(x), plans=plans).linearize(dict(model.named_parameters()))
+        assert_close(linear.rows(), j, 1e-13, f"rows at bias {bias}")

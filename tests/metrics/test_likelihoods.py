@@ -1,0 +1,357 @@
+"""Likelihoods: the factor is the Fisher information of `nll` and `sample`, at any logits."""
+
+from __future__ import annotations
+
+from math import exp, lgamma, log
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import pullback as pb
+from pullback.likelihoods import (
+    MSE,
+    Bernoulli,
+    Categorical,
+    Gaussian,
+    Likelihood,
+    Poisson,
+)
+from pullback.metrics import Fisher
+from pullback.testing import assert_close, check_factor, check_metric
+
+LIKELIHOODS: dict[str, Likelihood] = {
+    "Categorical": Categorical(),
+    "Bernoulli": Bernoulli(),
+    "Gaussian": Gaussian(variance=0.3),
+    "Gaussian learned": Gaussian(variance="learned"),
+    "MSE": MSE(),
+    "Poisson": Poisson(),
+}
+
+
+def logits(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def matrix(likelihood: Likelihood, z: Tensor) -> Tensor:
+    """M of a single sample, column by column."""
+    factor = likelihood.factor(z[None])
+    columns = [factor.matvec(e.view(1, *z.shape)).flatten() for e in torch.eye(z.numel()).to(z)]
+    return torch.stack(columns, 1)
+
+
+@pytest.mark.parametrize("likelihood", LIKELIHOODS.values(), ids=LIKELIHOODS)
+@pytest.mark.parametrize("shape", [(5, 4), (3, 2, 4)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_factor_laws(likelihood: Likelihood, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    check_metric(Fisher(likelihood), logits(*shape).to(dtype))
+
+
+# --- S Sᵀ in closed form ---------------------------------------------------------------------
+
+
+def test_categorical_matrix() -> None:
+    z = logits(4)
+    p = z.exp() / z.exp().sum()
+    want = torch.diag(p) - torch.outer(p, p)
+    assert_close(matrix(Categorical(), z), want, 1e-14, "diag(p) − ppᵀ")
+
+
+def test_categorical_classes_on_another_axis() -> None:
+    z = logits(2, 3, 5)  # (N, C, T), as cross_entropy wants it
+    v = logits(2, 3, 5, seed=1)
+    got = Categorical(dim=1).factor(z).matvec(v)
+    moved = Categorical().factor(z.movedim(1, -1)).matvec(v.movedim(1, -1)).movedim(-1, 1)
+    assert_close(got, moved, 1e-14, "dim=1")
+    assert Categorical(dim=1).samples(z) == 10
+    with pytest.raises(pb.PullbackError, match="does not fit"):
+        Categorical(dim=0).factor(z)
+    with pytest.raises(pb.PullbackError, match="Bernoulli"):
+        Categorical().factor(logits(3, 1))
+
+
+@pytest.mark.parametrize(
+    ("likelihood", "want"),
+    [
+        (Bernoulli(), lambda z: torch.sigmoid(z) * (1 - torch.sigmoid(z))),
+        (Poisson(), lambda z: torch.exp(z)),
+        (Gaussian(0.25), lambda z: torch.full_like(z, 4.0)),
+        (MSE(), lambda z: torch.full_like(z, 2.0)),
+        (
+            Gaussian("learned"),
+            lambda z: torch.stack([1 / z[2].exp(), 1 / z[3].exp(), z[0] * 0 + 0.5, z[0] * 0 + 0.5]),
+        ),
+    ],
+    ids=["Bernoulli", "Poisson", "Gaussian", "MSE", "Gaussian learned"],
+)
+def test_diagonal_matrices(likelihood: Likelihood, want) -> None:
+    z = logits(4)
+    assert_close(matrix(likelihood, z), torch.diag(want(z)), 1e-14, "closed form")
+
+
+# --- M = E[∇nll ∇nllᵀ] ----------------------------------------------------------------------
+
+
+def score_moment(likelihood: Likelihood, z: Tensor, outcomes: Tensor, weights: Tensor) -> Tensor:
+    """Σ_y weight(y) ∇nll(z, y) ∇nll(z, y)ᵀ, gradients by autograd."""
+    total = torch.zeros(z.numel(), z.numel(), dtype=z.dtype)
+    for y, weight in zip(outcomes, weights, strict=True):
+        leaf = z.clone().requires_grad_()
+        nll = likelihood.nll(leaf[None], y[None]).sum()
+        (g,) = torch.autograd.grad(nll, leaf)
+        total += weight * torch.outer(g.flatten(), g.flatten())
+    return total
+
+
+def test_categorical_score_by_enumeration() -> None:
+    z = logits(4)
+    got = score_moment(Categorical(), z, torch.arange(4), torch.softmax(z, 0))
+    assert_close(got, matrix(Categorical(), z), 1e-14, "E[score scoreᵀ] = M")
+
+
+def test_bernoulli_score_by_enumeration() -> None:
+    z = logits(2)
+    p = torch.sigmoid(z)
+    outcomes = torch.tensor([[0, 0], [0, 1], [1, 0], [1, 1]], dtype=z.dtype)
+    weights = (outcomes * p + (1 - outcomes) * (1 - p)).prod(1)
+    got = score_moment(Bernoulli(), z, outcomes, weights)
+    assert_close(got, matrix(Bernoulli(), z), 1e-14, "E[score scoreᵀ] = M")
+
+
+def test_poisson_score_by_enumeration() -> None:
+    z = torch.tensor([0.7], dtype=torch.float64)
+    rate = exp(0.7)
+    counts = torch.arange(60, dtype=z.dtype)[:, None]
+    weights = torch.tensor([exp(k * log(rate) - rate - lgamma(k + 1)) for k in range(60)])
+    got = score_moment(Poisson(), z, counts, weights.double())
+    assert_close(got, matrix(Poisson(), z), 1e-6, "E[score scoreᵀ] = M")
+
+
+@pytest.mark.parametrize("name", ["Gaussian", "Gaussian learned", "MSE"])
+def test_gaussian_score_by_quadrature(name: str) -> None:
+    """Gauss–Hermite nodes integrate the quartics exactly; the spread comes from the density."""
+    likelihood, z = LIKELIHOODS[name], logits(2)
+    nodes, weights = (
+        torch.tensor(a) for a in __import__("numpy").polynomial.hermite_e.hermegauss(8)
+    )
+    weights = weights / weights.sum()
+    if name == "Gaussian learned":  # z = (mean, log-variance)
+        outcomes, mass = (z[0] + (0.5 * z[1]).exp() * nodes)[:, None], weights
+    else:
+        spread = {"Gaussian": 0.3**0.5, "MSE": 0.5**0.5}[name]
+        grid = torch.cartesian_prod(nodes, nodes)
+        outcomes, mass = z + spread * grid, torch.outer(weights, weights).flatten()
+    got = score_moment(likelihood, z, outcomes, mass)
+    assert_close(got, matrix(likelihood, z), 1e-12, "E[score scoreᵀ] = M")
+
+
+@pytest.mark.parametrize("name", LIKELIHOODS)
+def test_samples_have_the_fisher_information(name: str) -> None:
+    """Monte Carlo over `sample`, so that it and `nll` speak of one distribution."""
+    likelihood = LIKELIHOODS[name]
+    z = logits(4, seed=3) * 0.5
+    draws = 20_000
+    many = z.expand(draws, 4).clone().requires_grad_()
+    y = likelihood.sample(many.detach(), torch.Generator().manual_seed(0))
+    (g,) = torch.autograd.grad(likelihood.nll(many, y).sum(), many)
+    mean = g.mean(0)
+    assert float(mean.norm()) < 0.1 * float(g.norm(dim=1).mean()), f"E[score] = {mean}"
+    assert_close(g.T @ g / draws, matrix(likelihood, z), 0.05, "E[score scoreᵀ] = M")
+
+
+@pytest.mark.parametrize("name", LIKELIHOODS)
+def test_samples_repeat_with_their_generator(name: str) -> None:
+    likelihood, z = LIKELIHOODS[name], logits(3, 4)
+    one, two = (likelihood.sample(z, torch.Generator().manual_seed(5)) for _ in range(2))
+    assert torch.equal(one, two)
+
+
+LOSSES = {
+    "Categorical": lambda z, how: F.cross_entropy(z, torch.arange(5) % 4, reduction=how),
+    "Bernoulli": lambda z, how: F.binary_cross_entropy_with_logits(
+        z, torch.ones_like(z), reduction=how
+    ),
+    "MSE": lambda z, how: F.mse_loss(z, torch.ones_like(z), reduction=how),
+    "Poisson": lambda z, how: F.poisson_nll_loss(z, torch.ones_like(z), reduction=how),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_mean_is_torchs_mean(name: str) -> None:
+    """`samples` is what torch divides by, and nll is torch's loss."""
+    likelihood, z = LIKELIHOODS[name], logits(5, 4)
+    ratio = LOSSES[name](z, "sum") / LOSSES[name](z, "mean")
+    assert likelihood.samples(z) == round(float(ratio))
+    y = torch.arange(5) % 4 if name == "Categorical" else torch.ones_like(z)
+    assert_close(likelihood.nll(z, y).sum(), LOSSES[name](z, "sum"), 1e-14, "nll")
+
+
+# --- extreme outputs ------------------------------------------------------------------------
+
+EXTREMES = [
+    [1e4, -1e4, 0.0, 1.0],
+    [-1e4, -1e4, -1e4, -1e4],
+    [1e4, 1e4, 1e4, 1e4],
+    [1e4, -1e4, 1e4, -1e4],
+    [90.0, -90.0, 710.0, -750.0],
+]
+
+
+@pytest.mark.parametrize("name", LIKELIHOODS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("row", EXTREMES, ids=str)
+def test_finite_at_extreme_outputs(name: str, dtype: torch.dtype, row: list[float]) -> None:
+    z = torch.tensor([row, [0.0, 1.0, 2.0, 3.0]], dtype=dtype)
+    factor = LIKELIHOODS[name].factor(z)
+    for v in (torch.ones_like(z), torch.tensor([[-3.0, 100, 2, 5]] * 2).to(z)):
+        for value in (factor.matvec(v), factor.transpose(v), factor.apply(v)):
+            assert bool(torch.isfinite(value).all()), value
+    assert bool(torch.isfinite(factor.covectors(z)).all())
+    check_factor(factor, z)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_categorical_whitened_gradient_between_the_extremes(dtype: torch.dtype) -> None:
+    """(p − y)/√p is huge but representable where p is tiny; S r = g to the last digits."""
+    depth = 80.0 if dtype == torch.float32 else 600.0
+    z = torch.tensor([[0.0, -depth, -1.0]], dtype=dtype)
+    g = torch.softmax(z, -1) - F.one_hot(torch.tensor([1]), 3).to(z)
+    factor = Categorical().factor(z)
+    found = factor.whiten(g)
+    assert found.value is not None
+    assert float(found.value.abs().max()) > 1e15
+    p = torch.softmax(z.double(), -1)
+    want = (p - F.one_hot(torch.tensor([1]), 3)) * (-0.5 * torch.log_softmax(z.double(), -1)).exp()
+    assert_close(found.value, want, 1e-5 if dtype == torch.float32 else 1e-12, "(p − y)/√p")
+    assert_close(factor.apply(found.value), g, 10 * torch.finfo(dtype).eps, "S r = g")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_whiten_fails_as_a_value_that_names_damping(dtype: torch.dtype) -> None:
+    z = torch.tensor([[1e4, -1e4, 0.0]], dtype=dtype)
+    g = torch.tensor([[1.0, -1.0, 0.0]], dtype=dtype)  # the label has probability e^{−2e4}
+    found = Categorical().factor(z).whiten(g)
+    assert found.value is None
+    assert found.status is pb.Status.NOT_REPRESENTABLE
+    assert "damping" in found.status.value
+    assert not found.status.ok
+    right = torch.zeros_like(z)  # the label is certain: nothing to represent, r = 0
+    assert_close(Categorical().factor(z).whiten(right).value, right, 0.0, "r = 0")
+
+
+def test_whiten_refuses_what_is_outside_the_range() -> None:
+    """Softmax never pulls along (1, …, 1)."""
+    found = Categorical().factor(logits(2, 3)).whiten(torch.ones(2, 3).double())
+    assert found.status is pb.Status.NOT_REPRESENTABLE
+    lost = Bernoulli().factor(torch.tensor([[1e4]])).whiten(torch.tensor([[1.0]]))
+    assert lost.status is pb.Status.NOT_REPRESENTABLE
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_a_step_at_extreme_logits_is_damped_and_finite(sign: float) -> None:
+    """r is not representable, so the solve works from g, and moves the right way."""
+    model = torch.nn.Linear(1, 3, bias=False).double()
+    with torch.no_grad():
+        model.weight.copy_(sign * torch.tensor([[1e4], [-1e4], [0.0]]))
+    x, y = torch.ones(2, 1).double(), torch.tensor([2, 2])
+    opt = pb.NaturalGradient(model, Fisher(Categorical()), pb.solvers.Cholesky(1e-3))
+
+    def closure() -> Tensor:
+        opt.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        return loss
+
+    before = float(closure().detach())
+    info = opt.step(closure)
+    assert info.accepted
+    assert not info.whitened
+    assert bool(torch.isfinite(model.weight).all())
+    assert float(closure().detach()) < before
+
+
+# --- which positions count ------------------------------------------------------------------
+
+
+def test_ignored_positions_leave_the_metric_and_its_mean() -> None:
+    """A batch with ignored positions steps like the batch without them."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 4).double()
+    y = torch.tensor([[0, -100, 2], [1, 1, -100]])
+    weight = torch.randn(3, 4).double()
+    found = []
+    for ignore in (True, False):
+        model = torch.nn.Linear(4, 3, bias=False).double()
+        with torch.no_grad():
+            model.weight.copy_(weight)
+        points, labels = (x, y) if ignore else (x[y >= 0][:, None], y[y >= 0][:, None])
+        opt = pb.NaturalGradient(model, Fisher(Categorical()), pb.solvers.Cholesky(1e-2))
+
+        def closure(model=model, points=points, labels=labels, opt=opt) -> Tensor:
+            opt.zero_grad()
+            loss = F.cross_entropy(model(points).flatten(0, 1), labels.flatten())
+            loss.backward()
+            return loss
+
+        assert opt.step(closure).accepted
+        found.append(weight - model.weight.detach())
+    assert_close(found[0], found[1], 1e-12, "the step with ignored positions")
+
+
+@pytest.mark.parametrize("form", ["rows", "kernel", "dense", "matrix_free"])
+def test_ignored_positions_pool_over_calls(form: str) -> None:
+    """The mean is over the counted positions of all calls together."""
+    torch.manual_seed(0)
+    x = torch.randn(4, 3, 4).double()
+    y = torch.tensor([[0, -100, 2], [1, 1, -100], [-100, -100, 0], [2, 1, 0]])
+    weight, found = torch.randn(3, 4).double(), []
+    for cuts in ([4], [1, 3]):
+        model = torch.nn.Linear(4, 3, bias=False).double()
+        with torch.no_grad():
+            model.weight.copy_(weight)
+        opt = pb.NaturalGradient(model, Fisher(Categorical()), pb.solvers.Cholesky(1e-2), gram=form)
+
+        def closure(model=model, opt=opt, cuts=cuts) -> Tensor:
+            opt.zero_grad()
+            pieces = zip(x.split(cuts), y.split(cuts), strict=True)
+            sums = [
+                F.cross_entropy(model(a).flatten(0, 1), b.flatten(), reduction="sum")
+                for a, b in pieces
+            ]
+            loss = torch.stack(sums).sum() / int((y >= 0).sum())
+            loss.backward()
+            return loss
+
+        opt.step(closure)
+        found.append(weight - model.weight.detach())
+    p = torch.softmax(x @ weight.T, -1)[y >= 0]
+    j = torch.kron(torch.eye(3).double(), x[y >= 0][:, None]).flatten(0, 0)  # (8, 3, 12)
+    m = torch.diag_embed(p) - p[:, :, None] * p[:, None, :]
+    gram = torch.einsum("nap,nab,nbq->pq", j, m, j) / 8 + 1e-2 * torch.eye(12).double()
+    g = torch.einsum("nap,na->p", j, p - F.one_hot(y[y >= 0], 3)) / 8
+    want = torch.linalg.solve(gram, g).view(3, 4)
+    assert_close(found[0], want, 1e-10, "one call")
+    assert_close(found[1], want, 1e-10, "two calls")
+
+
+def test_a_certain_answer_is_not_an_ignored_one() -> None:
+    """A zero gradient at a saturated position still counts in the mean."""
+    z = torch.tensor([[800.0, 0.0], [0.3, 0.1], [0.5, 0.2]], dtype=torch.float64)
+    cotangent = torch.tensor([[0.0, 0.0], [0.2, -0.2], [0.0, 0.0]], dtype=torch.float64)
+    mask = Categorical().counted(z, cotangent)
+    assert mask is not None
+    assert mask.flatten().tolist() == [True, True, False]
+    assert Categorical().counted(z[1:2], cotangent[1:2]) is None
+
+
+def test_unusable_arguments_are_refused() -> None:
+    for variance in (0.0, -1.0, "unknown"):
+        with pytest.raises(pb.PullbackError, match="variance"):
+            Gaussian(variance=variance)
+    with pytest.raises(pb.PullbackError, match="log-variance"):
+        Gaussian("learned").factor(logits(2, 3))
+    with pytest.raises(pb.PullbackError, match="needs a likelihood"):
+        Fisher(Categorical)  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,172 @@
+"""The Sobolev metric: K⁻¹ ⊗ I over the batch, and the function's move it implies."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pullback as pb
+from pullback.metrics import Sobolev, Weighted
+from pullback.metrics.rkhs import distances, sobolev_kernel
+from pullback.testing import assert_close, check_metric, jacobian
+from tests.laws.models import mlp
+from tests.laws.table import FORMS
+
+
+def points(n: int = 4, d: int = 2) -> Tensor:
+    return torch.randn(n, d, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def test_kernel_numbers() -> None:
+    x = torch.tensor([[0.0], [1.0], [3.0]], dtype=torch.float64)
+    k = sobolev_kernel(x, x, 1.0)
+    want = torch.tensor([0.7357588823, 0.1991482735, 0.4060058497], dtype=torch.float64)
+    assert_close(torch.stack([k[0, 1], k[0, 2], k[1, 2]]), want, 1e-9, "K at X = (0, 1, 3)")
+    assert torch.equal(k.diagonal(), torch.ones(3).double())
+    assert_close(sobolev_kernel(2 * x, 2 * x, 2.0), k, 1e-15, "scale is a length")
+
+
+@pytest.mark.parametrize("dimension", [1, 2, 3])
+def test_kernel_smoothness(dimension: int) -> None:
+    """K is the Matérn-3/2 kernel, whose spectrum decays as (1 + |ξ|²)^{−(n+3)/2}: s = (n + 3)/2.
+
+    The radial profile decides it: on a line, the transform of e^{−r}(1 + r) is 4/(1 + ξ²)², and
+    in Rⁿ the profile r^ν K_ν(r) with ν = 3/2 has s = ν + n/2.
+    """
+    from scipy.special import gamma, kv
+
+    r = torch.linspace(0.1, 5, 20, dtype=torch.float64)
+    x = torch.zeros(20, dimension, dtype=torch.float64)
+    x[:, -1] = r
+    got = sobolev_kernel(x, torch.zeros(1, dimension).double(), 1.0)[:, 0]
+    nu = 1.5
+    matern = 2 ** (1 - nu) / gamma(nu) * r.numpy() ** nu * kv(nu, r.numpy())
+    assert_close(got, torch.tensor(matern), 1e-12, "Matérn with ν = 3/2")
+
+
+def test_distances_do_not_cancel() -> None:
+    x = torch.tensor([[1e6], [1e6 + 1e-3]], dtype=torch.float64)
+    assert abs(float(distances(x, x)[0, 1]) - 1e-3) < 1e-9
+
+
+@pytest.mark.parametrize("shape", [(4, 3), (4, 2, 3), (4, 1)], ids=str)
+@pytest.mark.parametrize("metric", [Sobolev(1.5), Weighted(Sobolev(1.5), 2.0)], ids=str)
+def test_laws(shape: tuple[int, ...], metric) -> None:
+    z = torch.randn(*shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    check_metric(metric, z, points(), tol=1e-11)
+
+
+def test_matrix_is_the_inverse_kernel_on_every_output() -> None:
+    x, z = points(), points(4, 3)
+    k = sobolev_kernel(x, x, 1.5)
+    factor = Sobolev(1.5, jitter=0.0).factor(z, inputs=x)
+    v = torch.randn(4, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    assert_close(factor.matvec(v), torch.linalg.solve(k, v), 1e-11, "M = K⁻¹ ⊗ I")
+    g = torch.randn(4, 3, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    r = factor.whiten(g).value
+    assert r is not None
+    assert_close(factor.apply(r), g, 1e-12, "S r = g")
+    assert_close((r**2).sum(), (g * (k @ g)).sum(), 1e-12, "|r|² = ⟨g, K g⟩")
+
+
+def wide(m: int = 2) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    return mlp(2, 12, m).double(), points()
+
+
+def test_push_forward_of_the_inverse_gram_is_the_kernel() -> None:
+    """J(Jᵀ(K⁻¹ ⊗ I)J)⁺Jᵀ = K ⊗ I for J of full row rank, with the library's A = SᵀJ."""
+    model, x = wide()
+    j = jacobian(model(x), list(model.parameters()))
+    assert torch.linalg.matrix_rank(j) == len(j)
+    factor = Sobolev(1.0, jitter=0.0).factor(model(x).detach(), inputs=x)
+    a = torch.stack([factor.transpose(c.view(4, 2)).flatten() for c in j.T], 1)  # SᵀJ
+    inverse = torch.linalg.pinv(a)
+    k = sobolev_kernel(x, x, 1.0)
+    want = torch.kron(k, torch.eye(2).double())
+    assert_close(j @ inverse @ inverse.T @ j.T, want, 1e-10, "J G⁺ Jᵀ = K ⊗ I")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_function_moves_by_the_kernel_times_the_gradient(form: str) -> None:
+    """Δf = −ηK∇L on the batch, to first order in η; ∇L is N times the mean's cotangent."""
+    model, x = wide()
+    t = torch.randn(4, 2, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    before = model(x).detach()
+    j = jacobian(model(x), list(model.parameters()))
+    w = torch.cat([p.detach().flatten() for p in model.parameters()])
+    opt = pb.NaturalGradient(
+        model, Sobolev(1.0, jitter=0.0), pb.solvers.PseudoInverse(), lr=1e-3, gram=form
+    )
+
+    def closure() -> Tensor:
+        opt.zero_grad()
+        loss = 0.5 * ((model(x) - t) ** 2).sum(1).mean()
+        loss.backward()
+        return loss
+
+    assert opt.step(closure).accepted
+    moved = torch.cat([p.detach().flatten() for p in model.parameters()]) - w
+    want = -1e-3 * sobolev_kernel(x, x, 1.0) @ (before - t)
+    assert_close((j @ moved).view(4, 2), want, 1e-8, "tangent move = −ηK∇L")
+    assert_close(model(x).detach() - before, want, 1e-2, "the function's own move, to O(η)")
+
+
+def test_equal_inputs_need_the_jitter() -> None:
+    x, z = points()[[0, 1, 1, 2]], points(4, 3)
+    check_metric(Sobolev(), z, x, tol=1e-4)  # the default jitter serves, at condition 1e10
+    with pytest.raises(pb.PullbackError, match="jitter"):
+        Sobolev(jitter=0.0).factor(z, inputs=x)
+    k = Sobolev(jitter=1e-3).kernel(x, torch.float64)
+    assert_close(
+        k.diagonal(), torch.full((4,), 1.001, dtype=torch.float64), 1e-15, "the jitter is stated"
+    )
+    assert_close(k[1, 2], torch.tensor(1.0).double(), 1e-15, "off the diagonal nothing is added")
+    assert float(Sobolev().kernel(x, torch.float64)[0, 0]) == 1 + 1e-10
+    assert float(Sobolev().kernel(x.float(), torch.float32)[0, 0]) == pytest.approx(1 + 1e-5)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_step_with_equal_inputs_is_finite(form: str) -> None:
+    model, x = wide()
+    x = x[[0, 1, 1, 2]]
+    opt = pb.NaturalGradient(model, Sobolev(), pb.solvers.Cholesky(1e-3), lr=0.1, gram=form)
+
+    def closure() -> Tensor:
+        opt.zero_grad()
+        loss = (model(x) ** 2).mean()
+        loss.backward()
+        return loss
+
+    before = float(closure().detach())
+    info = opt.step(closure)
+    assert info.accepted, info.reason
+    assert float(closure().detach()) < before
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [(None, "inputs"), (torch.arange(4), "float"), (points(3), "4 samples")],
+    ids=["none", "integers", "another batch"],
+)
+def test_unusable_inputs_are_refused(inputs: Tensor | None, message: str) -> None:
+    with pytest.raises(pb.PullbackError, match=message):
+        Sobolev().factor(points(4, 3), inputs=inputs)
+    with pytest.raises(pb.PullbackError, match="positive"):
+        Sobolev(scale=0.0)
+
+
+def test_several_calls_are_refused() -> None:
+    """K relates the samples of one call; across calls there would be no K."""
+    model, x = wide()
+    opt = pb.NaturalGradient(model, Sobolev())
+
+    def closure() -> Tensor:
+        opt.zero_grad()
+        loss = (model(x[:2]) ** 2).mean() + (model(x[2:]) ** 2).mean()
+        loss.backward()
+        return loss
+
+    with pytest.raises(pb.PullbackError, match="one call"):
+        opt.step(closure)

@@ -1,0 +1,107 @@
+"""PseudoInverse: accuracy from r against g, the cut-off, and many dampings from one spectrum."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pullback.solvers import Cholesky, PseudoInverse
+from pullback.testing import assert_close
+from tests.solvers.helpers import FORMS, factored, hold, random, vector, with_spectrum
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_at_condition_1e8_r_keeps_the_digits_that_g_has_lost(seed: int) -> None:
+    """x = A⁺r with every singular direction alike: below 1e-8 from r, percents off from g."""
+    n = 40
+    a = with_spectrum(torch.logspace(0, -8, n, dtype=torch.float64), n, n, seed)
+    u, s, vt = torch.linalg.svd(a)
+    want = vt.T @ torch.ones(n).double()
+    r = u @ s  # = A want
+    solver = PseudoInverse()
+    state = solver.init(hold(a, "rows"))
+    from_r = solver.solve(state, a.T @ r, whitened=r)
+    from_g = solver.solve(state, a.T @ r)
+    assert from_r.rank == n
+    assert_close(from_r.x, want, 1e-8, "x from r at condition 1e8")
+    error = float((from_g.x - want).norm() / want.norm())
+    assert error > 1e-3, f"from g the error is only {error:.1e}: the comparison is void"
+
+
+def test_cholesky_refines_with_r_where_it_has_rows() -> None:
+    """Parameter space: one corrected step takes most of the lost digits back."""
+    sigma = torch.logspace(0, -4, 10, dtype=torch.float64)
+    a = with_spectrum(sigma, 30, 10)
+    r = vector(30)
+    want = torch.linalg.lstsq(a, r[:, None]).solution[:, 0]
+    solver = Cholesky(0.0)
+    state = solver.init(hold(a, "rows"))
+    errors = [
+        float((solver.solve(state, a.T @ r, whitened=w).x - want).norm() / want.norm())
+        for w in (None, r)
+    ]
+    assert errors[1] < 1e-10
+    assert errors[1] < 0.1 * errors[0]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_rcond_cuts_singular_values_of_a(form: str) -> None:
+    """At 1e-2 of σ_max a value of 5e-3 goes and one of 2e-2 stays: of A, not of G."""
+    a = with_spectrum(torch.tensor([1.0, 2e-2, 5e-3]).double(), 5, 4)
+    r = vector(5)
+    solver = PseudoInverse(rcond=1e-2)
+    found = solver.solve(solver.init(hold(a, form)), a.T @ r, whitened=r)
+    assert found.rank == 2
+    assert_close(found.x, torch.linalg.pinv(a, rtol=1e-2) @ r, 1e-8, "truncated A⁺r")
+
+
+def test_squared_forms_do_not_trust_what_they_cannot_see() -> None:
+    """σ = 1e-9 σ_max is round-off of K and G; rows see it."""
+    a = with_spectrum(torch.tensor([1.0, 0.5, 1e-9]).double(), 6, 8)
+    ranks = {f: PseudoInverse(1e-12).init(hold(a, f)).rank for f in FORMS}
+    assert ranks == {"rows": 3, "kernel": 2, "dense": 2, "matrix_free": 2}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_many_dampings_from_one_factorization(form: str) -> None:
+    a = random(5, 8)
+    solver = PseudoInverse()
+    state = solver.init(hold(a, form))
+    g = a.T @ vector(5)
+    for damping in (0.0, 1e-6, 1e-2, 1.0, 1e4):
+        eye = torch.eye(8).double()
+        dense = (
+            torch.linalg.pinv(a.T @ a)
+            if damping == 0
+            else torch.linalg.inv(a.T @ a + damping * eye)
+        )
+        assert_close(solver.solve(state, g, damping).x, dense @ g, 1e-8, f"λ = {damping:g}")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_g_has_outside_the_range_is_damped_like_the_rest(form: str) -> None:
+    """A regularizer's gradient: (G + λ)⁻¹g keeps g⊥/λ; the undamped G⁺g drops it."""
+    a, g = random(3, 7), vector(7)
+    solver = PseudoInverse()
+    state = solver.init(hold(a, form))
+    want = torch.linalg.solve(a.T @ a + 0.1 * torch.eye(7).double(), g)
+    assert_close(solver.solve(state, g, 0.1).x, want, 1e-10, "damped, g outside the range")
+    assert_close(solver.solve(state, g).x, torch.linalg.pinv(a.T @ a) @ g, 1e-9, "undamped")
+
+
+@pytest.mark.parametrize("form", ["rows", "kernel", "matrix_free"])
+def test_init_is_where_the_work_is(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After init no further decomposition happens, whatever the damping."""
+    gram = factored(random(4, 6), form)
+    solver = PseudoInverse()
+    state = solver.init(gram)
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("factorized again")
+
+    for name in ("svd", "eigh", "cholesky", "cholesky_ex", "qr", "lstsq", "inv", "pinv"):
+        monkeypatch.setattr(torch.linalg, name, refuse)
+    for damping in (0.0, 1e-3, 1.0):
+        assert solver.solve(state, vector(6), damping).status.ok
+    path = solver.path(state, vector(6))
+    assert path.at(torch.tensor([0.1, 1.0]).double()).shape == (2, 6)

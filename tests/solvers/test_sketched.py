@@ -1,0 +1,128 @@
+"""Sketched: orthogonal transforms, and the sketched problem solved exactly."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import scipy.fft
+import torch
+
+import pullback as pb
+from pullback.solvers import Sketched
+from pullback.solvers.sketched import ColumnSketch, RowSketch, dct, idct
+from pullback.testing import assert_close
+from tests.solvers.helpers import hold, random, vector, with_spectrum
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 8, 15, 64])
+def test_dct_is_the_orthogonal_cosine_transform(n: int) -> None:
+    eye = torch.eye(n).double()
+    transform = dct(eye)
+    assert_close(transform @ transform.T, eye, 1e-14, "orthogonal")
+    want = torch.from_numpy(scipy.fft.dct(np.eye(n), norm="ortho", axis=-1))
+    assert_close(transform, want, 1e-13, "type II, orthonormal")
+    assert_close(idct(eye), transform.T, 1e-13, "the inverse is the transpose")
+    x = random(3, n)
+    assert_close(idct(dct(x)), x, 1e-13, "idct(dct(x)) = x")
+    assert_close(dct(x.float()), dct(x).float(), 1e-6, "float32")
+
+
+def test_a_row_sketch_adds_signed_rows_into_buckets() -> None:
+    sketch = RowSketch.draw(12, 4, random(1, 1), torch.Generator().manual_seed(0))
+    a = random(12, 5)
+    matrix = torch.zeros(4, 12).double()
+    matrix[sketch.bucket, torch.arange(12)] = sketch.sign
+    assert_close(sketch(a), matrix @ a, 1e-14, "Π A")
+    assert_close(sketch(a[:, 0]), matrix @ a[:, 0], 1e-14, "Π r")
+    assert set(sketch.sign.tolist()) == {-1.0, 1.0}
+
+
+def test_a_column_sketch_has_orthonormal_columns() -> None:
+    sketch = ColumnSketch.draw(10, 4, random(1, 1), torch.Generator().manual_seed(0))
+    omega = sketch.expand(torch.eye(4).double()).T  # (10, 4)
+    assert_close(omega.T @ omega, torch.eye(4).double(), 1e-13, "ΩᵀΩ = I")
+    x = random(3, 10)
+    assert_close(sketch.compress(x), x @ omega, 1e-13, "x Ω")
+
+
+@pytest.mark.parametrize("damping", [0.0, 0.1])
+@pytest.mark.parametrize(("rows", "columns"), [(8, None), (None, 5), (8, 5), (None, None)], ids=str)
+@pytest.mark.parametrize("form", ["rows", "kernel", "matrix_free"])
+def test_it_solves_the_sketched_problem(rows, columns, damping: float, form: str) -> None:
+    """x = Ω y with y the damped least-squares solution of Π A Ω y = Π r."""
+    a, r = random(20, 9), vector(20)
+    solver = Sketched(rows, columns, seed=3)
+    state = solver.init(hold(a, form))
+    pi = torch.eye(20).double() if state.rows is None else state.rows(torch.eye(20).double())
+    eye = torch.eye(9).double()
+    omega = eye if state.columns is None else state.columns.compress(eye)
+    small = pi @ a @ omega
+    k = small.shape[1]
+    if damping:
+        inverse = torch.linalg.inv(small.T @ small + damping * torch.eye(k).double())
+    else:
+        inverse = torch.linalg.pinv(small.T @ small, hermitian=True)
+    from_r = solver.solve(state, a.T @ r, damping, whitened=r).x
+    assert_close(from_r, omega @ inverse @ small.T @ pi @ r, 1e-8, "from r")
+    from_g = solver.solve(state, a.T @ r, damping).x
+    assert_close(from_g, omega @ inverse @ omega.T @ a.T @ r, 1e-8, "from g")
+
+
+@pytest.mark.parametrize("rows", [20, 100, None])
+def test_a_complete_sketch_is_exact(rows: int | None) -> None:
+    a, r = random(20, 9), vector(20)
+    solver = Sketched(rows, 9)
+    x = solver.solve(solver.init(hold(a, "rows")), a.T @ r, whitened=r).x
+    assert_close(x, torch.linalg.pinv(a) @ r, 1e-11, "A⁺r")
+
+
+@pytest.mark.parametrize("damping", [0.0, 1e-3])
+def test_refinement_brings_the_exact_answer_back(damping: float) -> None:
+    a = with_spectrum(torch.logspace(0, -2, 8, dtype=torch.float64), 200, 8)
+    r = vector(200)
+    want = torch.linalg.solve(a.T @ a + damping * torch.eye(8).double(), a.T @ r)
+    rough = Sketched(rows=40, seed=1)
+    fine = Sketched(rows=40, refine=60, seed=1)
+    far = rough.solve(rough.init(hold(a, "rows")), a.T @ r, damping, whitened=r).x
+    found = fine.solve(fine.init(hold(a, "rows")), a.T @ r, damping, whitened=r)
+    assert float((far - want).norm() / want.norm()) > 1e-3
+    assert_close(found.x, want, 1e-8, "refined")
+    assert found.status is pb.Status.OK
+    assert found.residual is not None
+    assert found.residual < 1e-10
+
+
+def test_each_init_draws_anew_and_the_state_repeats_it() -> None:
+    a = random(20, 9)
+    solver = Sketched(rows=6, seed=0)
+    saved = solver.state_dict()
+    one, two = solver.init(hold(a, "rows")), solver.init(hold(a, "rows"))
+    assert one.rows is not None
+    assert two.rows is not None
+    assert not torch.equal(one.rows.bucket, two.rows.bucket)
+    solver.load_state_dict(saved)
+    again = solver.init(hold(a, "rows"))
+    assert again.rows is not None
+    assert torch.equal(again.rows.bucket, one.rows.bucket)
+    assert torch.equal(again.rows.sign, one.rows.sign)
+
+
+def test_sketches_keep_lengths_in_the_mean() -> None:
+    """E[ΠᵀΠ] = I: the sketched Gram is unbiased."""
+    a = random(30, 4)
+    generator = torch.Generator().manual_seed(0)
+    total = torch.zeros(4, 4).double()
+    for _ in range(800):
+        small = RowSketch.draw(30, 10, a, generator)(a)
+        total += small.T @ small / 800
+    assert_close(total, a.T @ a, 0.1, "E[(ΠA)ᵀΠA] = AᵀA")
+
+
+def test_unusable_arguments_are_refused() -> None:
+    for wrong in ({"rows": 0}, {"columns": -1}):
+        with pytest.raises(pb.PullbackError, match="positive"):
+            Sketched(**wrong)
+    with pytest.raises(pb.PullbackError, match="precondition"):
+        Sketched(columns=3, refine=2)
+    with pytest.raises(pb.PullbackError, match="rows"):
+        Sketched().init(hold(random(3, 4), "dense"))
