@@ -24,6 +24,7 @@ from torch.func import functional_call, jacrev, vmap
 import pullback as pb
 
 from .models import Attention, mlp, small_conv
+from .scale import Keep
 from .timing import compare, environment
 
 DAMPING = 1e-2
@@ -74,13 +75,7 @@ def ours(model: nn.Module, x: Tensor, y: Tensor) -> Route:
     metric = pb.metrics.Fisher(pb.likelihoods.Categorical())
     found: list[Tensor] = []
 
-    class Keep(pb.steps.Constant):
-        def take(self, local: pb.steps.Local) -> pb.steps.Move:
-            move = super().take(local)
-            found[:] = [move.direction]
-            return move
-
-    opt = pb.NaturalGradient(model, metric, pb.solvers.Cholesky(DAMPING), Keep(0.0))
+    opt = pb.NaturalGradient(model, metric, pb.solvers.Cholesky(DAMPING), Keep(0.0, found))
 
     def closure() -> Tensor:
         opt.zero_grad()

@@ -175,6 +175,19 @@ def test_a_run_resumes_to_the_same_bits(name: str, place: str) -> None:
     assert torch.equal(vector(again), vector(model))
 
 
+@pytest.mark.parametrize("form", ["rows", "kernel", "dense", "matrix_free"])
+def test_embeddings_repeat_to_the_same_bits(form: str) -> None:
+    start = nn.Sequential(nn.Embedding(4, 64), nn.Flatten(), nn.Linear(64 * 50, 4)).cuda()
+    x, y = torch.randint(0, 4, (16, 50)).cuda(), torch.randn(16, 4).cuda()
+    ends = []
+    for _ in range(4):
+        model = copy.deepcopy(start)
+        opt = pb.NaturalGradient(model, MSE, S.Cholesky(1e-2), gram=form)
+        opt.step(closure_of(opt, model, x, y))
+        ends.append(vector(model))
+    assert all(torch.equal(e, ends[0]) for e in ends)
+
+
 def test_a_model_moved_after_the_optimizer_was_made() -> None:
     model = mlp()
     opt = pb.NaturalGradient(model, MSE, S.Cholesky(1e-2), T.Spring())

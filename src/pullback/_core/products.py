@@ -1,68 +1,108 @@
-"""Symmetric products X Xᵀ near the arithmetic floor, at full working precision."""
+"""Symmetric products X Xᵀ, and float32 matrix products on tensor cores at float32 accuracy."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-_SPLIT_ABOVE = 2**31  # flops from which three tensor-core products beat one float32 product
-
-
-def _on_tensor_cores(x: Tensor, flops: int) -> bool:
-    return (
-        x.is_cuda
-        and x.dtype == torch.float32
-        and flops >= _SPLIT_ABOVE
-        and torch.cuda.get_device_capability(x.device) >= (8, 0)
-    )
+_SPLIT_ABOVE = 2**32  # flops from which split TF32 products beat one float32 product
+_DEPTH = 512  # longest sum left to a tensor core, whose accumulator truncates
+_PANELS = 4
 
 
-@contextlib.contextmanager
-def _tf32() -> Iterator[None]:
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = True
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
-
-
-def _split(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x = high + low with `high` exact in TF32 (10 mantissa bits), by masking the tail."""
-    high = (x.view(torch.int32) & -8192).view(torch.float32)
-    return high, x - high
-
-
-def matmul_nt(x: Tensor, y: Tensor) -> Tensor:
-    """X Yᵀ for (n, d) and (m, d).
-
-    Large float32 products on a GPU run as three TF32 products of the split operands
-    (high·high + high·low + low·high), which keeps float32 accuracy at tensor-core speed.
-    """
-    if not _on_tensor_cores(x, 2 * x.shape[0] * y.shape[0] * x.shape[1]):
-        return x @ y.T
-    (xh, xl), (yh, yl) = _split(x.contiguous()), _split(y.contiguous())
-    with _tf32():
-        return torch.addmm(torch.addmm(xh @ yl.T, xl, yh.T), xh, yh.T)
-
-
-def gram(x: Tensor, panels: int = 4) -> Tensor:
+def gram(x: Tensor) -> Tensor:
     """X Xᵀ for (n, d): only the panels on and below the diagonal are multiplied."""
     n = x.shape[0]
     if n * n * x.shape[1] < 2**27:
         return x @ x.T
-    out = x.new_empty(n, n)
-    edges = [n * i // panels for i in range(panels + 1)]
-    for a, b in pairwise(edges):
-        out[a:b, :b] = matmul_nt(x[a:b], x[:b])
+    split = _Split.active and _large(x, x.T)
+    high, low = _halves(x) if split else (x, x)
+    out = x.new_zeros(n, n) if split else x.new_empty(n, n)
+    for a, b in pairwise([n * i // _PANELS for i in range(_PANELS + 1)]):
+        if split:
+            _accumulate(out[a:b, :b], (high[a:b], low[a:b]), (high[:b].T, low[:b].T))
+        else:
+            torch.mm(x[a:b], x[:b].T, out=out[a:b, :b])
         out[:a, a:b] = out[a:b, :a].T
     return out
 
 
 def cross(x: Tensor, y: Tensor) -> Tensor:
     """X Yᵀ, using the symmetry where y is x."""
-    return gram(x) if y is x else matmul_nt(x, y)
+    return gram(x) if y is x else x @ y.T
+
+
+@contextlib.contextmanager
+def tensor_cores(device: torch.device) -> Iterator[None]:
+    """Run large float32 matrix products on the GPU's tensor cores, at float32 accuracy.
+
+    Plain TF32 keeps 10 bits of each factor, and a natural gradient divides by small eigenvalues:
+    the step would be off by percents. Here both factors are split into two TF32 parts and three
+    products (high·high + high·low + low·high) are added, in sums short enough for the cores'
+    truncating accumulators.
+    """
+    usable = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    with _Split() if usable else contextlib.nullcontext():
+        yield
+
+
+class _Split(TorchDispatchMode):
+    """Replaces `mm` and `addmm`; reverse passes are seen too."""
+
+    active = 0
+
+    def __enter__(self) -> Any:
+        _Split.active += 1
+        return super().__enter__()
+
+    def __exit__(self, *exc: Any) -> Any:
+        _Split.active -= 1
+        return super().__exit__(*exc)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten.mm.default and _large(args[0], args[1]):
+            return split_mm(args[0], args[1])
+        if func is torch.ops.aten.addmm.default and not kwargs and _large(args[1], args[2]):
+            return split_mm(args[1], args[2]).add_(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def _large(x: Tensor, y: Tensor) -> bool:
+    flops = 2 * x.shape[0] * x.shape[1] * y.shape[1]
+    return x.is_cuda and x.dtype == torch.float32 and flops >= _SPLIT_ABOVE
+
+
+def split_mm(x: Tensor, y: Tensor) -> Tensor:
+    """X Y from TF32 products of the split factors."""
+    out = x.new_zeros(x.shape[0], y.shape[1])
+    _accumulate(out, _halves(x), _halves(y))
+    return out
+
+
+def _accumulate(out: Tensor, x: tuple[Tensor, Tensor], y: tuple[Tensor, Tensor]) -> None:
+    """out += X Y, the small products first."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        for i, j in ((0, 1), (1, 0), (0, 0)):
+            depth = _DEPTH if (i, j) == (0, 0) else x[i].shape[1]
+            for k in range(0, x[i].shape[1], depth):
+                out.addmm_(x[i][:, k : k + depth], y[j][k : k + depth])
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x = high + low, `high` exact in TF32: rounded to 10 mantissa bits."""
+    if not x.is_contiguous() and not x.mT.is_contiguous():
+        x = x.contiguous()
+    high = ((x.view(torch.int32) + 4096) & -8192).view(torch.float32)
+    return high, x - high

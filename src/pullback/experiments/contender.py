@@ -1,4 +1,4 @@
-"""An optimizer that takes part in a race, with the settings it was given and how they were found."""
+"""An optimizer that takes part in a race, with its settings and the grid they come from."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ class Contender:
         settings: the settings it races with: the best of `grid` at the full time budget.
         grid: the settings that were tried; empty where nothing was tuned.
         batch: samples per step, drawn with replacement; None for all of them.
+        scale: a factor on the loss that it sees.
     """
 
     name: str
@@ -27,6 +28,7 @@ class Contender:
     settings: Mapping[str, float] = field(default_factory=dict)
     grid: Mapping[str, Sequence[float]] = field(default_factory=dict)
     batch: int | None = None
+    scale: float = 1.0
 
     def __call__(self, model: nn.Module, **settings: float) -> Optimizer:
         """The optimizer of this model, at the given settings or at its own."""

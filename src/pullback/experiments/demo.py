@@ -1,7 +1,7 @@
 """`python -m pullback.experiments.demo`: the natural gradient beside SGD and Adam, in a minute.
 
-Every optimizer starts from the same network and gets the same time on one thread. The settings
-of SGD and Adam are the best of a small grid at that time; `--tune` repeats the search.
+Every optimizer starts from the same network and gets the same time on one thread. Settings are
+the best of a small grid at that time; `--tune` repeats the search.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 
 from .._core.errors import PullbackError
-from .display import described, progress, results
+from .display import described, progress, results, shown
 from .figure import draw
 from .problem import Problem
 from .race import Curve, run, tune
@@ -34,12 +34,13 @@ def compete(console: Console, problem: Problem) -> list[Curve]:
 
 
 def search(console: Console, problem: Problem) -> None:
-    """The best settings of every grid, beside those in use."""
+    """What every point of every grid ends with, best first, and the point in use."""
     for contender in problem.contenders:
         if contender.grid:
-            best = tune(problem, contender, seconds=problem.seconds, watch=lambda *_: None)
-            line = f"best {described(best)}, in use {described(contender.settings)}"
-            console.print(f"  {problem.title}, {contender.name}: {line}")
+            ends = tune(problem, contender, seconds=problem.seconds)
+            tried = "; ".join(f"{described(at)}: {shown('', end)}" for at, end in ends)
+            name = f"{problem.title}, {contender.name} ({described(contender.settings)} in use)"
+            console.print(f"{name}\n  {tried}", soft_wrap=True)
 
 
 def problems(console: Console, quick: bool) -> list[Problem]:
@@ -58,7 +59,7 @@ def problems(console: Console, quick: bool) -> list[Problem]:
 def main(
     quick: Annotated[bool, typer.Option(help="A few seconds in all, for a smoke test.")] = False,
     repeat_search: Annotated[
-        bool, typer.Option("--tune", help="Search the grids of SGD and Adam again and stop.")
+        bool, typer.Option("--tune", help="Run every point of the grids and stop.")
     ] = False,
     out: Annotated[Path, typer.Option(help="Folder of the figure.")] = Path("demo"),
 ) -> None:

@@ -39,8 +39,9 @@ class Digits(Problem):
     """Cross-entropy of a 64-32-10 tanh network on 1347 images; 450 others test it."""
 
     title = "Digits"
+    setting = "64-32-10 tanh network, 1347 images"
 
-    def __init__(self, seconds: float = 6.0) -> None:
+    def __init__(self, seconds: float = 5.0) -> None:
         self.seconds = seconds
         x, y = load()
         self.x, self._test = x[:_TRAIN], x[_TRAIN:]

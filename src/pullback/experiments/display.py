@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -20,8 +21,17 @@ def described(settings: Mapping[str, float]) -> str:
 
 
 def shown(name: str, value: float) -> str:
-    """A measure for people: accuracies in percent, all else in powers of ten."""
-    return f"{100 * value:.1f} %" if "accuracy" in name else f"{value:.1e}"
+    """A measure for people: accuracies in percent, all else in powers of ten.
+
+    >>> shown("test accuracy", 0.98), shown("training loss", 0.00034)
+    ('98.0 %', '3.4e-4')
+    """
+    if "accuracy" in name:
+        return f"{100 * value:.1f} %"
+    if not math.isfinite(value):
+        return str(value)
+    mantissa, exponent = f"{value:.1e}".split("e")
+    return f"{mantissa}e{int(exponent)}"
 
 
 @contextmanager
@@ -68,7 +78,7 @@ def results(problem: Problem, curves: Sequence[Curve]) -> Table:
     """Optimizer, settings, steps, seconds, and the final measures; the best in bold."""
     table = Table(title=problem.title, title_justify="left", title_style="bold")
     names = list(curves[0].measures[-1])
-    table.add_column("optimizer")
+    table.add_column("optimizer", no_wrap=True)
     table.add_column("settings")
     for column in ("steps", "seconds", *names):
         table.add_column(column, justify="right")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from .display import shown
 from .problem import Problem
@@ -15,26 +17,28 @@ from .race import Curve
 
 # Okabe and Ito's palette, which color-blind readers can tell apart
 _STYLES = {
-    "SGD": ("#E69F00", 1.6),
-    "Adam": ("#0072B2", 1.6),
-    "L-BFGS": ("#009E73", 1.6),
-    "Natural gradient": ("#D55E00", 2.6),
+    "SGD": ("#E69F00", 1.7),
+    "Adam": ("#0072B2", 1.7),
+    "L-BFGS": ("#009E73", 1.7),
+    "Natural gradient": ("#D55E00", 2.8),
 }
-_INK, _GRID = "#333333", "#DDDDDD"
+_INK, _GRID = "#333333", "#E4E4E4"
+_APART = 0.115  # least distance of two labels, as a share of the panel's height
+
+Race = tuple[Problem, Sequence[Curve]]
 
 
-def draw(races: Sequence[tuple[Problem, Sequence[Curve]]], path: Path) -> Path:
+def draw(races: Sequence[Race], path: Path) -> Path:
     """Write the figure and return its path."""
-    figure = Figure(figsize=(10, 3.6 * len(races)), dpi=130, layout="constrained")
+    figure = Figure(figsize=(10.5, 3.7 * len(races)), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
     grid = figure.subplots(len(races), 2, squeeze=False, sharey="row")
     for (problem, curves), (left, right) in zip(races, grid, strict=True):
-        for axes, along in ((left, "seconds"), (right, "steps")):
-            _panel(axes, curves, along)
-        name = next(iter(curves[0].measures[0]))
-        left.set_ylabel(name, color=_INK)
-        left.set_title(f"{problem.title}: {name} against time", loc="left", color=_INK)
-        right.set_title("against steps", loc="left", color=_INK)
+        _panel(left, curves, "seconds")
+        _panel(right, curves, "steps")
+        left.set_ylabel(next(iter(curves[0].measures[0])), color=_INK)
+        left.set_title(problem.title, loc="left", color=_INK, weight="bold")
+        left.set_title(problem.setting, loc="right", color=_INK, size=9)
         _label(right, curves)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
@@ -42,29 +46,39 @@ def draw(races: Sequence[tuple[Problem, Sequence[Curve]]], path: Path) -> Path:
 
 
 def _panel(axes: Axes, curves: Sequence[Curve], along: str) -> None:
+    """The curves, each with a dot at its end."""
     for curve in curves:
         color, width = _STYLES[curve.name]
-        axes.plot(
-            getattr(curve, along)[1:], curve.values()[1:], color=color, lw=width, label=curve.name
-        )
+        x, y = getattr(curve, along)[1:], curve.values()[1:]
+        axes.plot(x, y, color=color, lw=width, solid_joinstyle="round")
+        axes.plot(x[-1:], y[-1:], "o", color=color, ms=2 + 1.6 * width)
     axes.set(xscale="log", yscale="log")
-    axes.set_xlabel("seconds" if along == "seconds" else "steps", color=_INK)
-    axes.grid(True, color=_GRID, lw=0.6)
+    axes.set_xlabel(along, color=_INK)
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.yaxis.set_major_locator(LogLocator(numticks=8))
+    axes.yaxis.set_minor_locator(LogLocator(numticks=1))
+    axes.grid(True, which="major", color=_GRID, lw=0.7)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(_INK)
     axes.tick_params(colors=_INK, which="both")
 
 
 def _label(axes: Axes, curves: Sequence[Curve]) -> None:
-    """Name every curve at its end."""
-    for curve in curves:
-        color, _ = _STYLES[curve.name]
-        last = ", ".join(shown(n, v) for n, v in curve.measures[-1].items())
+    """Name every curve, with its final numbers, to the right of the panel."""
+    bottom, top = (math.log10(y) for y in axes.get_ylim())
+    at = -math.inf
+    for curve in sorted(curves, key=lambda c: c.values()[-1]):
+        height = (math.log10(curve.values()[-1]) - bottom) / (top - bottom)
+        at = max(height, at + _APART)
+        (_, end), *others = curve.measures[-1].items()
+        text = f"{curve.name}\n{shown('', end)}"
+        text += "".join(f"; {shown(name, value)} {name}" for name, value in others)
         axes.annotate(
-            f"{curve.name}  {last}",
-            (curve.steps[-1], curve.values()[-1]),
-            xytext=(6, 0),
-            textcoords="offset points",
-            color=color,
+            text,
+            (1.03, at),
+            xycoords="axes fraction",
+            color=_STYLES[curve.name][0],
             va="center",
+            size=9.5,
         )

@@ -14,12 +14,14 @@ class Problem(ABC):
 
     Attributes:
         title: its name in tables and figures.
+        setting: model and data in a few words.
         seconds: the time that each contender gets.
         x, y: the training data, samples first.
         contenders: the optimizers that race on it.
     """
 
     title: str
+    setting: str
     seconds: float
     x: Tensor
     y: Tensor

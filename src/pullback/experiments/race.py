@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from .problem import Problem
 
 _SPACING = 1.12  # ratio of the times of two measurements
 _FIRST = 2e-3  # the first one, as a share of the budget
+_REFRESH = 0.1  # seconds between two calls of the watcher
 
 #: called with (share of the budget spent, last loss)
 Watcher = Callable[[float, float], None]
@@ -46,44 +48,52 @@ def run(
 ) -> Curve:
     """Train from the problem's initial model until `seconds` are spent in steps.
 
-    Drawing the batch counts as part of a step; measuring does not. A run whose loss is not
-    finite ends there.
+    Drawing the batch counts as part of a step; measuring does not, nor a first step on a copy
+    that lets torch load what it needs. A run whose loss is not finite ends there.
     """
-    model = problem.model()
-    optimizer = contender(model, **settings)
+    _step(problem, contender, *_fresh(problem, contender, settings), problem.x, problem.y)
+    model, optimizer = _fresh(problem, contender, settings)
     curve = Curve(contender.name)
     curve.add(0.0, 0, problem.measure(model))
-    spent, due, loss = 0.0, _FIRST * seconds, math.inf
-    for steps, batch in enumerate(_batches(problem, contender), start=1):
+    draw = _sampler(problem, contender)
+    spent, steps, due, shown = 0.0, 0, _FIRST * seconds, 0.0
+    while spent < seconds:
         start = time.perf_counter()
-        loss = _step(problem, model, optimizer, *batch())
-        spent += time.perf_counter() - start
+        loss = _step(problem, contender, model, optimizer, *draw())
+        spent, steps = spent + time.perf_counter() - start, steps + 1
         over = spent >= seconds or not math.isfinite(loss)
         if spent >= due or over:
             curve.add(spent, steps, problem.measure(model))
             due = spent * _SPACING
-            watch(min(spent / seconds, 1.0), loss)
+        if spent >= shown or over:
+            watch(1.0 if over else spent / seconds, loss)
+            shown = spent + _REFRESH
         if over:
             break
     return curve
 
 
 def tune(
-    problem: Problem, contender: Contender, *, seconds: float, watch: Watcher
-) -> dict[str, float]:
-    """The settings of the contender's grid that end with the smallest measure."""
+    problem: Problem, contender: Contender, *, seconds: float
+) -> list[tuple[dict[str, float], float]]:
+    """Every point of the contender's grid with its final measure, best first."""
     ends = []
     for settings in contender.candidates():
-        curve = run(problem, contender, seconds=seconds, watch=watch, **settings)
+        curve = run(problem, contender, seconds=seconds, watch=lambda *_: None, **settings)
         final = curve.values()[-1]
-        ends.append((final if math.isfinite(final) else math.inf, settings))
-    return min(ends, key=lambda end: end[0])[1]
+        ends.append((settings, final if math.isfinite(final) else math.inf))
+    return sorted(ends, key=lambda end: end[1])
 
 
-def _batches(
-    problem: Problem, contender: Contender
-) -> Iterator[Callable[[], tuple[Tensor, Tensor]]]:
-    """The same sequence of batches for all contenders with the same batch size."""
+def _fresh(
+    problem: Problem, contender: Contender, settings: dict[str, float]
+) -> tuple[nn.Module, Optimizer]:
+    model = problem.model()
+    return model, contender(model, **settings)
+
+
+def _sampler(problem: Problem, contender: Contender) -> Callable[[], tuple[Tensor, Tensor]]:
+    """Draws batches: the same sequence for all contenders with the same batch size."""
     x, y, size = problem.x, problem.y, contender.batch
     generator = torch.Generator().manual_seed(0)
 
@@ -93,15 +103,24 @@ def _batches(
         chosen = torch.randint(len(x), (size,), generator=generator)
         return x[chosen], y[chosen]
 
-    while True:
-        yield draw
+    return draw
 
 
-def _step(problem: Problem, model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> float:
+def _step(
+    problem: Problem,
+    contender: Contender,
+    model: nn.Module,
+    optimizer: Optimizer,
+    x: Tensor,
+    y: Tensor,
+) -> float:
+    """One step; the loss before it."""
+
     def closure() -> Tensor:
         optimizer.zero_grad()
-        loss = problem.loss(model(x), y)
+        loss = contender.scale * problem.loss(model(x), y)
         loss.backward()
         return loss.detach()
 
-    return float(optimizer.step(closure))  # pyright: ignore[reportArgumentType, reportCallIssue]
+    step: Any = optimizer.step
+    return float(step(closure)) / contender.scale

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from .._core.capture import Selector, plain
 from .._core.errors import PullbackError
+from .._core.products import tensor_cores
 from ..grams import FORMS, FactoredGram, Gram, Part, assemble, coverage
 from ..metrics import Euclidean, Metric, as_metric
 from ..solvers import Cholesky, Damping, Solution, Solver
@@ -162,9 +163,11 @@ class NaturalGradient(Optimizer):
             problem.rollback()
             return StepInfo(problem.loss, False, reason=reason, parameters=problem.space.size)
         with torch.no_grad(), torch.autocast(problem.space.device.type, enabled=False):
+            # the replayed forward pass keeps the closure's own arithmetic: a last bit may flip a ReLU
             parts, white = problem.parts(self.metric, batch)
-            gram = assemble(parts, self.gram, self.memory, self.solver.prefers)
-            white = confirmed(gram, white, problem.gradient)
+            with tensor_cores(problem.space.device):
+                gram = assemble(parts, self.gram, self.memory, self.solver.prefers)
+                white = confirmed(gram, white, problem.gradient)
             move = self.rule.take(self._local(problem, gram, white))
             if move.accepted:
                 self._apply(problem, move)
@@ -224,6 +227,7 @@ class NaturalGradient(Optimizer):
         lr = float(self.param_groups[0]["lr"])
         scale = lr if rates is None else rates.to(gradient)
 
+        @tensor_cores(gram.device)
         def solve(damping: Damping | None, about: Tensor | None) -> Solution:
             if about is None:
                 return self.solver.solve(state, gradient, damping, whitened=white)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .._core.errors import PullbackError, Status
+from .._core.scatter import add_at
 from ..grams import FactoredGram, Gram, Rows
 from .base import Damping, Path, Solution, Solver, resolve
 from .cg import ConjugateGradient
@@ -33,7 +34,7 @@ class RowSketch:
     def __call__(self, x: Tensor) -> Tensor:
         """Π x for x of shape (n,) or (n, k)."""
         signed = self.sign.view(-1, *[1] * (x.ndim - 1)) * x
-        return x.new_zeros(self.count, *x.shape[1:]).index_add_(0, self.bucket, signed)
+        return add_at(x.new_zeros(self.count, *x.shape[1:]), self.bucket, signed)
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,9 @@ class AffineBlock(Block):
         o = self._delta.shape[-1]
         y: Tensor | float = 0.0
         if self._weight is not None:
-            y = torch.einsum("ngti,goi->ngto", self._inputs(), v[self._weight].reshape(g, o, i))
+            x, w = self._by_group(self._inputs()), v[self._weight].reshape(g, o, i)
+            y = torch.stack([a @ b.T for a, b in zip(x, w, strict=True)])
+            y = y.view(g, n, t, o).transpose(0, 1)
         if self._bias is not None:
             y = y + v[self._bias].reshape(1, g, 1, o)
         return torch.einsum("nrgto,ngto->nr", self._delta, torch.as_tensor(y).expand(n, g, t, o))
@@ -83,10 +85,17 @@ class AffineBlock(Block):
         delta = torch.einsum("nrgto,nr->ngto", self._delta, c)
         out = {}
         if self._weight is not None:
-            out[self._weight] = torch.einsum("ngto,ngti->goi", delta, self._inputs()).flatten()
+            x, d = self._by_group(self._inputs()), self._by_group(delta)
+            shares = [a.T @ b for a, b in zip(d, x, strict=True)]
+            out[self._weight] = (shares[0] if len(shares) == 1 else torch.stack(shares)).flatten()
         if self._bias is not None:
             out[self._bias] = delta.sum((0, 2)).flatten()
         return out
+
+    @staticmethod
+    def _by_group(x: Tensor) -> Tensor:
+        """(N, G, T, ·) -> (G, N·T, ·)."""
+        return x.transpose(0, 1).flatten(1, 2)
 
     def gram(self, other: Block, budget: int) -> Tensor:
         assert isinstance(other, AffineBlock)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from ..._core.scatter import add_at
 from .base import Block
 from .hadamard import hadamard
 
@@ -27,18 +28,21 @@ class GatherBlock(Block):
         return GatherBlock(self._name, self._table, index, delta)
 
     def rows(self) -> dict[str, Tensor]:
-        n, r, t, d = self._delta.shape
-        out = self._delta.new_zeros(n, r, self._table[0], d)
-        index = self._index[:, None, :, None].expand(n, r, t, d)
-        return {self._name: out.scatter_add_(2, index, self._delta).flatten(2)}
+        n, r, _, d = self._delta.shape
+        size = self._table[0]
+        start = size * torch.arange(n, device=self._index.device)
+        out = self._delta.new_zeros(n * size, r, d)
+        index = (start[:, None] + self._index).flatten()
+        add_at(out, index, self._delta.transpose(1, 2).flatten(0, 1))
+        return {self._name: out.view(n, size, r, d).transpose(1, 2).flatten(2)}
 
     def project(self, v: Mapping[str, Tensor]) -> Tensor:
         return torch.einsum("nrtd,ntd->nr", self._delta, v[self._name][self._index])
 
     def lift(self, c: Tensor) -> dict[str, Tensor]:
         delta = torch.einsum("nrtd,nr->ntd", self._delta, c).flatten(0, 1)
-        out = delta.new_zeros(self._table)
-        return {self._name: out.index_add_(0, self._index.flatten(), delta).flatten()}
+        out = add_at(delta.new_zeros(self._table), self._index.flatten(), delta)
+        return {self._name: out.flatten()}
 
     def gram(self, other: Block, budget: int) -> Tensor:
         """Σ_tt' [i_t = i'_t'] (δ_t·δ'_t')."""

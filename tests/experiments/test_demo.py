@@ -1,0 +1,71 @@
+"""The demonstration runs end to end, and its race is fair."""
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from pullback import PullbackError
+from pullback.experiments import digits
+from pullback.experiments.least_squares import LeastSquares, target
+from pullback.experiments.race import run, tune
+from pullback.experiments.table import PROBLEMS
+
+
+def test_quick_demo_without_a_terminal(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pullback.experiments.demo", "--quick", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    for word in ("Least squares", "Digits", "SGD", "Adam", "Natural gradient", "demo.png"):
+        assert word in done.stdout
+    assert (tmp_path / "demo.png").stat().st_size > 10_000
+
+
+def test_target_is_the_papers() -> None:
+    x = torch.tensor([[0.5, 0.5], [1.0, 1.0]], dtype=torch.float64)
+    # sin²(π/2) + sin²(3π/4) = 3/2, and sin²(π) + sin²(3π/2) = 1
+    torch.testing.assert_close(target(x), torch.tensor([[1.5], [1.0]], dtype=torch.float64))
+
+
+@pytest.mark.parametrize("make", PROBLEMS.values(), ids=PROBLEMS)
+def test_contenders_start_equal_and_use_a_point_of_their_grid(make) -> None:
+    problem = make()
+    assert problem.measure(problem.model()) == problem.measure(problem.model())
+    for contender in problem.contenders:
+        if contender.grid:
+            assert contender.settings in list(contender.candidates())
+
+
+def test_a_curve_grows_in_time_and_steps_and_the_watcher_sees_the_end() -> None:
+    problem = LeastSquares()
+    shares: list[float] = []
+    curve = run(
+        problem,
+        problem.contenders[-1],
+        seconds=0.2,
+        watch=lambda share, loss: shares.append(share),
+    )
+    assert shares[-1] == 1.0
+    assert curve.seconds == sorted(curve.seconds)
+    assert curve.steps == sorted(curve.steps)
+    assert curve.seconds[-1] >= 0.2
+    assert curve.values()[-1] < curve.values()[0]
+
+
+def test_a_diverging_setting_ends_last() -> None:
+    problem = LeastSquares()
+    sgd = problem.contenders[0]
+    sgd = type(sgd)("SGD", sgd.build, grid={"lr": (1e6, 0.1)})
+    ends = tune(problem, sgd, seconds=0.05)
+    assert [at["lr"] for at, _ in ends] == [0.1, 1e6]
+    assert math.isfinite(ends[0][1])
+    assert not math.isfinite(ends[1][1])
+
+
+def test_missing_scikit_learn_is_said_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    with pytest.raises(PullbackError, match="scikit-learn"):
+        digits.load()
