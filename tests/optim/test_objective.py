@@ -166,10 +166,6 @@ def test_gauss_newton_solves_linear_least_squares_in_one_step(samples: int) -> N
     assert second.loss == pytest.approx(half_mean_square(best).item(), rel=1e-12, abs=1e-20)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="the preset's Fisher(MSE()) has M = 2, an objective's loss ½‖z‖² has M = 1",
-)
 def test_the_gauss_newton_preset_solves_linear_least_squares_in_one_step() -> None:
     model, (x, y) = nn.Linear(3, 2, dtype=DOUBLE), data(30)
     opt = pb.GaussNewton(model)

@@ -65,6 +65,8 @@ class Call:
     random: RandomState | None = None
     autocast: tuple[str, torch.dtype] | None = None
     buffers: dict[str, Tensor] | None = None
+    #: inputs that were computed from something differentiable
+    sources: list[Tensor] = field(default_factory=list)
     _versions: list[tuple[Tensor, int]] = field(default_factory=list)
 
     @classmethod
@@ -144,6 +146,8 @@ class Capture:
 
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         call = Call(detached(args), detached(kwargs), random=RandomState(self._device))
+        leaves = pytree.tree_leaves((args, kwargs))
+        call.sources = [t for t in leaves if isinstance(t, Tensor) and t.grad_fn is not None]
         call._versions = [(t, t._version) for t in call.tensors if not t.is_inference()]
         call.buffers = {n: b.detach().clone() for n, b in plain(module).named_buffers()}
         self._pending.append(call)

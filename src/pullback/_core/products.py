@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_SPLIT_ABOVE = 2**32  # flops from which split TF32 products beat one float32 product
-_DEPTH = 512  # longest sum left to a tensor core, whose accumulator truncates
+_SPLIT_ABOVE = 2**36  # flops from which split TF32 products beat one float32 product
+_DEPTH = 1024  # longest sum left to a tensor core, whose accumulator truncates
 _PANELS = 4
 
 
@@ -39,17 +39,26 @@ def cross(x: Tensor, y: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def tensor_cores(device: torch.device) -> Iterator[None]:
-    """Run large float32 matrix products on the GPU's tensor cores, at float32 accuracy.
+def full_precision(device: torch.device) -> Iterator[None]:
+    """Float32 products and convolutions at float32 accuracy, on tensor cores where that pays.
 
     Plain TF32 keeps 10 bits of each factor, and a natural gradient divides by small eigenvalues:
-    the step would be off by percents. Here both factors are split into two TF32 parts and three
-    products (high·high + high·low + low·high) are added, in sums short enough for the cores'
-    truncating accumulators.
+    the step would be off by percents. So TF32 is switched off, and large products are split: both
+    factors into two parts, three products of them (high·high + high·low + low·high) added, in sums
+    short enough for the cores' truncating accumulators.
     """
-    usable = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
-    with _Split() if usable else contextlib.nullcontext():
+    if device.type != "cuda":
         yield
+        return
+    cudnn: Any = torch.backends.cudnn
+    matmul: Any = torch.backends.cuda.matmul
+    before = cudnn.allow_tf32, matmul.allow_tf32
+    cudnn.allow_tf32 = matmul.allow_tf32 = False
+    try:
+        with _Split():
+            yield
+    finally:
+        cudnn.allow_tf32, matmul.allow_tf32 = before
 
 
 class _Split(TorchDispatchMode):
@@ -88,16 +97,19 @@ def split_mm(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _accumulate(out: Tensor, x: tuple[Tensor, Tensor], y: tuple[Tensor, Tensor]) -> None:
-    """out += X Y, the small products first."""
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = True
+    """out += X Y. The two mixed products are 2⁻¹¹ as large, so bfloat16 serves for them."""
+    (xh, xl), (yh, yl) = x, y
+    half, full = torch.bfloat16, torch.float32
+    out += torch.mm(xh.to(half), yl.to(half), out_dtype=full)
+    out += torch.mm(xl.to(half), yh.to(half), out_dtype=full)
+    matmul: Any = torch.backends.cuda.matmul
+    before = matmul.allow_tf32
+    matmul.allow_tf32 = True
     try:
-        for i, j in ((0, 1), (1, 0), (0, 0)):
-            depth = _DEPTH if (i, j) == (0, 0) else x[i].shape[1]
-            for k in range(0, x[i].shape[1], depth):
-                out.addmm_(x[i][:, k : k + depth], y[j][k : k + depth])
+        for k in range(0, xh.shape[1], _DEPTH):
+            out.addmm_(xh[:, k : k + _DEPTH], yh[k : k + _DEPTH])
     finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
+        matmul.allow_tf32 = before
 
 
 def _halves(x: Tensor) -> tuple[Tensor, Tensor]:

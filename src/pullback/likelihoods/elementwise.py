@@ -43,7 +43,7 @@ class Gaussian(Likelihood):
     """½‖y − z‖²/variance, summed over the last axis.
 
     With `variance="learned"` the last axis holds means and then log-variances, and the metric is
-    diag(1/σ², ½); the loss is that of `F.gaussian_nll_loss`.
+    diag(1/σ², ½); the loss is ½Σ[(y − μ)²/σ² + log σ²] over the last axis.
     """
 
     def __init__(self, variance: float | str = 1.0) -> None:

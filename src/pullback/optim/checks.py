@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
@@ -84,3 +86,22 @@ def gradient_of(name: str, p: Tensor) -> Tensor | None:
             "Use Embedding(sparse=False)",
         )
     return p.grad
+
+
+def refuse_chained(name_of: dict[int, str], inputs: list[Tensor]) -> None:
+    """Raise where a recorded input was itself computed from the optimized parameters."""
+    seen: set[object] = set()
+    stack: list[Any] = [t.grad_fn for t in inputs]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        name = name_of.get(id(getattr(node, "variable", None)))
+        if name is not None:
+            raise PullbackError(
+                "The model's input depends on the model's own parameters",
+                f"{name!r} reached it through an earlier call, whose share of J would be lost",
+                "Put both calls into one module and give that to the optimizer",
+            )
+        stack.extend(n for n, _ in node.next_functions)

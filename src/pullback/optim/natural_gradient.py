@@ -13,14 +13,17 @@ from torch.optim import Optimizer
 
 from .._core.capture import Selector, plain
 from .._core.errors import PullbackError
-from .._core.products import tensor_cores
-from ..grams import FORMS, FactoredGram, Gram, Part, assemble, coverage
+from .._core.products import full_precision
+from ..grams import FORMS, Gram, Part, assemble, coverage
 from ..metrics import Euclidean, Metric, as_metric
-from ..solvers import Cholesky, Damping, Solution, Solver
+from ..solvers import Cholesky, Solver
 from ..steps import Constant, Local, Move, Step, retraction
 from .checks import refuse_context, refuse_model, refuse_parameter
+from .closure import ClosureProblem
 from .info import StepInfo
-from .problem import ClosureProblem, ObjectiveProblem, Problem
+from .local import System, explains
+from .objective import ObjectiveProblem
+from .problem import Problem
 
 _MEMORY = "pullback"
 _OWN = (
@@ -163,18 +166,32 @@ class NaturalGradient(Optimizer):
             problem.rollback()
             return StepInfo(problem.loss, False, reason=reason, parameters=problem.space.size)
         with torch.no_grad(), torch.autocast(problem.space.device.type, enabled=False):
-            # the replayed forward pass keeps the closure's own arithmetic: a last bit may flip a ReLU
-            parts, white = problem.parts(self.metric, batch)
-            with tensor_cores(problem.space.device):
-                gram = assemble(parts, self.gram, self.memory, self.solver.prefers)
-                white = confirmed(gram, white, problem.gradient)
-            move = self.rule.take(self._local(problem, gram, white))
+            parts, system = self._system(problem, batch)
+            move = self.rule.take(self._local(problem, system))
             if move.accepted:
                 self._apply(problem, move)
             else:
                 problem.rollback()
         self._memory["steps"] = self._memory.get("steps", 0) + 1
-        return _record(problem, gram, parts, white, move, self._sign)
+        return _record(problem, system, parts, move, self._sign)
+
+    def _system(self, problem: Problem, batch: Any) -> tuple[list[Part], System]:
+        """Pull the metric back; once more, if the model's structure is not what it was."""
+        parts, gram, white, pulled = self._pull(problem, batch)
+        if white is not None and pulled is not None and not explains(gram, white, pulled):
+            self._cache.pop("plans", None)
+            parts, gram, white, pulled = self._pull(problem, batch)
+        return parts, System.of(gram, problem.gradient, white, pulled)
+
+    def _pull(
+        self, problem: Problem, batch: Any
+    ) -> tuple[list[Part], Gram, Tensor | None, Tensor | None]:
+        # the replayed forward pass keeps the closure's own arithmetic: a last bit may flip a ReLU
+        parts, white = problem.parts(self.metric, batch)
+        pulled = None if white is None else problem.pulled()
+        with full_precision(problem.space.device):
+            gram = assemble(parts, self.gram, self.memory, self.solver.prefers)
+        return parts, gram, white, pulled
 
     def _problem(self, closure: Any, objective: Any) -> Problem:
         active = self._active()
@@ -206,48 +223,34 @@ class NaturalGradient(Optimizer):
             refuse_parameter(name, p)
         return active
 
-    def _local(self, problem: Problem, gram: Gram, white: Tensor | None) -> Local:
+    def _local(self, problem: Problem, system: System) -> Local:
         """The local picture, with the sign turned where we maximize."""
         sign = self._sign
-        gradient = sign * problem.gradient
-        white = None if white is None else sign * white
-        state = self.solver.init(gram)
-        rates = (
-            torch.cat(
-                [
-                    torch.full((p.numel(),), float(group["lr"]), dtype=gradient.dtype)
-                    for group in self.param_groups
-                    for p in group["params"]
-                    if p.requires_grad
-                ]
-            )
-            if len({float(g["lr"]) for g in self.param_groups}) > 1
-            else None
-        )
-        lr = float(self.param_groups[0]["lr"])
-        scale = lr if rates is None else rates.to(gradient)
-
-        @tensor_cores(gram.device)
-        def solve(damping: Damping | None, about: Tensor | None) -> Solution:
-            if about is None:
-                return self.solver.solve(state, gradient, damping, whitened=white)
-            rhs, r = gradient - gram.matvec(about), None
-            if white is not None and isinstance(gram, FactoredGram):
-                r = white - gram.project(about)
-            found = self.solver.solve(state, rhs, damping, whitened=r)
-            return _shifted(found, about)
-
+        system = -system if self.maximize else system
+        state = self.solver.init(system.gram)
+        lr, scale = self._rates(problem)
         return Local(
             loss=sign * problem.loss,
-            gradient=gradient,
-            solve=solve,
-            path=lambda: self.solver.path(state, gradient, white),
-            image=gram.matvec,
+            gradient=system.gradient,
+            solve=system.solver(self.solver, state),
+            path=lambda: system.path(self.solver, state),
+            image=system.gram.matvec,
             losses=lambda moves: sign * problem.losses(moves, partial(self._place, problem, scale)),
-            lr=lr if rates is None else None,
+            lr=lr,
             scaled=lambda v: scale * v,
             state=self._memory.setdefault("rule", {}),
         )
+
+    def _rates(self, problem: Problem) -> tuple[float | None, Tensor | float]:
+        """The learning rate, if all groups agree, and what multiplies a move."""
+        rates = [float(group["lr"]) for group in self.param_groups]
+        if len(set(rates)) == 1:
+            return rates[0], rates[0]
+        by_id = {
+            id(p): r for g, r in zip(self.param_groups, rates, strict=True) for p in g["params"]
+        }
+        filled = {n: torch.full_like(p, by_id[id(p)]) for n, p in problem.params.items()}
+        return None, problem.space.flatten(filled)
 
     def _place(
         self,
@@ -300,34 +303,10 @@ class NaturalGradient(Optimizer):
         self.state[_MEMORY] = memory  # pyright: ignore[reportArgumentType]
 
 
-def confirmed(gram: Gram, white: Tensor | None, gradient: Tensor) -> Tensor | None:
-    """r, if Aᵀr reproduces p.grad to round-off: then nothing but the recorded loss is in g."""
-    if white is None or not isinstance(gram, FactoredGram):
-        return None
-    norms = gram.row_norms()
-    if norms is None:
-        signs = torch.ones_like(white)
-        signs[::2] = -1
-        scale = gram.lift(signs * white).norm()
-    else:
-        scale = (white * norms).norm()
-    tolerance = 100 * torch.finfo(white.dtype).eps * (scale + gradient.norm())
-    return white if bool((gram.lift(white) - gradient).norm() <= tolerance) else None
-
-
-def _shifted(found: Solution, about: Tensor) -> Solution:
-    return Solution(found.x + about, found.damping, found.rank, found.residual, found.status)
-
-
 def _record(
-    problem: Problem,
-    gram: Gram,
-    parts: list[Part],
-    white: Tensor | None,
-    move: Move,
-    sign: float,
+    problem: Problem, system: System, parts: list[Part], move: Move, sign: float
 ) -> StepInfo:
-    solution = move.solution
+    solution, gram = move.solution, system.gram
     form = "matrix_free" if gram.structure.holds == "operator" else gram.structure.holds
     return StepInfo(
         loss=problem.loss,
@@ -338,7 +317,7 @@ def _record(
         gram=form,
         rows=gram.count,
         parameters=gram.size,
-        whitened=white is not None,
+        whitened=system.white is not None and system.extra is None,
         status=solution.status,
         reason=move.reason,
         new_loss=None if move.loss is None else sign * move.loss,

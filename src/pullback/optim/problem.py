@@ -1,30 +1,19 @@
-"""The two ways to state a loss, behind one face: a closure, or an objective of residuals."""
+"""A loss and its local picture, however it is stated."""
 
 from __future__ import annotations
 
-import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import vmap
 
-from .._core.capture import Call, Capture, Selector
-from .._core.errors import PullbackError
-from .._core.factor import Diagonal, Scaled
 from .._core.space import ParameterSpace
-from .._core.state import RandomState, Snapshot
 from ..grams import Part
-from ..maps import ModuleMap, ObjectiveMap
 from ..metrics import Metric
-from .checks import gradient_of
 
 Place = Callable[[Mapping[str, Tensor], Tensor], Mapping[str, Tensor]]
-_TRIAL_BYTES = 2**28
 
 
 class Problem(ABC):
@@ -45,6 +34,10 @@ class Problem(ABC):
         """The rows of A, and r where it is representable."""
 
     @abstractmethod
+    def pulled(self) -> Tensor:
+        """Jᵀ∂L/∂z: the gradient of what went through the recorded outputs."""
+
+    @abstractmethod
     def losses(self, moves: Tensor, place: Place) -> Tensor:
         """L at place(w, move) for each row of moves, everything restored afterwards."""
 
@@ -52,260 +45,10 @@ class Problem(ABC):
     def rollback(self) -> None:
         """Undo what evaluating the loss disturbed."""
 
-    def _broken(self) -> str:
+    def broken(self) -> str:
+        """Why neither loss nor gradient can be used, or nothing."""
         if not torch.isfinite(torch.tensor(self.loss)):
             return f"the loss is not finite ({self.loss})"
         if not bool(torch.isfinite(self.gradient).all()):
             return "the gradient is not finite"
         return ""
-
-
-class ClosureProblem(Problem):
-    """An ordinary closure: zero_grad, forward, backward, return the loss."""
-
-    def __init__(
-        self,
-        params: dict[str, nn.Parameter],
-        model: nn.Module,
-        closure: Callable[[], Any],
-        *,
-        reduction: str,
-        output: Selector,
-        batch_dim: int,
-        memory: dict[str, Any],
-    ) -> None:
-        super().__init__(params)
-        self._model, self._closure, self._reduction = model, closure, reduction
-        self._output, self._batch_dim, self._memory = output, batch_dim, memory
-        self._calls: list[Call] = []
-        self._before = Snapshot(model, self.space.device)
-
-    def evaluate(self) -> str:
-        kind = self.space.device.type
-        self._autocast = partial(
-            torch.autocast, kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
-        )
-        with torch.enable_grad(), Capture(self._model, self._output, self.space.device) as capture:
-            loss = self._run()
-        self._calls = capture.calls
-        self._refuse_unseen(capture)
-        self._after = Snapshot(self._model, self.space.device)
-        self.loss = loss
-        self.gradient = self._collect()
-        return self._broken()
-
-    def _run(self) -> float:
-        loss = self._closure()
-        if not isinstance(loss, (Tensor, float, int)):
-            raise PullbackError(
-                "The closure did not return the loss",
-                f"got {type(loss).__name__}",
-                "End it with `return loss`",
-            )
-        if isinstance(loss, Tensor) and loss.numel() != 1:
-            raise PullbackError(
-                "The loss is not one number",
-                f"the closure returned shape {tuple(loss.shape)}",
-                "Reduce it over the batch, and call backward() on what you return",
-            )
-        return float(loss.detach()) if isinstance(loss, Tensor) else float(loss)
-
-    def _refuse_unseen(self, capture: Capture) -> None:
-        if self._calls:
-            return
-        if capture.seen == 0:
-            raise PullbackError(
-                "The closure never called the model with gradients enabled",
-                "no forward pass of the module given to the optimizer was seen",
-                "Call that module in the closure (with torch.compile, give the optimizer the "
-                "compiled module)",
-            )
-        raise PullbackError(
-            "No gradient reached the model's output",
-            "the closure did not call backward(), or its loss does not depend on the output",
-            "Call loss.backward() in the closure",
-        )
-
-    def _collect(self) -> Tensor:
-        gradients = {n: gradient_of(n, p) for n, p in self.params.items()}
-        silent = [n for n, g in gradients.items() if g is None]
-        if len(silent) == len(gradients):
-            raise PullbackError(
-                "The loss does not depend on any optimized parameter",
-                "every gradient is None after backward()",
-                "Check that the closure uses these parameters",
-            )
-        if silent and "silent" not in self._memory:
-            self._memory["silent"] = True
-            warnings.warn(
-                f"The loss does not depend on {', '.join(silent)}: their gradient counts as zero. "
-                "Freeze them (requires_grad_(False)) to leave them out.",
-                stacklevel=5,
-            )
-        return self.space.flatten(gradients)
-
-    def parts(self, metric: Metric, batch: Any) -> tuple[list[Part], Tensor | None]:
-        calls = self._calls
-        if batch is not None:
-            call = as_call(batch)
-            calls = [replace(call, random=call.random or RandomState(self.space.device))]
-        plans = self._memory.setdefault("plans", {})
-        linears, masks, cotangents = [], [], []
-        for call in calls:
-            source = ModuleMap(
-                self._model, call, output=self._output, batch_dim=self._batch_dim, plans=plans
-            )
-            linear = source.linearize(self.params)
-            linears.append(linear)
-            cotangent = None
-            if call.cotangent is not None:
-                cotangent = source.arranged(call.cotangent).to(linear.value.dtype)
-            cotangents.append(cotangent)
-            masks.append(None if cotangent is None else metric.counted(linear.value, cotangent))
-        weight = self._weight(metric, [x.value for x in linears], masks)
-        parts, whites = [], []
-        for call, linear, mask, cotangent in zip(calls, linears, masks, cotangents, strict=True):
-            z = linear.value
-            factor = metric.factor(z, inputs=self._inputs(call, z.shape[0]))
-            scale = weight if mask is None else mask.to(z.dtype) * weight
-            factor = Scaled(factor, scale, tuple(z.shape[1:]))
-            parts.append(Part(linear, factor))
-            whites.append(None if cotangent is None else factor.whiten(cotangent).value)
-        if any(r is None for r in whites):
-            return parts, None
-        return parts, torch.cat([r.flatten() for r in whites if r is not None])
-
-    def _weight(
-        self, metric: Metric, values: Sequence[Tensor], masks: Sequence[Tensor | None]
-    ) -> float:
-        if self._reduction == "sum":
-            return 1.0
-        total = 0.0
-        for z, mask in zip(values, masks, strict=True):
-            share = 1.0 if mask is None else float(mask.double().mean())
-            total += metric.samples(z) * share
-        return 1.0 / max(total, 1.0)
-
-    def _inputs(self, call: Call, samples: int) -> Tensor | None:
-        tensors = call.tensors
-        if not tensors:
-            return None
-        x, axis = tensors[0], self._batch_dim
-        return x.movedim(axis, 0) if x.ndim > axis and x.shape[axis] == samples else x
-
-    def losses(self, moves: Tensor, place: Place) -> Tensor:
-        origin = {n: p.detach().clone() for n, p in self.params.items()}
-        grads = [(p, None if p.grad is None else p.grad.clone()) for p in self._model.parameters()]
-        try:
-            if "repeatable" not in self._memory:
-                self._refuse_stochastic(self._trial(origin))
-                self._memory["repeatable"] = True
-            values = [self._trial(place(origin, move)) for move in moves]
-        finally:
-            self._write(origin)
-            self._after.restore()
-            for p, g in grads:
-                p.grad = g
-        return torch.tensor(values, dtype=moves.dtype, device=moves.device)
-
-    def _trial(self, point: Mapping[str, Tensor]) -> float:
-        self._write(point)
-        self._before.restore()
-        with torch.enable_grad(), self._autocast():
-            return self._run()
-
-    def _write(self, point: Mapping[str, Tensor]) -> None:
-        for name, p in self.params.items():
-            p.data.copy_(point[name])  # unseen by autograd: the linearization's graph lives on
-        torch.clear_autocast_cache()  # an autocast around the step would go on with old weights
-
-    def _refuse_stochastic(self, again: float) -> None:
-        tolerance = torch.finfo(self.space.dtype).eps ** 0.5
-        if abs(again - self.loss) > tolerance * max(abs(self.loss), tolerance):
-            raise PullbackError(
-                "The closure is stochastic",
-                f"evaluated twice at the same parameters it gave {self.loss!r} and {again!r}, so "
-                "trial losses cannot be compared",
-                "Fix the batch outside the closure, or use steps.Constant",
-            )
-
-    def rollback(self) -> None:
-        self._before.restore()
-
-
-class ObjectiveProblem(Problem):
-    """L = ½‖z‖² for the weighted residuals z of an objective."""
-
-    def __init__(
-        self, params: dict[str, nn.Parameter], objective: Callable[..., Any], reduction: str
-    ) -> None:
-        super().__init__(params)
-        self._random = RandomState(self.space.device)
-        self._map = ObjectiveMap(self._repeatable(objective), reduction)
-
-    def _repeatable(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The same random numbers at every evaluation: loss, Jacobian and trials must agree."""
-        random = RandomState(self.space.device)
-
-        def repeated(point: dict[str, Tensor]) -> Any:
-            random.restore()
-            return function(point)
-
-        return repeated
-
-    def evaluate(self) -> str:
-        with torch.autocast(self.space.device.type, enabled=False):
-            return self._evaluate()
-
-    def _evaluate(self) -> str:
-        linear = self._map.linearize(self.params)
-        self._linear, z = linear, linear.value
-        self.loss = float(0.5 * z.square().sum())
-        self._part = Part(linear, Diagonal(torch.ones_like(z)))
-        if not torch.isfinite(torch.tensor(self.loss)):
-            return self._broken()
-        self.gradient = linear.vjp(z)
-        if (
-            not bool(self.gradient.any())
-            and self.loss > 0
-            and not bool(linear.jvp(torch.ones_like(self.gradient)).any())
-        ):
-            raise PullbackError(
-                "The objective does not depend on the parameters",
-                "its residuals have no gradient",
-                "Use the given parameter dict, for example with torch.func.functional_call",
-            )
-        return self._broken()
-
-    def parts(self, metric: Metric, batch: Any) -> tuple[list[Part], Tensor | None]:
-        if batch is not None:
-            values = ObjectiveMap(self._repeatable(batch), self._map.reduction)
-            linear = values.linearize(self.params)
-            return [Part(linear, metric.factor(linear.value))], None
-        z = self._linear.value
-        factor = metric.factor(z)
-        white = factor.whiten(z).value
-        return [Part(self._linear, factor)], None if white is None else white.flatten()
-
-    def losses(self, moves: Tensor, place: Place) -> Tensor:
-        def loss(move: Tensor) -> Tensor:
-            return 0.5 * self._map(place(self.params, move)).square().sum()
-
-        chunk = max(1, _TRIAL_BYTES // (self._linear.value.numel() * 64 * moves.element_size()))
-        with torch.no_grad():
-            try:
-                return vmap(loss, chunk_size=chunk, randomness="same")(moves)
-            except RuntimeError:  # data-dependent control flow in the objective or retraction
-                return torch.stack([loss(move) for move in moves])
-
-    def rollback(self) -> None:
-        self._random.restore()
-
-
-def as_call(batch: Any) -> Call:
-    """Other inputs for the metric: a tensor, a tuple of arguments, or a dict of keywords."""
-    if isinstance(batch, Call):
-        return batch
-    if isinstance(batch, Mapping):
-        return Call.of(**batch)
-    return Call.of(*batch) if isinstance(batch, tuple) else Call.of(batch)

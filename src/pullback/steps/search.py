@@ -8,8 +8,9 @@ from .base import Local, Move, Step, failed
 
 
 class GridLineSearch(Step):
-    """The best of a logarithmic grid of step sizes, all tried in one batched evaluation.
+    """The best of a logarithmic grid of step sizes.
 
+    An objective is evaluated at all of them in one batch; a closure runs once for each.
     Unlike the search commonly used for energy natural gradients it accepts a step only if the
     loss falls: otherwise it rejects and says so.
 

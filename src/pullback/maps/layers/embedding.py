@@ -20,9 +20,6 @@ class Embedding(Layer):
     def parameters(self, module: Any) -> dict[str, Tensor | None]:
         return {"weight": module.weight}
 
-    def input_features(self, module: Any, ndim: int) -> int:
-        return 0
-
     def block(self, names: Mapping[str, str | None], uses: Sequence[Use]) -> Block:
         module = uses[0].module
         index = torch.cat([u.input.reshape(u.input.shape[0], -1) for u in uses], 1)

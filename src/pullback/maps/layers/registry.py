@@ -41,10 +41,6 @@ class Layer(ABC):
         """How many trailing axes of an output with `ndim` axes are features of one place."""
         return 1
 
-    def input_features(self, module: Any, ndim: int) -> int:
-        """The same for the input, where it differs."""
-        return self.features(module, ndim)
-
     @abstractmethod
     def block(self, names: Mapping[str, str | None], uses: Sequence[Use]) -> Block:
         """The block of these parameters, from every use of them in one forward pass."""

@@ -1,0 +1,15 @@
+"""What a test changes in torch's global state does not reach the next one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def _torch_as_it_was() -> Iterator[None]:
+    dtype = torch.get_default_dtype()
+    yield
+    torch.set_default_dtype(dtype)
