@@ -83,8 +83,8 @@ def relative_error(model: nn.Module, x: Tensor, y: Tensor, *, same_pattern: bool
     """‖x32 − x64‖/‖x64‖ of the natural gradient at the same parameters.
 
     With ReLU the two precisions are not the same function: of ten million units a few lie within
-    round-off of zero and switch, which alone moves the Jacobian by some 1e-3. `same_pattern` gives the
-    float64 network the units that are on in float32, and so isolates the arithmetic.
+    round-off of zero and switch, which alone moves the Jacobian by some 1e-3. `same_pattern` gives
+    the float64 network the units that are on in float32, and so isolates the arithmetic.
     """
     short = direction_of(model, x, y)
     exact = copy.deepcopy(model).double()

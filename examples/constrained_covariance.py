@@ -1,8 +1,7 @@
 """A covariance matrix by maximum likelihood, kept positive definite by a retraction.
 
-For a Gaussian with covariance Σ the Fisher metric is ½ Σ⁻¹ ⊗ Σ⁻¹. The natural gradient of the
-mean negative log-likelihood is then Σ − C, C the sample covariance: one full step lands on C. With
-fewer samples than dimensions C is singular, and the retraction keeps Σ inside the cone.
+The Fisher metric of a Gaussian is ½ Σ⁻¹ ⊗ Σ⁻¹, and the natural gradient of its mean negative
+log-likelihood Σ − C: one step lands on the sample covariance C. Here C is singular.
 """
 
 import torch

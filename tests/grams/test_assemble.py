@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import pullback as pb
-from pullback.grams import FactoredGram, Part, assemble, coverage
+from pullback.grams import Dense, FactoredGram, Part, assemble, coverage
 from pullback.grams.assemble import choose
 from pullback.likelihoods import Categorical
 from pullback.maps import Call, ModuleMap
@@ -129,3 +129,28 @@ def test_coverage_comes_with_the_forms_that_pull_blocks_back() -> None:
         assert coverage([one]) == ()
         one.rows()
         assert {c.name for c in coverage([one])} == dict(built.model.named_parameters()).keys()
+
+
+def test_auto_asks_the_model_for_its_closed_form_first() -> None:
+    """A recognizable (and wrong) closed form shows that it was used."""
+
+    class Known(nn.Linear):
+        def pullback_gram(self, linear, factor):
+            return Dense(7.0 * torch.eye(linear.space.size, dtype=linear.space.dtype))
+
+    model = Known(3, 1, bias=False).double()
+    x, y = torch.randn(5, 3).double(), torch.randn(5, 1).double()
+    for form, curvature in (("auto", 7.0), ("rows", None)):
+        opt = pb.NaturalGradient(model, solver=pb.solvers.Cholesky(0.0), gram=form, lr=1.0)
+        before = model.weight.detach().clone()
+
+        def closure(opt=opt):
+            opt.zero_grad()
+            loss = 0.5 * (model(x) - y).square().sum(-1).mean()
+            loss.backward()
+            return loss
+
+        opt.step(closure)
+        moved = before - model.weight.detach()
+        own = torch.allclose(moved, model.weight.grad / 7.0)
+        assert own == (curvature is not None)

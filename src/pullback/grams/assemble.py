@@ -75,7 +75,8 @@ def assemble(parts: Sequence[Part], form: str, budget: int, prefers: str = "smal
 
     Args:
         parts: linearized maps with their factors, over the same parameters.
-        form: one of "auto", "rows", "kernel", "dense", "matrix_free".
+        form: one of "rows", "kernel", "dense", "matrix_free", or "auto": the map's own closed
+            form where it has one, else what fits the sizes.
         budget: bytes that one matrix may take.
         prefers: what the solver works from best: "rows", "small" (the smaller of the
             kernel and the dense Gram) or "products".
@@ -89,6 +90,9 @@ def assemble(parts: Sequence[Part], form: str, budget: int, prefers: str = "smal
             "Pass the whole batch in one call",
         )
     if form == "auto":
+        own = parts[0].linear.closed_form(parts[0].factor) if len(parts) == 1 else None
+        if own is not None:
+            return own
         form = choose(n, p, torch.finfo(space.dtype).bits // 8, budget, prefers)
     if form == "rows":
         return Rows(torch.cat([part.rows() for part in parts]))

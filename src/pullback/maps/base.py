@@ -10,10 +10,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from .._core.factor import Factor
 from .._core.space import ParameterSpace
 from .layers.base import Block
 
@@ -114,6 +116,10 @@ class Linearization(ABC):
     @abstractmethod
     def pullback(self, covectors: Tensor) -> Pulled:
         """The rows u_{n,r}ᵀ J_n for covectors u of shape (R, N, *event)."""
+
+    def closed_form(self, factor: Factor) -> Any:
+        """The Gram Jᵀ S Sᵀ J in closed form, where the map knows one; None elsewhere."""
+        return None
 
     def rows(self) -> Tensor:
         """J, materialized: (N·|event|, p)."""

@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .._core.capture import Call, Selector, plain, select
 from .._core.errors import PullbackError
+from .._core.factor import Factor
 from .._core.space import ParameterSpace
 from .base import Linearization, Map, Pulled
 from .record import Recorder
@@ -166,6 +167,11 @@ class ModuleLinearization(Linearization):
 
     def vjp(self, u: Tensor) -> Tensor:
         return self.space.flatten(self.gradients(u, list(self._leaves.values())))
+
+    def closed_form(self, factor: Factor) -> Any:
+        """The answer of the model's own `pullback_gram(linearization, factor)`, if it has one."""
+        offer = getattr(self.map.model, "pullback_gram", None)
+        return None if offer is None else offer(self, factor)
 
     def gradients(
         self, u: Tensor, inputs: list[Any], *, batched: bool = False
