@@ -36,8 +36,10 @@ def problems() -> dict[str, tuple[nn.Module, Tensor]]:
     return {
         "MLP 64-128-128-10, N=64": (mlp([64, 128, 128, 10], nn.Tanh), torch.randn(64, 64)),
         "MLP 784-512-512-10, N=32": (mlp([784, 512, 512, 10]), torch.randn(32, 784)),
-        "conv net 3×32×32, N=32": (small_conv(), torch.randn(32, 3, 32, 32)),
-        "transformer block, N=16": (Attention(), torch.randn(16, 16, 64)),
+        "conv net, 64-256 channels, N=16": (small_conv(64), torch.randn(16, 3, 32, 32)),
+        "conv net, 16-64 channels, N=32": (small_conv(16), torch.randn(32, 3, 32, 32)),
+        "transformer block, width 256, N=16": (Attention(256), torch.randn(16, 16, 256)),
+        "transformer block, width 64, N=16": (Attention(64), torch.randn(16, 16, 64)),
         "MLP 32-16-10 (p < N·m), N=512": (mlp([32, 16, 10], nn.Tanh), torch.randn(512, 32)),
     }
 

@@ -19,16 +19,19 @@ def mlp(dims: list[int], activation: type[nn.Module] = nn.ReLU) -> nn.Sequential
     return nn.Sequential(*layers[:-1])
 
 
-def small_conv(channels: int = 3, classes: int = 10) -> nn.Sequential:
+def small_conv(width: int = 16, classes: int = 10) -> nn.Sequential:
+    """Four convolutions, strided and grouped, for 3×32×32 images."""
     return nn.Sequential(
-        nn.Conv2d(channels, 16, 3, stride=2, padding=1),
+        nn.Conv2d(3, width, 3, stride=2, padding=1),
         nn.ReLU(),
-        nn.Conv2d(16, 32, 3, stride=2, padding=1),
+        nn.Conv2d(width, 2 * width, 3, stride=2, padding=1),
         nn.ReLU(),
-        nn.Conv2d(32, 32, 3, padding=1, groups=4),
+        nn.Conv2d(2 * width, 2 * width, 3, padding=1, groups=4),
+        nn.ReLU(),
+        nn.Conv2d(2 * width, 4 * width, 3, stride=2, padding=1),
         nn.ReLU(),
         nn.Flatten(),
-        nn.Linear(32 * 8 * 8, classes),
+        nn.Linear(4 * width * 4 * 4, classes),
     )
 
 

@@ -98,12 +98,19 @@ def test_unknown_forms_and_coupled_parts_are_refused() -> None:
         (100, 10, 2**30, "rows", "rows"),
         (1000, 10, 9000, "small", "dense"),  # the rows do not fit, 10 × 10 does
         (10, 1000, 9000, "rows", "kernel"),
-        (100, 100, 9000, "small", "matrix_free"),  # not even the small side fits
         (10, 100, 2**30, "products", "matrix_free"),
     ],
 )
 def test_the_choice_of_form(n: int, p: int, budget: int, prefers: str, want: str) -> None:
     assert choose(n, p, 8, budget, prefers) == want
+
+
+def test_a_small_side_beyond_the_budget_is_refused_with_the_remedy() -> None:
+    with pytest.raises(
+        pb.PullbackError, match=r"does not fit the memory budget.*ConjugateGradient"
+    ):
+        choose(100, 100, 8, 9000, "small")
+    assert choose(100, 100, 8, 9000, "products") == "matrix_free"
 
 
 def test_auto_is_reported() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from enum import Enum
 
+import torch
+
 
 class PullbackError(RuntimeError):
     """A request that cannot be met.
@@ -43,3 +45,9 @@ class Status(Enum):
     def ok(self) -> bool:
         """Whether the accompanying value can be used."""
         return self is not Status.SINGULAR and self is not Status.NOT_REPRESENTABLE
+
+
+def reraise_fatal(error: Exception) -> None:
+    """Raise again what no other route can mend: memory that ran out, and our own refusals."""
+    if isinstance(error, (torch.OutOfMemoryError, PullbackError)):
+        raise error

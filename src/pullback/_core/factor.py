@@ -52,6 +52,9 @@ class Factor(ABC):
     def whiten(self, g: Tensor) -> Whitened:
         """The r with S r = g."""
 
+    def __matmul__(self, r: Tensor) -> Tensor:
+        return self.apply(r)
+
     def matvec(self, v: Tensor) -> Tensor:
         """M v = S Sᵀ v."""
         return self.apply(self.transpose(v))

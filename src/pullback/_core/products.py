@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
@@ -19,9 +20,9 @@ _PANELS = 4
 def gram(x: Tensor) -> Tensor:
     """X Xᵀ for (n, d): only the panels on and below the diagonal are multiplied."""
     n = x.shape[0]
-    if n * n * x.shape[1] < 2**27:
+    if n * n * x.shape[1] < (2**27 if x.is_cuda else 2**22):  # panels would not pay
         return x @ x.T
-    split = _Split.active and _large(x, x.T)
+    split = _Split.active() and _large(x, x.T)
     high, low = _halves(x) if split else (x, x)
     out = x.new_zeros(n, n) if split else x.new_empty(n, n)
     for a, b in pairwise([n * i // _PANELS for i in range(_PANELS + 1)]):
@@ -50,28 +51,31 @@ def full_precision(device: torch.device) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
-    cudnn: Any = torch.backends.cudnn
-    matmul: Any = torch.backends.cuda.matmul
-    before = cudnn.allow_tf32, matmul.allow_tf32
-    cudnn.allow_tf32 = matmul.allow_tf32 = False
+    backends: Any = torch.backends
+    before = backends.cudnn.conv.fp32_precision, backends.cuda.matmul.fp32_precision
+    backends.cudnn.conv.fp32_precision = backends.cuda.matmul.fp32_precision = "ieee"
     try:
         with _Split():
             yield
     finally:
-        cudnn.allow_tf32, matmul.allow_tf32 = before
+        backends.cudnn.conv.fp32_precision, backends.cuda.matmul.fp32_precision = before
 
 
 class _Split(TorchDispatchMode):
     """Replaces `mm` and `addmm`; reverse passes are seen too."""
 
-    active = 0
+    nesting = threading.local()
+
+    @classmethod
+    def active(cls) -> bool:
+        return getattr(cls.nesting, "depth", 0) > 0
 
     def __enter__(self) -> Any:
-        _Split.active += 1
+        self.nesting.depth = getattr(self.nesting, "depth", 0) + 1
         return super().__enter__()
 
     def __exit__(self, *exc: Any) -> Any:
-        _Split.active -= 1
+        self.nesting.depth -= 1
         return super().__exit__(*exc)
 
     def __torch_dispatch__(
@@ -103,13 +107,13 @@ def _accumulate(out: Tensor, x: tuple[Tensor, Tensor], y: tuple[Tensor, Tensor])
     out += torch.mm(xh.to(half), yl.to(half), out_dtype=full)
     out += torch.mm(xl.to(half), yh.to(half), out_dtype=full)
     matmul: Any = torch.backends.cuda.matmul
-    before = matmul.allow_tf32
-    matmul.allow_tf32 = True
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "tf32"
     try:
         for k in range(0, xh.shape[1], _DEPTH):
             out.addmm_(xh[:, k : k + _DEPTH], yh[k : k + _DEPTH])
     finally:
-        matmul.allow_tf32 = before
+        matmul.fp32_precision = before
 
 
 def _halves(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -95,7 +95,7 @@ def assemble(parts: Sequence[Part], form: str, budget: int, prefers: str = "smal
             return own
         form = choose(n, p, torch.finfo(space.dtype).bits // 8, budget, prefers)
     if form == "rows":
-        return Rows(torch.cat([part.rows() for part in parts]))
+        return Rows(parts[0].rows() if len(parts) == 1 else torch.cat([x.rows() for x in parts]))
     if form == "dense":
         return Dense(_dense(parts, budget), n)
     if form == "kernel":
@@ -109,8 +109,15 @@ def assemble(parts: Sequence[Part], form: str, budget: int, prefers: str = "smal
 
 def choose(n: int, p: int, itemsize: int, budget: int, prefers: str) -> str:
     """The form for n rows and p parameters: the small side, kept factored where it fits."""
-    if prefers == "products" or min(n, p) ** 2 * itemsize > budget:
+    if prefers == "products":
         return "matrix_free"
+    need = min(n, p) ** 2 * itemsize
+    if need > budget:
+        raise PullbackError(
+            "The Gram does not fit the memory budget",
+            f"its smaller side has {min(n, p)} rows and takes {need:.2g} bytes of {budget:.2g}",
+            "Use solvers.ConjugateGradient, a smaller batch, or raise memory=",
+        )
     fits = n * p * itemsize <= budget
     if p <= n:
         return "rows" if fits else "dense"
@@ -130,8 +137,8 @@ def _products(parts: Sequence[Part], forward: str, backward: str):
 
     def lift(c: Tensor) -> Tensor:
         pieces = zip(parts, c.split(counts), strict=True)
-        total = torch.stack([getattr(part, backward)(x) for part, x in pieces])
-        return total.sum(0)
+        shares = [getattr(part, backward)(x) for part, x in pieces]
+        return shares[0] if len(shares) == 1 else torch.stack(shares).sum(0)
 
     return project, lift
 

@@ -102,6 +102,10 @@ class Operator(FactoredGram):
     def lift(self, c: Tensor) -> Tensor:
         return self._lift(c)
 
+    def kernel(self) -> Tensor:
+        eye = torch.eye(self.count, dtype=self.dtype, device=self.device)
+        return torch.stack([self.project(self.lift(e)) for e in eye])
+
     def trace(self) -> Tensor:
         """tr G = ‖A‖²: exact for few rows, else estimated from seeded random signs."""
         if self.count <= _EXACT_TRACE:

@@ -61,8 +61,8 @@ class Pulled:
         blocks = [b.narrow(start, stop) for b in self.blocks.values()]
         return Pulled(self.space, (stop - start, self.shape[1]), blocks, self.coverage)
 
-    def kernel(self, other: Pulled | None = None, *, budget: int) -> Tensor:
-        """A A'ᵀ without A: (N·R, N'·R')."""
+    def kernel(self, other: Pulled | None = None, *, budget: int = 2**30) -> Tensor:
+        """A A'ᵀ without A: (N·R, N'·R'), with temporaries of at most `budget` bytes."""
         other = self if other is None else other
         out = self.space.zeros(self.shape[0] * self.shape[1], other.shape[0] * other.shape[1])
         mine, theirs = dict(self.blocks), dict(other.blocks)
@@ -116,6 +116,13 @@ class Linearization(ABC):
     @abstractmethod
     def pullback(self, covectors: Tensor) -> Pulled:
         """The rows u_{n,r}ᵀ J_n for covectors u of shape (R, N, *event)."""
+
+    def kernel(self, other: Linearization | None = None) -> Tensor:
+        """J J'ᵀ against another linearization at the same parameters: (N·|event|, N'·|event|)."""
+        mine = self.pullback(identity_covectors(self.value))
+        if other is None:
+            return mine.kernel()
+        return mine.kernel(other.pullback(identity_covectors(other.value)))
 
     def closed_form(self, factor: Factor) -> Any:
         """The Gram Jᵀ S Sᵀ J in closed form, where the map knows one; None elsewhere."""

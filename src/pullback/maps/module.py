@@ -12,7 +12,7 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .._core.capture import Call, Selector, plain, select
-from .._core.errors import PullbackError
+from .._core.errors import PullbackError, reraise_fatal
 from .._core.factor import Factor
 from .._core.space import ParameterSpace
 from .base import Linearization, Map, Pulled
@@ -125,9 +125,8 @@ class ModuleLinearization(Linearization):
         )
         try:
             pushed, pulled = push(v), self.vjp(u)
-        except PullbackError:
-            raise
-        except (RuntimeError, NotImplementedError):
+        except (RuntimeError, NotImplementedError) as error:
+            reraise_fatal(error)
             return False
         scale = pushed.norm() * u.norm() + v.norm() * pulled.norm()
         gap = ((pushed * u).sum() - v @ pulled).abs()

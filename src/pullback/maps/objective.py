@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.func import jacrev, jvp, vjp, vmap
 
-from .._core.errors import PullbackError
+from .._core.errors import PullbackError, reraise_fatal
 from .._core.space import ParameterSpace
 from .base import Linearization, Map, Pulled
 from .layers import RowsBlock
@@ -130,8 +130,8 @@ class ObjectiveLinearization(Linearization):
             tangents = torch.eye(p, dtype=self.space.dtype, device=self.space.device)
             try:
                 return vmap(self.jvp, chunk_size=self._chunk(n))(tangents).reshape(p, n).T
-            except (RuntimeError, NotImplementedError):
-                pass  # an operation without forward-mode rule: the reverse mode serves it
+            except (RuntimeError, NotImplementedError) as error:
+                reraise_fatal(error)  # else an operation has no forward-mode rule
         chunk = self._chunk(p)
         return jacrev(self._function, chunk_size=chunk)(self._flat).reshape(n, p)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .._core.errors import reraise_fatal
 from .layers.layout import Layout
 
 if TYPE_CHECKING:
@@ -59,7 +60,8 @@ def vectorizes(
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # torch warns where an operation has no batching rule
             found = linear.gradients(torch.stack([u, -u]), edges, batched=True)
-    except (RuntimeError, UserWarning, NotImplementedError):
+    except (RuntimeError, UserWarning, NotImplementedError) as error:
+        reraise_fatal(error)
         return False
     tolerance = torch.finfo(linear.graph.dtype).eps ** 0.5
     for got, want in zip(found, truth, strict=False):

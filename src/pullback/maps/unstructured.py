@@ -11,6 +11,8 @@ from torch.func import vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
+from .._core.errors import reraise_fatal
+
 if TYPE_CHECKING:
     from .module import ModuleLinearization
 
@@ -29,7 +31,8 @@ def sample_rows(
     if known != "reverse passes":
         try:
             rows = _vmapped(linear, names, covectors)
-        except (RuntimeError, ValueError, NotImplementedError):
+        except (RuntimeError, ValueError, NotImplementedError) as error:
+            reraise_fatal(error)
             rows = None
         if rows is not None and _adds_up(linear, rows, covectors):
             return rows, "vmap"

@@ -10,6 +10,8 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from .._core.capture import plain
 from .._core.errors import PullbackError
+from ..likelihoods import MSE, Gaussian
+from ..metrics import Euclidean, Fisher, Metric
 
 _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel", "FSDPModule")
 
@@ -74,6 +76,19 @@ def refuse_context(closure: object, objective: object) -> None:
             "step() was called in inference mode",
             "no graph can be built there, so there is no Jacobian",
             "Leave torch.inference_mode() before stepping",
+        )
+
+
+def refuse_metric(metric: Metric) -> None:
+    """Raise where an objective would silently be measured by another metric than the given."""
+    likelihood = metric.likelihood if isinstance(metric, Fisher) else None
+    if not isinstance(metric, Euclidean) and not isinstance(likelihood, (Gaussian, MSE)):
+        raise PullbackError(
+            "The metric does not go with an objective",
+            f"an objective's loss is half the square of its residuals, and {metric!r} is no metric "
+            "of theirs",
+            "Put weights into the residuals, or give metric_batch= a function of the parameters "
+            "whose values the metric measures",
         )
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .._core.capture import Call, Capture, Selector
-from .._core.errors import PullbackError
+from .._core.errors import PullbackError, Status
 from .._core.factor import Scaled
 from .._core.state import RandomState, Snapshot
 from ..grams import Part
@@ -41,6 +41,7 @@ class ClosureProblem(Problem):
         self._output, self._batch_dim, self._memory = output, batch_dim, memory
         self._calls: list[Call] = []
         self._recorded: list[tuple[Linearization, Tensor]] = []
+        self._pulled: Tensor | None = None
         self._before = Snapshot(model, self.space.device)
 
     def evaluate(self) -> str:
@@ -115,7 +116,7 @@ class ClosureProblem(Problem):
             call = as_call(batch)
             calls = [replace(call, random=call.random or RandomState(self.space.device))]
         plans = self._memory.setdefault("plans", {})
-        self._recorded = []
+        self._recorded, self._pulled, self.whitening = [], None, Status.OK
         linears, masks, cotangents = [], [], []
         for call in calls:
             source = ModuleMap(
@@ -137,13 +138,21 @@ class ClosureProblem(Problem):
             scale = weight if mask is None else mask.to(z.dtype) * weight
             factor = Scaled(factor, scale, tuple(z.shape[1:]))
             parts.append(Part(linear, factor))
-            whites.append(None if cotangent is None else factor.whiten(cotangent).value)
+            if cotangent is not None:
+                whitened = factor.whiten(cotangent)
+                whites.append(whitened.value)
+                self.whitening = whitened.status if not whitened.status.ok else self.whitening
+            else:
+                whites.append(None)
         if any(r is None for r in whites):
             return parts, None
         return parts, torch.cat([r.flatten() for r in whites if r is not None])
 
     def pulled(self) -> Tensor:
-        return torch.stack([linear.vjp(u) for linear, u in self._recorded]).sum(0)
+        if self._pulled is None:
+            first, *others = [linear.vjp(u) for linear, u in self._recorded]
+            self._pulled = sum(others, first)
+        return self._pulled
 
     def _weight(
         self, metric: Metric, values: Sequence[Tensor], masks: Sequence[Tensor | None]

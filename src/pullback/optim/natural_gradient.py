@@ -12,18 +12,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .._core.capture import Selector, plain
-from .._core.errors import PullbackError
+from .._core.errors import PullbackError, Status
 from .._core.products import full_precision
-from ..grams import FORMS, Gram, Part, assemble, coverage
+from ..grams import FORMS, Part, assemble, coverage
 from ..metrics import Euclidean, Metric, as_metric
-from ..solvers import Cholesky, Solver
+from ..solvers import Cholesky, Solution, Solver
 from ..steps import Constant, Local, Move, Step, retraction
-from .checks import refuse_context, refuse_model, refuse_parameter
+from .checks import refuse_context, refuse_metric, refuse_model, refuse_parameter
 from .closure import ClosureProblem
 from .info import StepInfo
-from .local import System, explains
 from .objective import ObjectiveProblem
 from .problem import Problem
+from .system import System, explains
 
 _MEMORY = "pullback"
 _OWN = (
@@ -154,11 +154,41 @@ class NaturalGradient(Optimizer):
         refuse_context(closure, objective)
         batch = self.metric_batch if metric_batch is None else metric_batch
         problem = self._problem(closure, objective)
+        if objective is not None and batch is None:
+            refuse_metric(self.metric)
         try:
             return self._take(problem, batch)
         except Exception:
             problem.rollback()
             raise
+
+    def direction(
+        self,
+        closure: Callable[[], Any] | None = None,
+        *,
+        objective: Callable[[dict[str, Tensor]], Any] | None = None,
+        metric_batch: Any = None,
+    ) -> Solution:
+        """The natural gradient (G + λ)⁺∇L at the current parameters, which stay where they are.
+
+        The arguments are those of `step`; `x` of the answer is flat, in the order of the groups.
+        """
+        refuse_context(closure, objective)
+        problem = self._problem(closure, objective)
+        batch = self.metric_batch if metric_batch is None else metric_batch
+        try:
+            reason = problem.evaluate()
+            if reason:
+                raise PullbackError("There is no natural gradient here", reason, "Check the loss")
+            with torch.no_grad(), torch.autocast(problem.space.device.type, enabled=False):
+                _, system = self._system(problem, batch)
+                return self._local(problem, system).direction()
+        finally:
+            problem.rollback()
+
+    def __repr__(self) -> str:
+        stages = f"metric={self.metric!r}, solver={self.solver!r}, step={self.rule!r}"
+        return f"{super().__repr__()[:-1]}    {stages}\n)"
 
     def _take(self, problem: Problem, batch: Any) -> StepInfo:
         reason = problem.evaluate()
@@ -177,21 +207,18 @@ class NaturalGradient(Optimizer):
 
     def _system(self, problem: Problem, batch: Any) -> tuple[list[Part], System]:
         """Pull the metric back; once more, if the model's structure is not what it was."""
-        parts, gram, white, pulled = self._pull(problem, batch)
-        if white is not None and pulled is not None and not explains(gram, white, pulled):
+        parts, system = self._pull(problem, batch)
+        if not explains(system, parts, problem):
             self._cache.pop("plans", None)
-            parts, gram, white, pulled = self._pull(problem, batch)
-        return parts, System.of(gram, problem.gradient, white, pulled)
+            parts, system = self._pull(problem, batch)
+        return parts, system
 
-    def _pull(
-        self, problem: Problem, batch: Any
-    ) -> tuple[list[Part], Gram, Tensor | None, Tensor | None]:
+    def _pull(self, problem: Problem, batch: Any) -> tuple[list[Part], System]:
         # the replayed forward pass keeps the closure's own arithmetic: a last bit may flip a ReLU
         parts, white = problem.parts(self.metric, batch)
-        pulled = None if white is None else problem.pulled()
         with full_precision(problem.space.device):
             gram = assemble(parts, self.gram, self.memory, self.solver.prefers)
-        return parts, gram, white, pulled
+        return parts, System.of(gram, problem, white)
 
     def _problem(self, closure: Any, objective: Any) -> Problem:
         active = self._active()
@@ -213,6 +240,13 @@ class NaturalGradient(Optimizer):
 
     def _active(self) -> dict[str, nn.Parameter]:
         """The parameters that take part, by name, in the order of the groups."""
+        now = {id(p) for p in plain(self.model).parameters()}
+        if any(id(p) not in now for group in self.param_groups for p in group["params"]):
+            raise PullbackError(
+                "The model's parameters were replaced",
+                "some of those given to the optimizer are no longer in the model",
+                "Build the optimizer after load_state_dict(assign=True) or a change of parameters",
+            )
         active = {
             self._names[id(p)]: p
             for group in self.param_groups
@@ -227,17 +261,20 @@ class NaturalGradient(Optimizer):
         """The local picture, with the sign turned where we maximize."""
         sign = self._sign
         system = -system if self.maximize else system
-        state = self.solver.init(system.gram)
+        precise = full_precision(problem.space.device)
+        with full_precision(problem.space.device):
+            state = self.solver.init(system.gram)
         lr, scale = self._rates(problem)
         return Local(
             loss=sign * problem.loss,
             gradient=system.gradient,
             solve=system.solver(self.solver, state),
-            path=lambda: system.path(self.solver, state),
-            image=system.gram.matvec,
+            path=precise(lambda: system.path(self.solver, state)),
+            image=precise(system.gram.matvec),
             losses=lambda moves: sign * problem.losses(moves, partial(self._place, problem, scale)),
             lr=lr,
             scaled=lambda v: scale * v,
+            names=problem.space.names,
             state=self._memory.setdefault("rule", {}),
         )
 
@@ -318,7 +355,7 @@ def _record(
         rows=gram.count,
         parameters=gram.size,
         whitened=system.white is not None and system.extra is None,
-        status=solution.status,
+        status=system.status if solution.status is Status.OK else solution.status,
         reason=move.reason,
         new_loss=None if move.loss is None else sign * move.loss,
         trials=move.trials,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import vmap
 
-from .._core.errors import PullbackError
+from .._core.errors import PullbackError, reraise_fatal
 from .._core.factor import Diagonal
 from .._core.state import RandomState
 from ..grams import Part
@@ -86,7 +86,8 @@ class ObjectiveProblem(Problem):
         with torch.no_grad():
             try:
                 return vmap(loss, chunk_size=chunk, randomness="same")(moves)
-            except RuntimeError:  # data-dependent control flow in the objective or retraction
+            except RuntimeError as error:
+                reraise_fatal(error)  # else the objective or retraction branches on its data
                 return torch.stack([loss(move) for move in moves])
 
     def rollback(self) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._core.errors import Status
 from .._core.space import ParameterSpace
 from ..grams import Part
 from ..metrics import Metric
@@ -24,6 +25,8 @@ class Problem(ABC):
         self.space = ParameterSpace(params)
         self.loss = float("nan")
         self.gradient = self.space.zeros(0)
+        #: NOT_REPRESENTABLE where r was asked for and does not exist
+        self.whitening = Status.OK
 
     @abstractmethod
     def evaluate(self) -> str:

@@ -159,6 +159,8 @@ class Path:
                 slope = slope + self.beyond.square().sum() / damping.pow(3)
             newton = damping + (norm - radius) / radius * norm.square() / slope
             inside = (newton > low) & (newton < high)
-            damping = torch.where(inside, newton, 0.5 * (low + high))
+            before, damping = damping, torch.where(inside, newton, 0.5 * (low + high))
+            if bool(((damping - before).abs() <= torch.finfo(damping.dtype).eps * damping).all()):
+                break
         short = self.norm(torch.zeros_like(high)) <= radius if self.beyond is None else high < 0
         return torch.where(short, torch.zeros_like(damping), damping)

@@ -75,6 +75,7 @@ class ConjugateGradient(Solver):
         z = apply(residual)
         direction, inner = z.clone(), residual @ z
         size = float(b.norm())
+        tol = max(self.tol, 4 * torch.finfo(b.dtype).eps)  # no residual can be seen below
         if size == 0:
             return x, 0.0, True
         models: list[float] = []
@@ -87,17 +88,18 @@ class ConjugateGradient(Solver):
             x = x + step * direction
             residual = residual - step * image
             relative = float(residual.norm()) / size
-            models.append(-0.5 * float(x @ (residual + b)))
-            if relative <= self.tol or self._stalled(models):
+            if self.progress:
+                models.append(-0.5 * float(x @ (residual + b)))
+            if relative <= tol or self._stalled(models):
                 return x, relative, True
             z = apply(residual)
             inner, before = residual @ z, inner
             direction = z + (inner / before) * direction
         relative = float(residual.norm()) / size
-        return x, relative, relative <= self.tol
+        return x, relative, relative <= tol
 
     def _stalled(self, models: list[float]) -> bool:
-        if self.progress == 0 or len(models) <= _WINDOW:
+        if len(models) <= _WINDOW:
             return False
         gained = models[-1 - _WINDOW] - models[-1]
         return gained < _WINDOW * self.progress * abs(models[-1])

@@ -42,7 +42,7 @@ class PseudoInverse(Solver):
 
     Args:
         rcond: singular values of A below rcond·σ_max count as zero; by default max(n, p)·ε
-            from rows and its square root from kernel and dense.
+            from rows (at most √ε), and √(side·ε) from the kernel or dense matrix of that side.
 
     >>> from pullback.grams import Rows
     >>> solver = PseudoInverse()
@@ -91,7 +91,7 @@ class PseudoInverse(Solver):
             return Path(state.sigma.square(), state.sigma * state.left(whitened), state.combine)
         gamma = state.right(rhs)
         beyond = rhs - state.combine(gamma)
-        noise = 10 * max(state.gram.count, len(rhs)) * torch.finfo(rhs.dtype).eps * rhs.norm()
+        noise = 1e3 * torch.finfo(rhs.dtype).eps * rhs.norm()
         outside = bool(beyond.norm() > noise)  # round-off over λ would pass for a direction
         return Path(state.sigma.square(), gamma, state.combine, beyond if outside else None)
 
@@ -105,7 +105,8 @@ class PseudoInverse(Solver):
         if not bool(torch.isfinite(a).all()):
             return _broken(gram)
         u, sigma, vt = torch.linalg.svd(a, full_matrices=False)
-        keep = self._keep(sigma, max(a.shape) * torch.finfo(a.dtype).eps, squared=False)
+        eps = torch.finfo(a.dtype).eps
+        keep = self._keep(sigma, min(max(a.shape) * eps, eps**0.5), squared=False)
         u, sigma, vt = u[:, keep], sigma[keep], vt[keep]
         return Spectrum(gram, sigma, lambda r: u.T @ r, lambda g: vt @ g, lambda c: c @ vt)
 
@@ -115,7 +116,7 @@ class PseudoInverse(Solver):
             return _broken(gram)
         values, u = torch.linalg.eigh(kernel)
         sigma = values.clamp(min=0).sqrt()
-        floor = (max(gram.count, gram.size) * torch.finfo(gram.dtype).eps) ** 0.5
+        floor = (gram.count * torch.finfo(gram.dtype).eps) ** 0.5
         keep = self._keep(sigma, floor, squared=True)
         u, sigma = u[:, keep], sigma[keep]
 

@@ -18,6 +18,8 @@ from torch import Tensor
 from .._core.errors import Status
 from ..solvers import Damping, Path, Solution
 
+_TRIAL_BYTES = 2**29  # that trial moves may take together
+
 
 @dataclass(frozen=True)
 class Move:
@@ -45,6 +47,7 @@ class Local:
         losses: moves (k, p) ↦ L(retract(w − lr·move)), one value each.
         lr: the learning rate, if it is the same for all parameters, else None.
         scaled: v ↦ lr·v, group by group.
+        names: the parameters, in the order of the flat vectors.
         state: the step's memory, saved with the optimizer.
     """
 
@@ -56,7 +59,12 @@ class Local:
     losses: Callable[[Tensor], Tensor]
     lr: float | None
     scaled: Callable[[Tensor], Tensor]
+    names: tuple[str, ...] = ()
     state: dict[str, Any] = field(default_factory=dict)
+
+    def loss_at(self, move: Tensor) -> float:
+        """L(retract(w − lr·move))."""
+        return float(self.losses(move[None])[0])
 
     def direction(self, damping: Damping | None = None) -> Solution:
         """The natural gradient at the solver's own damping, or another."""
@@ -90,3 +98,9 @@ def failed(solution: Solution) -> Move | None:
         return None
     status = solution.status if not solution.status.ok else Status.SINGULAR
     return Move(solution.x, 0.0, solution, accepted=False, reason=status.value)
+
+
+def in_chunks(losses: Callable[[Tensor], Tensor], values: Tensor, like: Tensor) -> Tensor:
+    """losses(values), a few values at a time where their moves would take much memory."""
+    width = max(1, _TRIAL_BYTES // (like.numel() * like.element_size()))
+    return torch.cat([losses(some) for some in values.split(width)])

@@ -37,7 +37,7 @@ class LevenbergMarquardt(Step):
             solution = local.direction(damping)
             move = failed(solution)
             if move is None:
-                loss = float(local.losses(solution.x[None])[0])
+                loss = local.loss_at(solution.x)
                 predicted = local.predicted(solution.x)
                 ratio = (local.loss - loss) / predicted if predicted > 0 else float("nan")
                 if ratio > 1e-4:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .base import Local, Move, Step, failed
+from .base import Local, Move, Step, failed, in_chunks
 
 
 class GridLineSearch(Step):
@@ -27,7 +27,7 @@ class GridLineSearch(Step):
             return rejection
         x = solution.x
         sizes = 0.5 ** torch.arange(self.points, dtype=x.dtype, device=x.device)
-        losses = local.losses(sizes[:, None] * x)
+        losses = in_chunks(lambda some: local.losses(some[:, None] * x), sizes, x)
         losses = torch.where(torch.isfinite(losses), losses, torch.inf)
         best = int(losses.argmin())
         loss = float(losses[best])
@@ -52,7 +52,7 @@ class Backtracking(Step):
         x, size = solution.x, self.initial
         slope = float(local.gradient @ local.scaled(x))
         for trial in range(1, self.max_trials + 1):
-            loss = float(local.losses(size * x[None])[0])
+            loss = local.loss_at(size * x)
             if loss <= local.loss - self.c * size * slope and loss < local.loss:
                 return Move(x, size, solution, True, loss, "", trial)
             size *= self.shrink

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from .._core.errors import PullbackError
-from .base import Local, Move, Step, failed
+from .base import Local, Move, Step, failed, in_chunks
 
 
 class TargetRatio(Step):
@@ -34,7 +34,8 @@ class TargetRatio(Step):
             raise PullbackError(
                 "TargetRatio cannot work here",
                 "it needs every damped solution from one factorization, and one learning rate",
-                "Use solver=PseudoInverse() or Sketched(...), and the same lr in all groups",
+                "Use PseudoInverse() or Sketched(...), no wrapper around the step (Clip, Spring, "
+                "TrustNorm), and the same lr in all groups",
             )
         radius = local.state.get("radius", self.radius)
         solution = local.direction(0.0)
@@ -45,17 +46,16 @@ class TargetRatio(Step):
         )
         radii = radius * self.window**exponents
         dampings = path.damping_for(radii)
-        trials = path.at(dampings)
-        losses = local.losses(trials)
+        losses = in_chunks(lambda some: local.losses(path.at(some)), dampings, solution.x)
         ratios = (local.loss - losses) / path.predicted(dampings, local.lr)
         ratios = torch.where(torch.isfinite(ratios), ratios, -torch.inf)
         good = ratios.cummin(0).values > self.target
         if not bool(good[0]):
             local.state["radius"] = radius / self.window
             reason = "the loss fell too little, or rose, at every trust radius tried"
-            return Move(trials[0], 0.0, solution, False, None, reason, self.radii)
+            return Move(solution.x, 0.0, solution, False, None, reason, self.radii)
         best = int(good.sum()) - 1
-        x, damping = trials[best], float(dampings[best])
+        x, damping = path.at(dampings[best]), float(dampings[best])
         local.state["radius"] = float(radii[best]) if damping > 0 else float(x.norm())
         chosen = type(solution)(x, damping, solution.rank, None, solution.status)
         return Move(x, 1.0, chosen, True, float(losses[best]), "", self.radii)

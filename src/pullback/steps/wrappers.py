@@ -76,7 +76,7 @@ class Spring(Wrapper):
 
     def solution(self, local: Local, damping: Damping | None, about: Tensor | None) -> Solution:
         previous = local.state.get("previous")
-        if previous is not None and len(previous) == len(local.gradient):
+        if previous is not None and local.state.get("names") == local.names:
             kept = self.momentum * previous.to(local.gradient)
             about = kept if about is None else about + kept
         return local.solve(damping, about)
@@ -85,6 +85,7 @@ class Spring(Wrapper):
         move = super().take(local)
         if move.accepted:
             local.state["previous"] = move.direction.clone()
+            local.state["names"] = local.names
         else:  # no damping shortens it: kept, it would spoil every later step
             local.state.pop("previous", None)
         return move

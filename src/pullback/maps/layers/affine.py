@@ -24,25 +24,33 @@ from .hadamard import hadamard
 class AffineBlock(Block):
     """Weight (G·O, I) and bias (G·O) from inputs (N, G, T, I) and cotangents (N, R, G, T, O).
 
-    `inputs` is a function, so that convolution patches are formed only while they are used.
+    `inputs` gives the inputs of a slice of samples, so that convolution patches are formed only for
+    the samples at hand and only while they are used.
     """
 
     def __init__(
         self,
         weight: str | None,
         bias: str | None,
-        inputs: Callable[[], Tensor],
+        inputs: Callable[[slice], Tensor],
         shape: tuple[int, int, int, int],
         delta: Tensor,
     ) -> None:
         self._weight, self._bias = weight, bias
         self.names = tuple(n for n in (weight, bias) if n is not None)
-        self._inputs, self.shape, self._delta = inputs, shape, delta
+        self._inputs_of, self.shape, self._delta = inputs, shape, delta
+
+    def _inputs(self) -> Tensor:
+        return self._inputs_of(slice(0, self.shape[0]))
 
     def narrow(self, start: int, stop: int) -> Block:
         shape = (stop - start, *self.shape[1:])
-        inputs, delta = self._inputs, self._delta[start:stop]
-        return AffineBlock(self._weight, self._bias, lambda: inputs()[start:stop], shape, delta)
+        delta = self._delta[start:stop]
+
+        def inputs(some: slice) -> Tensor:
+            return self._inputs_of(slice(start + some.start, start + some.stop))
+
+        return AffineBlock(self._weight, self._bias, inputs, shape, delta)
 
     @property
     def route(self) -> str:
@@ -54,7 +62,7 @@ class AffineBlock(Block):
         n2, _, t2, _ = other.shape
         r, r2, o = self._delta.shape[1], other._delta.shape[1], self._delta.shape[-1]
         pairs = n * r * n2 * r2
-        sweep = 8  # a memory-bound pass over an entry costs about as much as 8 multiply-adds
+        sweep = 40 if t * t2 > 1 else 4  # multiply-adds in the time of passing over an entry
         hadamard = g * t * t2 * (n * n2 * i + pairs * (o + sweep))
         materialized = g * o * i * (pairs + t * (n * r + n2 * r2))
         return "hadamard" if hadamard <= materialized or self._weight is None else "materialized"

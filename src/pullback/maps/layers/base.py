@@ -9,7 +9,7 @@ runs over the places that share the weight.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -69,3 +69,8 @@ class RowsBlock(Block):
 
     def narrow(self, start: int, stop: int) -> Block:
         return RowsBlock({n: r[start:stop] for n, r in self._rows.items()})
+
+
+def joined(tensors: Sequence[Tensor], dim: int) -> Tensor:
+    """The uses of one layer along their sharing axis; a single use is not copied."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), dim)

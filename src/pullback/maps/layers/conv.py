@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .affine import AffineBlock
-from .base import Block
+from .base import Block, joined
 from .registry import Layer, Use, register
 
 
@@ -37,10 +36,10 @@ class Conv(Layer):
 
     def block(self, names: Mapping[str, str | None], uses: Sequence[Use]) -> Block:
 
-        def inputs() -> Tensor:
-            return torch.cat([_input(u) for u in uses], 2)
+        def inputs(some: slice) -> Tensor:
+            return joined([_input(u, u.input[some]) for u in uses], 2)
 
-        delta = torch.cat([_delta(u) for u in uses], 3)
+        delta = joined([_delta(u) for u in uses], 3)
         n, _, g, t, _ = delta.shape
         weight = uses[0].module.weight
         return AffineBlock(
@@ -48,10 +47,10 @@ class Conv(Layer):
         )
 
 
-def _input(use: Use) -> Tensor:
+def _input(use: Use, x: Tensor) -> Tensor:
     """(N, *calls, C, *space) -> (N, G, T, I)."""
-    n, dims = use.input.shape[0], use.features
-    x = patches(use.module, use.input.reshape(-1, *use.input.shape[-dims:]))
+    n, dims = x.shape[0], use.features
+    x = patches(use.module, x.reshape(-1, *x.shape[-dims:]))
     x = x.unflatten(0, (n, -1))  # (N, calls, G, places, I)
     return x.transpose(1, 2).flatten(2, 3)
 

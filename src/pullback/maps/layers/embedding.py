@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from .base import Block
+from .base import Block, joined
 from .gather import GatherBlock
 from .registry import Layer, Use, register
 
@@ -22,8 +21,8 @@ class Embedding(Layer):
 
     def block(self, names: Mapping[str, str | None], uses: Sequence[Use]) -> Block:
         module = uses[0].module
-        index = torch.cat([u.input.reshape(u.input.shape[0], -1) for u in uses], 1)
-        delta = torch.cat(
+        index = joined([u.input.reshape(u.input.shape[0], -1) for u in uses], 1)
+        delta = joined(
             [u.delta.reshape(*u.delta.shape[:2], -1, u.delta.shape[-1]) for u in uses], 2
         )
         if module.padding_idx is not None:

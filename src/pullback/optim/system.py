@@ -1,17 +1,19 @@
-"""The local picture a step sees: solutions of the damped system, predictions, trial losses."""
+"""The damped system of one step, and whether the Gram in it is what autograd says."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .._core.errors import Status
 from .._core.products import full_precision
-from ..grams import FactoredGram, Gram
+from ..grams import FactoredGram, Gram, Part
 from ..solvers import Damping, Path, Solution, Solver
+from .problem import Problem
 
 Solve = Callable[[Damping | None, Tensor | None], Solution]
 
@@ -25,17 +27,20 @@ class System:
     white: Tensor | None = None
     extra: Tensor | None = None
 
+    #: why r is missing, where it should be there
+    status: Status = Status.OK
+
     @classmethod
-    def of(
-        cls, gram: Gram, gradient: Tensor, white: Tensor | None, pulled: Tensor | None
-    ) -> System:
+    def of(cls, gram: Gram, problem: Problem, white: Tensor | None) -> System:
         """Use r where A is at hand; e is p.grad minus what the recorded outputs explain.
 
         Both were computed by the same arithmetic, so that without a regularizer they agree to
         round-off, whatever the precision of the forward pass.
         """
-        if white is None or pulled is None or not isinstance(gram, FactoredGram):
-            return cls(gram, gradient)
+        gradient = problem.gradient
+        if white is None or not isinstance(gram, FactoredGram):
+            return cls(gram, gradient, status=problem.whitening)
+        pulled = problem.pulled()
         extra = gradient - pulled
         limit = 100 * torch.finfo(gradient.dtype).eps * (gradient.norm() + pulled.norm())
         return cls(gram, gradient, white, extra if bool(extra.norm() > limit) else None)
@@ -43,11 +48,9 @@ class System:
     def __neg__(self) -> System:
         white = None if self.white is None else -self.white
         extra = None if self.extra is None else -self.extra
-        return System(self.gram, -self.gradient, white, extra)
+        return System(self.gram, -self.gradient, white, extra, self.status)
 
-    def solver(
-        self, solver: Solver, state: Any
-    ) -> Callable[[Damping | None, Tensor | None], Solution]:
+    def solver(self, solver: Solver, state: Any) -> Solve:
         """(damping, about) ↦ the x that minimizes ‖A x − r‖² − 2eᵀx + λ‖x − about‖²."""
 
         @full_precision(self.gram.device)
@@ -62,23 +65,38 @@ class System:
             else:
                 found = solver.solve(state, g - self.extra, damping, whitened=r)
                 beside = solver.solve(state, self.extra, damping)
-                found = replace(found, x=found.x + beside.x)
+                status = found.status if beside.status is Status.OK else beside.status
+                found = replace(found, x=found.x + beside.x, status=status)
             return found if about is None else replace(found, x=found.x + about)
 
         return solve
 
     def path(self, solver: Solver, state: Any) -> Path | None:
-        """All solutions over damping."""
-        white = self.white if self.extra is None else None
-        return solver.path(state, self.gradient, white)
+        """All solutions over damping; e joins r in the spectral coordinates."""
+        if self.extra is None:
+            return solver.path(state, self.gradient, self.white)
+        path = solver.path(state, self.gradient - self.extra, self.white)
+        beside = solver.path(state, self.extra)
+        if path is None or beside is None:
+            return None
+        return replace(path, gamma=path.gamma + beside.gamma, beyond=beside.beyond)
 
 
-def explains(gram: Gram, c: Tensor, pulled: Tensor) -> bool:
+def explains(system: System, parts: Sequence[Part], problem: Problem) -> bool:
     """Whether cᵀ(AAᵀ)c is ‖Aᵀc‖², with Aᵀc by autograd: the layers' formulas at a glance."""
+    gram = system.gram
     if not isinstance(gram, FactoredGram) or (norms := gram.row_norms()) is None:
         return True
-    energy = (
-        c @ (gram.kernel() @ c) if gram.structure.holds == "kernel" else gram.lift(c).square().sum()
-    )
+    if system.white is None:
+        c = torch.ones_like(norms)
+        c[::2] = -1
+        pieces = zip(parts, c.split([part.count for part in parts]), strict=True)
+        pulled = torch.stack([part.pull(piece) for part, piece in pieces]).sum(0)
+    else:
+        c, pulled = system.white, problem.pulled()
+    if gram.structure.holds == "kernel":
+        energy = c @ (gram.kernel() @ c)
+    else:
+        energy = gram.lift(c).square().sum()
     tolerance = 10 * torch.finfo(c.dtype).eps ** 0.5 * (c * norms).square().sum()
     return bool((energy - pulled.square().sum()).abs() <= tolerance)
