@@ -24,7 +24,6 @@ from torch.func import functional_call, jacrev, vmap
 import pullback as pb
 
 from .models import Attention, mlp, small_conv
-from .scale import Keep
 from .timing import compare, environment
 
 DAMPING = 1e-2
@@ -73,11 +72,9 @@ def naive(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 def ours(model: nn.Module, x: Tensor, y: Tensor) -> Route:
-    """The optimizer as a user runs it, moving by lr = 0 so that each repeat is the same step."""
+    """The optimizer as a user runs it: closure, Gram, solve."""
     metric = pb.metrics.Fisher(pb.likelihoods.Categorical())
-    found: list[Tensor] = []
-
-    opt = pb.NaturalGradient(model, metric, pb.solvers.Cholesky(DAMPING), Keep(0.0, found))
+    opt = pb.NaturalGradient(model, metric, pb.solvers.Cholesky(DAMPING))
 
     def closure() -> Tensor:
         opt.zero_grad()
@@ -85,11 +82,7 @@ def ours(model: nn.Module, x: Tensor, y: Tensor) -> Route:
         loss.backward()
         return loss
 
-    def route() -> Tensor:
-        opt.step(closure)
-        return found[0]
-
-    return route
+    return lambda: opt.direction(closure).x
 
 
 def nngeometry(model: nn.Module, x: Tensor, y: Tensor) -> Route | None:

@@ -43,26 +43,13 @@ def closure_of(model: nn.Module, x: Tensor, y: Tensor) -> Callable[[], Tensor]:
     return closure
 
 
-class Keep(pb.steps.Constant):
-    """A constant step that shows its direction."""
-
-    def __init__(self, lr: float, found: list[Tensor]) -> None:
-        super().__init__(lr)
-        self.found = found
-
-    def take(self, local: pb.steps.Local) -> pb.steps.Move:
-        move = super().take(local)
-        self.found[:] = [move.direction]
-        return move
-
-
-def natural(
-    model: nn.Module, x: Tensor, y: Tensor, lr: float = 0.0, found: list[Tensor] | None = None
-) -> Callable[[], pb.StepInfo]:
+def optimizer(model: nn.Module, lr: float = 0.0) -> pb.NaturalGradient:
     metric = pb.metrics.Fisher(pb.likelihoods.Categorical())
-    rule = pb.steps.Constant(lr) if found is None else Keep(lr, found)
-    opt = pb.NaturalGradient(model, metric, pb.solvers.Cholesky(DAMPING), rule)
-    closure = closure_of(model, x, y)
+    return pb.NaturalGradient(model, metric, pb.solvers.Cholesky(DAMPING), pb.steps.Constant(lr))
+
+
+def natural(model: nn.Module, x: Tensor, y: Tensor) -> Callable[[], pb.StepInfo]:
+    opt, closure = optimizer(model), closure_of(model, x, y)
     return lambda: opt.step(closure)
 
 
@@ -72,13 +59,6 @@ def sgd(model: nn.Module, x: Tensor, y: Tensor) -> Callable[[], Any]:
     return lambda: opt.step(closure)
 
 
-def direction_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """The natural gradient itself; differences of moved float32 parameters would be rounded."""
-    found: list[Tensor] = []
-    natural(model, x, y, 0.0, found)()
-    return found[0]
-
-
 def relative_error(model: nn.Module, x: Tensor, y: Tensor, *, same_pattern: bool) -> float:
     """‖x32 − x64‖/‖x64‖ of the natural gradient at the same parameters.
 
@@ -86,11 +66,11 @@ def relative_error(model: nn.Module, x: Tensor, y: Tensor, *, same_pattern: bool
     round-off of zero and switch, which alone moves the Jacobian by some 1e-3. `same_pattern` gives
     the float64 network the units that are on in float32, and so isolates the arithmetic.
     """
-    short = direction_of(model, x, y)
+    short = optimizer(model).direction(closure_of(model, x, y)).x
     exact = copy.deepcopy(model).double()
     if same_pattern:
         fix_pattern(exact, model, x)
-    reference = direction_of(exact, x.double(), y)
+    reference = optimizer(exact).direction(closure_of(exact, x.double(), y)).x
     return float((short.double() - reference).norm() / reference.norm())
 
 
@@ -125,8 +105,8 @@ def build(name: str, device: torch.device) -> tuple[nn.Module, Tensor, Tensor]:
 def measure(name: str, device: torch.device) -> dict[str, Any]:
     torch.manual_seed(0)
     model, x, y = build(name, device)
-    routes = {"SGD": sgd(model, x, y), "natural gradient": natural(model, x, y, 0.0)}
-    info = natural(model, x, y, 0.0)()
+    routes = {"SGD": sgd(model, x, y), "natural gradient": natural(model, x, y)}
+    info = natural(model, x, y)()
     times = compare(routes, device, repeats=10, warmup=3)
     memory = {route: peak_bytes(run, device) for route, run in routes.items()}
     error = relative_error(model, x, y, same_pattern=False)
@@ -155,7 +135,7 @@ def measure(name: str, device: torch.device) -> dict[str, Any]:
 
 def profile(name: str, device: torch.device) -> None:
     model, x, y = build(name, device)
-    run = natural(model, x, y, 0.0)
+    run = natural(model, x, y)
     for _ in range(3):
         run()
     with torch.profiler.profile() as trace:

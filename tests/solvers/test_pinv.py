@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from pullback.grams import Kernel
 from pullback.solvers import Cholesky, PseudoInverse
 from pullback.testing import assert_close
 from tests.solvers.helpers import FORMS, factored, hold, random, vector, with_spectrum
@@ -105,3 +106,24 @@ def test_init_is_where_the_work_is(form: str, monkeypatch: pytest.MonkeyPatch) -
         assert solver.solve(state, vector(6), damping).status.ok
     path = solver.path(state, vector(6))
     assert path.at(torch.tensor([0.1, 1.0]).double()).shape == (2, 6)
+
+
+@pytest.mark.parametrize("p", [10_000_000])
+def test_many_parameters_in_float32(p: int) -> None:
+    """Neither the rank nor the part of g outside the rows depends on how long the rows are."""
+    index = torch.arange(4)
+
+    def project(v):
+        return v[index]
+
+    def lift(c):
+        return torch.zeros(p).index_copy_(0, index, c)
+
+    gram = Kernel(torch.eye(4), project, lift, p)
+    solver = PseudoInverse()
+    g = torch.zeros(p)
+    g[:8] = 1.0
+    found = solver.solve(solver.init(gram), g, 0.5)
+    assert found.rank == 4
+    assert torch.allclose(found.x[:4], torch.full((4,), 1 / 1.5))
+    assert torch.allclose(found.x[4:8], torch.full((4,), 1 / 0.5))
