@@ -25,7 +25,8 @@ def gram(x: Tensor) -> Tensor:
     split = _Split.active() and _large(x, x.T)
     high, low = _halves(x) if split else (x, x)
     out = x.new_zeros(n, n) if split else x.new_empty(n, n)
-    for a, b in pairwise([n * i // _PANELS for i in range(_PANELS + 1)]):
+    panels = max(1, min(_PANELS, n // 1024)) if x.is_cuda else _PANELS
+    for a, b in pairwise([n * i // panels for i in range(panels + 1)]):
         if split:
             _accumulate(out[a:b, :b], (high[a:b], low[a:b]), (high[:b].T, low[:b].T))
         else:
@@ -40,13 +41,14 @@ def cross(x: Tensor, y: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def full_precision(device: torch.device) -> Iterator[None]:
+def full_precision(device: torch.device, entries: float = float("inf")) -> Iterator[None]:
     """Float32 products and convolutions at float32 accuracy, on tensor cores where that pays.
 
     Plain TF32 keeps 10 bits of each factor, and a natural gradient divides by small eigenvalues:
     the step would be off by percents. So TF32 is switched off, and large products are split: both
     factors into two parts, three products of them (high·high + high·low + low·high) added, in sums
-    short enough for the cores' truncating accumulators.
+    short enough for the cores' truncating accumulators. `entries` is the size of A: where it is
+    small no product is large, and the products are not watched.
     """
     if device.type != "cuda":
         yield
@@ -55,7 +57,7 @@ def full_precision(device: torch.device) -> Iterator[None]:
     before = backends.cudnn.conv.fp32_precision, backends.cuda.matmul.fp32_precision
     backends.cudnn.conv.fp32_precision = backends.cuda.matmul.fp32_precision = "ieee"
     try:
-        with _Split():
+        with _Split() if entries >= _SPLIT_ABOVE / 8 else contextlib.nullcontext():
             yield
     finally:
         backends.cudnn.conv.fp32_precision, backends.cuda.matmul.fp32_precision = before
@@ -110,10 +112,23 @@ def _accumulate(out: Tensor, x: tuple[Tensor, Tensor], y: tuple[Tensor, Tensor])
     before = matmul.fp32_precision
     matmul.fp32_precision = "tf32"
     try:
-        for k in range(0, xh.shape[1], _DEPTH):
-            out.addmm_(xh[:, k : k + _DEPTH], yh[k : k + _DEPTH])
+        _accumulate_short_sums(out, xh, yh)
     finally:
         matmul.fp32_precision = before
+
+
+def _accumulate_short_sums(out: Tensor, x: Tensor, y: Tensor) -> None:
+    """out += X Y in sums of at most _DEPTH terms, many of them at once where X is long."""
+    depth = x.shape[1]
+    whole = depth // _DEPTH if depth > 8 * _DEPTH else 0
+    batch = max(1, 2**26 // out.numel())
+    for a in range(0, whole, batch):
+        b = min(a + batch, whole)
+        one = x[:, a * _DEPTH : b * _DEPTH].unflatten(1, (b - a, _DEPTH)).transpose(0, 1)
+        two = y[a * _DEPTH : b * _DEPTH].unflatten(0, (b - a, _DEPTH))
+        out += torch.bmm(one, two).sum(0)
+    for k in range(whole * _DEPTH, depth, _DEPTH):
+        out.addmm_(x[:, k : k + _DEPTH], y[k : k + _DEPTH])
 
 
 def _halves(x: Tensor) -> tuple[Tensor, Tensor]:

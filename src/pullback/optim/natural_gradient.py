@@ -216,7 +216,8 @@ class NaturalGradient(Optimizer):
     def _pull(self, problem: Problem, batch: Any) -> tuple[list[Part], System]:
         # the replayed forward pass keeps the closure's own arithmetic: a last bit may flip a ReLU
         parts, white = problem.parts(self.metric, batch)
-        with full_precision(problem.space.device):
+        entries = sum(part.count for part in parts) * problem.space.size
+        with full_precision(problem.space.device, entries):
             gram = assemble(parts, self.gram, self.memory, self.solver.prefers)
         return parts, System.of(gram, problem, white)
 
@@ -261,9 +262,8 @@ class NaturalGradient(Optimizer):
         """The local picture, with the sign turned where we maximize."""
         sign = self._sign
         system = -system if self.maximize else system
-        precise = full_precision(problem.space.device)
-        with full_precision(problem.space.device):
-            state = self.solver.init(system.gram)
+        precise = system.precisely()
+        state = precise(self.solver.init)(system.gram)
         lr, scale = self._rates(problem)
         return Local(
             loss=sign * problem.loss,

@@ -50,10 +50,14 @@ class System:
         extra = None if self.extra is None else -self.extra
         return System(self.gram, -self.gradient, white, extra, self.status)
 
+    def precisely(self) -> Any:
+        """A decorator under which products with this system's matrices are exact in float32."""
+        return full_precision(self.gram.device, float(self.gram.count) * self.gram.size)
+
     def solver(self, solver: Solver, state: Any) -> Solve:
         """(damping, about) ↦ the x that minimizes ‖A x − r‖² − 2eᵀx + λ‖x − about‖²."""
 
-        @full_precision(self.gram.device)
+        @self.precisely()
         def solve(damping: Damping | None, about: Tensor | None) -> Solution:
             g, r = self.gradient, self.white
             if about is not None:

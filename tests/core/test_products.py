@@ -1,0 +1,71 @@
+"""Symmetric products, and float32 products on tensor cores."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pullback._core import products
+from pullback._core.products import cross, full_precision, gram
+
+cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (257, 300), (64, 5000)])
+def test_gram_is_x_xt(shape: tuple[int, int]) -> None:
+    x = torch.randn(shape, dtype=torch.float64)
+    assert torch.allclose(gram(x), x @ x.T, rtol=1e-12, atol=1e-12)
+    assert torch.allclose(gram(x.T), x.T @ x, rtol=1e-12, atol=1e-12)
+    assert torch.equal(gram(x), gram(x).T)
+    y = torch.randn(7, shape[1], dtype=torch.float64)
+    assert torch.allclose(cross(x, y), x @ y.T, rtol=1e-12, atol=1e-12)
+
+
+def test_halves_add_up_and_the_high_one_fits_tf32() -> None:
+    x = torch.randn(50, 60)
+    for m in (x, x.T, x[::2, ::3]):
+        high, low = products._halves(m)
+        assert torch.equal(high + low, m)
+        assert not bool((high.contiguous().view(torch.int32) & 8191).any())
+        assert bool((low.abs() <= 2**-11 * m.abs() * (1 + 1e-6)).all())
+
+
+@pytest.mark.parametrize("depth", [700, 5000, 20_000])
+def test_short_sums_add_up(depth: int) -> None:
+    x, y = torch.randn(9, depth, dtype=torch.float64), torch.randn(depth, 11, dtype=torch.float64)
+    out = torch.ones(9, 11, dtype=torch.float64)
+    products._accumulate_short_sums(out, x, y)
+    assert torch.allclose(out, 1 + x @ y, rtol=1e-12, atol=1e-10)
+
+
+def test_nothing_is_changed_on_the_cpu() -> None:
+    before = torch.backends.cuda.matmul.fp32_precision
+    with full_precision(torch.device("cpu")):
+        assert torch.backends.cuda.matmul.fp32_precision == before
+
+
+@pytest.mark.cuda
+@cuda
+@pytest.mark.parametrize("precision", ["ieee", "tf32"])
+def test_large_products_keep_float32_accuracy_and_the_flags(precision: str) -> None:
+    matmul, conv = torch.backends.cuda.matmul, torch.backends.cudnn.conv
+    before = matmul.fp32_precision, conv.fp32_precision
+    try:
+        matmul.fp32_precision = precision
+        x = torch.randn(4096, 4096, device="cuda")
+        y = torch.randn(4096, 4096, device="cuda", requires_grad=True)
+        exact = x.double() @ y.detach().double()
+        with full_precision(x.device):
+            got = x @ y
+            (pulled,) = torch.autograd.grad(got, y, exact.float())
+            square = gram(x)
+        assert matmul.fp32_precision == precision
+        assert conv.fp32_precision == before[1]
+    finally:
+        matmul.fp32_precision, conv.fp32_precision = before
+    for answer, want in (
+        (got, exact),
+        (pulled, x.double().T @ exact),
+        (square, x.double() @ x.double().T),
+    ):
+        assert float((answer.double() - want).norm() / want.norm()) < 1e-5
