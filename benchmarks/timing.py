@@ -17,19 +17,27 @@ def synchronize(device: torch.device) -> None:
 
 
 def compare(
-    routes: dict[str, Callable[[], Any]], device: torch.device, repeats: int = 5, warmup: int = 1
+    routes: dict[str, Callable[[], Any]],
+    device: torch.device,
+    repeats: int = 5,
+    warmup: int = 1,
+    patience: float = 15.0,
 ) -> dict[str, float]:
-    """Median seconds per route; the routes take turns, so that drift meets all of them."""
+    """Median seconds per route; the routes take turns, so that drift meets all of them.
+
+    A route that has used up `patience` seconds is not repeated any more.
+    """
     times: dict[str, list[float]] = {name: [] for name in routes}
-    for round_ in range(warmup + repeats):
+    for _ in range(warmup + repeats):
         for name, route in routes.items():
+            if sum(times[name]) > patience:
+                continue
             synchronize(device)
             start = time.perf_counter()
             route()
             synchronize(device)
-            if round_ >= warmup:
-                times[name].append(time.perf_counter() - start)
-    return {name: statistics.median(values) for name, values in times.items()}
+            times[name].append(time.perf_counter() - start)
+    return {name: statistics.median(values[warmup:] or values) for name, values in times.items()}
 
 
 def peak_bytes(route: Callable[[], Any], device: torch.device) -> int:
