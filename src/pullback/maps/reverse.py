@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._core.errors import reraise_fatal
 from .layers.layout import Layout
-
-if TYPE_CHECKING:
-    from .module import ModuleLinearization
+from .replay import Replay
 
 
 def looped_cotangents(
-    linear: ModuleLinearization, edges: list[Any], layouts: Sequence[Layout], covectors: Tensor
+    linear: Replay, edges: list[Any], layouts: Sequence[Layout], covectors: Tensor
 ) -> list[Tensor]:
     """Per edge the cotangents (N, R, ...), samples first, by R reverse passes."""
     out: list[Tensor] = []
@@ -35,7 +33,7 @@ def looped_cotangents(
 
 
 def batched_cotangents(
-    linear: ModuleLinearization, edges: list[Any], layouts: Sequence[Layout], covectors: Tensor
+    linear: Replay, edges: list[Any], layouts: Sequence[Layout], covectors: Tensor
 ) -> list[Tensor]:
     """The same by one reverse pass in which every operation is vectorized over covectors."""
     if not edges:
@@ -50,9 +48,7 @@ def batched_cotangents(
     return out
 
 
-def vectorizes(
-    linear: ModuleLinearization, edges: list[Any], u: Tensor, truth: Sequence[Tensor | None]
-) -> bool:
+def vectorizes(linear: Replay, edges: list[Any], u: Tensor, truth: Sequence[Tensor | None]) -> bool:
     """Whether the vectorized pass works for this graph, at speed, and agrees with the plain one."""
     if not edges:
         return False

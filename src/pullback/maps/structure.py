@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,11 +18,9 @@ from .base import Covered, Pulled
 from .layers import Block, RowsBlock, Use
 from .layers.layout import Layout, detect
 from .record import Entry, Recorder
+from .replay import Replay
 from .reverse import batched_cotangents, looped_cotangents, vectorizes
 from .unstructured import sample_rows
-
-if TYPE_CHECKING:
-    from .module import ModuleLinearization
 
 
 @dataclass
@@ -40,7 +38,7 @@ class Structure:
     settled: bool = True
 
     @classmethod
-    def establish(cls, linear: ModuleLinearization, recorder: Recorder) -> Structure:
+    def establish(cls, linear: Replay, recorder: Recorder) -> Structure:
         """Probe with covectors u and c∘u, c one random number per sample."""
         z, leaves = linear.value, linear.leaves
         generator = torch.Generator().manual_seed(0)
@@ -72,7 +70,7 @@ class Structure:
         return plan
 
     def _verify(
-        self, blocks: list[Block], truth: Mapping[str, Tensor | None], linear: ModuleLinearization
+        self, blocks: list[Block], truth: Mapping[str, Tensor | None], linear: Replay
     ) -> None:
         """Keep the parameters whose layer formula reproduces autograd's gradient."""
         ones = linear.value.new_ones(linear.value.shape[0], 1)
@@ -94,9 +92,7 @@ class Structure:
                 self.reasons[name] = "it is also used outside its layer"
         self.rest = tuple(n for n in truth if n in self.reasons)
 
-    def pullback(
-        self, linear: ModuleLinearization, recorder: Recorder, covectors: Tensor
-    ) -> Pulled:
+    def pullback(self, linear: Replay, recorder: Recorder, covectors: Tensor) -> Pulled:
         """One reverse pass per covector gives every layer's cotangents."""
         used = [i for i, e in enumerate(recorder.entries) if i in self.layouts and self._wanted(e)]
         edges = [recorder.entries[i].edge for i in used]
@@ -115,7 +111,7 @@ class Structure:
         return any(n is not None and n not in self.rest for n in entry.names.values())
 
     def _blocks(
-        self, linear: ModuleLinearization, recorder: Recorder, deltas: Mapping[int, Tensor]
+        self, linear: Replay, recorder: Recorder, deltas: Mapping[int, Tensor]
     ) -> list[Block]:
         """One block per set of parameters; parameters shared between sets become plain rows."""
         groups: dict[tuple[str | None, ...], list[int]] = {}
@@ -131,7 +127,7 @@ class Structure:
             blocks.append(first.layer.block(names, uses))
         return untied(blocks)
 
-    def _use(self, linear: ModuleLinearization, entry: Entry, i: int, delta: Tensor) -> Use:
+    def _use(self, linear: Replay, entry: Entry, i: int, delta: Tensor) -> Use:
         x = self.layouts[i](entry.input)
         if x.is_floating_point():
             x = x.to(linear.space.dtype)
@@ -147,7 +143,7 @@ class Structure:
         return covered
 
 
-def _placed(delta: Tensor | None, layout: Layout, linear: ModuleLinearization) -> Tensor:
+def _placed(delta: Tensor | None, layout: Layout, linear: Replay) -> Tensor:
     assert delta is not None
     return layout(delta).unsqueeze(1).to(linear.space.dtype)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,15 +12,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
 from .._core.errors import reraise_fatal
-
-if TYPE_CHECKING:
-    from .module import ModuleLinearization
+from .replay import Replay
 
 _CHUNK = 2**28  # bytes of rows formed at once under vmap
 
 
 def sample_rows(
-    linear: ModuleLinearization, names: Sequence[str], covectors: Tensor, known: str | None
+    linear: Replay, names: Sequence[str], covectors: Tensor, known: str | None
 ) -> tuple[dict[str, Tensor], str]:
     """Rows (N, R, numel) by name, and the way that worked.
 
@@ -39,9 +37,7 @@ def sample_rows(
     return _row_by_row(linear, names, covectors), "reverse passes"
 
 
-def _vmapped(
-    linear: ModuleLinearization, names: Sequence[str], covectors: Tensor
-) -> dict[str, Tensor]:
+def _vmapped(linear: Replay, names: Sequence[str], covectors: Tensor) -> dict[str, Tensor]:
     source, call = linear.map, linear.map.call
     samples, axis = linear.value.shape[0], source.batch_dim
     fixed = {n: p.detach() for n, p in linear.leaves.items()}
@@ -68,7 +64,7 @@ def _vmapped(
     return {n: v.reshape(*v.shape[:2], -1).to(linear.space.dtype) for n, v in out.items()}
 
 
-def _adds_up(linear: ModuleLinearization, rows: dict[str, Tensor], covectors: Tensor) -> bool:
+def _adds_up(linear: Replay, rows: dict[str, Tensor], covectors: Tensor) -> bool:
     """Whether Σ c_nr row_nr equals autograd's Jᵀ Σ c_nr u_nr for random c."""
     r, n = covectors.shape[:2]
     generator = torch.Generator().manual_seed(1)
@@ -84,9 +80,7 @@ def _adds_up(linear: ModuleLinearization, rows: dict[str, Tensor], covectors: Te
     return True
 
 
-def _row_by_row(
-    linear: ModuleLinearization, names: Sequence[str], covectors: Tensor
-) -> dict[str, Tensor]:
+def _row_by_row(linear: Replay, names: Sequence[str], covectors: Tensor) -> dict[str, Tensor]:
     r, n = covectors.shape[:2]
     leaves = [linear.leaves[name] for name in names]
     rows = {
