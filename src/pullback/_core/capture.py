@@ -67,12 +67,19 @@ class Call:
     buffers: dict[str, Tensor] | None = None
     #: inputs that were computed from something differentiable
     sources: list[Tensor] = field(default_factory=list)
+    _output_version: int = 0
     _versions: list[tuple[Tensor, int]] = field(default_factory=list)
 
     @classmethod
     def of(cls, *args: Any, **kwargs: Any) -> Call:
         """A call that did not happen in a closure: other inputs for the metric."""
         return cls(args, kwargs)
+
+    def recorded_output(self) -> Tensor | None:
+        """The output as it was, unless the loss has overwritten it since."""
+        if self.output is None or self.output._version != self._output_version:
+            return None
+        return self.output
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -160,6 +167,7 @@ class Capture:
         if not z.requires_grad:
             return
         call.output, kind = z.detach(), z.device.type
+        call._output_version = z._version
         if torch.is_autocast_enabled(kind):
             call.autocast = (kind, torch.get_autocast_dtype(kind))
         self._all.append(call)

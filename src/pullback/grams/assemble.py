@@ -34,6 +34,11 @@ class Part:
             identity_covectors(value) if coupled else self.factor.covectors(value)
         )
 
+    @property
+    def used_structure(self) -> bool:
+        """Whether rows were pulled back through layers, and not by autograd alone."""
+        return "pulled" in vars(self) and bool(self.pulled.coverage)
+
     def _white(self, c: Tensor) -> Tensor:
         return c.reshape(*c.shape[:-1], self.linear.value.shape[0], *self.factor.white)
 

@@ -107,13 +107,19 @@ class Operator(FactoredGram):
         return torch.stack([self.project(self.lift(e)) for e in eye])
 
     def trace(self) -> Tensor:
-        """tr G = ‖A‖²: exact for few rows, else estimated from seeded random signs."""
+        """tr G: exact for few rows, else estimated from seeded signs v as the mean of vᵀG v.
+
+        The signs belong to the parameters, so the estimate depends on G alone: it does not change
+        when the batch is repeated.
+        """
         if self.count <= _EXACT_TRACE:
             return self.rows().square().sum()
         generator = torch.Generator().manual_seed(0)
-        signs = torch.randint(0, 2, (_PROBES, self.count), generator=generator) * 2 - 1
-        probes = signs.to(self.device, self.dtype)
-        return torch.stack([self.lift(s).square().sum() for s in probes]).mean()
+        total = torch.zeros((), dtype=self.dtype, device=self.device)
+        for _ in range(_PROBES):
+            signs = torch.randint(0, 2, (self.size,), generator=generator) * 2 - 1
+            total += self.project(signs.to(self.device, self.dtype)).square().sum()
+        return total / _PROBES
 
 
 class Kernel(Operator):

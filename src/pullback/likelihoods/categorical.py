@@ -39,7 +39,8 @@ class Categorical(Likelihood):
     """Logits z along `dim`; a sample is one counted position.
 
     Positions whose target was `ignore_index` receive no gradient from the loss; they are
-    recognized by that and left out of the metric and of its mean.
+    recognized by that and left out of the metric and of its mean. A further term that reaches
+    every position (a z-loss, say) hides them: then mask the metric with `Weighted`.
     """
 
     def __init__(self, dim: int = -1, ignore_index: int = -100) -> None:

@@ -9,8 +9,8 @@ import torch
 import torch.autograd.forward_ad as fwad
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from .._core.attention import unfused_attention
 from .._core.capture import Call, Selector, plain, select
 from .._core.errors import PullbackError, reraise_fatal
 from .._core.factor import Factor
@@ -83,7 +83,10 @@ class ModuleMap(Map):
         recorded = self.call.buffers
         buffers = dict(self.model.named_buffers()) if recorded is None else recorded
         buffers = {n: b.clone() for n, b in buffers.items()}
-        return self.value(functional_call(self.model, {**buffers, **params}, args, kwargs))
+        tensors = in_every_slot(self.model, {**buffers, **params})
+        return self.value(
+            functional_call(self.model, tensors, args, kwargs, tie_weights=False, strict=False)
+        )
 
     def linearize(self, params: Mapping[str, Tensor]) -> ModuleLinearization:
         """φ(w) with a graph that is kept for many pullbacks."""
@@ -102,6 +105,26 @@ class ModuleLinearization(Linearization):
         with torch.enable_grad(), call.replaying(), self._recorder:
             self.graph = source.call_with(self._leaves, *call.args, **call.kwargs)
         self.value = self.graph.detach().to(self.space.dtype)
+        self._refuse_another_output()
+
+    def _refuse_another_output(self) -> None:
+        """Raise where the replayed pass is not the one that was recorded."""
+        recorded = self.map.call.recorded_output()
+        if recorded is None:
+            return
+        before, now = self.map.arranged(recorded).to(self.value.dtype), self.value
+        tolerance = 10 * torch.finfo(self.graph.dtype).eps ** 0.5
+        if before.shape == now.shape and bool((now - before).norm() <= tolerance * before.norm()):
+            return
+        if not bool(torch.isfinite(before).all()):
+            return
+        raise PullbackError(
+            "The forward pass cannot be repeated",
+            "run again on the same inputs it gave another output: the model keeps a state or a "
+            "random generator of its own, or the closure changed its mode (train, eval) after it",
+            "Keep state in buffers, use torch's global random generator, and set the mode "
+            "outside the closure",
+        )
 
     def jvp(self, v: Tensor) -> Tensor:
         """J v by forward-mode differentiation; by two reverse passes where that fails.
@@ -113,7 +136,14 @@ class ModuleLinearization(Linearization):
         key = ("jvp", self._recorder.signature(self.map.call))
         ways = (self._forward_mode, self._forward_mode_unfused, self._double_vjp)
         if key not in self.map.plans:
-            self.map.plans[key] = next((i for i in (0, 1) if self._adjoint(ways[i])), 2)
+            found = next((i for i in range(3) if self._adjoint(ways[i])), None)
+            if found is None:
+                raise PullbackError(
+                    "J v cannot be computed for this model",
+                    "an operation in it has neither a forward-mode nor a second derivative",
+                    'Use gram="rows" or "kernel" with a solver that factorizes',
+                )
+            self.map.plans[key] = found
         return ways[self.map.plans[key]](v)
 
     def _adjoint(self, push: Callable[[Tensor], Tensor]) -> bool:
@@ -133,7 +163,7 @@ class ModuleLinearization(Linearization):
         return bool(gap <= torch.finfo(self.graph.dtype).eps ** 0.5 * scale)
 
     def _forward_mode_unfused(self, v: Tensor) -> Tensor:
-        with sdpa_kernel(SDPBackend.MATH):
+        with unfused_attention():
             return self._forward_mode(v)
 
     def _forward_mode(self, v: Tensor) -> Tensor:
@@ -199,6 +229,22 @@ class ModuleLinearization(Linearization):
     def leaves(self) -> dict[str, Tensor]:
         """The parameters the graph was built on."""
         return self._leaves
+
+
+def in_every_slot(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors under the name of each module that holds them, each module named once.
+
+    torch's own `tie_weights` names a module twice that is used twice, and then puts the
+    replacement back in the place of the parameter.
+    """
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    by_id = {id(named[name]): tensor for name, tensor in tensors.items()}
+    return {
+        f"{path}.{key}" if path else key: by_id[id(held)]
+        for path, module in model.named_modules()
+        for key, held in (*module._parameters.items(), *module._buffers.items())
+        if held is not None and id(held) in by_id
+    }
 
 
 def refuse_coupled(model: nn.Module) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.func import vjp, vmap
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
+from .._core.attention import unfused_attention
 from .._core.errors import reraise_fatal
 from .replay import Replay
 
@@ -29,7 +29,7 @@ def sample_rows(
     if known != "reverse passes":
         try:
             rows = _vmapped(linear, names, covectors)
-        except (RuntimeError, ValueError, NotImplementedError) as error:
+        except Exception as error:  # a model may refuse a batch of one in any way it likes
             reraise_fatal(error)
             rows = None
         if rows is not None and _adds_up(linear, rows, covectors):
@@ -59,7 +59,7 @@ def _vmapped(linear: Replay, names: Sequence[str], covectors: Tensor) -> dict[st
     size = sum(p.numel() for p in free.values()) * covectors.shape[0]
     chunk = max(1, _CHUNK // (size * linear.value.element_size()))
     u = covectors.movedim(1, 0).to(linear.graph.dtype)
-    with call.replaying(), sdpa_kernel(SDPBackend.MATH):  # fused attention has no vmap rule
+    with call.replaying(), unfused_attention():  # the fused one has no vmap rule
         out = vmap(rows, in_dims=(axes, 0), chunk_size=chunk, randomness="different")(values, u)
     return {n: v.reshape(*v.shape[:2], -1).to(linear.space.dtype) for n, v in out.items()}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -89,18 +89,27 @@ class System:
 def explains(system: System, parts: Sequence[Part], problem: Problem) -> bool:
     """Whether cᵀ(AAᵀ)c is ‖Aᵀc‖², with Aᵀc by autograd: the layers' formulas at a glance."""
     gram = system.gram
-    if not isinstance(gram, FactoredGram) or (norms := gram.row_norms()) is None:
+    if gram.structure.holds == "operator" or not all(part.used_structure for part in parts):
         return True
+    counts = [part.count for part in parts]
     if system.white is None:
-        c = torch.ones_like(norms)
+        c = torch.ones(sum(counts), dtype=gram.dtype, device=gram.device)
         c[::2] = -1
-        pieces = zip(parts, c.split([part.count for part in parts]), strict=True)
-        pulled = torch.stack([part.pull(piece) for part, piece in pieces]).sum(0)
+        pulled = sum_of(part.pull(x) for part, x in zip(parts, c.split(counts), strict=True))
     else:
         c, pulled = system.white, problem.pulled()
-    if gram.structure.holds == "kernel":
-        energy = c @ (gram.kernel() @ c)
+    if isinstance(gram, FactoredGram) and gram.structure.holds == "kernel":
+        energy, scale = c @ (gram.kernel() @ c), c.square() @ gram.kernel().diagonal()
     else:
-        energy = gram.lift(c).square().sum()
-    tolerance = 10 * torch.finfo(c.dtype).eps ** 0.5 * (c * norms).square().sum()
+        lifted = sum_of(part.lift(x) for part, x in zip(parts, c.split(counts), strict=True))
+        energy, scale = lifted.square().sum(), c.square().sum() * gram.trace() / len(c)
+    tolerance = 10 * torch.finfo(c.dtype).eps ** 0.5 * (scale + energy)
     return bool((energy - pulled.square().sum()).abs() <= tolerance)
+
+
+def sum_of(vectors: Iterable[Tensor]) -> Tensor:
+    """Their sum; a single one is not copied."""
+    first, *others = vectors
+    for other in others:
+        first = first + other
+    return first

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any
 
 import torch.nn.functional as F
@@ -41,10 +42,9 @@ class Conv(Layer):
 
         delta = joined([_delta(u) for u in uses], 3)
         n, _, g, t, _ = delta.shape
-        weight = uses[0].module.weight
-        return AffineBlock(
-            names["weight"], names["bias"], inputs, (n, g, t, weight[0].numel()), delta
-        )
+        module = uses[0].module
+        width = module.in_channels // module.groups * prod(module.kernel_size)
+        return AffineBlock(names["weight"], names["bias"], inputs, (n, g, t, width), delta)
 
 
 def _input(use: Use, x: Tensor) -> Tensor:

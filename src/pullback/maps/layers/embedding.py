@@ -17,7 +17,7 @@ class Embedding(Layer):
     """index (N, T), δ (N, R, T, D); `padding_idx` receives no gradient."""
 
     def parameters(self, module: Any) -> dict[str, Tensor | None]:
-        return {"weight": module.weight}
+        return {"weight": module._parameters.get("weight")}
 
     def block(self, names: Mapping[str, str | None], uses: Sequence[Use]) -> Block:
         module = uses[0].module

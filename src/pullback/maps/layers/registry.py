@@ -34,8 +34,9 @@ class Layer(ABC):
     """
 
     def parameters(self, module: Any) -> dict[str, Tensor | None]:
-        """The tensors that take part, by role."""
-        return {"weight": getattr(module, "weight", None), "bias": getattr(module, "bias", None)}
+        """The tensors that take part, by role; a parametrized one is no parameter of the module."""
+        held = module._parameters
+        return {"weight": held.get("weight"), "bias": held.get("bias")}
 
     def features(self, module: Any, ndim: int) -> int:
         """How many trailing axes of an output with `ndim` axes are features of one place."""

@@ -94,7 +94,7 @@ class PReLU(ChannelScale):
     """The slope multiplies min(x, 0)."""
 
     def parameters(self, module: Any) -> dict[str, Tensor | None]:
-        return {"weight": module.weight}
+        return {"weight": module._parameters.get("weight")}
 
     def places(self, module: Any, ndim: int) -> list[int]:
         return [-k for k in range(1, ndim + (module.num_parameters == 1))]
