@@ -1,4 +1,4 @@
-"""What a test changes in torch's global state does not reach the next one."""
+"""What a test changes in global state does not reach the next one."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from pullback.maps.layers import REGISTRY
+
 
 @pytest.fixture(autouse=True)
 def _torch_as_it_was() -> Iterator[None]:
-    dtype = torch.get_default_dtype()
+    dtype, layers = torch.get_default_dtype(), dict(REGISTRY)
     yield
     torch.set_default_dtype(dtype)
+    REGISTRY.clear()
+    REGISTRY.update(layers)

@@ -49,8 +49,8 @@ class Factor(ABC):
         """Sᵀ v."""
 
     @abstractmethod
-    def whiten(self, g: Tensor) -> Whitened:
-        """The r with S r = g."""
+    def whiten(self, g: Tensor, eps: float | None = None) -> Whitened:
+        """The r with S r = g; `eps` is the precision of g where it is lower than its dtype's."""
 
     def __matmul__(self, r: Tensor) -> Tensor:
         return self.apply(r)
@@ -79,7 +79,7 @@ class Diagonal(Factor):
     def transpose(self, v: Tensor) -> Tensor:
         return self.scale * v
 
-    def whiten(self, g: Tensor) -> Whitened:
+    def whiten(self, g: Tensor, eps: float | None = None) -> Whitened:
         return Whitened.checked(torch.where(g == 0, 0.0, g / self.scale))
 
 
@@ -119,11 +119,13 @@ class Blocks(Factor):
         flat = v.flatten(v.ndim - len(self._event))
         return torch.einsum("nek,...ne->...nk", self._s, flat)
 
-    def whiten(self, g: Tensor) -> Whitened:
+    def whiten(self, g: Tensor, eps: float | None = None) -> Whitened:
         flat = g.flatten(1)
         r = torch.einsum("nke,ne->nk", torch.linalg.pinv(self._s), flat)
         missing = (self.apply(r).flatten(1) - flat).norm()
-        return Whitened.checked(r, missing <= torch.finfo(g.dtype).eps ** 0.5 * flat.norm())
+        return Whitened.checked(
+            r, missing <= (eps or torch.finfo(g.dtype).eps) ** 0.5 * flat.norm()
+        )
 
 
 class Scaled(Factor):
@@ -144,8 +146,8 @@ class Scaled(Factor):
     def transpose(self, v: Tensor) -> Tensor:
         return self._factor.transpose(self._root * v)
 
-    def whiten(self, g: Tensor) -> Whitened:
-        return self._factor.whiten(torch.where(g == 0, 0.0, g / self._root))
+    def whiten(self, g: Tensor, eps: float | None = None) -> Whitened:
+        return self._factor.whiten(torch.where(g == 0, 0.0, g / self._root), eps)
 
 
 class Mixed(Factor):
@@ -170,6 +172,6 @@ class Mixed(Factor):
     def transpose(self, v: Tensor) -> Tensor:
         return self._over_samples(v, transpose=False)
 
-    def whiten(self, g: Tensor) -> Whitened:
+    def whiten(self, g: Tensor, eps: float | None = None) -> Whitened:
         flat = self._l.mT @ g.reshape(g.shape[0], -1)
         return Whitened.checked(flat.view(g.shape))

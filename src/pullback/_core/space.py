@@ -16,6 +16,11 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
+def tolerance(dtype: torch.dtype, factor: float = 1.0) -> float:
+    """The relative difference of two right answers in this arithmetic: factor·√ε, at most 5 %."""
+    return min(factor * torch.finfo(dtype).eps ** 0.5, 0.05)
+
+
 class ParameterSpace:
     """The space R^p of an ordered dict of parameters.
 

@@ -27,11 +27,11 @@ class SoftmaxFactor(Factor):
         mean = (self._p * v).sum(self._dim, keepdim=True)
         return self._root * (v - mean)
 
-    def whiten(self, g: Tensor) -> Whitened:
+    def whiten(self, g: Tensor, eps: float | None = None) -> Whitened:
         """r = g/√p; g is in the range of S exactly when it sums to zero over the classes."""
         r = torch.where(g == 0, 0.0, g * (-0.5 * self._log_p).exp())
         excess = g.sum(self._dim).abs().max()
-        limit = 10 * torch.finfo(g.dtype).eps * g.shape[self._dim] * g.abs().max()
+        limit = 10 * (eps or torch.finfo(g.dtype).eps) * g.shape[self._dim] * g.abs().max()
         return Whitened.checked(r, excess <= limit)
 
 

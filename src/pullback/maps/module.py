@@ -14,7 +14,7 @@ from .._core.attention import unfused_attention
 from .._core.capture import Call, Selector, plain, select
 from .._core.errors import PullbackError, reraise_fatal
 from .._core.factor import Factor
-from .._core.space import ParameterSpace
+from .._core.space import ParameterSpace, tolerance
 from .base import Linearization, Map, Pulled
 from .record import Recorder
 from .structure import Structure
@@ -113,8 +113,8 @@ class ModuleLinearization(Linearization):
         if recorded is None:
             return
         before, now = self.map.arranged(recorded).to(self.value.dtype), self.value
-        tolerance = 10 * torch.finfo(self.graph.dtype).eps ** 0.5
-        if before.shape == now.shape and bool((now - before).norm() <= tolerance * before.norm()):
+        limit = tolerance(self.graph.dtype, 10)
+        if before.shape == now.shape and bool((now - before).norm() <= limit * before.norm()):
             return
         if not bool(torch.isfinite(before).all()):
             return

@@ -43,6 +43,12 @@ def residuals(output: Any) -> dict[str, Residual]:
                 f"got {type(item).__name__}",
                 "Return a tensor, a pair (tensor, weight), or a dict of these",
             )
+        if item.value.is_complex():
+            raise PullbackError(
+                f"The residual {name!r} is complex",
+                "its square is no loss",
+                "Return real and imaginary parts (torch.view_as_real)",
+            )
         named[name] = item
     if not named or any(r.value.numel() == 0 for r in named.values()):
         raise PullbackError(

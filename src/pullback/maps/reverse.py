@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .._core.errors import reraise_fatal
+from .._core.space import tolerance
 from .layers.layout import Layout
 from .replay import Replay
 
@@ -59,11 +60,11 @@ def vectorizes(linear: Replay, edges: list[Any], u: Tensor, truth: Sequence[Tens
     except (RuntimeError, UserWarning, NotImplementedError) as error:
         reraise_fatal(error)
         return False
-    tolerance = torch.finfo(linear.graph.dtype).eps ** 0.5
+    limit = tolerance(linear.graph.dtype)
     for got, want in zip(found, truth, strict=False):
         if got is None or want is None:
             continue
         error = torch.maximum((got[0] - want).abs().max(), (got[1] + want).abs().max())
-        if not bool(error <= tolerance * want.abs().max()):
+        if not bool(error <= limit * want.abs().max()):
             return False
     return True

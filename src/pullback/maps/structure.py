@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._core.space import tolerance
 from .base import Covered, Pulled
 from .layers import Block, RowsBlock, Use
 from .layers.layout import Layout, detect
@@ -77,7 +78,7 @@ class Structure:
         got: dict[str, Tensor] = {}
         for block in blocks:
             got.update(block.lift(ones))
-        tolerance = torch.finfo(linear.graph.dtype).eps ** 0.5
+        limit = tolerance(linear.graph.dtype, 10)
         for name, gradient in truth.items():
             if name not in got:
                 self.reasons.setdefault(name, "no layer with known structure uses it")
@@ -88,7 +89,7 @@ class Structure:
                 else gradient.flatten().to(linear.space.dtype)
             )
             error = (got[name] - want).norm()
-            if bool(error > 10 * tolerance * want.norm()):
+            if bool(error > limit * want.norm()):
                 self.reasons[name] = "it is also used outside its layer"
         self.rest = tuple(n for n in truth if n in self.reasons)
 

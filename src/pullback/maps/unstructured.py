@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from .._core.attention import unfused_attention
 from .._core.errors import reraise_fatal
+from .._core.space import tolerance
 from .replay import Replay
 
 _CHUNK = 2**28  # bytes of rows formed at once under vmap
@@ -71,11 +72,11 @@ def _adds_up(linear: Replay, rows: dict[str, Tensor], covectors: Tensor) -> bool
     c = torch.randn(n, r, generator=generator, dtype=torch.float64).to(linear.value)
     u = torch.einsum("nr,rn...->n...", c, covectors.to(c))
     truth = linear.gradients(u, [linear.leaves[name] for name in rows])
-    tolerance = 10 * torch.finfo(linear.graph.dtype).eps ** 0.5
+    limit = tolerance(linear.graph.dtype, 10)
     for (_, value), want in zip(rows.items(), truth, strict=True):
         got = torch.einsum("nrp,nr->p", value, c.to(value))
         exact = torch.zeros_like(got) if want is None else want.flatten().to(got)
-        if bool((got - exact).norm() > tolerance * exact.norm()):
+        if bool((got - exact).norm() > limit * exact.norm()):
             return False
     return True
 

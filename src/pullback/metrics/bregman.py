@@ -7,6 +7,7 @@ from collections.abc import Callable
 from torch import Tensor
 from torch.func import hessian, vmap
 
+from .._core.errors import PullbackError
 from .._core.factor import Blocks, Factor
 from .base import Metric
 
@@ -28,6 +29,12 @@ class Bregman(Metric):
         self.potential = potential
 
     def factor(self, z: Tensor, *, inputs: Tensor | None = None) -> Factor:
-        size = z[0].numel()
+        size, shape = z[0].numel(), self.potential(z[0]).shape
+        if shape.numel() != 1:
+            raise PullbackError(
+                "The potential is not one number per sample",
+                f"it gave shape {tuple(shape)}",
+                "Sum it over the sample's output",
+            )
         matrices = vmap(hessian(self.potential))(z).reshape(z.shape[0], size, size)
         return Blocks.of_metric(matrices.detach(), tuple(z.shape[1:]))

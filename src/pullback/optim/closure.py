@@ -139,7 +139,7 @@ class ClosureProblem(Problem):
             factor = Scaled(factor, scale, tuple(z.shape[1:]))
             parts.append(Part(linear, factor))
             if cotangent is not None:
-                whitened = factor.whiten(cotangent)
+                whitened = factor.whiten(cotangent, torch.finfo(linear.graph.dtype).eps)
                 whites.append(whitened.value)
                 self.whitening = whitened.status if not whitened.status.ok else self.whitening
             else:

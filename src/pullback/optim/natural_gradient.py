@@ -91,6 +91,12 @@ class NaturalGradient(Optimizer):
         self._retraction()  # refuses unknown names at once
         if params is None:
             params = [p for p in plain(model).parameters() if p.requires_grad]
+            if not params:
+                raise PullbackError(
+                    "There is nothing to optimize",
+                    "no parameter of the model requires a gradient",
+                    "Unfreeze some, or name those to be unfrozen later with params=",
+                )
         super().__init__(params, {"lr": self.rule.initial_lr if lr is None else lr})
 
     def _register(self) -> None:
@@ -301,7 +307,7 @@ class NaturalGradient(Optimizer):
         point = {n: w.detach() - moved[n].to(w.dtype) for n, w in origin.items()}
         if self._retract is None:
             return point
-        return dict(self._retraction()(point))
+        return {**point, **self._retraction()(point)}
 
     def _retraction(self) -> Any:
         return retraction(self._retract, tuple(self._names.values()))

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .._core.errors import Status
 from .._core.products import full_precision
+from .._core.space import tolerance
 from ..grams import FactoredGram, Gram, Part
 from ..solvers import Damping, Path, Solution, Solver
 from .problem import Problem
@@ -103,8 +104,9 @@ def explains(system: System, parts: Sequence[Part], problem: Problem) -> bool:
     else:
         lifted = sum_of(part.lift(x) for part, x in zip(parts, c.split(counts), strict=True))
         energy, scale = lifted.square().sum(), c.square().sum() * gram.trace() / len(c)
-    tolerance = 10 * torch.finfo(c.dtype).eps ** 0.5 * (scale + energy)
-    return bool((energy - pulled.square().sum()).abs() <= tolerance)
+    graph = getattr(parts[0].linear, "graph", c)
+    limit = tolerance(graph.dtype, 10) * (scale + energy)
+    return bool((energy - pulled.square().sum()).abs() <= limit)
 
 
 def sum_of(vectors: Iterable[Tensor]) -> Tensor:

@@ -55,17 +55,32 @@ class ConjugateGradient(Solver):
         whitened: Tensor | None = None,
     ) -> Solution:
         value = resolve(self.damping if damping is None else damping, state)
-        small = state.count < state.size and self.preconditioner is None
-        if whitened is not None and isinstance(state, FactoredGram) and small:
-            product = _kernel_product(state)
-            y, residual, done = self._iterate(lambda c: product(c) + value * c, whitened)
-            x = state.lift(y)
-        else:
+        x, residual, done = self._in_samples(state, rhs, value, whitened)
+        if x is None:
             x, residual, done = self._iterate(lambda v: state.matvec(v) + value * v, rhs)
         status = Status.OK if done else Status.MAX_ITERATIONS
         if not bool(torch.isfinite(x).all()) or not (done or bool(x.any())):
             return Solution(torch.zeros_like(rhs), value, None, residual, Status.SINGULAR)
         return Solution(x, value, None, residual, status)
+
+    def _in_samples(
+        self, gram: Gram, g: Tensor, damping: float, r: Tensor | None
+    ) -> tuple[Tensor | None, float, bool]:
+        """x = Aᵀy from (AAᵀ + λ)y = r, unless its residual in parameter space is not small.
+
+        Where r is huge on tiny rows, a y that is accurate relative to r is not accurate enough.
+        """
+        if r is None or not isinstance(gram, FactoredGram) or self.preconditioner is not None:
+            return None, 0.0, False
+        if gram.count >= gram.size:
+            return None, 0.0, False
+        product = _kernel_product(gram)
+        y, _, done = self._iterate(lambda c: product(c) + damping * c, r)
+        x = gram.lift(y)
+        wrong = float((gram.matvec(x) + damping * x - g).norm())
+        relative = wrong / max(float(g.norm()), torch.finfo(g.dtype).tiny)
+        accurate = relative <= max(1e3 * self.tol, 1e-3 * done)
+        return (x, relative, done) if accurate or not done else (None, relative, done)
 
     def _iterate(
         self, product: Callable[[Tensor], Tensor], b: Tensor

@@ -24,6 +24,11 @@ class Spectrum:
     combine: Callable[[Tensor], Tensor]
 
     @property
+    def top(self) -> Tensor:
+        """The largest singular value, zero where there is none."""
+        return self.sigma.max() if len(self.sigma) else self.sigma.new_zeros(())
+
+    @property
     def rank(self) -> int:
         """How many singular values were kept."""
         return len(self.sigma)
@@ -87,11 +92,13 @@ class PseudoInverse(Solver):
         return Solution(x, value, state.rank)
 
     def path(self, state: Spectrum, rhs: Tensor, whitened: Tensor | None = None) -> Path:
-        if whitened is not None and state.left is not None:
-            return Path(state.sigma.square(), state.sigma * state.left(whitened), state.combine)
-        gamma = state.right(rhs)
+        """γ from r where that keeps the digits, else from g; g⊥ is what the directions miss."""
+        eps, top = torch.finfo(rhs.dtype).eps, state.top
+        if whitened is not None and state.left is not None and _trusted(state, whitened):
+            gamma, noise = state.sigma * state.left(whitened), 1e3 * eps * top * whitened.norm()
+        else:
+            gamma, noise = state.right(rhs), 1e3 * eps * rhs.norm()
         beyond = rhs - state.combine(gamma)
-        noise = 1e3 * torch.finfo(rhs.dtype).eps * rhs.norm()
         outside = bool(beyond.norm() > noise)  # round-off over λ would pass for a direction
         return Path(state.sigma.square(), gamma, state.combine, beyond if outside else None)
 
@@ -144,3 +151,16 @@ def _broken(gram: Gram) -> Spectrum:
     """The spectrum of a matrix that is not finite: every solve reports it as singular."""
     nan = torch.full((1,), torch.nan, dtype=gram.dtype, device=gram.device)
     return Spectrum(gram, nan, None, lambda g: nan * g[:1], lambda c: nan * torch.zeros(gram.size))
+
+
+def _trusted(state: Spectrum, r: Tensor) -> bool:
+    """Whether Uᵀr keeps r's digits: not if r is huge just where the rows of A are tiny.
+
+    A sample classified wrongly with certainty has such a row: r_i‖row_i‖ is moderate, but r_i alone
+    times the round-off of U drowns the rest.
+    """
+    norms = state.gram.row_norms() if isinstance(state.gram, FactoredGram) else None
+    if norms is None:
+        return True
+    noise = 1e4 * torch.finfo(r.dtype).eps * state.top * r.norm()
+    return bool(noise <= (r * norms).norm())

@@ -96,6 +96,12 @@ class Compressed:
     rows: RowSketch | None
     columns: ColumnSketch | None
 
+    def lift(self, r: Tensor) -> Tensor:
+        """(Π A Ω)ᵀ r."""
+        inner = self.spectrum.gram
+        assert isinstance(inner, Rows)
+        return inner.lift(r)
+
 
 class Sketched(Solver):
     r"""x = Ω (Π A Ω)⁺ Π r: least squares on random combinations of rows and columns.
@@ -153,7 +159,10 @@ class Sketched(Solver):
 
     def path(self, state: Compressed, rhs: Tensor, whitened: Tensor | None = None) -> Path:
         g = rhs if state.columns is None else state.columns.compress(rhs)
-        r = None if whitened is None else whitened if state.rows is None else state.rows(whitened)
+        r = whitened
+        if r is not None and state.rows is not None:
+            r = state.rows(r)
+            g = state.lift(r)  # the sketched problem has a gradient of its own
         inner = PseudoInverse().path(state.spectrum, g, r)
         columns = state.columns
         if columns is None:

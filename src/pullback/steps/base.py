@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._core.errors import Status
+from .._core.errors import PullbackError, Status
 from ..solvers import Damping, Path, Solution
 
 _TRIAL_BYTES = 2**29  # that trial moves may take together
@@ -104,3 +104,10 @@ def in_chunks(losses: Callable[[Tensor], Tensor], values: Tensor, like: Tensor) 
     """losses(values), a few values at a time where their moves would take much memory."""
     width = max(1, _TRIAL_BYTES // (like.numel() * like.element_size()))
     return torch.cat([losses(some) for some in values.split(width)])
+
+
+def positive(name: str, value: Any) -> Any:
+    """The value, if it is a positive number."""
+    if not isinstance(value, (int, float)) or not value > 0:
+        raise PullbackError(f"{name} is not usable", f"got {value!r}", "Use a positive number")
+    return value

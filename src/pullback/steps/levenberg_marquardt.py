@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .base import Local, Move, Step, failed
+from .base import Local, Move, Step, failed, positive
 
 
 class LevenbergMarquardt(Step):
@@ -26,8 +26,9 @@ class LevenbergMarquardt(Step):
         tries: int = 10,
         bounds: tuple[float, float] = (1e-16, 1e8),
     ) -> None:
-        self.damping, self.increase, self.decrease = damping, increase, decrease
-        self.tries, self.bounds = tries, bounds
+        self.damping = positive("LevenbergMarquardt(damping=...)", damping)
+        self.increase, self.decrease, self.bounds = increase, decrease, bounds
+        self.tries = positive("LevenbergMarquardt(tries=...)", tries)
 
     def take(self, local: Local) -> Move:
         damping = local.state.setdefault("damping", self.damping)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .base import Local, Move, Step, failed, in_chunks
+from .base import Local, Move, Step, failed, in_chunks, positive
 
 
 class GridLineSearch(Step):
@@ -19,7 +19,7 @@ class GridLineSearch(Step):
     """
 
     def __init__(self, points: int = 31) -> None:
-        self.points = points
+        self.points = positive("GridLineSearch(points=...)", points)
 
     def take(self, local: Local) -> Move:
         solution = local.direction()
@@ -43,7 +43,8 @@ class Backtracking(Step):
     def __init__(
         self, initial: float = 1.0, shrink: float = 0.5, c: float = 1e-4, max_trials: int = 30
     ) -> None:
-        self.initial, self.shrink, self.c, self.max_trials = initial, shrink, c, max_trials
+        self.initial, self.shrink, self.c = initial, shrink, c
+        self.max_trials = positive("Backtracking(max_trials=...)", max_trials)
 
     def take(self, local: Local) -> Move:
         solution = local.direction()

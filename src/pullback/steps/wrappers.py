@@ -7,7 +7,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from ..solvers import Damping, Solution
-from .base import Local, Move, Step
+from .base import Local, Move, Step, positive
 from .constant import Constant
 
 
@@ -37,7 +37,7 @@ class Clip(Wrapper):
 
     def __init__(self, bound: float, step: Step | None = None) -> None:
         super().__init__(step)
-        self.bound = bound
+        self.bound = positive("Clip(bound)", bound)
 
     def solution(self, local: Local, damping: Damping | None, about: Tensor | None) -> Solution:
         found = local.solve(damping, about)
@@ -52,7 +52,7 @@ class TrustNorm(Wrapper):
 
     def __init__(self, limit: float, step: Step | None = None) -> None:
         super().__init__(step)
-        self.limit = limit
+        self.limit = positive("TrustNorm(limit)", limit)
 
     def solution(self, local: Local, damping: Damping | None, about: Tensor | None) -> Solution:
         found = local.solve(damping, about)

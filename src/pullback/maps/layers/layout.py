@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
+
+from ..._core.space import tolerance
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,7 @@ def detect(base: Tensor, scaled: Tensor, scales: Tensor, features: int) -> Layou
     the samples do not interact and are read from the right axis.
     """
     lead = tuple(base.shape[: base.ndim - features])
-    tolerance = torch.finfo(base.dtype).eps ** 0.5
-    bound = tolerance * base.abs().max()
+    bound = tolerance(base.dtype) * base.abs().max()
     for layout in candidates(lead, len(scales)):
         one, two = layout(base), layout(scaled)
         c = scales.to(one.dtype).view(-1, *[1] * (one.ndim - 1))
