@@ -62,9 +62,9 @@ def sgd(model: nn.Module, x: Tensor, y: Tensor) -> Callable[[], Any]:
 def relative_error(model: nn.Module, x: Tensor, y: Tensor, *, same_pattern: bool) -> float:
     """‖x32 − x64‖/‖x64‖ of the natural gradient at the same parameters.
 
-    With ReLU the two precisions are not the same function: of ten million units a few lie within
-    round-off of zero and switch, which alone moves the Jacobian by some 1e-3. `same_pattern` gives
-    the float64 network the units that are on in float32, and so isolates the arithmetic.
+    With ReLU the two precisions are not the same function: units that lie within round-off of zero
+    switch (`switched` counts them). `same_pattern` gives the float64 network the units that are on
+    in float32, and so isolates the arithmetic.
     """
     short = optimizer(model).direction(closure_of(model, x, y)).x
     exact = copy.deepcopy(model).double()
@@ -83,6 +83,17 @@ class Mask(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x * self.on
+
+
+@torch.no_grad()
+def switched(model: nn.Sequential, x: Tensor) -> int:
+    """How many units are on in one precision and off in the other."""
+    count, exact, y = 0, copy.deepcopy(model).double(), x.double()
+    for layer, twin in zip(model, exact, strict=True):
+        if isinstance(layer, nn.ReLU):
+            count += int(((x > 0) != (y > 0)).sum())
+        x, y = layer(x), twin(y)
+    return count
 
 
 @torch.no_grad()
@@ -121,7 +132,9 @@ def measure(name: str, device: torch.device) -> dict[str, Any]:
     for route in routes:
         print(f"  {route:17} {1e3 * times[route]:8.2f} ms   {memory[route] / 2**30:6.2f} GiB peak")
     print(f"  ratio {ratio:.1f}×, step error against float64 {error:.1e}", end="")
-    print(f", with the same units on {fixed:.1e}" if rectified else "")
+    if rectified and isinstance(model, nn.Sequential):
+        print(f", with the same units on {fixed:.1e}; {switched(model, x)} units switch", end="")
+    print()
     return {
         "parameters": info.parameters,
         "rows": info.rows,

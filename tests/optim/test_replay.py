@@ -30,12 +30,13 @@ def data(samples: int = 6) -> tuple[Tensor, Tensor]:
     return torch.randn(samples, 3, dtype=DOUBLE), torch.randint(0, 3, (samples,))
 
 
-def want(model: nn.Module, z: Tensor, y: Tensor, damping: float) -> Tensor:
+def want(model: nn.Module, z: Tensor, y: Tensor, damping: float, decay: float = 0.0) -> Tensor:
     params = [p for p in model.parameters() if p.requires_grad]
     j = jacobian(z, params)
     p = torch.softmax(z.detach(), -1)
     m = torch.block_diag(*(torch.diag(q) - torch.outer(q, q) for q in p)) / len(z)
     g = torch.cat([t.flatten() for t in torch.autograd.grad(F.cross_entropy(z, y), params)])
+    g = g + decay * torch.cat([p.detach().flatten() for p in params])
     return torch.linalg.solve(j.T @ m @ j + damping * torch.eye(len(g), dtype=g.dtype), g)
 
 
@@ -175,7 +176,8 @@ def test_a_branch_taken_later_is_noticed(form: str) -> None:
     ids=lambda s: type(s).__name__,
 )
 @pytest.mark.parametrize("form", ["rows", "kernel"])
-def test_a_sample_that_is_certain_and_wrong(gap: float, solver, form: str) -> None:
+@pytest.mark.parametrize("decay", [0.0, 0.01])
+def test_a_sample_that_is_certain_and_wrong(gap: float, solver, form: str, decay: float) -> None:
     """r is e^(gap/2) there, and the row it meets e^(−gap/2)."""
     torch.manual_seed(0)
     model, x = nn.Linear(3, 3, dtype=DOUBLE), torch.randn(4, 3, dtype=DOUBLE)
@@ -191,12 +193,22 @@ def test_a_sample_that_is_certain_and_wrong(gap: float, solver, form: str) -> No
 
     class Look(pb.steps.Constant):
         def take(self, local: pb.steps.Local) -> pb.steps.Move:
-            seen["x"] = local.direction(1e-3).x
+            seen["solve"] = local.direction(1e-3).x
+            if (path := local.path()) is not None:
+                seen["path"] = path.at(torch.tensor(1e-3, dtype=DOUBLE))
             return super().take(local)
 
+    def closure() -> Tensor:
+        loss = closure_of(opt, model, x, y)()
+        penalty = 0.5 * decay * sum(p.square().sum() for p in model.parameters())
+        penalty.backward()
+        return loss + penalty
+
     opt.rule = Look(0.0)
-    opt.step(closure_of(opt, model, x, y))
-    assert_close(seen["x"], want(model, model(x), y, 1e-3), 1e-6, "damped solve")
+    opt.step(closure)
+    target = want(model, model(x), y, 1e-3, decay)
+    for name, found in seen.items():
+        assert_close(found, target, 1e-6, name)
 
 
 def test_the_proofs_hold_under_autocast() -> None:

@@ -27,7 +27,6 @@ class System:
     gradient: Tensor
     white: Tensor | None = None
     extra: Tensor | None = None
-
     #: why r is missing, where it should be there
     status: Status = Status.OK
 
@@ -84,7 +83,9 @@ class System:
         beside = solver.path(state, self.extra)
         if path is None or beside is None:
             return None
-        return replace(path, gamma=path.gamma + beside.gamma, beyond=beside.beyond)
+        beyond = [p.beyond for p in (path, beside) if p.beyond is not None]
+        outside = sum_of(beyond) if beyond else None
+        return replace(path, gamma=path.gamma + beside.gamma, beyond=outside)
 
 
 def explains(system: System, parts: Sequence[Part], problem: Problem) -> bool:

@@ -17,8 +17,8 @@ _WINDOW = 10
 class ConjugateGradient(Solver):
     r"""x ≈ (G + λ)⁻¹g by preconditioned conjugate gradients.
 
-    Where r is known, A has fewer rows than columns and there is no preconditioner, the
-    iteration runs on (AAᵀ + λ)y = r with x = Aᵀy.
+    Where r is known, A has fewer rows than columns, and there is neither a preconditioner nor a
+    rule of progress, the iteration runs on (AAᵀ + λ)y = r with x = Aᵀy.
 
     Args:
         damping: absolute, or `Relative(c)`.
@@ -70,16 +70,15 @@ class ConjugateGradient(Solver):
 
         Where r is huge on tiny rows, a y that is accurate relative to r is not accurate enough.
         """
-        if r is None or not isinstance(gram, FactoredGram) or self.preconditioner is not None:
-            return None, 0.0, False
-        if gram.count >= gram.size:
+        elsewhere = self.preconditioner is not None or self.progress > 0 or gram.count >= gram.size
+        if r is None or not isinstance(gram, FactoredGram) or elsewhere:
             return None, 0.0, False
         product = _kernel_product(gram)
         y, _, done = self._iterate(lambda c: product(c) + damping * c, r)
         x = gram.lift(y)
         wrong = float((gram.matvec(x) + damping * x - g).norm())
         relative = wrong / max(float(g.norm()), torch.finfo(g.dtype).tiny)
-        accurate = relative <= max(1e3 * self.tol, 1e-3 * done)
+        accurate = relative <= 1e3 * max(self.tol, 4 * torch.finfo(g.dtype).eps)
         return (x, relative, done) if accurate or not done else (None, relative, done)
 
     def _iterate(
