@@ -2,17 +2,23 @@
 
 from .._core.capture import Call
 from .base import Covered, Linearization, Map, Pulled, identity_covectors
+from .function import FunctionLinearization
+from .jets import Scheme
 from .module import ModuleMap
 from .objective import ObjectiveMap, Residual
+from .operator import OperatorMap
 
 __all__ = [
     "Call",
     "Covered",
+    "FunctionLinearization",
     "Linearization",
     "Map",
     "ModuleMap",
     "ObjectiveMap",
+    "OperatorMap",
     "Pulled",
     "Residual",
+    "Scheme",
     "identity_covectors",
 ]

@@ -104,6 +104,8 @@ class Linearization(ABC):
     space: ParameterSpace
     #: z, of shape (N, *event)
     value: Tensor
+    #: whether pulling covectors back costs reverse passes alone, and no Jacobian
+    structured: bool = False
 
     @abstractmethod
     def jvp(self, v: Tensor) -> Tensor:

@@ -8,12 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.func import jacrev, jvp, vjp, vmap
 
-from .._core.errors import PullbackError, reraise_fatal
-from .._core.space import ParameterSpace
-from .base import Linearization, Map, Pulled
-from .layers import RowsBlock
+from .._core.errors import PullbackError
+from .base import Map
+from .function import FunctionLinearization
 
 
 @dataclass(frozen=True)
@@ -95,69 +93,5 @@ class ObjectiveMap(Map):
             pieces.append((value * weight.sqrt()).flatten())
         return torch.cat(pieces)[:, None]
 
-    def linearize(self, params: Mapping[str, Tensor]) -> ObjectiveLinearization:
-        return ObjectiveLinearization(self, params)
-
-
-class ObjectiveLinearization(Linearization):
-    """Residuals and their Jacobian, by forward or reverse mode, whichever side is smaller."""
-
-    def __init__(self, source: ObjectiveMap, params: Mapping[str, Tensor]) -> None:
-        self.space = ParameterSpace(params)
-        self._source = source
-        self._point = {n: p.detach() for n, p in params.items()}
-        self._flat = self.space.flatten(self._point)
-        try:
-            with torch.no_grad():
-                self.value = source(self._point).to(self.space.dtype)
-        except RuntimeError as error:
-            if "does not require grad" not in str(error):
-                raise
-            raise PullbackError(
-                "The objective calls torch.autograd",
-                "it is itself differentiated by torch.func, which cannot see through that",
-                "Take its derivatives with torch.func (grad, vjp, jvp, jacrev)",
-            ) from error
-
-    def _function(self, flat: Tensor) -> Tensor:
-        point = {n: v.to(self._point[n].dtype) for n, v in self.space.split(flat).items()}
-        return self._source(point).to(self.space.dtype)
-
-    def jvp(self, v: Tensor) -> Tensor:
-        return jvp(self._function, (self._flat,), (v,))[1]
-
-    def vjp(self, u: Tensor) -> Tensor:
-        return vjp(self._function, self._flat)[1](u)[0]
-
-    def rows(self) -> Tensor:
-        """J, (n, p)."""
-        n, p = self.value.numel(), self.space.size
-        if p <= 4 * n:  # a pushed tangent costs a fraction of a pulled-back covector
-            try:
-                return torch.cat([self._columns(name) for name in self.space.names], 1)
-            except (RuntimeError, NotImplementedError) as error:
-                reraise_fatal(error)  # else an operation has no forward-mode rule
-        chunk = self._chunk(p)
-        return jacrev(self._function, chunk_size=chunk)(self._flat).reshape(n, p)
-
-    def _columns(self, name: str) -> Tensor:
-        """The columns of J for one parameter: the others stay constants in the push."""
-        value, n = self._point[name], self.value.numel()
-        size = value.numel()
-
-        def push(tangent: Tensor) -> Tensor:
-            return jvp(lambda w: self._source({**self._point, name: w}), (value,), (tangent,))[1]
-
-        tangents = torch.eye(size, dtype=value.dtype, device=value.device)
-        pushed = vmap(push, chunk_size=self._chunk(n))(tangents.view(size, *value.shape))
-        return pushed.reshape(size, n).T.to(self.space.dtype)
-
-    def _chunk(self, width: int) -> int:
-        """How many tangents to push at once, at about 32 intermediate copies of each."""
-        return max(1, 2**30 // (32 * width * self._flat.element_size()))
-
-    def pullback(self, covectors: Tensor) -> Pulled:
-        rows = torch.einsum("rnk,np->nrp", covectors.to(self.space.dtype), self.rows())
-        index = self.space.index()
-        block = RowsBlock({name: rows[..., s] for name, s in index.items()})
-        return Pulled(self.space, (rows.shape[0], rows.shape[1]), [block])
+    def linearize(self, params: Mapping[str, Tensor]) -> FunctionLinearization:
+        return FunctionLinearization(self, params)

@@ -3,5 +3,16 @@
 from .info import StepInfo
 from .natural_gradient import NaturalGradient
 from .presets import GaussNewton, HessianFree, LevenbergMarquardt
+from .terms import Energy, Objective, Squares, Term
 
-__all__ = ["GaussNewton", "HessianFree", "LevenbergMarquardt", "NaturalGradient", "StepInfo"]
+__all__ = [
+    "Energy",
+    "GaussNewton",
+    "HessianFree",
+    "LevenbergMarquardt",
+    "NaturalGradient",
+    "Objective",
+    "Squares",
+    "StepInfo",
+    "Term",
+]

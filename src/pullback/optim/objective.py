@@ -1,4 +1,4 @@
-"""A function of the parameter dict that returns residuals, as a problem."""
+"""An objective, a function of the parameter dict that returns residuals, as a problem."""
 
 from __future__ import annotations
 
@@ -10,29 +10,36 @@ from torch import Tensor, nn
 from torch.func import vmap
 
 from .._core.errors import PullbackError, reraise_fatal
-from .._core.factor import Diagonal
 from .._core.state import RandomState
 from ..grams import Part
 from ..maps import ObjectiveMap
 from ..metrics import Metric
 from .problem import Place, Problem
+from .terms import Objective, Squares
 
-_TRIAL_BYTES = 2**28
+_TRIAL_BYTES = 2**26
 
 
 class ObjectiveProblem(Problem):
-    """L = ½‖z‖² for the weighted residuals z of an objective.
+    """L = Σ_k ℓ_k(z_k): half the square of the weighted residuals, or an `Objective`'s terms.
 
-    The metric is the Euclidean one of z (Gauss–Newton), unless other values are given to
+    The metric is that of the terms (Gauss–Newton for residuals), unless other values are given to
     measure with (`metric_batch`): then it is the optimizer's metric on those.
     """
 
     def __init__(
-        self, params: dict[str, nn.Parameter], objective: Callable[..., Any], reduction: str
+        self,
+        params: dict[str, nn.Parameter],
+        objective: Objective | Callable[..., Any],
+        reduction: str,
     ) -> None:
         super().__init__(params)
         self._random = RandomState(self.space.device)
-        self._map = ObjectiveMap(self._repeatable(objective), reduction)
+        self._reduction = reduction
+        if isinstance(objective, Objective):
+            self._terms = objective.terms
+        else:
+            self._terms = (Squares(ObjectiveMap(self._repeatable(objective), reduction)),)
 
     def _repeatable(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The same random numbers at every evaluation: loss, Jacobian and trials must agree."""
@@ -49,40 +56,60 @@ class ObjectiveProblem(Problem):
             return self._evaluate()
 
     def _evaluate(self) -> str:
-        linear = self._map.linearize(self.params)
-        self._linear, z = linear, linear.value
-        self.loss = float(0.5 * z.square().sum())
+        linears = [term.map.linearize(self.params) for term in self._terms]
+        pairs = list(zip(self._terms, linears, strict=True))
+        self._footprint = sum(getattr(x, "footprint", 64 * x.value.numel()) for x in linears)
+        losses = torch.stack([term.loss(x.value) for term, x in pairs])
+        self.loss = float(losses.sum())
         if not torch.isfinite(torch.tensor(self.loss)):
             return self.broken()
-        self.gradient = linear.vjp(z)
-        if (
-            not bool(self.gradient.any())
-            and self.loss > 0
-            and not bool(linear.jvp(torch.ones_like(self.gradient)).any())
-        ):
+        self._parts = [Part(x, term.factor(x.value)) for term, x in pairs]
+        shares = []
+        for (term, x), part in zip(pairs, self._parts, strict=True):
+            slope = term.slope(x.value)
+            # where rows cost no more than a reverse pass, the gradient comes from them
+            rows = x.structured and term.whitened
+            shares.append(part.lift(slope.flatten()) if rows else x.vjp(slope))
+        self.gradient = torch.stack(shares).sum(0)
+        white = [share for term, share in zip(self._terms, shares, strict=True) if term.whitened]
+        self._pulled = torch.stack(white).sum(0) if white else None
+        if not bool(self.gradient.any()) and self.loss != 0:
+            self._refuse_constant()
+        return self.broken()
+
+    def _refuse_constant(self) -> None:
+        ones = torch.ones_like(self.gradient)
+        if not any(bool(part.linear.jvp(ones).any()) for part in self._parts):
             raise PullbackError(
                 "The objective does not depend on the parameters",
                 "its residuals have no gradient",
                 "Use the given parameter dict, for example with torch.func.functional_call",
             )
-        return self.broken()
 
     def parts(self, metric: Metric, batch: Any) -> tuple[list[Part], Tensor | None]:
         if batch is not None:
-            values = ObjectiveMap(self._repeatable(batch), self._map.reduction)
+            values = ObjectiveMap(self._repeatable(batch), self._reduction)
             linear = values.linearize(self.params)
             return [Part(linear, metric.factor(linear.value))], None
-        z = self._linear.value
-        return [Part(self._linear, Diagonal(torch.ones_like(z)))], z.flatten()
+        if self._pulled is None:
+            return self._parts, None
+        white = [
+            part.linear.value.flatten()
+            if term.whitened
+            else torch.zeros(part.count, dtype=self.space.dtype, device=self.space.device)
+            for term, part in zip(self._terms, self._parts, strict=True)
+        ]
+        return self._parts, torch.cat(white)
 
     def pulled(self) -> Tensor:
-        return self.gradient
+        return self.gradient if self._pulled is None else self._pulled
 
     def losses(self, moves: Tensor, place: Place) -> Tensor:
         def loss(move: Tensor) -> Tensor:
-            return 0.5 * self._map(place(self.params, move)).square().sum()
+            point = dict(place(self.params, move))
+            return torch.stack([term.loss(term.map(point)) for term in self._terms]).sum()
 
-        chunk = max(1, _TRIAL_BYTES // (self._linear.value.numel() * 64 * moves.element_size()))
+        chunk = max(1, _TRIAL_BYTES // (self._footprint * moves.element_size()))
         with torch.no_grad():
             try:
                 return vmap(loss, chunk_size=chunk, randomness="same")(moves)

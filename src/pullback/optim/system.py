@@ -64,6 +64,8 @@ class System:
                 g = g - self.gram.matvec(about)
                 if r is not None and isinstance(self.gram, FactoredGram):
                     r = r - self.gram.project(about)
+            if self.extra is not None and not solver.linear:
+                r = None  # what the solver selects must see all of g
             if r is None or self.extra is None:
                 found = solver.solve(state, g, damping, whitened=r)
             else:

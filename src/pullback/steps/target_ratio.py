@@ -46,16 +46,23 @@ class TargetRatio(Step):
         )
         radii = radius * self.window**exponents
         dampings = path.damping_for(radii)
-        losses = in_chunks(lambda some: local.losses(path.at(some)), dampings, solution.x)
-        ratios = (local.loss - losses) / path.predicted(dampings, local.lr)
-        ratios = torch.where(torch.isfinite(ratios), ratios, -torch.inf)
-        good = ratios.cummin(0).values > self.target
-        if not bool(good[0]):
+        predicted = path.predicted(dampings, local.lr)
+        good: list[bool] = []
+        losses: list[float] = []
+        # radii grow, and beyond the first bad one none counts: on a CPU evaluate a few at a time
+        few = self.radii if solution.x.is_cuda else max(8, self.radii // 4)
+        for some, want in zip(dampings.split(few), predicted.split(few), strict=True):
+            found = in_chunks(lambda d: local.losses(path.at(d)), some, solution.x)
+            losses += found.tolist()
+            good += ((local.loss - found) / want > self.target).tolist()
+            if not all(good):
+                break
+        if not good[0]:
             local.state["radius"] = radius / self.window
             reason = "the loss fell too little, or rose, at every trust radius tried"
-            return Move(solution.x, 0.0, solution, False, None, reason, self.radii)
-        best = int(good.sum()) - 1
+            return Move(solution.x, 0.0, solution, False, None, reason, len(losses))
+        best = (good.index(False) if False in good else len(good)) - 1
         x, damping = path.at(dampings[best]), float(dampings[best])
         local.state["radius"] = float(radii[best]) if damping > 0 else float(x.norm())
         chosen = type(solution)(x, damping, solution.rank, None, solution.status)
-        return Move(x, 1.0, chosen, True, float(losses[best]), "", self.radii)
+        return Move(x, 1.0, chosen, True, losses[best], "", len(losses))

@@ -1,6 +1,7 @@
 r"""Layers whose output is W·a + b at every place that shares the weight.
 
-With the sharing axis t and groups g,
+With the sharing axis t and groups g, and inputs ā_t = (a_t, h_t) whose homogeneous coordinate h_t is
+what the bias multiplies (1, but 0 at the derivatives of a jet),
 
     row    = Σ_t δ_t ⊗ ā_t
     A Aᵀ   = Σ_tt' (ā_t·ā'_t') (δ_t·δ'_t')        (Hadamard of Grams when there is one place)
@@ -25,7 +26,7 @@ class AffineBlock(Block):
     """Weight (G·O, I) and bias (G·O) from inputs (N, G, T, I) and cotangents (N, R, G, T, O).
 
     `inputs` gives the inputs of a slice of samples, so that convolution patches are formed only for
-    the samples at hand and only while they are used.
+    the samples at hand and only while they are used. `homogeneous` is h, (T,), by default all ones.
     """
 
     def __init__(
@@ -35,8 +36,9 @@ class AffineBlock(Block):
         inputs: Callable[[slice], Tensor],
         shape: tuple[int, int, int, int],
         delta: Tensor,
+        homogeneous: Tensor | None = None,
     ) -> None:
-        self._weight, self._bias = weight, bias
+        self._weight, self._bias, self._h = weight, bias, homogeneous
         self.names = tuple(n for n in (weight, bias) if n is not None)
         self._inputs_of, self.shape, self._delta = inputs, shape, delta
 
@@ -50,7 +52,13 @@ class AffineBlock(Block):
         def inputs(some: slice) -> Tensor:
             return self._inputs_of(slice(start + some.start, start + some.stop))
 
-        return AffineBlock(self._weight, self._bias, inputs, shape, delta)
+        return AffineBlock(self._weight, self._bias, inputs, shape, delta, self._h)
+
+    def _shifts(self) -> Tensor:
+        """Σ_t h_t δ_t, the cotangents of the bias: (N, R, G, O)."""
+        if self._h is None:
+            return self._delta.sum(3)
+        return torch.einsum("nrgto,t->nrgo", self._delta, self._h)
 
     @property
     def route(self) -> str:
@@ -74,7 +82,7 @@ class AffineBlock(Block):
                 "nrgto,ngti->nrgoi", self._delta, self._inputs()
             ).flatten(2)
         if self._bias is not None:
-            out[self._bias] = self._delta.sum(3).flatten(2)
+            out[self._bias] = self._shifts().flatten(2)
         return out
 
     def project(self, v: Mapping[str, Tensor]) -> Tensor:
@@ -86,7 +94,8 @@ class AffineBlock(Block):
             y = torch.stack([a @ b.T for a, b in zip(x, w, strict=True)])
             y = y.view(g, n, t, o).transpose(0, 1)
         if self._bias is not None:
-            y = y + v[self._bias].reshape(1, g, 1, o)
+            shift = v[self._bias].reshape(1, g, 1, o)
+            y = y + (shift if self._h is None else shift * self._h[:, None])
         return torch.einsum("nrgto,ngto->nr", self._delta, torch.as_tensor(y).expand(n, g, t, o))
 
     def lift(self, c: Tensor) -> dict[str, Tensor]:
@@ -97,6 +106,8 @@ class AffineBlock(Block):
             shares = [a.T @ b for a, b in zip(d, x, strict=True)]
             out[self._weight] = (shares[0] if len(shares) == 1 else torch.stack(shares)).flatten()
         if self._bias is not None:
+            if self._h is not None:
+                delta = delta * self._h[:, None]
             out[self._bias] = delta.sum((0, 2)).flatten()
         return out
 
@@ -121,11 +132,22 @@ class AffineBlock(Block):
             d2 = d1 if other is self else other._delta[:, :, g]
             weights = None
             if x is not None and y is not None:
-                weights = partial(_inner, x[:, g], y[:, g], self._bias is not None)
+                weights = partial(_inner, x[:, g], y[:, g], self._heights(other))
+            elif self._h is not None:
+                weights = partial(_heights_only, d1, self._heights(other))
             share = hadamard(d1, d2, weights, budget)
             total = share if total is None else total.add_(share)
         assert total is not None
         return total
+
+    def _heights(self, other: AffineBlock) -> Tensor | None:
+        """h_t h'_t', (T, 1, T'), where there is a bias."""
+        if self._bias is None:
+            return None
+        (_, _, t, _), (_, _, t2, _) = self.shape, other.shape
+        one = self._delta.new_ones(t) if self._h is None else self._h
+        two = other._delta.new_ones(t2) if other._h is None else other._h
+        return one[:, None, None] * two
 
     def _materialized(self, other: AffineBlock, budget: int) -> Tensor:
         """Σ rows rowsᵀ over panels of output features that fit the budget."""
@@ -144,8 +166,8 @@ class AffineBlock(Block):
                     two = _rows(other._delta[:, :, g, :, a : a + panel], y[:, g])
                 out += cross(one, two)
         if self._bias is not None:
-            b1 = self._delta.sum(3).flatten(0, 1).flatten(1)
-            b2 = b1 if other is self else other._delta.sum(3).flatten(0, 1).flatten(1)
+            b1 = self._shifts().flatten(0, 1).flatten(1)
+            b2 = b1 if other is self else other._shifts().flatten(0, 1).flatten(1)
             out += cross(b1, b2)
         return out
 
@@ -157,9 +179,16 @@ def _rows(delta: Tensor, inputs: Tensor) -> Tensor:
     return (left @ inputs).view(n * r, o * inputs.shape[-1])
 
 
-def _inner(x: Tensor, y: Tensor, bias: bool, one: slice, two: slice) -> Tensor:
+def _inner(x: Tensor, y: Tensor, heights: Tensor | None, one: slice, two: slice) -> Tensor:
     """ā_t·ā'_t' for slices of samples, (n, T, n', T')."""
     left = x[one].flatten(0, 1)
     same = x.data_ptr() == y.data_ptr() and one == two
     out = cross(left, left if same else y[two].flatten(0, 1))
-    return out.add_(1.0) if bias else out
+    out = out.view(*x[one].shape[:2], *y[two].shape[:2])
+    return out if heights is None else out.add_(heights)
+
+
+def _heights_only(delta: Tensor, heights: Tensor, one: slice, two: slice) -> Tensor:
+    """The same for a bias alone."""
+    n, n2 = len(range(delta.shape[0])[one]), two.stop - two.start
+    return heights.expand(n, heights.shape[0], n2, heights.shape[2])

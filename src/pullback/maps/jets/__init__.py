@@ -1,0 +1,8 @@
+"""Derivatives of a network in its inputs, carried forward through its layers."""
+
+from . import rules as _rules  # enters the rules
+from .jet import Jet, Tape, Unsupported
+from .nested import nested
+from .scheme import Index, Scheme
+
+__all__ = ["Index", "Jet", "Scheme", "Tape", "Unsupported", "nested"]

@@ -1,0 +1,183 @@
+r"""A differential operator applied to a network, at many points: (params) ↦ √q · F(x, u, ∂u, …).
+
+The network's derivatives in its inputs are carried forward as a jet, and residuals of different
+points do not share anything but parameters. So one reverse pass per equation gives the cotangents δ
+at the outputs of every linear layer for all points, and the rows of J are Σ_t δ_t ⊗ ā_t with the jet's
+channels t as the sharing axis: the homogeneous coordinate of ā is 1 at the value and 0 above.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._core.space import tolerance
+from .base import Covered, Map, Pulled, identity_covectors
+from .function import FunctionLinearization
+from .jets import Jet, Scheme, Tape, Unsupported, nested
+from .jets.jet import Used
+from .layers import AffineBlock, Block, RowsBlock
+
+#: (params, x) ↦ u(x), where x is a tensor or a jet
+Network = Callable[[dict[str, Tensor], Any], Any]
+#: (channels (T, S, N, m), params) ↦ F (N, R)
+Operator = Callable[[Tensor, dict[str, Tensor]], Tensor]
+
+
+class OperatorMap(Map):
+    """z = √q · F(jet of the network at x): (N, R).
+
+    Args:
+        network: (params, x) ↦ values (B, m) at points (B, d).
+        x: (S, N, d): F sees the network at S places for each of N samples (S = 2 for
+            periodic conditions, else 1).
+        scheme: the derivatives that F needs.
+        operator: F, of channels (T, S, N, m) and the parameters.
+        weights: q, (N,).
+    """
+
+    def __init__(
+        self, network: Network, x: Tensor, scheme: Scheme, operator: Operator, weights: Tensor
+    ) -> None:
+        self.network, self.x, self.scheme, self.operator = network, x, scheme, operator
+        self._root = weights.sqrt()[:, None]
+        self._checked = False
+        #: why the derivatives are nested instead of carried forward, or empty
+        self.nested_because = ""
+
+    def channels(self, params: dict[str, Tensor], tape: Tape | None = None) -> Tensor:
+        """The network's jet, (T, S, N, m)."""
+        points = self.x.flatten(0, 1)
+        if not self.nested_because:
+            try:
+                out = self.network(params, Jet.input(points, self.scheme, tape))
+                return out.stacked().unflatten(1, self.x.shape[:2])
+            except Unsupported as missing:
+                self.nested_because = f"jets have no rule for {missing}"
+        out = nested(lambda x: self.network(params, x), points, self.scheme)
+        return out.unflatten(1, self.x.shape[:2])
+
+    def __call__(self, params: Mapping[str, Tensor], tape: Tape | None = None) -> Tensor:
+        """z: (N, R)."""
+        params = dict(params)
+        return self._root * self.operator(self.channels(params, tape), params)
+
+    def linearize(self, params: Mapping[str, Tensor]) -> FunctionLinearization:
+        if not self.nested_because:
+            linear = JetLinearization(self, params)
+            if not self._checked and not self.nested_because:
+                self._check(linear)
+            if not self.nested_because:  # which the first attempt may find out
+                return linear
+        return FunctionLinearization(self, params)
+
+    def _check(self, linear: JetLinearization) -> None:
+        """Once: do the rows reproduce autograd's gradient? Not if points see each other."""
+        self._checked = True
+        u = torch.ones_like(linear.value)
+        u[::2] = -1
+        want, got = FunctionLinearization.vjp(linear, u), linear.vjp(u)
+        if bool((got - want).norm() > tolerance(want.dtype) * want.norm()):
+            self.nested_because = "the network's value at one point depends on other points"
+
+
+class JetLinearization(FunctionLinearization):
+    """J from the recorded linear layers; parameters used elsewhere by forward-mode columns."""
+
+    structured = True
+
+    def __init__(self, source: OperatorMap, params: Mapping[str, Tensor]) -> None:
+        self._map = source
+        super().__init__(source, params)
+        widest = max((sum(x.numel() for x in u.output.tensors) for u in self._uses), default=0)
+        self.footprint = max(16 * self.value.numel(), 8 * widest)
+
+    def _evaluate(self) -> Tensor:
+        self._leaves = {n: p.clone().requires_grad_() for n, p in self._point.items()}
+        tape = Tape({id(leaf): n for n, leaf in self._leaves.items()})
+        with torch.enable_grad():
+            self._graph = self._map(self._leaves, tape)
+        self._uses = tape.uses
+        return self._graph.detach().to(self.space.dtype)
+
+    def _reverse(self, u: Tensor) -> tuple[list[Tensor], set[str]]:
+        """Cotangents (T, S·N, …, O) at the recorded outputs, and parameters reached elsewhere."""
+        outputs = [x for used in self._uses for x in used.output.tensors]
+        edges = outputs + list(self._leaves.values())
+        found: Sequence[Tensor | None] = [None] * len(edges)
+        if self._graph.requires_grad:
+            found = torch.autograd.grad(
+                self._graph, edges, u.to(self._graph.dtype), retain_graph=True, allow_unused=True
+            )
+        deltas, at = [], 0
+        for used in self._uses:
+            pieces = []
+            for x in used.output.tensors:
+                g = torch.zeros_like(x) if found[at] is None else found[at]
+                pieces.append(g if x is used.output.first else g[None])
+                at += 1
+            deltas.append(torch.cat(pieces))
+        rest = zip(self._leaves, found[len(outputs) :], strict=True)
+        return deltas, {n for n, g in rest if g is not None}
+
+    def pullback(self, covectors: Tensor) -> Pulled:
+        passes = [self._reverse(u) for u in covectors]
+        elsewhere = set().union(*(reached for _, reached in passes))
+        deltas = [torch.stack(d) for d in zip(*(found for found, _ in passes), strict=True)]
+        groups: dict[tuple[str | None, str | None], list[tuple[Used, Tensor]]] = defaultdict(list)
+        for used, delta in zip(self._uses, deltas, strict=True):
+            groups[used.weight, used.bias].append((used, delta))
+        owners = defaultdict(int)
+        for key in groups:
+            for name in key:
+                owners[name] += name is not None
+        blocks: list[Block] = []
+        coverage = []
+        for (weight, bias), uses in groups.items():
+            names = [n for n in (weight, bias) if n is not None]
+            if any(n in elsewhere or owners[n] > 1 for n in names):
+                elsewhere.update(names)  # rows of shared parameters are formed whole
+                continue
+            blocks.append(self._block(weight, bias, uses))
+            coverage += [Covered(n, blocks[-1].route, "linear layer of a jet") for n in names]
+        if elsewhere:
+            found = self.columns(sorted(elsewhere))
+            rows = {n: self.contracted(covectors, columns) for n, columns in found.items()}
+            blocks.append(RowsBlock(rows))
+            coverage += [Covered(n, "rows", "not the weight of one linear layer") for n in rows]
+        shape = self.value.shape[0], covectors.shape[0]
+        return Pulled(self.space, shape, blocks, coverage)
+
+    def _block(
+        self, weight: str | None, bias: str | None, uses: list[tuple[Used, Tensor]]
+    ) -> AffineBlock:
+        """Channels and sites of all uses along one sharing axis."""
+        sites, samples = self._map.x.shape[:2]
+        first = torch.zeros(len(self._map.scheme), sites)
+        first[0] = 1
+        inputs, deltas, heights = [], [], []
+        for used, delta in uses:
+            a = used.input.stacked().detach().unflatten(1, (sites, samples))  # (T, S, N, *places, I)
+            d = delta.unflatten(2, (sites, samples))  # (R, T, S, N, *places, O)
+            places = prod(a.shape[3:-1])
+            inputs.append(a.movedim(2, 0).reshape(samples, 1, -1, a.shape[-1]))
+            deltas.append(
+                d.movedim(3, 0).reshape(samples, len(d), 1, -1, d.shape[-1])
+            )
+            heights.append(first.flatten().repeat_interleave(places))
+        dtype = self.space.dtype
+        x, delta = torch.cat(inputs, 2).to(dtype), torch.cat(deltas, 3).to(dtype)
+        h = torch.cat(heights).to(x)
+        return AffineBlock(weight, bias, x.__getitem__, tuple(x.shape), delta, h)
+
+    def rows(self) -> Tensor:
+        return self.pullback(identity_covectors(self.value)).rows()
+
+    def vjp(self, u: Tensor) -> Tensor:
+        ones = torch.ones(self.value.shape[0], 1, dtype=u.dtype, device=u.device)
+        return self.pullback(u[None]).lift(ones)
