@@ -1,6 +1,6 @@
 """Natural gradients for PyTorch: pull a metric back through your model, solve, and step."""
 
-from . import grams, likelihoods, maps, metrics, optim, solvers, steps
+from . import grams, likelihoods, maps, metrics, optim, pde, solvers, steps
 from ._core.errors import PullbackError, Status
 from .optim import GaussNewton, HessianFree, LevenbergMarquardt, NaturalGradient, StepInfo
 
@@ -15,6 +15,8 @@ __all__ = [
     "solvers",
     "steps",
     "optim",
+    # readers of the pipeline
+    "pde",
     # what most people need
     "NaturalGradient",
     "GaussNewton",

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from pullback.likelihoods import MSE, Bernoulli, Categorical, Gaussian, Poisson
 from pullback.metrics import Bregman, Euclidean, Fisher, Sobolev, Weighted
-from pullback.solvers import Cholesky, ConjugateGradient, PseudoInverse, Sketched
+from pullback.solvers import Cholesky, ConjugateGradient, OrthogonalGreedy, PseudoInverse, Sketched
 from tests.laws import models as m
 from tests.laws.cases import MetricCase, ModelCase, SolverCase
 
@@ -217,5 +217,8 @@ SOLVERS = [
         "Sketched, refined",
         lambda damping: Sketched(rows=12, refine=400, damping=damping),
         FACTORED,
+    ),
+    SolverCase(
+        "OrthogonalGreedy, all vectors", lambda damping: OrthogonalGreedy(10_000, damping=damping)
     ),
 ]

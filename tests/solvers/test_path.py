@@ -58,6 +58,38 @@ def test_the_secular_equation_is_solved_for_many_radii() -> None:
     assert error < 1e-9, f"‖x(λ)‖/radius − 1 = {error:.1e}"
 
 
+@pytest.mark.parametrize("outside", [0.0, 1e-3])
+@pytest.mark.parametrize("power", [0.0, 0.5, 1.0, 1.5])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_the_secular_equation_over_the_whole_range_of_a_dtype(
+    dtype: torch.dtype, power: float, outside: float
+) -> None:
+    """Eigenvalues over 28 (float32: 14) decades, radii up to the full step itself."""
+    double = dtype is torch.float64
+    values = torch.logspace(0, -28 if double else -14, 300, dtype=torch.float64)
+    gamma = vector(300) * values**power
+    beyond = outside * vector(5).to(dtype) if outside else None
+    path = Path(values.to(dtype), gamma.to(dtype), lambda c: c, beyond)
+    longest = path.norm(torch.tensor([1e-15 if outside else 0.0], dtype=dtype))
+    steps = torch.logspace(-12 if double else -6, -0.001, 100, dtype=dtype)
+    near = 1 - torch.tensor([1e-3, 1e-9, 1e-12] if double else [1e-2, 1e-4, 1e-5], dtype=dtype)
+    radii = longest * torch.cat([steps, near])
+    dampings = path.damping_for(radii)
+    assert bool((dampings > 0).all())
+    error = float((path.norm(dampings) / radii - 1).abs().max())
+    assert error < 10 * torch.finfo(dtype).eps, f"‖x(λ)‖/radius − 1 = {error:.1e}"
+
+
+@pytest.mark.parametrize("scale", [1e-18, 1e-9, 1e9, 1e18])
+def test_a_path_in_float32_neither_overflows_nor_vanishes(scale: float) -> None:
+    path = Path(torch.logspace(0, -12, 50), scale * vector(50).float(), lambda c: c)
+    exact = Path(path.eigenvalues.double(), path.gamma.double(), lambda c: c)
+    dampings = torch.tensor([1e-6, 1e-3, 1.0, 1e3])
+    assert_close(path.norm(dampings).double(), exact.norm(dampings.double()), 1e-6, "‖x(λ)‖")
+    found = path.damping_for(path.norm(dampings))
+    assert float((found / dampings - 1).abs().max()) < 1e-5
+
+
 def test_beyond_the_full_step_there_is_no_damping() -> None:
     for form in FORMS:
         for white in (True, False):

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
-from pullback.grams import Kernel
-from pullback.solvers import Cholesky, PseudoInverse
+from pullback._core.svd import svd
+from pullback.grams import Kernel, Rows
+from pullback.solvers import Cholesky, PseudoInverse, Spectrum, pinv
 from pullback.testing import assert_close
 from tests.solvers.helpers import FORMS, factored, hold, random, vector, with_spectrum
 
 
+@pytest.mark.parametrize("polar", [False, True])
 @pytest.mark.parametrize("seed", range(4))
-def test_at_condition_1e8_r_keeps_the_digits_that_g_has_lost(seed: int) -> None:
+def test_at_condition_1e8_r_keeps_the_digits_that_g_has_lost(
+    seed: int, polar: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """x = A⁺r with every singular direction alike: below 1e-8 from r, percents off from g."""
     n = 40
+    monkeypatch.setattr(pinv, "svd", partial(svd, polar=polar))
     a = with_spectrum(torch.logspace(0, -8, n, dtype=torch.float64), n, n, seed)
     u, s, vt = torch.linalg.svd(a)
     want = vt.T @ torch.ones(n).double()
@@ -127,3 +134,42 @@ def test_many_parameters_in_float32(p: int) -> None:
     assert found.rank == 4
     assert torch.allclose(found.x[:4], torch.full((4,), 1 / 1.5))
     assert torch.allclose(found.x[4:8], torch.full((4,), 1 / 0.5))
+
+
+@pytest.mark.parametrize("shape", [(90, 40), (40, 90), (40, 40)])
+def test_the_route_of_cuda_has_the_same_path(
+    shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Norms, predicted reductions and dampings of both routes, at condition 1e10."""
+    sigma = torch.logspace(0, -10, 40, dtype=torch.float64)
+    a, r = with_spectrum(sigma, *shape), vector(shape[0])
+    solver = PseudoInverse()
+    paths = []
+    for polar in (False, True):
+        monkeypatch.setattr(pinv, "svd", partial(svd, polar=polar))
+        paths.append(solver.path(solver.init(Rows(a)), a.T @ r, r))
+    plain, other = paths
+    dampings = torch.logspace(-17, 1, 19, dtype=torch.float64)
+    tol = 1e-6  # ε/√λ where the smallest directions lead
+    assert_close(other.norm(dampings), plain.norm(dampings), tol, "‖x(λ)‖")
+    assert_close(other.predicted(dampings), plain.predicted(dampings), 1e-8, "predicted")
+    assert_close(other.at(dampings[4:]), plain.at(dampings[4:]), tol, "x(λ)")
+    radii = plain.norm(dampings)
+    found, want = other.damping_for(radii), plain.damping_for(radii)
+    assert float((found / want - 1).abs().max()) < 1e-5
+
+
+def test_many_rows_are_lifted_at_once() -> None:
+    a, c = random(5, 8), random(3, 5)
+    for form in ("rows", "kernel", "matrix_free"):
+        assert_close(factored(a, form).lift_rows(c), c @ a, 1e-14, f"c A from {form}")
+
+
+def test_the_spectrum_of_a_broken_matrix_keeps_shape_and_device() -> None:
+    gram = Rows(torch.full((3, 4), torch.nan).double())
+    state = PseudoInverse().init(gram)
+    assert isinstance(state, Spectrum)
+    assert not state.finite
+    x = state.combine(torch.ones(2, 1).double())
+    assert x.shape == (2, 4)
+    assert x.dtype == torch.float64

@@ -50,7 +50,7 @@ def test_it_takes_the_largest_good_radius(strength: float, radius: float, lr: fl
     assert float((running - 0.3).abs().min()) > 1e-6, "a tie: choose another case"
     count = int((running > 0.3).sum())
     move = rule.take(problem.local())
-    assert problem.trials == 16
+    assert problem.trials == (16 if count >= 8 else 8)  # a bad radius ends the search
     assert move.accepted == (count > 0)
     if count == 0:
         assert problem.state["radius"] == pytest.approx(radius / 4.0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from math import prod
 
@@ -104,7 +104,8 @@ def assemble(parts: Sequence[Part], form: str, budget: int, prefers: str = "smal
     if form == "dense":
         return Dense(_dense(parts, budget), n)
     if form == "kernel":
-        return Kernel(_kernel(parts, budget), *_products(parts, "project", "lift"), p)
+        products = _products(parts, "project", "lift")
+        return Kernel(_kernel(parts, budget), *products, p, lambda: _squares(parts, budget))
     if form == "matrix_free":
         return Operator(*_products(parts, "push", "pull"), (n, p), space.dtype, space.device)
     raise PullbackError(
@@ -152,14 +153,30 @@ def _dense(parts: Sequence[Part], budget: int) -> Tensor:
     """Σ AᵀA over panels of samples whose rows fit the budget."""
     space = parts[0].linear.space
     out = space.zeros(space.size, space.size)
+    for rows in _panels(parts, budget):
+        out.addmm_(rows.T, rows)
+    return out
+
+
+def _squares(parts: Sequence[Part], budget: int) -> Tensor:
+    """The diagonal of Σ AᵀA."""
+    space = parts[0].linear.space
+    out = space.zeros(space.size)
+    for rows in _panels(parts, budget):
+        out += rows.norm(dim=0).square()
+    return out
+
+
+def _panels(parts: Sequence[Part], budget: int) -> Iterator[Tensor]:
+    """The rows of all parts, as many samples at a time as fit half the budget."""
+    space = parts[0].linear.space
+    itemsize = torch.finfo(space.dtype).bits // 8
     for part in parts:
         samples = part.linear.value.shape[0]
-        per_sample = part.count // samples * space.size * out.element_size()
+        per_sample = part.count // samples * space.size * itemsize
         panel = samples if part.factor.couples_samples else max(1, budget // (2 * per_sample))
         for a in range(0, samples, panel):
-            rows = part.rows(a, min(a + panel, samples))
-            out.addmm_(rows.T, rows)
-    return out
+            yield part.rows(a, min(a + panel, samples))
 
 
 def _kernel(parts: Sequence[Part], budget: int) -> Tensor:

@@ -71,6 +71,10 @@ class FactoredGram(Gram):
     def lift(self, c: Tensor) -> Tensor:
         """Aᵀ c: (n,) -> (p,)."""
 
+    def lift_rows(self, c: Tensor) -> Tensor:
+        """Aᵀ of every row of c: (k, n) -> (k, p)."""
+        return torch.stack([self.lift(row) for row in c])
+
     def matvec(self, v: Tensor) -> Tensor:
         return self.lift(self.project(v))
 

@@ -41,6 +41,9 @@ class Rows(FactoredGram):
     def lift(self, c: Tensor) -> Tensor:
         return self._a.T @ c
 
+    def lift_rows(self, c: Tensor) -> Tensor:
+        return c @ self._a
+
     def rows(self) -> Tensor:
         return self._a
 
@@ -52,6 +55,9 @@ class Rows(FactoredGram):
 
     def dense(self) -> Tensor:
         return gram(self._a.T)
+
+    def diagonal(self) -> Tensor:
+        return self._a.norm(dim=0).square()
 
     def trace(self) -> Tensor:
         return self._a.square().sum()
@@ -106,6 +112,19 @@ class Operator(FactoredGram):
         eye = torch.eye(self.count, dtype=self.dtype, device=self.device)
         return torch.stack([self.project(self.lift(e)) for e in eye])
 
+    def diagonal(self) -> Tensor:
+        """By min(n, p) products, without holding A."""
+        unit = torch.zeros(min(self.count, self.size), dtype=self.dtype, device=self.device)
+        by_rows = self.count <= self.size
+        total = torch.zeros(self.size, dtype=self.dtype, device=self.device)
+        for i in range(len(unit)):
+            unit.zero_()[i] = 1
+            if by_rows:
+                total += self.lift(unit).square()
+            else:
+                total[i] = self.project(unit).square().sum()
+        return total
+
     def trace(self) -> Tensor:
         """tr G: exact for few rows, else estimated from seeded signs v as the mean of vᵀG v.
 
@@ -131,13 +150,17 @@ class Kernel(Operator):
         project: Callable[[Tensor], Tensor],
         lift: Callable[[Tensor], Tensor],
         size: int,
+        diagonal: Callable[[], Tensor] | None = None,
     ) -> None:
         super().__init__(project, lift, (len(kernel), size), kernel.dtype, kernel.device)
-        self._kernel = kernel
+        self._kernel, self._diagonal = kernel, diagonal
         self.structure = Structure("kernel", factored=True, low_rank=self.count < self.size)
 
     def kernel(self) -> Tensor:
         return self._kernel
+
+    def diagonal(self) -> Tensor:
+        return super().diagonal() if self._diagonal is None else self._diagonal()
 
     def row_norms(self) -> Tensor:
         return self._kernel.diagonal().clamp(min=0).sqrt()

@@ -162,13 +162,13 @@ class JetLinearization(FunctionLinearization):
         first[0] = 1
         inputs, deltas, heights = [], [], []
         for used, delta in uses:
-            a = used.input.stacked().detach().unflatten(1, (sites, samples))  # (T, S, N, *places, I)
+            a = (
+                used.input.stacked().detach().unflatten(1, (sites, samples))
+            )  # (T, S, N, *places, I)
             d = delta.unflatten(2, (sites, samples))  # (R, T, S, N, *places, O)
             places = prod(a.shape[3:-1])
             inputs.append(a.movedim(2, 0).reshape(samples, 1, -1, a.shape[-1]))
-            deltas.append(
-                d.movedim(3, 0).reshape(samples, len(d), 1, -1, d.shape[-1])
-            )
+            deltas.append(d.movedim(3, 0).reshape(samples, len(d), 1, -1, d.shape[-1]))
             heights.append(first.flatten().repeat_interleave(places))
         dtype = self.space.dtype
         x, delta = torch.cat(inputs, 2).to(dtype), torch.cat(deltas, 3).to(dtype)

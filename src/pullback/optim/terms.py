@@ -59,7 +59,9 @@ class Energy(Term):
         weights: q, (N,).
     """
 
-    def __init__(self, map: ObjectiveMap | OperatorMap, density: Callable[[Tensor], Tensor], weights: Tensor) -> None:
+    def __init__(
+        self, map: ObjectiveMap | OperatorMap, density: Callable[[Tensor], Tensor], weights: Tensor
+    ) -> None:
         super().__init__(map)
         self._density, self._weights = density, weights
 

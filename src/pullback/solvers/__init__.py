@@ -3,6 +3,7 @@
 from .base import Damping, Path, Relative, Solution, Solver, resolve
 from .cg import ConjugateGradient
 from .cholesky import Cholesky
+from .orthogonal_greedy import GreedySolution, OrthogonalGreedy
 from .pinv import PseudoInverse, Spectrum
 from .sketched import Sketched
 
@@ -10,6 +11,8 @@ __all__ = [
     "Cholesky",
     "ConjugateGradient",
     "Damping",
+    "GreedySolution",
+    "OrthogonalGreedy",
     "Path",
     "PseudoInverse",
     "Relative",

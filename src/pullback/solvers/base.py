@@ -13,6 +13,8 @@ from torch import Tensor
 from .._core.errors import PullbackError, Status
 from ..grams import Gram
 
+_NEWTON_STEPS = 100
+
 
 @dataclass(frozen=True)
 class Solution:
@@ -60,6 +62,8 @@ class Solver(ABC):
 
     #: what the solver works from best: "rows", "small" or "products"
     prefers: str = "small"
+    #: whether x is linear in the right-hand side, so that parts of it may be solved for apart
+    linear: bool = True
 
     @abstractmethod
     def init(self, gram: Gram) -> Any:
@@ -115,19 +119,14 @@ class Path:
 
     def norm(self, damping: Tensor) -> Tensor:
         """‖x(λ)‖ for dampings of any shape."""
-        square = (self.gamma / (self.eigenvalues + damping[..., None])).square().sum(-1)
-        if self.beyond is not None:
-            square = square + (self.beyond.norm() / damping).square()
-        return square.sqrt()
+        eigenvalues, gamma = self._shares()
+        return _length(gamma / (eigenvalues + damping[..., None]))
 
     def predicted(self, damping: Tensor, scale: float = 1.0) -> Tensor:
         """The model's reduction scale·gᵀx − ½scale²·xᵀGx for the move scale·x(λ)."""
-        shifted = self.eigenvalues + damping[..., None]
-        shares = scale * shifted - 0.5 * scale**2 * self.eigenvalues
-        out = (self.gamma.square() * shares / shifted.square()).sum(-1)
-        if self.beyond is not None:
-            out = out + scale * self.beyond.square().sum() / damping
-        return out
+        eigenvalues, gamma = self._shares()
+        c = gamma / (eigenvalues + damping[..., None])
+        return scale * (c * (gamma - 0.5 * scale * eigenvalues * c)).sum(-1)
 
     def at(self, damping: Tensor) -> Tensor:
         """x(λ), one row per damping."""
@@ -137,30 +136,57 @@ class Path:
         return x
 
     def damping_for(self, radius: Tensor) -> Tensor:
-        """The λ ≥ 0 with ‖x(λ)‖ = radius, for many radii at once; 0 where x(0) is shorter.
+        r"""The λ ≥ 0 with ‖x(λ)‖ = radius, for many radii at once; 0 where x(0) is shorter.
 
-        ‖x(λ)‖ decreases in λ, and 1/‖x(λ)‖ is nearly linear in it, so a bracketed Newton
-        iteration on 1/‖x‖ − 1/radius settles in a few steps.
+        Newton's iteration on log‖x‖ as a function of log λ, which is exact where the norm follows a
+        power of λ, within a bracket that is halved (in log λ) where the steps do not shrink. The
+        norm decreases in λ, and 1/‖x(λ)‖ is concave, so its tangents cross 1/radius below the root:
+        they raise the lower end of the bracket.
         """
-        # ‖x(λ)‖ ≤ ‖g‖/(λ_min + λ), so the root lies below ‖g‖/radius
-        total = self.gamma.square().sum()
-        if self.beyond is not None:
-            total = total + self.beyond.square().sum()
-        high = total.sqrt() / radius
-        low = torch.zeros_like(high)
-        damping = 0.5 * high
-        for _ in range(60):
-            norm = self.norm(damping)
-            long = norm > radius
-            low, high = torch.where(long, damping, low), torch.where(long, high, damping)
-            shifted = self.eigenvalues + damping[..., None]
-            slope = (self.gamma.square() / shifted.pow(3)).sum(-1)
-            if self.beyond is not None:
-                slope = slope + self.beyond.square().sum() / damping.pow(3)
-            newton = damping + (norm - radius) / radius * norm.square() / slope
-            inside = (newton > low) & (newton < high)
-            before, damping = damping, torch.where(inside, newton, 0.5 * (low + high))
-            if bool(((damping - before).abs() <= torch.finfo(damping.dtype).eps * damping).all()):
+        eigenvalues, gamma = self._shares()
+        eps, every = torch.finfo(radius.dtype).eps, 8 if radius.is_cuda else 1
+
+        def measure(damping: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            """‖x‖/radius, −d log‖x‖/dλ and the crossing of the tangent."""
+            shifted = eigenvalues + damping[..., None]
+            c = gamma / shifted
+            norm = _length(c)
+            rate = ((c / norm[..., None]).square() / shifted).sum(-1)
+            excess = norm / radius
+            return excess, rate, damping + (excess - 1) / rate
+
+        # |γ_i|/(λ_i + λ) ≤ ‖x(λ)‖ ≤ ‖g‖/λ
+        low = (gamma.abs() / radius[..., None] - eigenvalues).amax(-1).clamp(min=0)
+        high = _length(gamma) / radius
+        short = ~(self.norm(torch.zeros_like(low)) > radius)
+        damping = torch.maximum(low, measure(low)[2]).clamp(max=high)
+        last, settled = torch.full_like(low, torch.inf), short
+        for i in range(1, _NEWTON_STEPS + 1):
+            excess, rate, crossing = measure(damping)
+            low = torch.maximum(torch.where(excess > 1, damping, low), crossing)
+            high = torch.where(excess > 1, high, damping)
+            newton = torch.maximum(damping * (excess.log() / (rate * damping)).exp(), low)
+            step = (newton / damping).log().abs()
+            settled = settled | (torch.minimum((excess - 1).abs(), step) <= 8 * eps)
+            good = (newton <= high) & (step <= 0.5 * last)
+            trial = torch.where(good, newton, low.clamp(max=high).sqrt() * high.sqrt())
+            damping = torch.where(settled, damping, trial)
+            last = torch.where(good, step, torch.inf)
+            if i % every == 0 and bool(settled.all()):  # asking waits for the device
                 break
-        short = self.norm(torch.zeros_like(high)) <= radius if self.beyond is None else high < 0
         return torch.where(short, torch.zeros_like(damping), damping)
+
+    def _shares(self) -> tuple[Tensor, Tensor]:
+        """Λ and γ, with ‖g⊥‖ as one more coordinate of eigenvalue zero."""
+        if self.beyond is None and len(self.gamma):
+            return self.eigenvalues, self.gamma
+        outside = self.gamma.new_zeros(1) if self.beyond is None else _length(self.beyond)[None]
+        unused = (outside == 0).to(outside)  # 0/(1 + λ) where there is no such part
+        return torch.cat([self.eigenvalues, unused]), torch.cat([self.gamma, outside])
+
+
+def _length(c: Tensor) -> Tensor:
+    """‖c‖ along the last axis, where squares could overflow or vanish."""
+    top = c.abs().amax(-1, keepdim=True)
+    unit = torch.where((top > 0) & torch.isfinite(top), top, 1.0)
+    return (c / unit).square().sum(-1).sqrt() * unit[..., 0]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .._core.errors import Status
+from .._core.svd import svd
 from ..grams import FactoredGram, Gram
 from .base import Damping, Path, Solution, Solver, resolve
 
@@ -94,7 +95,11 @@ class PseudoInverse(Solver):
     def path(self, state: Spectrum, rhs: Tensor, whitened: Tensor | None = None) -> Path:
         """γ from r where that keeps the digits, else from g; g⊥ is what the directions miss."""
         eps, top = torch.finfo(rhs.dtype).eps, state.top
-        if whitened is not None and state.left is not None and _trusted(state, whitened):
+        if (
+            whitened is not None
+            and state.left is not None
+            and trusted(state.gram, state.top, whitened)
+        ):
             gamma, noise = state.sigma * state.left(whitened), 1e3 * eps * top * whitened.norm()
         else:
             gamma, noise = state.right(rhs), 1e3 * eps * rhs.norm()
@@ -111,11 +116,11 @@ class PseudoInverse(Solver):
         a = gram.rows()
         if not bool(torch.isfinite(a).all()):
             return _broken(gram)
-        u, sigma, vt = torch.linalg.svd(a, full_matrices=False)
+        whole = svd(a)
         eps = torch.finfo(a.dtype).eps
-        keep = self._keep(sigma, min(max(a.shape) * eps, eps**0.5), squared=False)
-        u, sigma, vt = u[:, keep], sigma[keep], vt[keep]
-        return Spectrum(gram, sigma, lambda r: u.T @ r, lambda g: vt @ g, lambda c: c @ vt)
+        floor = min(max(a.shape) * eps, eps**0.5)
+        part = whole.select(self._keep(whole.sigma, floor, squared=False))
+        return Spectrum(gram, part.sigma, part.left, part.right, part.combine)
 
     def _from_kernel(self, gram: FactoredGram) -> Spectrum:
         kernel = gram.kernel()
@@ -129,7 +134,7 @@ class PseudoInverse(Solver):
 
         def combine(c: Tensor) -> Tensor:
             y = (c / sigma) @ u.T
-            return gram.lift(y) if y.ndim == 1 else torch.stack([gram.lift(row) for row in y])
+            return gram.lift(y) if y.ndim == 1 else gram.lift_rows(y)
 
         return Spectrum(
             gram, sigma, lambda r: u.T @ r, lambda g: (u.T @ gram.project(g)) / sigma, combine
@@ -150,17 +155,19 @@ class PseudoInverse(Solver):
 def _broken(gram: Gram) -> Spectrum:
     """The spectrum of a matrix that is not finite: every solve reports it as singular."""
     nan = torch.full((1,), torch.nan, dtype=gram.dtype, device=gram.device)
-    return Spectrum(gram, nan, None, lambda g: nan * g[:1], lambda c: nan * torch.zeros(gram.size))
+    return Spectrum(
+        gram, nan, None, lambda g: nan * g[:1], lambda c: nan.expand(*c.shape[:-1], gram.size)
+    )
 
 
-def _trusted(state: Spectrum, r: Tensor) -> bool:
+def trusted(gram: Gram, top: Tensor, r: Tensor) -> bool:
     """Whether Uᵀr keeps r's digits: not if r is huge just where the rows of A are tiny.
 
     A sample classified wrongly with certainty has such a row: r_i‖row_i‖ is moderate, but r_i alone
     times the round-off of U drowns the rest.
     """
-    norms = state.gram.row_norms() if isinstance(state.gram, FactoredGram) else None
+    norms = gram.row_norms() if isinstance(gram, FactoredGram) else None
     if norms is None:
         return True
-    noise = 1e4 * torch.finfo(r.dtype).eps * state.top * r.norm()
+    noise = 1e4 * torch.finfo(r.dtype).eps * top * r.norm()
     return bool(noise <= (r * norms).norm())

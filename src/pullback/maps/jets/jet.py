@@ -156,7 +156,9 @@ class Jet:
     def __getitem__(self, index: Any) -> Jet:
         index = index if isinstance(index, tuple) else (index,)
         alike = index[0] is Ellipsis or index[0] == slice(None)
-        return (self if alike else self.full()).each(lambda x, front: x[(slice(None),) * front + index])
+        return (self if alike else self.full()).each(
+            lambda x, front: x[(slice(None),) * front + index]
+        )
 
     def __neg__(self) -> Jet:
         return self.each(lambda x, _: -x)

@@ -267,7 +267,8 @@ def split(a: Jet, split_size: Any, dim: int = 0) -> Any:
     """Per channel."""
     count = len(a.value.split(split_size, dim))
     return tuple(
-        a.full().each(lambda x, n, i=i: x.split(split_size, _shifted(dim, n))[i]) for i in range(count)
+        a.full().each(lambda x, n, i=i: x.split(split_size, _shifted(dim, n))[i])
+        for i in range(count)
     )
 
 

@@ -1,0 +1,106 @@
+"""The singular value decomposition behind `PseudoInverse`, beside torch's own.
+
+    python -m benchmarks.spectrum [--device cuda] [--only 4000x449 ...] [--out FILE]
+
+Time of the decomposition together with x = A⁺r, in float64 and float32, for matrices of condition
+1e10 (float32: 1e4), and the error of x against the x that A was made with. The result is written to
+benchmarks/results/spectrum-<device>.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pullback._core.svd import svd
+
+from .timing import compare, environment
+
+SIZES = ((1000, 129), (4000, 449), (300, 3000), (4096, 1024), (8000, 2000), (3000, 12000))
+LARGE = ((20000, 5000),)
+ON_CPU = 3  # how many of the sizes a CPU does in seconds
+CONDITION = {torch.float64: 1e10, torch.float32: 1e4}
+RESULTS = Path(__file__).parent / "results"
+
+
+def matrix(n: int, p: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """A with a geometric spectrum, and an x of equal share in all its right singular vectors."""
+    k = min(n, p)
+    generator = torch.Generator(device).manual_seed(0)
+
+    def draw(m: int) -> Tensor:
+        noise = torch.randn(m, k, generator=generator, dtype=torch.float64, device=device)
+        return torch.linalg.qr(noise).Q
+
+    v = draw(p)
+    sigma = CONDITION[dtype] ** -torch.linspace(0, 1, k, dtype=torch.float64, device=device)
+    return ((draw(n) * sigma) @ v.T).to(dtype), v.sum(1).to(dtype)
+
+
+def by_torch(a: Tensor, r: Tensor) -> Tensor:
+    u, sigma, vt = torch.linalg.svd(a, full_matrices=False)
+    return vt.T @ ((u.T @ r) / sigma)
+
+
+def by_pullback(a: Tensor, r: Tensor) -> Tensor:
+    found = svd(a)
+    return found.combine(found.left(r) / found.sigma)
+
+
+ROUTES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "torch": by_torch,
+    "pullback": by_pullback,
+}
+
+
+def measure(n: int, p: int, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    a, want = matrix(n, p, dtype, device)
+    r = (a.double() @ want.double()).to(dtype)
+    errors = {
+        name: float((route(a, r) - want).norm() / want.norm()) for name, route in ROUTES.items()
+    }
+    routes = {name: lambda route=route: route(a, r) for name, route in ROUTES.items()}
+    times = compare(routes, device, repeats=3, warmup=1, patience=20.0)
+    ratio = times["torch"] / times["pullback"]
+    kind = str(dtype).removeprefix("torch.")
+    cells = "".join(f"{1e3 * times[name]:12.1f}{errors[name]:10.1e}" for name in ROUTES)
+    print(f"{n:6} × {p:<6} {kind:8}{cells}{ratio:9.1f}×", flush=True)
+    return {
+        "rows": n,
+        "parameters": p,
+        "dtype": kind,
+        "milliseconds": {name: 1e3 * t for name, t in times.items()},
+        "error": errors,
+        "ratio": ratio,
+    }
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--only", nargs="*", default=None, metavar="NxP")
+    parser.add_argument("--out", type=Path, default=None)
+    options = parser.parse_args([] if arguments is None else arguments)
+    device = torch.device(options.device)
+    sizes = SIZES[:ON_CPU] if device.type == "cpu" else SIZES + LARGE
+    if options.only:
+        sizes = tuple(s for s in SIZES + LARGE if f"{s[0]}x{s[1]}" in options.only)
+    print(environment(device))
+    heads = "".join(f"{name + ' ms':>12}{'error':>10}" for name in ROUTES)
+    print(f"{'rows × parameters':24}{heads}{'ratio':>9}")
+    results = [measure(n, p, dtype, device) for dtype in CONDITION for n, p in sizes]
+    record = {"environment": environment(device), "results": results}
+    out = options.out or RESULTS / f"spectrum-{device.type}.json"
+    out.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    import sys
+
+    main(sys.argv[1:])

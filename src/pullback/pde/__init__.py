@@ -1,0 +1,80 @@
+"""PDEs: state a problem, pick a network, and solve it by the natural gradient in function space."""
+
+from .conditions import (
+    Condition,
+    Data,
+    Dirichlet,
+    Energy,
+    Equation,
+    Initial,
+    Neumann,
+    Periodic,
+    Robin,
+)
+from .domains import (
+    Ball,
+    Box,
+    Difference,
+    Disk,
+    Domain,
+    Intersection,
+    Interval,
+    PointSet,
+    Region,
+    SpaceTime,
+    Union,
+)
+from .history import History
+from .networks import FourierFeatures, Hard, PeriodicEmbedding, Rescaled, Sine, mlp
+from .plan import Refine
+from .problem import Problem
+from .sampling import Gauss, Grid, LatinHypercube, Points, Sampler, Sobol, Uniform
+from .solution import Solution
+from .solve import Run, solve
+
+__all__ = [
+    # where
+    "Region",
+    "Domain",
+    "Interval",
+    "Box",
+    "Ball",
+    "Disk",
+    "SpaceTime",
+    "Union",
+    "Intersection",
+    "Difference",
+    "PointSet",
+    # what must hold
+    "Problem",
+    "Condition",
+    "Equation",
+    "Energy",
+    "Dirichlet",
+    "Neumann",
+    "Robin",
+    "Periodic",
+    "Initial",
+    "Data",
+    # at which points
+    "Points",
+    "Sampler",
+    "Grid",
+    "Gauss",
+    "Sobol",
+    "LatinHypercube",
+    "Uniform",
+    "Refine",
+    # with which network
+    "mlp",
+    "Hard",
+    "FourierFeatures",
+    "PeriodicEmbedding",
+    "Rescaled",
+    "Sine",
+    # solved
+    "solve",
+    "Run",
+    "Solution",
+    "History",
+]

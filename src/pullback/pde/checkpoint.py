@@ -1,0 +1,45 @@
+"""Saving a run so that it goes on to the same bits."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .._core.errors import PullbackError
+
+_VERSION = 1
+
+
+def save(path: Path, state: dict[str, Any]) -> None:
+    """Write all or nothing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    torch.save({"version": _VERSION, **state}, part)
+    os.replace(part, path)
+
+
+def load(path: Path, what: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Read, and refuse what belongs to another run."""
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise
+    except Exception as error:
+        raise PullbackError(
+            f"{path} cannot be read", str(error).splitlines()[0], "Delete it, or pass another path"
+        ) from error
+    if not isinstance(state, dict) or state.get("version") != _VERSION:
+        raise PullbackError(
+            f"{path} is not a saved solve", "it lacks this version's mark", "Pass another path"
+        )
+    for name, value in (what or {}).items():
+        if state["run"].get(name) != value:
+            raise PullbackError(
+                f"{path} belongs to another run",
+                f"its {name} is {state['run'].get(name)!r}, this run's {value!r}",
+                "Pass another checkpoint, or delete this one",
+            )
+    return state

@@ -1,0 +1,275 @@
+"""What must hold, and where: equations, boundary and initial conditions, data, energies."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._core.errors import PullbackError
+from .domains import Domain, Pairs, PointSet, Region, SpaceTime
+from .fields import Field, call
+from .sampling import Points
+
+Value = float | Tensor | Callable[..., Any]
+Where = Region | Pairs | Callable[[Domain], Region | Pairs] | None
+
+
+@dataclass
+class View:
+    """What a condition sees: fields (per site), coordinates, normals, unknown coefficients."""
+
+    fields: Sequence[Mapping[str, Field]]
+    points: Points
+    coordinates: Mapping[str, Tensor]
+    unknowns: Mapping[str, Tensor]
+
+    def field(self, name: str | None, site: int = 0) -> Field:
+        """The named field, or the only one."""
+        here = self.fields[site]
+        if name is None and len(here) == 1:
+            return next(iter(here.values()))
+        if name not in here:
+            raise PullbackError(
+                "The condition must say which field it is for"
+                if name is None
+                else f"There is no field {name!r}",
+                f"the problem's fields are {', '.join(here)}",
+                "Pass field=",
+            )
+        return here[name]
+
+    @property
+    def offered(self) -> dict[str, Any]:
+        """All that a function may name."""
+        return {
+            **self.fields[0],
+            **self.coordinates,
+            **self.unknowns,
+            "points": self.points.x,
+            **({} if self.points.normals is None else {"normals": self.points.normals}),
+        }
+
+    def value(self, value: Value, what: str) -> Tensor | float:
+        """A number, values at the points, or a function of what is offered."""
+        found = call(value, self.offered, what) if callable(value) else value
+        if isinstance(found, Field):
+            found = found.value
+        if isinstance(found, Tensor):
+            found = found.to(self.points.x)
+            found = found[:, 0] if found.ndim == 2 and found.shape[1] == 1 else found
+        return found
+
+
+class Condition(ABC):
+    """One term of the loss: ½·weight·mean |residual|² over the points of a region.
+
+    Args:
+        on: the region, or a function of the domain; each kind has its own default.
+        weight: of the mean square in the loss.
+        points: how many; by default `solve` decides.
+        name: what reports call it.
+    """
+
+    def __init__(
+        self,
+        *,
+        on: Where = None,
+        weight: float = 1.0,
+        points: int | None = None,
+        name: str | None = None,
+    ) -> None:
+        if not weight > 0 or weight == float("inf"):
+            raise PullbackError(
+                "The weight of a condition is not usable", f"got {weight}", "Use a number > 0"
+            )
+        self.on, self.weight, self.points = on, float(weight), points
+        self.name = name or type(self).__name__.lower()
+
+    @abstractmethod
+    def residual(self, view: View) -> Tensor | Sequence[Tensor]:
+        """What must vanish: (N,), or several of these."""
+
+    def default(self, domain: Domain) -> Region | Pairs:
+        """Where it holds unless said otherwise."""
+        return domain.boundary
+
+    def region(self, domain: Domain) -> Region | Pairs:
+        """Where it holds."""
+        if self.on is None:
+            return self.default(domain)
+        return self.on(domain) if callable(self.on) else self.on
+
+
+class Equation(Condition):
+    """A PDE, or several: functions of fields, coordinates and unknowns, by name.
+
+    >>> Equation(lambda u: u.t + u * u.x - 0.01 * u.xx).name
+    'equation'
+    """
+
+    def __init__(self, *residuals: Callable[..., Any], **options: Any) -> None:
+        super().__init__(**options)
+        if not residuals or not all(map(callable, residuals)):
+            raise PullbackError(
+                "An equation needs residuals",
+                f"got {residuals!r}",
+                "Pass functions such as lambda u: u.laplacian + 1",
+            )
+        self.residuals = residuals
+
+    def default(self, domain: Domain) -> Region:
+        return domain
+
+    def residual(self, view: View) -> list[Tensor]:
+        found = []
+        for function in self.residuals:
+            out = call(function, view.offered, f"The residual of {self.name!r}")
+            found += out if isinstance(out, (list, tuple)) else [out]
+        return [f.value if isinstance(f, Field) else f for f in found]
+
+
+class Dirichlet(Condition):
+    """u = value on the boundary."""
+
+    def __init__(self, value: Value = 0.0, *, field: str | None = None, **options: Any) -> None:
+        super().__init__(**options)
+        self.value, self.field = value, field
+
+    def residual(self, view: View) -> Tensor:
+        return view.field(self.field).value - view.value(self.value, f"The value of {self.name!r}")
+
+
+class Robin(Condition):
+    """a·u + b·∂u/∂n = value on the boundary."""
+
+    def __init__(
+        self,
+        a: float,
+        b: float,
+        value: Value = 0.0,
+        *,
+        field: str | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        self.a, self.b, self.value, self.field = a, b, value, field
+
+    def residual(self, view: View) -> Tensor:
+        u = view.field(self.field)
+        left = self.b * u.normal + (self.a * u.value if self.a else 0.0)
+        return left - view.value(self.value, f"The value of {self.name!r}")
+
+
+class Neumann(Robin):
+    """∂u/∂n = value on the boundary."""
+
+    def __init__(self, value: Value = 0.0, **options: Any) -> None:
+        super().__init__(0.0, 1.0, value, **options)
+
+
+class Periodic(Condition):
+    """u and its derivatives along `axis` up to `order` agree on opposite faces."""
+
+    def __init__(self, axis: str, order: int = 1, *, field: str | None = None, **options: Any):
+        super().__init__(**options)
+        if not isinstance(order, int) or order < 0:
+            raise PullbackError(
+                "The order of a periodic condition is not usable", f"got {order!r}", "Use 0, 1, …"
+            )
+        self.axis, self.order, self.field = axis, order, field
+
+    def default(self, domain: Domain) -> Pairs:
+        return domain.pairs(self.axis)
+
+    def residual(self, view: View) -> list[Tensor]:
+        one, two = view.field(self.field, 0), view.field(self.field, 1)
+        names = [[self.axis] * k for k in range(self.order + 1)]
+        return [one.d(*n) - two.d(*n) for n in names]
+
+
+class Initial(Condition):
+    """u = value, and u.t = velocity where it is given, at the initial time."""
+
+    def __init__(
+        self,
+        value: Value,
+        velocity: Value | None = None,
+        *,
+        field: str | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        self.value, self.velocity, self.field = value, velocity, field
+
+    def default(self, domain: Domain) -> Region:
+        if not isinstance(domain, SpaceTime):
+            raise PullbackError(
+                "An initial condition needs time",
+                f"the domain is {domain!r}",
+                "Use SpaceTime(space, (t0, t1)), or say where with on=",
+            )
+        return domain.initial
+
+    def residual(self, view: View) -> list[Tensor]:
+        u = view.field(self.field)
+        what = f"The value of {self.name!r}"
+        out = [u.value - view.value(self.value, what)]
+        if self.velocity is not None:
+            out.append(u.d("t") - view.value(self.velocity, what))
+        return out
+
+
+class Data(Condition):
+    """u = values at measured points (N, d)."""
+
+    def __init__(
+        self, points: Tensor, values: Tensor, *, field: str | None = None, **options: Any
+    ) -> None:
+        x = torch.as_tensor(points)
+        x = x[:, None] if x.ndim == 1 else x
+        self._values = torch.as_tensor(values, dtype=torch.float64).reshape(-1)
+        if len(x) != len(self._values):
+            raise PullbackError(
+                "Measured points and values do not match",
+                f"{len(x)} points and {len(self._values)} values",
+                "Give one value per point",
+            )
+        if not bool(torch.isfinite(self._values).all()):
+            raise PullbackError(
+                "Measured values are not finite",
+                f"{int((~torch.isfinite(self._values)).sum())} of {len(self._values)} are not",
+                "Leave those points out",
+            )
+        super().__init__(points=len(x), **options)
+        self._x, self.field = x.double(), field
+
+    def default(self, domain: Domain) -> Region:
+        return PointSet(self._x, names=domain.names)
+
+    def residual(self, view: View) -> Tensor:
+        return view.field(self.field).value - self._values.to(view.points.x)
+
+
+class Energy(Condition):
+    """weight · mean e(u, ∂u, x) over the domain: minimized itself, not its square (deep Ritz).
+
+    The density must be convex in the field and its derivatives; its second variation is the
+    metric. The loss is the mean over the region: the integral divided by its measure.
+    """
+
+    def __init__(self, density: Callable[..., Any], **options: Any) -> None:
+        super().__init__(**options)
+        self.density = density
+
+    def default(self, domain: Domain) -> Region:
+        return domain
+
+    def residual(self, view: View) -> Tensor:
+        """The density at the points, (N,)."""
+        out = call(self.density, view.offered, f"The density of {self.name!r}")
+        return out.value if isinstance(out, Field) else out

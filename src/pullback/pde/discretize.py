@@ -1,0 +1,216 @@
+"""A problem at chosen points: the terms of its loss as maps of the network's parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from .._core.errors import PullbackError
+from ..maps import OperatorMap, Scheme
+from ..maps.jets import Index
+from ..optim import Energy, Squares, Term
+from . import conditions
+from .conditions import Condition, View
+from .domains import Domain
+from .fields import Channel, Field, Request
+from .problem import Problem
+from .sampling import Points
+
+Sites = tuple[Points, ...]
+
+
+class Trial(nn.Module):
+    """The network with the unknown coefficients beside it: all that is solved for."""
+
+    def __init__(self, network: nn.Module, unknowns: Mapping[str, float], like: Tensor) -> None:
+        super().__init__()
+        self.network = network
+        self.unknowns = nn.ParameterDict(
+            {name: nn.Parameter(like.new_tensor(float(v))) for name, v in unknowns.items()}
+        )
+
+    def forward(self, x: Any) -> Any:
+        return self.network(x)
+
+    def apply_to(self, params: dict[str, Tensor], x: Any) -> Any:
+        """u(x) with these parameters."""
+        return functional_call(self, params, (x,))
+
+
+def coefficients(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The unknowns among a trial's parameters."""
+    start = "unknowns."
+    return {n.removeprefix(start): p for n, p in params.items() if n.startswith(start)}
+
+
+def term(problem: Problem, condition: Condition, trial: Trial, sites: Sites) -> Term:
+    """The condition at these points; its derivatives are found by a dry run."""
+    points = sites[0]
+    n = len(points)
+    request = _dry_run(problem, condition, sites)
+    scheme = request.scheme(problem.coordinates)
+    q = condition.weight * points.weights / points.weights.sum()
+    x = torch.stack([p.x for p in sites])
+
+    def view(channels: list[dict[str, Channel]], params: dict[str, Tensor]) -> View:
+        return _view(problem, sites, channels, coefficients(params))
+
+    if isinstance(condition, conditions.Energy):
+        return _energy(problem, condition, trial, x, q, scheme, request, view)
+
+    def operator(channels: Tensor, params: dict[str, Tensor]) -> Tensor:
+        getters = [
+            {
+                name: _picker(channels[:, s, :, i], scheme, problem)
+                for i, name in enumerate(problem.fields)
+            }
+            for s in range(len(sites))
+        ]
+        return _columns(condition, condition.residual(view(getters, params)), n)
+
+    return Squares(OperatorMap(trial.apply_to, x, scheme, operator, q))
+
+
+def _energy(
+    problem: Problem,
+    condition: conditions.Energy,
+    trial: Trial,
+    x: Tensor,
+    q: Tensor,
+    scheme: Scheme,
+    request: Request,
+    view: Any,
+) -> Energy:
+    """z holds just the derivatives that the density depends on."""
+    wanted: list[Index | None] = [*sorted(request.indices, key=lambda i: (len(i), i))]
+    wanted += [None] if request.laplacian else []
+
+    def operator(channels: Tensor, params: dict[str, Tensor]) -> Tensor:
+        out = []
+        for i in range(len(problem.fields)):
+            pick = _picker(channels[:, 0, :, i], scheme, problem)
+            out += [pick(index) for index in wanted]
+        return torch.stack(out, -1)
+
+    def density(z: Tensor) -> Tensor:
+        width = len(wanted)
+        getters: dict[str, Channel] = {
+            name: lambda index, i=i: z[:, i * width + wanted.index(index)]
+            for i, name in enumerate(problem.fields)
+        }
+        return condition.residual(view([getters], {}))
+
+    if problem.unknowns:
+        raise PullbackError(
+            "An energy cannot have unknown coefficients",
+            "minimizing over them makes no sense: the energy itself would change",
+            "Put the unknowns into equations or data conditions",
+        )
+    map = OperatorMap(trial.apply_to, x, scheme, operator, torch.ones_like(q))
+    return Energy(map, density, q)
+
+
+def _picker(channels: Tensor, scheme: Scheme, problem: Problem) -> Channel:
+    """Derivatives (N,) out of the carried channels (T, N)."""
+    space = problem.coordinates.space
+
+    def pick(index: Index | None) -> Tensor:
+        if index is None and scheme.laplacian:
+            return channels[-1]
+        return channels[scheme.position[space * 2 if index is None else index]]
+
+    return pick
+
+
+def _view(
+    problem: Problem, sites: Sites, channels: list[dict[str, Channel]], unknowns: Any
+) -> View:
+    fields = [
+        {n: Field(c, problem.coordinates, p.normals) for n, c in here.items()}
+        for here, p in zip(channels, sites, strict=True)
+    ]
+    return View(fields, sites[0], problem.columns(sites[0].x), unknowns)
+
+
+def _dry_run(problem: Problem, condition: Condition, sites: Sites) -> Request:
+    """Evaluate once with made-up values, to see which derivatives are asked for."""
+    request = Request()
+    x = sites[0].x
+    made_up = torch.linspace(0.3, 0.7, len(x), dtype=x.dtype, device=x.device)
+
+    def asked(index: Index | None) -> Tensor:
+        if index is None:
+            request.laplacian = True
+        else:
+            request.indices.add(index)
+        return made_up
+
+    channels = [dict.fromkeys(problem.fields, asked) for _ in sites]
+    unknowns = {n: x.new_tensor(v) for n, v in problem.unknowns.items()}
+    found = condition.residual(_view(problem, sites, channels, unknowns))
+    _columns(condition, found, len(x))
+    if not request.indices and not request.laplacian:
+        raise PullbackError(
+            f"The condition {condition.name!r} does not depend on the network",
+            "its residual uses no field",
+            f"Use {', '.join(problem.fields)} or a derivative of it in the residual",
+        )
+    return request
+
+
+def _columns(condition: Condition, found: Any, n: int) -> Tensor:
+    """The residuals as (N, R)."""
+    items = found if isinstance(found, (list, tuple)) else [found]
+    columns = []
+    for item in items:
+        if isinstance(item, Field):
+            item = item.value
+        if isinstance(item, Tensor) and item.ndim == 2 and item.shape[0] == n:
+            columns += item.unbind(1)
+        elif isinstance(item, Tensor) and item.shape == (n,):
+            columns.append(item)
+        else:
+            shape = tuple(item.shape) if isinstance(item, Tensor) else type(item).__name__
+            raise PullbackError(
+                f"The residual of {condition.name!r} is not one number per point",
+                f"got {shape} for {n} points",
+                "Return values of shape (N,), or several of these in a tuple",
+            )
+    return torch.stack(columns, -1)
+
+
+def draw(
+    problem: Problem, condition: Condition, n: int, sampler: Any, seed: int, domain: Domain
+) -> Sites:
+    """Points of the condition's region, refused where they leave the domain."""
+    region = condition.region(domain)
+    if tuple(region.names) != tuple(domain.names):
+        raise PullbackError(
+            f"The region of {condition.name!r} does not fit the domain",
+            f"its coordinates are {region.names}, the domain's {domain.names}",
+            "Use a boundary, face or part of the problem's domain",
+        )
+    found = region.sample(n, sampler, seed=seed)
+    sites = found if isinstance(found, tuple) else (found,)
+    for points in sites:
+        outside = ~domain.contains(points.x)
+        if bool(outside.any()):
+            raise PullbackError(
+                f"The condition {condition.name!r} lies outside the domain",
+                f"{int(outside.sum())} of {len(points)} points do, such as "
+                f"{points.x[outside][0].tolist()}",
+                "Use a region of the problem's domain",
+            )
+    return sites
+
+
+def nested(terms: Sequence[Term]) -> str:
+    """Why derivatives are not carried forward, where they are not."""
+    for item in terms:
+        if isinstance(item.map, OperatorMap) and item.map.nested_because:
+            return item.map.nested_because
+    return ""

@@ -1,0 +1,167 @@
+"""Intervals and boxes, their faces, and pairs of opposite faces."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..._core.errors import PullbackError
+from ..sampling import Axis, Points, Sampler
+from .base import Domain, Part, Region
+from .checks import check_bounds, check_names, index_of
+from .patch import Patch, Placed
+
+_SIDES = ("low", "high")
+
+
+class Box(Domain):
+    """Π [aᵢ, bᵢ] in any dimension.
+
+    Its boundary is its 2d faces: the two ends in one dimension. Midpoints (the sampler "grid")
+    avoid edges and corners; `Grid(ends=True)` has them once on each face that meets there.
+
+    Args:
+        bounds: the pairs (aᵢ, bᵢ).
+        names: of the coordinates; x, y, z, or x1, ..., xd beyond three, unless given.
+
+    >>> box = Box([(0, 1), (0, 2)])
+    >>> box.measure, box.boundary.measure, len(box.sample(100))
+    (2.0, 6.0, 100)
+    """
+
+    def __init__(
+        self, bounds: Iterable[Sequence[float]], names: Sequence[str] | None = None
+    ) -> None:
+        if isinstance(bounds, Tensor):
+            bounds = bounds.tolist()
+        try:
+            pairs = list(bounds)
+        except TypeError:
+            pairs = []
+        if not pairs:
+            raise PullbackError(
+                "Box needs bounds", f"got {bounds!r}", "Pass a list of pairs [(a, b), ...]"
+            )
+        ends = [check_bounds(pair, f"Side {i + 1} of the box") for i, pair in enumerate(pairs)]
+        self.names = check_names(names, len(ends))
+        self.low, self.high = torch.tensor(ends, dtype=torch.float64).unbind(1)
+        self.bounds: tuple[tuple[float, float], ...] = tuple(ends)
+
+    def build(self) -> Sequence[Patch]:
+        def place(u: Tensor) -> Placed:
+            return self.low + (self.high - self.low) * u, None
+
+        return (Patch((Axis(),) * self.dim, math.prod(b - a for a, b in self.bounds), place),)
+
+    def inside(self, x: Tensor, tol: float) -> Tensor:
+        return ((x >= self.low - tol) & (x <= self.high + tol)).all(1)
+
+    def build_boundary(self) -> Region:
+        faces = [self.face(name, side) for name in self.names for side in _SIDES]
+
+        def inside(x: Tensor, tol: float) -> Tensor:
+            gap = torch.minimum((x - self.low).abs(), (x - self.high).abs())
+            return self.inside(x, tol) & (gap <= tol).any(1)
+
+        patches = [p for face in faces for p in face.patches]
+        return Part(self.names, patches, self.low, self.high, inside)
+
+    def face(self, name: str, side: str) -> Region:
+        i, value, sign = self._side(name, side)
+        others = [j for j in range(self.dim) if j != i]
+        low, high = self.low[others], self.high[others]
+
+        def place(u: Tensor) -> Placed:
+            x = torch.full((len(u), self.dim), value, dtype=torch.float64)
+            x[:, others] = low + (high - low) * u
+            normals = torch.zeros_like(x)
+            normals[:, i] = sign
+            return x, normals
+
+        def inside(x: Tensor, tol: float) -> Tensor:
+            return self.inside(x, tol) & ((x[:, i] - value).abs() <= tol)
+
+        size = math.prod(b - a for j, (a, b) in enumerate(self.bounds) if j != i)
+        ends = (self.low.clone(), self.high.clone())
+        for end in ends:
+            end[i] = value
+        return Part(self.names, [Patch((Axis(),) * len(others), size, place)], *ends, inside)
+
+    def pairs(self, name: str) -> Pairs:
+        return Pairs(self.face(name, "low"), self.face(name, "high"), index_of(name, self.names))
+
+    def _side(self, name: str, side: str) -> tuple[int, float, float]:
+        i = index_of(name, self.names)
+        if side not in _SIDES:
+            raise PullbackError(
+                f"There is no side {side!r}", "a coordinate has two sides", 'Use "low" or "high"'
+            )
+        a, b = self.bounds[i]
+        return (i, a, -1.0) if side == "low" else (i, b, 1.0)
+
+    def __repr__(self) -> str:
+        return f"Box({list(self.bounds)}, names={self.names})"
+
+
+class Interval(Box):
+    """[a, b]; its boundary is the two ends, with measure 2 and normals ∓1.
+
+    >>> Interval(0, 1).boundary.sample(10).x
+    tensor([[0.], [1.]], dtype=torch.float64)
+    """
+
+    def __init__(self, a: float, b: float, name: str = "x") -> None:
+        super().__init__([check_bounds((a, b), "The interval")], (name,))
+        self.a, self.b = self.bounds[0]
+
+    def __repr__(self) -> str:
+        return f"Interval({self.a}, {self.b}, name={self.names[0]!r})"
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Points x on one face and x + (b − a)·eᵢ on the opposite one.
+
+    Attributes:
+        first, second: the faces where coordinate i is low and high.
+        index: i.
+    """
+
+    first: Region
+    second: Region
+    index: int
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The coordinates' names."""
+        return self.first.names
+
+    @property
+    def dim(self) -> int:
+        """The number of coordinates."""
+        return self.first.dim
+
+    @property
+    def measure(self) -> float:
+        """The measure of one face."""
+        return self.first.measure
+
+    def sample(
+        self, n: int, sampler: str | Sampler = "sobol", *, seed: int = 0
+    ) -> tuple[Points, Points]:
+        """About n points on each face, matched in order; the normals are opposite."""
+        return self._matched(self.first.sample(n, sampler, seed=seed))
+
+    def quadrature(self, n: int = 10_000) -> tuple[Points, Points]:
+        """Fixed accurate quadrature on both faces."""
+        return self._matched(self.first.quadrature(n))
+
+    def _matched(self, points: Points) -> tuple[Points, Points]:
+        x = points.x.clone()
+        x[:, self.index] = self.second.low[self.index]
+        normals = None if points.normals is None else -points.normals
+        return points, Points(x, points.weights, normals)

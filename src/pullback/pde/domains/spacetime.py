@@ -1,0 +1,109 @@
+"""A spatial domain over an interval of time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ..._core.errors import PullbackError
+from .base import Domain, Part, Region
+from .box import Pairs
+from .checks import check_bounds, index_of
+from .patch import Patch
+
+
+class SpaceTime(Domain):
+    """Ω × [t₀, t₁]; t is the last coordinate.
+
+    `boundary` is the lateral one, ∂Ω × [t₀, t₁], with normals (n, 0); `initial` and `final` are
+    the slices t = t₀ and t = t₁.
+
+    >>> from pullback.pde.domains import Interval
+    >>> domain = SpaceTime(Interval(-1, 1), (0, 3))
+    >>> domain.names, domain.measure, domain.boundary.measure, domain.initial.measure
+    (('x', 't'), 6.0, 6.0, 2.0)
+    """
+
+    def __init__(self, space: Domain, time: Sequence[float]) -> None:
+        if not isinstance(space, Domain):
+            raise PullbackError(
+                "SpaceTime needs a spatial domain",
+                f"got {type(space).__name__}",
+                "Pass an Interval, Box, Ball, or a combination of these",
+            )
+        if "t" in space.names:
+            raise PullbackError(
+                'The coordinate name "t" is used twice',
+                f"the space has the coordinates {', '.join(space.names)}",
+                'Give the space other names; "t" is the time',
+            )
+        self.space = space
+        self.time: tuple[float, float] = check_bounds(time, "The time")
+        self.names = (*space.names, "t")
+        self.low, self.high = self._extent(space, *self.time)
+
+    def build(self) -> Sequence[Patch]:
+        return tuple(p.times(*self.time) for p in self.space.patches)
+
+    def inside(self, x: Tensor, tol: float) -> Tensor:
+        return self.space.inside(x[:, :-1], tol) & self._during(x, tol)
+
+    def build_boundary(self) -> Region:
+        return self._over(self.space.boundary)
+
+    @cached_property
+    def initial(self) -> Region:
+        """The slice t = t₀."""
+        return self._slice(self.time[0], -1.0)
+
+    @cached_property
+    def final(self) -> Region:
+        """The slice t = t₁."""
+        return self._slice(self.time[1], 1.0)
+
+    def slab(self, a: float, b: float) -> SpaceTime:
+        """The same space over [a, b]."""
+        return SpaceTime(self.space, (a, b))
+
+    def face(self, name: str, side: str) -> Region:
+        if name == "t":
+            raise PullbackError(
+                "Time has no lateral face",
+                "the sides t = const are slices",
+                "Use .initial or .final",
+            )
+        index_of(name, self.names)
+        return self._over(self.space.face(name, side))
+
+    def pairs(self, name: str) -> Pairs:
+        return Pairs(self.face(name, "low"), self.face(name, "high"), index_of(name, self.names))
+
+    def _over(self, region: Region) -> Region:
+        """A part of the space, at all times."""
+
+        def inside(x: Tensor, tol: float) -> Tensor:
+            return region.inside(x[:, :-1], tol) & self._during(x, tol)
+
+        patches = [p.times(*self.time) for p in region.patches]
+        return Part(self.names, patches, *self._extent(region, *self.time), inside)
+
+    def _slice(self, t: float, normal: float) -> Region:
+        def inside(x: Tensor, tol: float) -> Tensor:
+            return self.space.inside(x[:, :-1], tol) & ((x[:, -1] - t).abs() <= tol)
+
+        patches = [p.lift(t, normal) for p in self.space.patches]
+        return Part(self.names, patches, *self._extent(self.space, t, t), inside)
+
+    def _during(self, x: Tensor, tol: float) -> Tensor:
+        return (x[:, -1] >= self.time[0] - tol) & (x[:, -1] <= self.time[1] + tol)
+
+    @staticmethod
+    def _extent(space: Region, a: float, b: float) -> tuple[Tensor, Tensor]:
+        low, high = (torch.tensor([t], dtype=torch.float64) for t in (a, b))
+        return torch.cat([space.low, low]), torch.cat([space.high, high])
+
+    def __repr__(self) -> str:
+        return f"SpaceTime({self.space!r}, {self.time})"

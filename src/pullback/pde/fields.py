@@ -1,0 +1,195 @@
+"""Fields with readable derivatives: `u.t + u * u.x - nu * u.xx`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._core.errors import PullbackError
+from ..maps import Scheme
+from ..maps.jets import Index
+
+_RESERVED = {"value", "laplacian", "grad", "normal", "d", "points"}
+
+
+class UnknownDerivative(PullbackError, AttributeError):
+    """A name that is no derivative."""
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """Names of the axes; time is the axis called t, the others are space."""
+
+    names: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        bad = [n for n in self.names if n in _RESERVED or not n.isidentifier()]
+        if bad:
+            raise PullbackError(
+                f"The coordinate name {bad[0]!r} cannot be used",
+                "derivatives are attributes of a field, and it would hide one or is no identifier",
+                "Use names such as x, y, z, t or x1, x2, …",
+            )
+
+    @property
+    def space(self) -> tuple[int, ...]:
+        """The axes other than time."""
+        return tuple(i for i, n in enumerate(self.names) if n != "t")
+
+    def parse(self, text: str) -> Index:
+        """The derivative that a name stands for.
+
+        >>> Coordinates(("x", "t")).parse("xxt")
+        (0, 0, 1)
+        """
+        found = _tokens(text, self.names)
+        if found is None:
+            raise UnknownDerivative(
+                f"There is no derivative {text!r}",
+                f"the coordinates are {', '.join(self.names)}",
+                "Write coordinates one after the other, as in u.xx or u.xt; or u.laplacian, "
+                "u.grad, u.normal",
+            )
+        return tuple(sorted(found))
+
+
+@lru_cache(maxsize=4096)
+def _tokens(text: str, names: tuple[str, ...]) -> tuple[int, ...] | None:
+    """The axes whose names make up the text; longer names are tried first (x1 before x10's x1)."""
+    if not text:
+        return ()
+    for i in sorted(range(len(names)), key=lambda i: -len(names[i])):
+        if text.startswith(names[i]):
+            rest = _tokens(text[len(names[i]) :], names)
+            if rest is not None:
+                return (i, *rest)
+    return None
+
+
+@dataclass
+class Request:
+    """The derivatives that a residual asked for."""
+
+    indices: set[Index] = field(default_factory=set)
+    laplacian: bool = False
+
+    def scheme(self, coordinates: Coordinates) -> Scheme:
+        """The channels to carry; a Laplacian of one axis is a second derivative."""
+        space = coordinates.space
+        if self.laplacian and len(space) > 1:
+            return Scheme.of(self.indices, space)
+        return Scheme.of(self.indices | ({space * 2} if self.laplacian else set()))
+
+
+#: gives the values (N,) of a derivative; None stands for the Laplacian
+Channel = Callable[[Index | None], Tensor]
+
+
+class Field:
+    """One component u of the network at the points, (N,), with its derivatives as attributes.
+
+    `u.x`, `u.xt` are partial derivatives by coordinate names, `u.laplacian` and `u.grad` (N, d) those
+    in space, `u.normal` the outward one on a boundary, `u.d("x1", "x1")` spells a name out. In
+    arithmetic and in torch's functions the field is its value.
+    """
+
+    def __init__(
+        self, channel: Channel, coordinates: Coordinates, normals: Tensor | None = None
+    ) -> None:
+        self._channel, self._coordinates, self._normals = channel, coordinates, normals
+
+    @property
+    def value(self) -> Tensor:
+        """u itself, (N,)."""
+        return self._channel(())
+
+    @property
+    def laplacian(self) -> Tensor:
+        """Σ over space of the second derivatives."""
+        return self._channel(None)
+
+    @property
+    def grad(self) -> Tensor:
+        """The first derivatives in space, (N, d)."""
+        return torch.stack([self._channel((i,)) for i in self._coordinates.space], -1)
+
+    @property
+    def normal(self) -> Tensor:
+        """∂u/∂n = n·∇u."""
+        if self._normals is None:
+            raise PullbackError(
+                "There is no outward normal here",
+                "the condition's region is no boundary",
+                "Use u.normal on a boundary, or name the derivative you mean",
+            )
+        axes = self._coordinates.space
+        return sum_of(self._normals[:, i] * self._channel((i,)) for i in axes)
+
+    def d(self, *names: str) -> Tensor:
+        """The derivative along the named coordinates."""
+        return self._channel(self._coordinates.parse("".join(names)))
+
+    def __getattr__(self, name: str) -> Tensor:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return self._channel(self._coordinates.parse(name))
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        plain = torch.utils._pytree.tree_map(
+            lambda a: a.value if isinstance(a, Field) else a, (args, kwargs or {})
+        )
+        return func(*plain[0], **plain[1])
+
+
+def sum_of(terms: Iterable[Tensor]) -> Tensor:
+    """Their sum."""
+    first, *others = terms
+    for other in others:
+        first = first + other
+    return first
+
+
+def _forward(name: str) -> None:
+    def method(self: Field, *args: Any) -> Any:
+        plain = [a.value if isinstance(a, Field) else a for a in args]
+        return getattr(self.value, name)(*plain)
+
+    setattr(Field, name, method)
+
+
+for _name in ("add", "sub", "mul", "truediv", "pow"):
+    _forward(f"__{_name}__")
+    _forward(f"__r{_name}__")
+for _name in ("neg", "abs", "getitem", "lt", "le", "gt", "ge"):
+    _forward(f"__{_name}__")
+
+
+def call(function: Callable[..., Any], offered: Mapping[str, Any], what: str) -> Any:
+    """The function of those offered things that its parameters name."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # a builtin: it gets what there is first
+        return function(next(iter(offered.values())))
+    kinds = inspect.Parameter
+    given = {}
+    for parameter in parameters:
+        if parameter.kind is kinds.VAR_KEYWORD:
+            return function(**offered)
+        if parameter.name in offered:
+            given[parameter.name] = offered[parameter.name]
+        elif parameter.default is kinds.empty or parameter.kind is kinds.VAR_POSITIONAL:
+            raise PullbackError(
+                f"{what} asks for {parameter.name!r}",
+                f"there are {', '.join(offered)}",
+                "Name its arguments after fields, coordinates or unknowns",
+            )
+    return function(**given)

@@ -1,0 +1,74 @@
+"""What happened along a solve, step by step."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+
+@dataclass
+class History:
+    """One entry per step; the error is measured now and then, so it has steps of its own.
+
+    Attributes:
+        loss: before the step.
+        seconds: spent in steps so far, measuring not counted.
+        damping, trials, accepted: of the step.
+        measured: steps taken when the error was measured.
+        error: relative L² error then.
+        clock: seconds spent then.
+    """
+
+    loss: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    damping: list[float] = field(default_factory=list)
+    trials: list[int] = field(default_factory=list)
+    accepted: list[bool] = field(default_factory=list)
+    measured: list[int] = field(default_factory=list)
+    error: list[float] = field(default_factory=list)
+    clock: list[float] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.loss)
+
+    @property
+    def spent(self) -> float:
+        """Seconds in steps."""
+        return self.seconds[-1] if self.seconds else 0.0
+
+    def measure(self, error: float) -> None:
+        """One more measurement, after the steps taken so far."""
+        if not self.measured or self.measured[-1] != len(self):
+            self.measured.append(len(self))
+            self.error.append(error)
+            self.clock.append(self.spent)
+
+    def seconds_to(self, error: float) -> float | None:
+        """Seconds until a measured error was at most this, None where it never was."""
+        for value, clock in zip(self.error, self.clock, strict=True):
+            if value <= error:
+                return clock
+        return None
+
+    def as_dict(self) -> dict[str, list[Any]]:
+        """Plain lists, to save."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, state: dict[str, list[Any]]) -> History:
+        """What `as_dict` gave."""
+        return cls(**{f.name: list(state[f.name]) for f in fields(cls)})
+
+    def joined(self, other: History) -> History:
+        """This run followed by another."""
+        steps, spent = len(self), self.spent
+        return History(
+            self.loss + other.loss,
+            self.seconds + [spent + s for s in other.seconds],
+            self.damping + other.damping,
+            self.trials + other.trials,
+            self.accepted + other.accepted,
+            self.measured + [steps + m for m in other.measured],
+            self.error + other.error,
+            self.clock + [spent + c for c in other.clock],
+        )

@@ -1,0 +1,169 @@
+"""Networks for PDEs: plain ones, periodic and Fourier embeddings, hard constraints."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._core.errors import PullbackError
+from .domains import Region
+from .fields import call
+
+
+class Sine(nn.Module):
+    """sin(x)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sin(x)
+
+
+ACTIVATIONS: dict[str, type[nn.Module]] = {
+    "tanh": nn.Tanh,
+    "sin": Sine,
+    "gelu": nn.GELU,
+    "silu": nn.SiLU,
+    "softplus": nn.Softplus,
+    "sigmoid": nn.Sigmoid,
+}
+
+
+def mlp(
+    *sizes: int,
+    activation: str | Callable[[], nn.Module] = "tanh",
+    seed: int | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> nn.Sequential:
+    """A fully connected network, in float64 unless said otherwise.
+
+    >>> sum(p.numel() for p in mlp(2, 32, 1, seed=0).parameters())
+    129
+    """
+    if len(sizes) < 2 or not all(isinstance(s, int) and s > 0 for s in sizes):
+        raise PullbackError(
+            "A network needs its sizes",
+            f"got {sizes}",
+            "Pass inputs, widths, outputs: mlp(2, 32, 1)",
+        )
+    if isinstance(activation, str) and activation not in ACTIVATIONS:
+        raise PullbackError(
+            f"Unknown activation {activation!r}",
+            f"there are {', '.join(ACTIVATIONS)}",
+            "Use one of these, or a function that makes a module",
+        )
+    make = ACTIVATIONS[activation] if isinstance(activation, str) else activation
+    with torch.random.fork_rng(devices=[], enabled=seed is not None):
+        if seed is not None:
+            torch.manual_seed(seed)
+        layers: list[nn.Module] = []
+        for i, (a, b) in enumerate(zip(sizes, sizes[1:], strict=False)):
+            layers += [make()] if i else []
+            layers.append(nn.Linear(a, b, dtype=dtype))
+    return nn.Sequential(*layers)
+
+
+class Rescaled(nn.Module):
+    """The domain's bounding box mapped to [−1, 1]^d, before the network."""
+
+    low: Tensor
+    high: Tensor
+
+    def __init__(self, network: nn.Module, region: Region) -> None:
+        super().__init__()
+        self.network = network
+        like = next(network.parameters())
+        self.register_buffer("low", region.low.to(like))
+        self.register_buffer("high", region.high.to(like))
+
+    def forward(self, x: Any) -> Any:
+        return self.network((x - 0.5 * (self.low + self.high)) * (2 / (self.high - self.low)))
+
+
+class FourierFeatures(nn.Module):
+    """x ↦ (sin 2πBx, cos 2πBx) with Gaussian frequencies B of the given scale: 2·features."""
+
+    frequencies: Tensor
+
+    def __init__(
+        self,
+        dim: int,
+        features: int,
+        scale: float = 1.0,
+        *,
+        seed: int = 0,
+        dtype: torch.dtype = torch.float64,
+    ) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        b = torch.randn(features, dim, generator=generator, dtype=torch.float64) * scale
+        self.register_buffer("frequencies", (2 * math.pi * b).to(dtype))
+
+    def forward(self, x: Any) -> Any:
+        phase = torch.nn.functional.linear(x, self.frequencies)
+        return torch.cat([torch.sin(phase), torch.cos(phase)], -1)
+
+
+class PeriodicEmbedding(nn.Module):
+    """Coordinate `axis` becomes (sin kωx, cos kωx), k = 1…harmonics: exactly periodic.
+
+    The other coordinates follow unchanged; the output has dim − 1 + 2·harmonics entries.
+    """
+
+    def __init__(self, dim: int, axis: int, period: float, harmonics: int = 1) -> None:
+        super().__init__()
+        if not period > 0 or not 0 <= axis < dim or harmonics < 1:
+            raise PullbackError(
+                "The periodic embedding is not usable",
+                f"got axis {axis} of {dim}, period {period}, harmonics {harmonics}",
+                "Use an axis of the input, a positive period and at least one harmonic",
+            )
+        self.axis, self.omega, self.harmonics = axis, 2 * math.pi / period, harmonics
+        self.others = [i for i in range(dim) if i != axis]
+
+    def forward(self, x: Any) -> Any:
+        angle = self.omega * x[:, self.axis : self.axis + 1]
+        waves = [f(k * angle) for k in range(1, self.harmonics + 1) for f in (torch.sin, torch.cos)]
+        return torch.cat([*waves, *(x[:, i : i + 1] for i in self.others)], -1)
+
+
+class Hard(nn.Module):
+    """u = lift(x) + distance(x)·N(x): conditions that hold whatever the parameters are.
+
+    Args:
+        network: N.
+        region: its coordinate names are the arguments of the functions.
+        distance: zero just where u is prescribed; for several fields a tuple, or one for all.
+        lift: what is prescribed there.
+
+    >>> from pullback.pde import Interval
+    >>> u = Hard(mlp(1, 8, 1, seed=0), Interval(0, 1), distance=lambda x: x * (1 - x))
+    >>> u(torch.tensor([[0.0], [1.0]], dtype=torch.float64)).abs().max().item()
+    0.0
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        region: Region,
+        *,
+        distance: Callable[..., Any],
+        lift: Callable[..., Any] | None = None,
+    ) -> None:
+        super().__init__()
+        self.network, self.names = network, tuple(region.names)
+        self.distance, self.lift = distance, lift
+
+    def forward(self, x: Any) -> Any:
+        columns = {n: x[:, i : i + 1] for i, n in enumerate(self.names)}
+        offered = {**columns, "points": x}
+        out = _joined(call(self.distance, offered, "The distance")) * self.network(x)
+        if self.lift is None:
+            return out
+        return out + _joined(call(self.lift, offered, "The lift"))
+
+
+def _joined(values: Any) -> Any:
+    return torch.cat(list(values), -1) if isinstance(values, Sequence) else values

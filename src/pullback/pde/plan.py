@@ -1,0 +1,132 @@
+"""Which points are used at which step: how many, drawn how, when anew, where refined."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .._core.errors import PullbackError
+from .conditions import Condition, Data, Energy, Equation
+from .discretize import Sites, Trial, draw, term
+from .problem import Problem
+from .sampling import Points, Sampler
+
+_FEWEST, _MOST = 1000, 10_000
+
+
+@dataclass(frozen=True)
+class Refine:
+    """Points where the residual is large: density ∝ |r|^power / mean |r|^power + floor.
+
+    Every `every` steps the share `renew` of an equation's points is drawn anew from `candidates` times
+    as many uniform points; all points count alike, so the loss looks closer where they gather.
+    """
+
+    every: int = 50
+    renew: float = 0.5
+    candidates: float = 8.0
+    power: float = 1.0
+    floor: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.every < 1 or not 0 < self.renew <= 1 or self.candidates < 1 or self.floor < 0:
+            raise PullbackError(
+                "The refinement is not usable",
+                f"got {self}",
+                "Use every ≥ 1, 0 < renew ≤ 1, candidates ≥ 1 and floor ≥ 0",
+            )
+
+
+class Plan:
+    """Points per condition, the same for loss, gradient and Gram of a step."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        parameters: int,
+        *,
+        points: int | Mapping[str, int] | None,
+        sampler: str | Sampler | None,
+        seed: int,
+        resample: int | None,
+        refine: Refine | None,
+    ) -> None:
+        self.problem, self.seed = problem, seed
+        if resample is not None and (not isinstance(resample, int) or resample < 1):
+            raise PullbackError(
+                "The resampling interval is not usable", f"got {resample!r}", "Use steps ≥ 1"
+            )
+        self.resample, self.refine = resample, refine
+        dim = problem.domain.dim
+        self.sampler = sampler or ("grid" if dim <= 2 and resample is None else "sobol")
+        if isinstance(points, Mapping):
+            unknown = set(points) - {c.name for c in problem.conditions}
+            if unknown:
+                raise PullbackError(
+                    f"There is no condition {min(unknown)!r}",
+                    f"there are {', '.join(c.name for c in problem.conditions)}",
+                    "Name conditions of the problem",
+                )
+        self.counts = {c.name: self._count(c, parameters, points) for c in problem.conditions}
+
+    def _count(self, condition: Condition, parameters: int, points: Any) -> int:
+        if isinstance(points, Mapping) and condition.name in points:
+            return points[condition.name]
+        if isinstance(condition, Data):
+            assert condition.points is not None
+            return condition.points
+        inside = isinstance(condition, (Equation, Energy))
+        if isinstance(points, int):
+            return points if inside else max(points // 4, 1)
+        if condition.points is not None:
+            return condition.points
+        most = min(max(_FEWEST, 4 * parameters), _MOST)
+        return most if inside else most // 4
+
+    def at(self, step: int) -> int:
+        """The draw that a step belongs to; steps of one draw share their points."""
+        return 0 if self.resample is None else step // self.resample
+
+    def draw(self, number: int) -> dict[str, Sites]:
+        """The points of one draw, by condition."""
+        return {
+            c.name: draw(
+                self.problem,
+                c,
+                self.counts[c.name],
+                self.sampler,
+                self.seed + 1_000_003 * number + i,
+                self.problem.domain,
+            )
+            for i, c in enumerate(self.problem.conditions)
+        }
+
+    def refined(self, sites: dict[str, Sites], trial: Trial, step: int) -> dict[str, Sites]:
+        """Some points of every equation moved to where its residual is large."""
+        assert self.refine is not None
+        out = dict(sites)
+        for i, c in enumerate(self.problem.conditions):
+            if isinstance(c, Equation):
+                seed = self.seed + 7_368_787 * (step + 1) + i
+                out[c.name] = (self._concentrated(c, sites[c.name][0], trial, seed),)
+        return out
+
+    @torch.no_grad()
+    def _concentrated(self, c: Equation, old: Points, trial: Trial, seed: int) -> Points:
+        assert self.refine is not None
+        count = int(self.refine.candidates * len(old))
+        drawn = draw(self.problem, c, count, "uniform", seed, self.problem.domain)
+        candidates = drawn[0].to(old.x.dtype, old.x.device)
+        values = term(self.problem, c, trial, (candidates,))
+        r = values.map(dict(trial.named_parameters())).norm(dim=1).cpu()
+        density = r.pow(self.refine.power)
+        density = density / density.mean().clamp(min=torch.finfo(r.dtype).tiny) + self.refine.floor
+        generator = torch.Generator().manual_seed(seed)
+        new = max(1, int(self.refine.renew * len(old)))
+        chosen = torch.multinomial(density, min(new, count), generator=generator)
+        kept = torch.randperm(len(old), generator=generator)[: len(old) - len(chosen)]
+        x = torch.cat([old.x[kept.to(old.x.device)], candidates.x[chosen.to(old.x.device)]])
+        return Points(x, torch.full_like(x[:, 0], 1 / len(x)))

@@ -1,0 +1,125 @@
+"""A PDE problem: a domain, conditions, fields, unknown coefficients and what is known of u."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._core.errors import PullbackError
+from .conditions import Condition, Equation
+from .conditions import Energy as EnergyCondition
+from .domains import Domain, SpaceTime
+from .fields import Coordinates, call
+
+
+class Problem:
+    """Fields u on a domain for which the conditions hold.
+
+    Args:
+        domain: where u lives; its coordinate names are the derivatives' names.
+        conditions: what must hold.
+        fields: names of the network's outputs.
+        unknowns: coefficients to find, with initial values; residuals take them by name.
+        exact: the solution, a function of coordinates by name (or `points`): (N,) for one field,
+            a tuple for several.
+        reference: the same as a function of points (N, d) that returns (N, m).
+        free: fields that are determined only up to a constant (a pressure).
+        name: what reports call it.
+    """
+
+    def __init__(
+        self,
+        domain: Domain,
+        conditions: Sequence[Condition],
+        *,
+        fields: Sequence[str] = ("u",),
+        unknowns: Mapping[str, float] | None = None,
+        exact: Callable[..., Any] | None = None,
+        reference: Callable[[Tensor], Tensor] | None = None,
+        free: Sequence[str] = (),
+        name: str = "PDE",
+    ) -> None:
+        self.domain, self.fields = domain, tuple(fields)
+        self.conditions = tuple(conditions)
+        self.unknowns = dict(unknowns or {})
+        self.exact, self.reference = exact, reference
+        self.free, self.name = tuple(free), name
+        self.coordinates = Coordinates(tuple(domain.names))
+        self._check()
+
+    def _check(self) -> None:
+        if not self.conditions:
+            raise PullbackError(
+                "The problem has no conditions",
+                "there is nothing to solve",
+                "Pass at least one, such as Equation(lambda u: u.laplacian + 1)",
+            )
+        if not any(isinstance(c, (Equation, EnergyCondition)) for c in self.conditions):
+            raise PullbackError(
+                "The problem has no equation",
+                f"its conditions are {', '.join(c.name for c in self.conditions)}",
+                "Add an Equation(...) or an Energy(...)",
+            )
+        names = [*self.fields, *self.domain.names, *self.unknowns, "points", "normals"]
+        twice = {n for n in names if names.count(n) > 1}
+        if twice:
+            raise PullbackError(
+                f"The name {min(twice)!r} stands for two things",
+                "fields, coordinates and unknowns share the arguments of residuals",
+                "Rename one of them",
+            )
+        seen: dict[str, int] = {}
+        for condition in self.conditions:  # reports need names of their own
+            seen[condition.name] = seen.get(condition.name, 0) + 1
+            if seen[condition.name] > 1:
+                condition.name = f"{condition.name} {seen[condition.name]}"
+
+    @property
+    def known(self) -> bool:
+        """Whether the solution can be compared with something."""
+        return self.exact is not None or self.reference is not None
+
+    def truth(self, x: Tensor) -> Tensor:
+        """The known solution at points (N, d): (N, m)."""
+        if self.exact is not None:
+            offered = {"points": x, **self.columns(x)}
+            found = call(self.exact, offered, "The exact solution")
+            found = torch.stack(list(found), -1) if isinstance(found, (tuple, list)) else found
+        elif self.reference is not None:
+            found = self.reference(x)
+        else:
+            raise PullbackError(
+                f"No solution of {self.name} is known",
+                "the problem has neither an exact solution nor a reference",
+                "Pass exact= or reference=",
+            )
+        found = torch.as_tensor(found).to(x)
+        return found.reshape(len(x), len(self.fields))
+
+    def columns(self, x: Tensor) -> dict[str, Tensor]:
+        """Coordinates by name, (N,) each."""
+        return dict(zip(self.domain.names, x.unbind(-1), strict=True))
+
+    def restricted(self, domain: Domain, conditions: Sequence[Condition]) -> Problem:
+        """The same problem on a part of the domain, with other conditions."""
+        return Problem(
+            domain,
+            conditions,
+            fields=self.fields,
+            unknowns=self.unknowns,
+            exact=self.exact,
+            reference=self.reference,
+            free=self.free,
+            name=self.name,
+        )
+
+    @property
+    def evolves(self) -> bool:
+        """Whether the domain has time."""
+        return isinstance(self.domain, SpaceTime)
+
+    def __repr__(self) -> str:
+        return f"{self.name}({self.domain!r}, {', '.join(c.name for c in self.conditions)})"

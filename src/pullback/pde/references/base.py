@@ -1,0 +1,94 @@
+"""What a reference solution is: a function of points that knows its own error."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..._core.errors import PullbackError
+
+Array = NDArray[Any]
+
+
+class Reference(ABC):
+    """x (N, d) ↦ u(x) (N, m), in the dtype and on the device of x, computed in float64.
+
+    Coordinates are space first, time last. `domain` has one interval (low, high) for each.
+    Points outside it are refused; what lies outside by rounding alone is moved onto it.
+    """
+
+    domain: ClassVar[tuple[tuple[float, float], ...]]
+    outputs: ClassVar[int] = 1
+
+    @abstractmethod
+    def values(self, points: Array) -> Array:
+        """u at points (N, d) of the domain, (N, m); numpy float64 in and out."""
+
+    @property
+    @abstractmethod
+    def accuracy(self) -> float:
+        """Estimated relative L2 error over the domain, from two resolutions."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        points = self._inside(x)
+        return torch.from_numpy(self.values(points)).to(device=x.device, dtype=x.dtype)
+
+    def _inside(self, x: Tensor) -> Array:
+        dim = len(self.domain)
+        if x.ndim != 2 or x.shape[1] != dim:
+            raise PullbackError(
+                f"{type(self).__name__} cannot be evaluated",
+                f"the points have shape {tuple(x.shape)}",
+                f"Pass points of shape (N, {dim}), space first, time last",
+            )
+        if not x.dtype.is_floating_point:
+            raise PullbackError(
+                f"{type(self).__name__} cannot be evaluated",
+                f"the points have dtype {x.dtype}",
+                "Pass floating-point points",
+            )
+        points = x.detach().cpu().double().numpy()
+        low, high = np.array(self.domain).T
+        slack = 4 * torch.finfo(x.dtype).eps
+        outside = ~((points >= low - slack) & (points <= high + slack)).all(axis=1)
+        if outside.any():
+            raise PullbackError(
+                f"{type(self).__name__} cannot be evaluated",
+                f"{int(outside.sum())} of {len(points)} points are not in the domain, "
+                f"the first is {points[outside][0].tolist()}",
+                f"Keep each coordinate in its interval: {self.domain}",
+            )
+        return np.clip(points, low, high)
+
+
+def positive(name: str, value: float) -> float:
+    """The value, if it is a positive finite number; a refusal if not."""
+    if not (math.isfinite(value) and value > 0):
+        raise PullbackError(
+            f"There is no reference for {name}={value}",
+            f"{name} must be positive and finite",
+            f"Pass {name} > 0",
+        )
+    return float(value)
+
+
+def relative(a: Array, b: Array) -> float:
+    """‖a − b‖ / ‖b‖ in the Euclidean norm of all entries."""
+    return float(np.linalg.norm(a - b) / np.linalg.norm(b))
+
+
+def resolved(error: float, what: str, limit: float = 1e-3) -> float:
+    """The estimated error, if it is small enough to call the solution a reference."""
+    if not error <= limit:
+        raise PullbackError(
+            f"{what} has no reference",
+            f"two resolutions differ by {error:.1e} of the solution: it is not resolved",
+            "Choose parameters with a smoother solution",
+        )
+    return error

@@ -1,0 +1,201 @@
+"""Steady flow in a lid-driven cavity."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import ClassVar
+
+import numpy as np
+from scipy.sparse.linalg import LinearOperator, gmres
+
+from ..._core.errors import PullbackError
+from . import corner
+from .base import Array, Reference, positive, relative, resolved
+from .cache import cached
+from .galerkin import Clamped, differentiate, interpolate, lift, points, shifted_vander
+
+_CHUNK = 8192
+
+
+class Cavity(Reference):
+    r"""u·∇u + ∇p = Δu/Re, ∇·u = 0 on [0, 1]², u = (lid(x), 0) on y = 1, 0 elsewhere.
+
+    Outputs (u, v, p), ∫p = 0. With u = (ψ_y, −ψ_x) and h = Δψ, for all clamped φ,
+
+        (1/Re) ∫ h Δφ + ∫ h (ψ_y φ_x − ψ_x φ_y) = 0,
+
+    by a Legendre–Galerkin method, Newton's method and GMRES, preconditioned by the biharmonic
+    operator. With lid = 1 the velocity jumps at the upper corners, where p ~ ±1/r is not
+    square-integrable: their leading flow is subtracted, and `accuracy` is that of the velocity.
+    There p is ∓∞ and u is the lid's. With the regularized lid 16x²(1−x)² all is smooth,
+    and `accuracy` is that of (u, v, p).
+    """
+
+    domain = ((0.0, 1.0), (0.0, 1.0))
+    outputs = 3
+    version: ClassVar[int] = 1
+    degrees: ClassVar[tuple[int, int]] = (84, 60)
+    """Polynomial degrees of the solution and of the coarser one it is compared with."""
+
+    def __init__(self, reynolds: float, regularized: bool) -> None:
+        self.reynolds = positive("reynolds", reynolds)
+        if reynolds > 400:
+            raise PullbackError(
+                f"There is no reference for reynolds={reynolds}",
+                "Newton's method from the Stokes flow is not reliable there",
+                "Choose reynolds ≤ 400",
+            )
+        self.regularized = regularized
+        self._corners = corner.none if regularized else corner.both
+
+    def values(self, points: Array) -> Array:
+        parts = [
+            self._at(points[i : i + _CHUNK], self._arrays["psi"], self._arrays["head"])
+            for i in range(0, len(points), _CHUNK)
+        ]
+        return np.concatenate([np.zeros((0, 3)), *parts])
+
+    @property
+    def accuracy(self) -> float:
+        return float(self._arrays["accuracy"])
+
+    @cached_property
+    def _arrays(self) -> dict[str, Array]:
+        parameters = {
+            "reynolds": self.reynolds,
+            "regularized": self.regularized,
+            "degree": self.degrees[0],
+        }
+        keys = ("psi", "head", "accuracy")
+        return cached("cavity", parameters, self.version, keys, self._compute)
+
+    def _compute(self) -> dict[str, Array]:
+        fine, coarse = (self.solve(degree) for degree in self.degrees)
+        probe = np.random.default_rng(0).random((8192, 2))
+        kept = slice(None) if self.regularized else slice(2)
+        error = relative(self._at(probe, *coarse)[:, kept], self._at(probe, *fine)[:, kept])
+        resolved(error, f"Cavity with reynolds={self.reynolds}")
+        return {"psi": fine[0], "head": fine[1], "accuracy": np.array(error)}
+
+    def _at(self, points: Array, psi: Array, head: Array) -> Array:
+        """(u, v, p) (N, 3) from the coefficients of ψ and of p + ½|u|² less their corner parts."""
+        x, y = points.T
+        vx, vy = (shifted_vander(s, len(psi) - 1) for s in (x, y))
+        special = self._corners(x, y, self.reynolds)
+        u = ((vx @ differentiate(psi, 1)) * vy).sum(axis=1) + special.dy
+        v = -((vx @ differentiate(psi, 0)) * vy).sum(axis=1) - special.dx
+        p = ((vx @ head) * vy).sum(axis=1) + special.head
+        return np.stack([u, v, p - 0.5 * (u * u + v * v)], axis=1)
+
+    def boundary(self, degree: int) -> Array:
+        """The regular part's boundary values, extended: Legendre coefficients (n+1, n+1).
+
+        On a side that a corner touches its Stokes flow fits exactly, and what remains is the other
+        corner's: smooth.
+        """
+        s = points(degree)
+        one, zero = np.ones_like(s), np.zeros_like(s)
+        if self.regularized:
+            sides = np.stack([zero, zero, zero, zero])
+            lid = np.stack([zero, zero, zero, 16 * s**2 * (1 - s) ** 2])
+            return lift(interpolate(sides), interpolate(lid))
+        at_left = corner.right(zero, s, self.reynolds)
+        at_right = corner.left(one, s, self.reynolds)
+        below = corner.both(s, zero, self.reynolds)
+        vertical = -np.stack([at_left.psi, at_left.dx, at_right.psi, at_right.dx])
+        horizontal = -np.stack([below.psi, below.dy, zero, one])
+        return lift(interpolate(vertical), interpolate(horizontal))
+
+    def solve(self, degree: int) -> tuple[Array, Array]:
+        """Coefficients of the regular parts of ψ and of p + ½|u|², each (n+1, n+1)."""
+        return _Newton(self, Clamped(degree)).run()
+
+
+class _Newton:
+    """Unknowns a (M, M): ψ = corners + lift + Σ a_ij φ_i φ_j."""
+
+    def __init__(self, cavity: Cavity, space: Clamped) -> None:
+        self.space = space
+        self.nu = 1 / cavity.reynolds
+        x, y = np.meshgrid(space.nodes, space.nodes, indexing="ij")
+        self.corner = cavity._corners(x, y, cavity.reynolds)
+        self.lift = cavity.boundary(space.degree)
+        self.vander = shifted_vander(space.nodes, space.degree)
+
+    def field(self, c: Array) -> Array:
+        """Values (Q, Q) from Legendre coefficients."""
+        return self.vander @ c @ self.vander.T
+
+    def run(self) -> tuple[Array, Array]:
+        dx, dy = differentiate(self.lift, 0), differentiate(self.lift, 1)
+        bending = self.field(differentiate(dx, 0) + differentiate(dy, 1))
+        self.base = (
+            self.field(dx) + self.corner.dx,
+            self.field(dy) + self.corner.dy,
+            bending + self.corner.laplacian,
+        )
+        zero = np.zeros_like(bending)
+        # ∫ h Δφ of the corners' Stokes part is zero, as it is biharmonic
+        self.load = self.nu * self.space.tested(zero, zero, bending + self.corner.bent)
+        a = self.space.biharmonic(-self.load / self.nu)  # Stokes flow
+        residual, fields = self.residual(a)
+        for _ in range(20):
+            if np.linalg.norm(residual) <= 1e-12 * np.linalg.norm(self.load):
+                break
+            a = self.improve(a, residual, fields)
+            residual, fields = self.residual(a)
+        else:
+            raise PullbackError(
+                f"The cavity flow at reynolds={1 / self.nu:g} was not found",
+                "Newton's method did not converge from the Stokes flow",
+                "Choose a smaller reynolds",
+            )
+        psi = self.lift + self.space.basis @ a @ self.space.basis.T
+        return psi, self.head(psi, fields)
+
+    def residual(self, a: Array) -> tuple[Array, tuple[Array, Array, Array]]:
+        dx, dy, h = (f + g for f, g in zip(self.space.fields(a), self.base, strict=True))
+        moved = self.space.tested(h * dy, -h * dx, np.zeros_like(h))
+        return self.load + self.nu * self._stiff(a) + moved, (dx, dy, h)
+
+    def _stiff(self, a: Array) -> Array:
+        h = self.space.fields(a)[2]
+        return self.space.tested(np.zeros_like(h), np.zeros_like(h), h)
+
+    def improve(self, a: Array, residual: Array, fields: tuple[Array, Array, Array]) -> Array:
+        """a − (derivative of the residual)⁻¹ residual; GMRES on (1/Re)⁻¹ biharmonic⁻¹ of both."""
+        dx, dy, h = fields
+        shape, zero = a.shape, np.zeros_like(h)
+
+        def apply(flat: Array) -> Array:
+            d = flat.reshape(shape)
+            ex, ey, eh = self.space.fields(d)
+            moved = self.space.tested(eh * dy + h * ey, -eh * dx - h * ex, zero)
+            return (d + self.space.biharmonic(moved) / self.nu).ravel()
+
+        rhs = self.space.biharmonic(residual).ravel() / self.nu
+        operator = LinearOperator((rhs.size, rhs.size), matvec=apply, dtype=np.float64)  # pyright: ignore[reportCallIssue]
+        move, _ = gmres(operator, rhs, rtol=1e-6, restart=150, maxiter=2)
+        return a - move.reshape(shape)
+
+    def head(self, psi: Array, fields: tuple[Array, Array, Array]) -> Array:
+        """H with ∇H = ν Δu − ω × u = ν(h_y, −h_x) + h (ψ_x, ψ_y), less the corners' part.
+
+        The constant is such that p = H − ½|u|² + corners has mean zero.
+        """
+        dx, dy, h = fields
+        own = differentiate(differentiate(psi, 0), 0) + differentiate(differentiate(psi, 1), 1)
+        fx = self.nu * self.field(differentiate(own, 1)) + h * dx - self.corner.own_x
+        fy = -self.nu * self.field(differentiate(own, 0)) + h * dy - self.corner.own_y
+        head = self.space.potential(fx, fy)
+        rest = 0.5 * (dx**2 + dy**2) - self.corner.head
+        head[0, 0] = (self.space.weights * rest).sum()
+        return head
+
+
+def cavity(reynolds: float = 100.0, regularized: bool = False) -> Cavity:
+    """The lid-driven cavity: (u, v, p), p of mean zero.
+
+    The lid moves with velocity 1, or 16x²(1−x)² if regularized.
+    """
+    return Cavity(reynolds, regularized)

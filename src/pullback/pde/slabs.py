@@ -1,0 +1,102 @@
+"""Long times in pieces: each slab starts from where the last one ended."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._core.errors import PullbackError
+from ..maps.jets import Jet, Scheme
+from .conditions import Condition, Initial
+from .domains import SpaceTime
+from .history import History
+from .problem import Problem
+from .solution import Solution
+
+
+class Slabs(nn.Module):
+    """One network per slab of time; the last coordinate says which."""
+
+    edges: Tensor
+
+    def __init__(self, networks: list[nn.Module], edges: Tensor) -> None:
+        super().__init__()
+        self.networks = nn.ModuleList(networks)
+        self.register_buffer("edges", edges)
+
+    def forward(self, x: Tensor) -> Tensor:
+        which = torch.bucketize(x[:, -1].contiguous(), self.edges[1:-1].to(x.dtype))
+        out = self.networks[0](x)
+        for i, network in enumerate(self.networks):
+            if i:
+                out = torch.where((which == i)[:, None], network(x), out)
+        return out
+
+
+def march(
+    problem: Problem,
+    network: nn.Module,
+    count: int,
+    checkpoint: str | Path | None,
+    options: dict[str, Any],
+) -> Solution:
+    """Solve slab after slab; each network starts from the last one."""
+    from .solve import Run
+
+    domain = problem.domain
+    if not isinstance(domain, SpaceTime):
+        raise PullbackError(
+            "Time slabs need time", f"the domain is {domain!r}", "Use SpaceTime(space, (t0, t1))"
+        )
+    explicit = [c.name for c in problem.conditions if c.on is not None and not callable(c.on)]
+    if explicit:
+        raise PullbackError(
+            f"The condition {explicit[0]!r} names a region of the whole domain",
+            "every slab has a domain of its own",
+            "Give its region as a function of the domain: on=lambda domain: domain.face(...)",
+        )
+    edges = torch.linspace(*domain.time, count + 1, dtype=torch.float64)
+    networks: list[nn.Module] = []
+    history, stopped, budget = History(), "", options["budget"]
+    for i in range(count):
+        part = domain.slab(float(edges[i]), float(edges[i + 1]))
+        conditions = [
+            _continued(c, problem, networks[-1] if networks else None) for c in problem.conditions
+        ]
+        here = copy.deepcopy(networks[-1] if networks else network)
+        path = None if checkpoint is None else Path(f"{checkpoint}.{i}")
+        if budget is not None:
+            options = {**options, "budget": max(0.0, budget - history.spent)}
+        run = Run(problem.restricted(part, conditions), here, checkpoint=path, **options)
+        solved = run.go()
+        networks.append(here)
+        history, stopped = history.joined(solved.history), solved.stopped
+        if stopped.startswith("the budget"):
+            edges = torch.cat([edges[: i + 1], edges[-1:]])
+            break
+    whole = Slabs(networks, edges.to(next(network.parameters())))
+    return Solution(problem, whole, history, unknowns=solved.unknowns, stopped=stopped)
+
+
+def _continued(condition: Condition, problem: Problem, before: nn.Module | None) -> Condition:
+    """An initial condition whose values are those of the last slab at its end."""
+    if before is None or not isinstance(condition, Initial):
+        return condition
+    at = problem.fields.index(condition.field) if condition.field else 0
+    time = problem.domain.dim - 1
+    out = copy.copy(condition)
+
+    @torch.no_grad()
+    def ended(points: Tensor, order: int) -> Tensor:
+        scheme = Scheme.of([(time,) * order])
+        found = before(Jet.input(points, scheme)).stacked()
+        return found[scheme.position[(time,) * order], :, at]
+
+    out.value = lambda points: ended(points, 0)
+    if condition.velocity is not None:
+        out.velocity = lambda points: ended(points, 1)
+    return out

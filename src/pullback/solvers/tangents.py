@@ -1,0 +1,228 @@
+r"""Orthonormal bases that grow by one tangent vector at a time.
+
+With I the selected coordinates and G_λ = G + λ, both bases hold the triangular R with
+RᵀR = G_λ[I, I] and y = R⁻ᵀg_I, so that h = R⁻¹y solves the system on I and gᵀh = ‖y‖². A new
+vector adds one row to each: nothing is factorized again.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from ..grams import FactoredGram, Gram
+
+
+class Basis(ABC):
+    """What is selected, and what is left of the gradient.
+
+    Attributes:
+        rho: ρ = g − G_λ h, (p,), at the coordinates that are not selected.
+        schur: G_ii + λ − G_iI G_λ[I, I]⁻¹ G_Ii, (p,), where it is followed.
+        diagonal: G_ii + λ, (p,).
+        open: the coordinates that may still be selected.
+    """
+
+    rho: Tensor
+    schur: Tensor | None
+
+    def __init__(self, gram: Gram, diagonal: Tensor, g: Tensor, damping: float, k: int) -> None:
+        self.gram, self.damping = gram, damping
+        self.diagonal = diagonal + damping
+        self.open = self.diagonal > 0
+        self.selected: list[int] = []
+        self.y = g.new_zeros(k)
+        # max G_ii/pivot: round-off in g and G is amplified by its root and by itself
+        self.growth = g.new_ones(())
+
+    @property
+    def count(self) -> int:
+        """How many tangent vectors are selected."""
+        return len(self.selected)
+
+    @property
+    def scale(self) -> Tensor:
+        """√(gᵀh): round-off in ρ_i/√G_ii is ε times this."""
+        return self.y.norm()
+
+    def scores(self) -> Tensor:
+        """|ρ_i|/√(Schur complement), or /√G_ii where it is not followed.
+
+        It is 0 where ρ_i is round-off, and −1 where i is closed; what is not a number stays one.
+        """
+        eps, p = torch.finfo(self.rho.dtype).eps, len(self.rho)
+        noise = 4 * (p + self.gram.count) ** 0.5 * eps * self.growth.sqrt()
+        size, divisor = self.rho.abs(), self.diagonal
+        size = torch.where(size <= noise * self.scale * divisor.sqrt(), 0.0, size)
+        if self.schur is not None:  # known to round-off: what lies below counts as that
+            divisor = self.schur.maximum(p * eps * divisor)
+        return torch.where(self.open, size / divisor.sqrt(), -1.0)
+
+    @abstractmethod
+    def add(self, i: int) -> bool:
+        """Select i, unless its tangent vector depends on those selected; either way close it."""
+
+    @abstractmethod
+    def refresh(self, since: int) -> None:
+        """Bring ρ and the Schur complements up to the vectors selected after the first `since`."""
+
+    @abstractmethod
+    def triangle(self) -> Tensor:
+        """R, upper triangular."""
+
+    def solution(self) -> Tensor:
+        """h, (p,)."""
+        h = torch.zeros_like(self.rho)
+        if self.count:
+            y = self.y[: self.count, None]
+            x = torch.linalg.solve_triangular(self.triangle(), y, upper=True)[:, 0]
+            h[self.selected] = x
+        return h
+
+
+class Columns(Basis):
+    r"""From A: Gram–Schmidt on the columns [a_i; √λ e_i], each done twice.
+
+    One product with A (the column; free where A is held) and one with Aᵀ per vector, in k·n
+    numbers of memory. The orthonormal q_j see the condition of A, not of G; and y_j = q_jᵀr is
+    used where r is known, since ρ_i/R_jj loses the digits by which R_jj is smaller than ‖a_i‖.
+    The damping's share of q_j lives on selected coordinates only, in order of selection.
+    """
+
+    def __init__(
+        self,
+        gram: FactoredGram,
+        diagonal: Tensor,
+        g: Tensor,
+        damping: float,
+        k: int,
+        *,
+        rcond: float,
+        whitened: Tensor | None,
+        follow: bool,
+    ) -> None:
+        super().__init__(gram, diagonal, g, damping, k)
+        self.factored, self.rcond, n = gram, rcond, gram.count
+        self.rho, self.schur = g.clone(), self.diagonal.clone() if follow else None
+        width = n + (k if damping > 0 else 0)
+        self.q, self.r = g.new_zeros(k, width), g.new_zeros(k, k)
+        # ρ = offset + Aᵀ·rest: (0, r) where r is known, else (g, 0)
+        self.white = whitened
+        self.offset = g if whitened is None else torch.zeros_like(g)
+        self.rest = g.new_zeros(width)
+        self._size = None if whitened is None else whitened.norm()
+        if whitened is not None:
+            self.rest[:n] = whitened
+
+    @property
+    def scale(self) -> Tensor:
+        return super().scale if self._size is None else self._size
+
+    def add(self, i: int) -> bool:
+        j, n = self.count, self.factored.count
+        self.open[i] = False
+        a = torch.zeros_like(self.rest)
+        a[:n] = self._column(i)
+        if self.damping > 0:
+            a[n + j] = self.damping**0.5
+        before = self.q[:j]
+        along = before @ a
+        v = a - along @ before
+        again = before @ v  # what round-off left of the selected directions
+        v -= again @ before
+        pivot = v.norm()
+        if not bool(pivot > self.rcond * self.diagonal[i].sqrt()):
+            return False
+        self.r[:j, j], self.r[j, j] = along + again, pivot
+        self.q[j] = v / pivot
+        if self.white is not None:
+            y = self.q[j] @ self.rest
+        else:
+            y = (self.offset[i] + a @ self.rest) / pivot
+            self.growth = self.growth.maximum(self.diagonal[i] / pivot.square())
+        self.y[j] = y
+        self.rest -= y * self.q[j]
+        self.selected.append(i)
+        return True
+
+    def _column(self, i: int) -> Tensor:
+        if self.factored.structure.holds == "rows":
+            return self.factored.rows()[:, i]
+        unit = torch.zeros_like(self.rho)
+        unit[i] = 1
+        return self.factored.project(unit)
+
+    def refresh(self, since: int) -> None:
+        n, new = self.factored.count, slice(since, self.count)
+        if self.schur is None:  # one product, however many vectors were added
+            self.rho = self.offset + self.factored.lift(self.rest[:n])
+            return
+        images = self.factored.lift_rows(self.q[new, :n])
+        self.schur -= images.square().sum(0)
+        self.rho -= self.y[new] @ images
+
+    def triangle(self) -> Tensor:
+        return self.r[: self.count, : self.count]
+
+
+class Pivots(Basis):
+    r"""From G alone: pivoted Cholesky, with the panel V = R⁻ᵀG_λ[I, :] of k·p numbers.
+
+    V gives ρ ← ρ − y_j V_j and the Schur complements s ← s − V_j² for nothing. The condition
+    is that of G.
+    """
+
+    def __init__(
+        self,
+        gram: Gram,
+        diagonal: Tensor,
+        g: Tensor,
+        damping: float,
+        k: int,
+        *,
+        rcond: float,
+        follow: bool,
+    ) -> None:
+        super().__init__(gram, diagonal, g, damping, k)
+        self.rcond = rcond
+        self.rho, self.complement = g.clone(), self.diagonal.clone()
+        self.schur = self.complement if follow else None
+        self.panel = g.new_zeros(k, gram.size)
+
+    def add(self, i: int) -> bool:
+        j = self.count
+        self.open[i] = False
+        before = self.panel[:j]
+        line = self._column(i) - before[:, i] @ before
+        pivot = line[i] + self.damping
+        if not bool(pivot > self._least() * self.diagonal[i]):
+            return False
+        self.growth = self.growth.maximum(self.diagonal[i] / pivot)
+        row = line / pivot.sqrt()
+        row[i] = pivot.sqrt()
+        self.panel[j] = row
+        self.y[j] = self.rho[i] / pivot.sqrt()
+        self.rho -= self.y[j] * row
+        self.complement -= row.square()
+        self.selected.append(i)
+        return True
+
+    def _column(self, i: int) -> Tensor:
+        if self.gram.structure.holds == "dense":
+            return self.gram.dense()[i]
+        unit = torch.zeros_like(self.rho)
+        unit[i] = 1
+        return self.gram.matvec(unit)
+
+    def refresh(self, since: int) -> None:
+        self.open &= ~(self.complement <= self._least() * self.diagonal)
+
+    def _least(self) -> Tensor:
+        """The smallest share of G_ii that a pivot may have."""
+        noise = self.gram.size * torch.finfo(self.rho.dtype).eps * self.growth
+        return noise.clamp(min=self.rcond**2)
+
+    def triangle(self) -> Tensor:
+        return self.panel[: self.count, self.selected].triu()

@@ -1,0 +1,484 @@
+"""Domains: measures, membership, normals, the divergence theorem, counts, and refusals."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from pullback._core.errors import PullbackError
+from pullback.pde.domains import (
+    Ball,
+    Box,
+    Difference,
+    Disk,
+    Domain,
+    Intersection,
+    Interval,
+    PointSet,
+    Region,
+    SpaceTime,
+    Union,
+)
+from pullback.pde.sampling import Grid, Sampler
+
+SAMPLERS: list[str | Sampler] = ["sobol", "grid", "gauss", "uniform", "lhs", Grid(ends=True)]
+PI = math.pi
+Field = Callable[[Tensor], Tensor]
+square = Box([(0, 1), (0, 1)])
+ring = square - Disk((0.5, 0.5), 0.25)
+lens = 2 * PI / 3 - math.sqrt(3) / 2  # two unit disks, centers at distance 1
+
+# domain, measure, measure of the boundary
+EXACT: dict[str, tuple[Domain, float, float]] = {
+    "interval": (Interval(-1, 2), 3, 2),
+    "box1": (Box([(0.5, 1)]), 0.5, 2),
+    "box2": (Box([(0, 2), (-1, 0)]), 2, 6),
+    "box3": (Box([(0, 1), (0, 2), (0, 3)]), 6, 22),
+    "box5": (Box([(0, 2)] * 5), 32, 160),
+    "ball1": (Ball((1.0,), 2), 4, 2),
+    "disk": (Disk((1, -1), 2), 4 * PI, 4 * PI),
+    "ball3": (Ball((0, 1, 2), 0.5), PI / 6, PI),
+    "ball5": (Ball((0,) * 5), 8 * PI**2 / 15, 8 * PI**2 / 3),
+    "spacetime": (SpaceTime(Interval(-1, 1), (1, 4)), 6, 6),
+    "cylinder": (SpaceTime(Disk(), (0, 2)), 2 * PI, 4 * PI),
+}
+CUT: dict[str, tuple[Domain, float, float]] = {
+    "square - disk": (ring, 1 - PI / 16, 4 + PI / 2),
+    "corner cut": (square - Disk((0, 0), 0.5), 1 - PI / 16, 3 + PI / 4),
+    "disk & disk": (Disk() & Disk((1, 0)), lens, 4 * PI / 3),
+    "disk | disk": (Disk() | Disk((1, 0)), 2 * PI - lens, 8 * PI / 3),
+    "apart": (square | Disk((5, 5)), 1 + PI, 4 + 2 * PI),
+    "adjacent": (square | Box([(1, 3), (0, 1)]), 3, 8),
+    "overlapping": (square | Box([(0.5, 2), (0, 1)]), 2, 6),
+    "flush": (square & Box([(0.5, 2), (0, 1)]), 0.5, 3),
+    "L": (Box([(-1, 1), (-1, 1)]) - Box([(0, 1), (0, 1)]), 3, 8),
+    "shell": (Ball((0, 0, 0), 1) - Ball((0, 0, 0), 0.5), 7 * PI / 6, 5 * PI),
+    "intervals": (Interval(0, 1) | Interval(2, 4), 3, 4),
+    "gap": (Interval(0, 3) - Interval(1, 2), 2, 4),
+    "nested": (ring | Disk((0.5, 0.5), 0.1), 1 - 0.0525 * PI, 4 + 0.7 * PI),
+    "in time": (SpaceTime(ring, (0, 2)), 2 - PI / 8, 8 + PI),
+}
+EVERY = {**EXACT, **CUT}
+domains = pytest.mark.parametrize("name", EVERY)
+
+
+def polynomial(dim: int, space: int) -> tuple[Field, Field]:
+    """A cubic vector field along the first `space` coordinates, and its divergence."""
+    g = torch.Generator().manual_seed(3)
+    a = torch.randn(dim, dim, generator=g, dtype=torch.float64)
+    b = torch.randn(dim, dim, generator=g, dtype=torch.float64)
+    along = (torch.arange(dim) < space).double()
+
+    def field(x: Tensor) -> Tensor:
+        return (x @ a.T) * (x @ b.T) * x * along
+
+    def divergence(x: Tensor) -> Tensor:
+        p, q = x @ a.T, x @ b.T
+        return (p * q + x * (a.diagonal() * q + b.diagonal() * p)) @ along
+
+    return field, divergence
+
+
+def flux(region: Region, n: int, field: Field) -> float:
+    points = region.quadrature(n)
+    assert points.normals is not None
+    return float(points.weights @ (field(points.x) * points.normals).sum(1))
+
+
+# --- measures -------------------------------------------------------------------------------
+
+
+@domains
+def test_measures(name: str) -> None:
+    domain, volume, area = EVERY[name]
+    tolerance = 1e-12 if name in EXACT else 5e-4
+    assert domain.measure == pytest.approx(volume, rel=tolerance)
+    assert domain.boundary.measure == pytest.approx(area, rel=tolerance)
+
+
+@domains
+@pytest.mark.parametrize("which", SAMPLERS, ids=str)
+def test_weights_sum_to_the_measure_and_points_belong(name: str, which: str | Sampler) -> None:
+    domain = EVERY[name][0]
+    for region in (domain, domain.boundary):
+        n = 640
+        points = region.sample(n, which)
+        assert points.x.dtype == torch.float64
+        assert points.x.shape == (len(points), domain.dim)
+        assert float(points.weights.sum()) == pytest.approx(region.measure, rel=1e-12)
+        assert bool((points.weights > 0).all())
+        assert bool(region.contains(points.x).all())
+        assert bool(domain.contains(points.x).all())
+        assert bool((points.x >= region.low - 1e-9).all())
+        assert bool((points.x <= region.high + 1e-9).all())
+        if points.normals is None:
+            assert region is domain
+        else:
+            assert region is domain.boundary
+        ends = region is domain.boundary and domain.dim == 1
+        if ends:
+            assert len(points) == round(region.measure)
+        elif which in ("sobol", "uniform", "lhs"):
+            assert len(points) == n
+        else:
+            assert n / 20 < len(points) <= n
+
+
+def test_random_points_cover_each_part_in_proportion() -> None:
+    points = (square | Disk((5, 5))).sample(1000).x
+    share = float(square.contains(points).double().mean())
+    assert share == pytest.approx(1 / (1 + PI), abs=1e-3)
+    x = Ball((0,) * 4).sample(4096).x
+    assert float((x.norm(dim=1) < 0.5).double().mean()) == pytest.approx(1 / 16, abs=2e-3)
+    second = (x[:, :, None] * x[:, None, :]).mean(0)  # ∫ xxᵀ / |B| = I/(d + 2)
+    assert torch.allclose(second, torch.eye(4).double() / 6, atol=3e-3)
+    omega = Ball((0,) * 6).boundary.sample(4096).x
+    second = (omega[:, :, None] * omega[:, None, :]).mean(0)
+    assert torch.allclose(second, torch.eye(6).double() / 6, atol=5e-3)
+
+
+# --- quadrature, normals, the divergence theorem ---------------------------------------------
+
+
+@domains
+def test_the_divergence_theorem(name: str) -> None:
+    domain = EVERY[name][0]
+    # in space-time over space only: the boundary is the lateral one
+    field, divergence = polynomial(domain.dim, domain.dim - isinstance(domain, SpaceTime))
+    points = domain.quadrature(20_000)
+    inside = float(points.weights @ divergence(points.x))
+    size = float(points.weights @ divergence(points.x).abs())
+    smooth = name in EXACT and domain.dim <= 3
+    tolerance = 1e-11 if smooth else 3e-3
+    assert flux(domain.boundary, 20_000, field) == pytest.approx(inside, abs=tolerance * size)
+
+
+@domains
+def test_normals_are_unit_and_outward(name: str) -> None:
+    domain = EVERY[name][0]
+    points = domain.boundary.sample(500)
+    assert points.normals is not None
+    assert torch.allclose(points.normals.norm(dim=1), torch.ones(len(points)).double())
+    step = 1e-4 * points.normals
+    assert float(domain.contains(points.x + step).double().mean()) <= 0.01, "corners excepted"
+    assert float(domain.contains(points.x - step).double().mean()) >= 0.99
+
+
+def test_gauss_on_balls_is_exact_for_polynomials() -> None:
+    x, w = (lambda p: (p.x, p.weights))(Disk().sample(8**2, "gauss"))
+    assert float(w @ (x[:, 0] ** 2 * x[:, 1] ** 4)) == pytest.approx(PI / 64, rel=1e-12)
+    x, w = (lambda p: (p.x, p.weights))(Ball((0, 0, 0)).sample(8**3, "gauss"))
+    assert float(w @ (x[:, 0] ** 2 * x[:, 2] ** 4)) == pytest.approx(4 * PI / 315, rel=1e-12)
+    x, w = (lambda p: (p.x, p.weights))(Ball((0, 0, 0)).boundary.sample(64, "gauss"))
+    assert float(w @ (x[:, 0] ** 2 * x[:, 1] ** 4)) == pytest.approx(4 * PI / 35, rel=1e-12)
+
+
+def test_quadrature_of_smooth_functions() -> None:
+    p = Box([(0, 1), (0, 2), (-1, 1)]).quadrature(1000)
+    want = (math.e - 1) * (math.e**2 - 1) * (math.e - 1 / math.e)
+    assert float(p.weights @ p.x.sum(1).exp()) == pytest.approx(want, rel=1e-12)
+    p = Ball((0, 0, 0)).quadrature(8000)
+    want = 4 * PI * (math.cosh(1) - math.sinh(1))  # ∫ e^x over the unit ball
+    assert float(p.weights @ p.x[:, 2].exp()) == pytest.approx(want, rel=1e-12)
+    p = Box([(0, 1)] * 6).quadrature(2**14)
+    assert float(p.weights @ p.x.sum(1).exp()) == pytest.approx((math.e - 1) ** 6, rel=1e-4)
+    assert torch.equal(p.x, Box([(0, 1)] * 6).quadrature(2**14).x)
+    p = (square | Box([(1, 3), (0, 1)])).quadrature(500)
+    assert float(p.weights @ p.x.sum(1).exp()) == pytest.approx(
+        (math.e**3 - 1) * (math.e - 1), rel=1e-12
+    ), "nothing is cut off, so it is Gauss"
+    p = ring.quadrature(20_000)
+    assert float(p.weights @ p.x[:, 0]) == pytest.approx(0.5 * (1 - PI / 16), rel=1e-3)
+    assert len(Disk().quadrature(1)) == 1
+
+
+# --- seeds ----------------------------------------------------------------------------------
+
+
+@domains
+def test_the_seed_decides(name: str) -> None:
+    domain = EVERY[name][0]
+    before = torch.get_rng_state()
+    for region in (domain, domain.boundary):
+        for which in ("sobol", "uniform", "lhs"):
+            a, b, c = (region.sample(50, which, seed=s) for s in (1, 1, 2))
+            assert torch.equal(a.x, b.x)
+            assert torch.equal(a.weights, b.weights)
+            if not (domain.dim == 1 and region is not domain):
+                assert not torch.equal(a.x, c.x)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@domains
+def test_domains_pickle(name: str) -> None:
+    domain = EVERY[name][0]
+    again = pickle.loads(pickle.dumps(domain))
+    assert torch.equal(again.sample(20).x, domain.sample(20).x)
+    assert repr(again) == repr(domain)
+
+
+# --- boxes ----------------------------------------------------------------------------------
+
+
+def test_names() -> None:
+    assert Interval(0, 1).names == ("x",)
+    assert Interval(0, 1, "r").names == ("r",)
+    assert Box([(0, 1)] * 3).names == ("x", "y", "z")
+    assert Box([(0, 1)] * 4).names == ("x1", "x2", "x3", "x4")
+    assert Disk(names=("r", "z")).names == ("r", "z")
+    assert SpaceTime(square, (0, 1)).names == ("x", "y", "t")
+    assert PointSet(torch.zeros(2, 2)).names == ("x", "y")
+    assert (square - Disk()).names == square.boundary.names == ("x", "y")
+
+
+def test_a_grid_on_the_boundary_of_a_square() -> None:
+    points = square.boundary.sample(20, "grid")
+    assert len(points) == 20
+    assert points.weights.tolist() == pytest.approx([0.2] * 20)
+    bottom = points.x[points.x[:, 1] == 0]
+    assert sorted(bottom[:, 0].tolist()) == pytest.approx([0.1, 0.3, 0.5, 0.7, 0.9])
+    assert len(torch.unique(points.x, dim=0)) == 20, "no corner twice"
+
+
+def test_faces_share_the_points_in_proportion() -> None:
+    slab = Box([(0, 10), (0, 1)])
+    x = slab.boundary.sample(22, "grid").x
+    counts = [int((x[:, i] == v).sum()) for i, v in ((0, 0), (0, 10), (1, 0), (1, 1))]
+    assert counts == [1, 1, 10, 10]
+    assert len(square.boundary.sample(10).x) == 10, "3 + 3 + 2 + 2"
+    assert len(square.boundary.sample(2).x) == 4, "each face has at least one"
+    assert len(Box([(0, 1e-3), (0, 1), (0, 1)]).boundary.sample(7).x) == 7
+    assert len(Box([(0, 1)] * 3).boundary.sample(6, "grid")) == 6, "the faces' centers"
+
+
+def test_faces() -> None:
+    box = Box([(0, 1), (2, 4)])
+    points = box.face("y", "high").sample(8)
+    assert len(points) == 8
+    assert points.x[:, 1].tolist() == [4.0] * 8
+    assert points.normals is not None
+    assert points.normals.tolist() == [[0.0, 1.0]] * 8
+    assert box.face("x", "low").measure == 2
+    end = Interval(0, 3).face("x", "low").sample(5)
+    assert end.x.tolist() == [[0.0]]
+    assert end.weights.tolist() == [1.0]
+    inside = box.face("x", "low").contains(torch.tensor([[0.0, 3.0], [0.0, 5.0], [0.5, 3.0]]))
+    assert inside.tolist() == [True, False, False]
+
+
+def test_pairs_match() -> None:
+    domain = SpaceTime(Box([(0, 1), (2, 4)]), (0, 3))
+    pairs = domain.pairs("y")
+    for a, b in (pairs.sample(50), pairs.sample(49, "grid", seed=3), pairs.quadrature(100)):
+        assert a.x[:, 1].tolist() == [2.0] * len(a)
+        assert b.x[:, 1].tolist() == [4.0] * len(a)
+        assert torch.equal(a.x[:, [0, 2]], b.x[:, [0, 2]])
+        assert a.normals is not None
+        assert b.normals is not None
+        assert torch.equal(a.normals, -b.normals)
+    assert (pairs.measure, pairs.names, pairs.dim) == (3, ("x", "y", "t"), 3)
+    a, b = Interval(-1, 1).pairs("x").sample(4)
+    assert (a.x.tolist(), b.x.tolist()) == ([[-1.0]], [[1.0]])
+
+
+# --- space-time -----------------------------------------------------------------------------
+
+
+def test_slices_and_slabs() -> None:
+    domain = SpaceTime(ring, (1, 3))
+    for region, t, sign in ((domain.initial, 1.0, -1.0), (domain.final, 3.0, 1.0)):
+        points = region.sample(100)
+        assert points.x[:, 2].tolist() == [t] * 100
+        assert bool(domain.space.contains(points.x[:, :2]).all())
+        assert bool(region.contains(points.x).all())
+        assert not bool(region.contains(points.x + 0.01).any())
+        assert region.measure == domain.space.measure
+        assert points.normals is not None
+        assert points.normals.tolist() == [[0.0, 0.0, sign]] * 100
+    slab = domain.slab(1, 1.5)
+    assert slab.time == (1, 1.5)
+    assert slab.space is domain.space
+    assert slab.measure == pytest.approx(0.25 * domain.measure)
+
+
+def test_lateral_faces() -> None:
+    domain = SpaceTime(Interval(-1, 1), (0, 2))
+    face = domain.face("x", "high").sample(10, "grid")
+    assert face.x[:, 0].tolist() == [1.0] * 10
+    assert face.x[:, 1].tolist() == pytest.approx([0.1 + 0.2 * i for i in range(10)])
+    assert face.normals is not None
+    assert face.normals.tolist() == [[1.0, 0.0]] * 10
+    assert len(domain.boundary.sample(10, "grid")) == 10
+
+
+# --- parts, membership ----------------------------------------------------------------------
+
+
+def test_where() -> None:
+    part = Disk().boundary.where(lambda x: x[:, 1] > 0)
+    assert part.measure == pytest.approx(PI, rel=1e-4)
+    points = part.sample(200)
+    assert len(points) == 200
+    assert points.normals is not None
+    assert bool((points.x[:, 1] > 0).all())
+    assert torch.allclose(points.x, points.normals)
+    assert part.contains(torch.tensor([[0.0, 1.0], [0.0, -1.0], [0.0, 0.5]])).tolist() == [
+        True,
+        False,
+        False,
+    ]
+    quarter = part.where(lambda x: x[:, 0] > 0)
+    assert quarter.measure == pytest.approx(PI / 2, rel=1e-3)
+    left = Interval(0, 1).boundary.where(lambda x: x[:, 0] < 0.5)
+    assert left.measure == 1
+    assert left.sample(7).x.tolist() == [[0.0]]
+    over = SpaceTime(square, (0, 1)).boundary.where(lambda x: x[:, 0] == 0)
+    assert over.measure == 1
+    assert len(over.sample(100, "grid")) == 100
+
+
+def test_membership_has_a_tolerance() -> None:
+    x = torch.tensor([[1.0], [1.0 + 1e-12], [1.001], [-1e-12]], dtype=torch.float64)
+    assert Interval(0, 1).contains(x).tolist() == [True, True, False, True]
+    assert Interval(0, 1).contains(x, tol=0.01).tolist() == [True] * 4
+    edge = Disk((100, 0), 0.1).boundary.sample(200)
+    assert bool(Disk((100, 0), 0.1).contains(edge.x.float()).all()), "float32 rounds off the disk"
+
+
+def test_the_boundary_of_a_composite_contains_only_itself() -> None:
+    both = (square | Box([(1, 3), (0, 1)])).boundary
+    x = torch.tensor([[1.0, 0.5], [1.0, 0.0], [0.0, 0.5], [0.5, 0.5], [3.0, 0.2]])
+    assert both.contains(x).tolist() == [False, True, True, False, True]
+    hole = ring.boundary
+    x = torch.tensor([[0.75, 0.5], [0.5, 0.5], [0.8, 0.5], [1.0, 0.5]])
+    assert hole.contains(x).tolist() == [True, False, False, True]
+
+
+def test_operators() -> None:
+    a, b = square, Disk()
+    assert isinstance(a | b, Union)
+    assert isinstance(a & b, Intersection)
+    assert isinstance(a - b, Difference)
+    with pytest.raises(TypeError):
+        _ = a | 3  # pyright: ignore[reportOperatorIssue]
+
+
+def test_small_parts_of_a_composite_are_sampled() -> None:
+    sliver = square & Box([(0.999, 2), (0.999, 2)])
+    for which in SAMPLERS:
+        assert bool(sliver.contains(sliver.sample(16, which).x).all())
+    big = Box([(0, 1000), (0, 1000)])
+    assert (big & Disk((500, 500), 0.5)).measure == pytest.approx(PI / 4, rel=1e-3)
+
+
+# --- measured points --------------------------------------------------------------------------
+
+
+def test_point_sets() -> None:
+    x = torch.rand(5, 2, generator=torch.Generator().manual_seed(0))
+    data = PointSet(x, weights=torch.tensor([1.0, 1, 2, 0, 4]))
+    points = data.sample(5)
+    assert torch.equal(points.x, x.double())
+    assert points.weights.tolist() == pytest.approx([0.125, 0.125, 0.25, 0, 0.5])
+    assert (len(data), data.measure, data.dim) == (5, 1, 2)
+    assert torch.equal(data.sample().x, data.quadrature(100).x)
+    assert bool(data.contains(x).all())
+    assert not bool(data.contains(x + 0.01).any())
+    assert len(data.patches) == 5
+    some = data.where(lambda x: torch.arange(5) < 3)
+    assert len(some) == 3
+    assert some.measure == pytest.approx(0.5)
+    assert PointSet(torch.arange(3.0)).x.shape == (3, 1)
+    assert square.points(x).names == ("x", "y")
+
+
+# --- refusals ---------------------------------------------------------------------------------
+
+NAN, INF = float("nan"), float("inf")
+REFUSED: dict[str, tuple[Callable[[], object], str]] = {
+    "empty interval": (lambda: Interval(1, 1), "interval is empty.*a < b"),
+    "reversed interval": (lambda: Interval(2, 1), "interval is empty"),
+    "nan interval": (lambda: Interval(NAN, 1), "not bounded"),
+    "unbounded interval": (lambda: Interval(0, INF), "not bounded"),
+    "interval of words": (lambda: Interval("a", 1), "two ends"),  # pyright: ignore
+    "empty box": (lambda: Box([(0, 1), (1, 1)]), "Side 2 of the box is empty"),
+    "nan box": (lambda: Box([(0, NAN)]), "not bounded"),
+    "box of a triple": (lambda: Box([(0, 1, 2)]), "two ends"),
+    "no box": (lambda: Box([]), "needs bounds"),
+    "a number as a box": (lambda: Box(3), "needs bounds"),  # pyright: ignore
+    "flat ball": (lambda: Ball((0, 0), 0), "radius > 0"),
+    "negative ball": (lambda: Ball((0, 0), -1), "radius > 0"),
+    "nan ball": (lambda: Ball((0, 0), NAN), "radius > 0"),
+    "infinite ball": (lambda: Ball((0, 0), INF), "radius > 0"),
+    "nan center": (lambda: Ball((0, NAN)), "center"),
+    "scalar center": (lambda: Ball(0.0), "center"),  # pyright: ignore
+    "disk in space": (lambda: Disk((0, 0, 0)), "Use Ball"),
+    "same names": (lambda: Box([(0, 1)] * 2, ("x", "x")), "same name"),
+    "too few names": (lambda: Box([(0, 1)] * 2, ("x",)), "2 coordinates"),
+    "names that are none": (lambda: Interval(0, 1, 3), "names"),  # pyright: ignore
+    "t twice": (lambda: SpaceTime(Interval(0, 1, "t"), (0, 1)), '"t" is used twice'),
+    "time over time": (lambda: SpaceTime(SpaceTime(square, (0, 1)), (0, 1)), "used twice"),
+    "no time": (lambda: SpaceTime(square, (1, 1)), "time is empty"),
+    "no space": (lambda: SpaceTime(square.boundary, (0, 1)), "spatial domain"),  # pyright: ignore
+    "empty slab": (lambda: SpaceTime(square, (0, 1)).slab(1, 0.5), "time is empty"),
+    "apart": (lambda: square & Disk((5, 5)), "intersection is empty"),
+    "corner missed": (lambda: square & Disk((1.9, 1.9)), "intersection is empty"),
+    "all removed": (lambda: square - Disk(radius=3), "difference is empty"),
+    "dimensions": (lambda: square | Interval(0, 1), "different dimensions"),
+    "other names": (lambda: square | Disk(names=("r", "z")), "same names"),
+    "space-times": (lambda: SpaceTime(square, (0, 1)) - Ball((0,) * 3), "Combine the spaces"),
+    "a region": (lambda: Union(square, square.boundary), "spatial domains"),  # pyright: ignore
+    "n = 0": (lambda: square.sample(0), "integer ≥ 1"),
+    "n < 0": (lambda: square.boundary.sample(-3), "integer ≥ 1"),
+    "n float": (lambda: square.sample(10.0), "integer ≥ 1"),  # pyright: ignore
+    "n bool": (lambda: square.sample(True), "integer ≥ 1"),
+    "quadrature of 0": (lambda: square.quadrature(0), "integer ≥ 1"),
+    "seed": (lambda: square.sample(3, seed=0.5), "seed"),  # pyright: ignore
+    "sampler": (lambda: square.sample(3, "halton"), "Unknown sampler"),
+    "no grid": (lambda: Box([(0, 1)] * 10).sample(10, "grid"), "n ≥ 1024"),
+    "no Gauss": (lambda: Ball((0,) * 4).sample(10, "gauss"), "n ≥ 16"),
+    "no grid on faces": (lambda: Box([(0, 1)] * 3).boundary.sample(20, "grid"), "n ≥ 24"),
+    "no grid of a cut": (
+        lambda: (Box([(0, 1)] * 5) - Ball((0,) * 5, 0.5)).sample(10, "grid"),
+        "no full grid",
+    ),
+    "Sobol": (lambda: Box([(0, 1)] * 21202).sample(2), "21201"),
+    "coordinate": (lambda: square.face("z", "low"), "no coordinate 'z'.*x, y"),
+    "coordinate of pairs": (lambda: square.pairs("t"), "no coordinate"),
+    "side": (lambda: square.face("x", "left"), '"low" or "high"'),
+    "time's face": (lambda: SpaceTime(square, (0, 1)).face("t", "low"), "initial"),
+    "time's pairs": (lambda: SpaceTime(square, (0, 1)).pairs("t"), "initial"),
+    "lateral coordinate": (lambda: SpaceTime(square, (0, 1)).face("z", "low"), "no coordinate"),
+    "ball's face": (lambda: Disk().face("x", "low"), "no faces"),
+    "ball's pairs": (lambda: Disk().pairs("x"), "opposite faces"),
+    "cylinder's face": (lambda: SpaceTime(Disk(), (0, 1)).face("x", "low"), "no faces"),
+    "x of one axis": (lambda: square.contains(torch.zeros(3)), r"\(N, 2\)"),
+    "x of three": (lambda: square.contains(torch.zeros(4, 3)), r"\(N, 2\)"),
+    "x a list": (lambda: square.contains([[0.0, 0.0]]), "got list"),  # pyright: ignore
+    "complex x": (lambda: square.contains(torch.zeros(1, 2) + 1j), "complex"),
+    "points outside": (lambda: square.points(torch.tensor([[0.5, 0.5], [2, 2]])), "point 1 is"),
+    "no mask": (lambda: square.where(lambda x: x[:, 0]), "bool tensor"),
+    "mask of a wrong shape": (lambda: square.where(lambda x: x > 0), "bool tensor"),
+    "no tensor": (lambda: square.where(lambda x: True), "bool tensor"),  # pyright: ignore
+    "nothing left": (lambda: square.where(lambda x: x[:, 0] > 2), "is empty"),
+    "other n": (lambda: PointSet(torch.zeros(4, 2)).sample(5), "n=4"),
+    "no points": (lambda: PointSet(torch.zeros(0, 2)), "needs points"),
+    "nan points": (lambda: PointSet(torch.tensor([[NAN]])), "non-finite"),
+    "points of points": (lambda: PointSet(torch.zeros(2, 2, 2)), "list of points"),
+    "few weights": (lambda: PointSet(torch.zeros(4, 2), weights=torch.ones(3)), "4 weights"),
+    "negative weight": (lambda: PointSet(torch.zeros(1, 2), weights=-torch.ones(1)), "weights"),
+    "no point left": (lambda: PointSet(torch.zeros(3)).where(lambda x: x[:, 0] > 1), "left"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(case: str) -> None:
+    make, message = REFUSED[case]
+    with pytest.raises(PullbackError, match=message) as caught:
+        make()
+    assert caught.value.remedy

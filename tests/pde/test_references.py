@@ -1,0 +1,417 @@
+"""Reference solutions against their equations, other methods and published numbers."""
+
+import math
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from scipy.integrate import solve_ivp
+
+from pullback._core.errors import PullbackError
+from pullback.pde import references
+from pullback.pde.references import cache
+from pullback.pde.references.cavity_flow import Cavity
+from pullback.pde.references.etdrk4 import Trajectory, fourier_sum
+
+
+@pytest.fixture(scope="module", autouse=True)
+def folder(tmp_path_factory):
+    """One cache for this file, apart from the user's."""
+    with pytest.MonkeyPatch.context() as patch:
+        path = tmp_path_factory.mktemp("cache")
+        patch.setenv("PULLBACK_CACHE", str(path))
+        patch.setattr(Cavity, "degrees", (44, 34))
+        yield path
+
+
+@pytest.fixture(scope="module")
+def smooth_kdv(folder):
+    return references.kdv(mu=0.1)
+
+
+@pytest.fixture(scope="module")
+def thick_allen_cahn(folder):
+    return references.allen_cahn(diffusion=0.01)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["jump", "regularized"])
+def cavity(request, folder):
+    return references.cavity(100.0, regularized=request.param)
+
+
+def evaluate(reference, x, t):
+    x, t = np.broadcast_arrays(np.asarray(x, dtype=float), np.asarray(t, dtype=float))
+    points = torch.from_numpy(np.stack([x.ravel(), t.ravel()], axis=1))
+    return reference(points).numpy()[:, 0].reshape(x.shape)
+
+
+def derivative(f, order, s, h):
+    """Central differences of order 6 (first and second derivative) and 4 (third)."""
+    weights = {
+        1: np.array([-1, 9, -45, 0, 45, -9, 1]) / 60,
+        2: np.array([2, -27, 270, -490, 270, -27, 2]) / 180,
+        3: np.array([1, -8, 13, 0, -13, 8, -1]) / 8,
+    }[order]
+    return sum(w * f(s + j * h) for j, w in zip(range(-3, 4), weights, strict=True)) / h**order
+
+
+def burgers_by_fourier(nu, x, t, n=256):
+    """Integrated in time by an explicit Runge–Kutta method of order 8, odd and periodic."""
+    k = 1j * math.pi * np.arange(n // 2 + 1)
+
+    def rate(_, u):
+        c = np.fft.rfft(u)
+        product = np.fft.rfft(u * u)
+        product[n // 3 :] = 0
+        return np.fft.irfft(nu * k**2 * c - 0.5 * k * product, n)
+
+    grid = -1 + 2 * np.arange(n) / n
+    start = -np.sin(math.pi * grid)
+    found = solve_ivp(rate, (0, t), start, method="DOP853", rtol=1e-12, atol=1e-13)
+    c = np.fft.rfft(found.y[:, -1]) / n
+    return fourier_sum(np.broadcast_to(c[:-1], (len(x), n // 2)), x)
+
+
+class TestBurgers:
+    @pytest.mark.parametrize("nu", [1e-3, 0.01 / math.pi, 0.01, 0.1, 1.0])
+    def test_other_nodes_give_the_same(self, nu):
+        u = references.burgers(nu)
+        unit = np.random.default_rng(1).random((600, 2))
+        t = np.concatenate([unit[:200, 1], 1e-6 * unit[200:400, 1], unit[400:, 1]])
+        x = np.concatenate([2 * unit[:400, 0] - 1, 0.02 * unit[400:, 0]])  # the shock too
+        points = np.stack([x, t], axis=1)
+        other = u.quadrature(points, 7 * u.half_nodes // 4, 0.3)
+        assert np.abs(u.values(points) - other).max() < (1e-14 if nu > 2e-3 else 4e-14)
+        assert u.accuracy < 1e-14
+
+    def test_fourier_method_gives_the_same(self):
+        x = np.linspace(-1, 1, 41)
+        found = evaluate(references.burgers(0.05), x, 0.7)
+        assert np.abs(found - burgers_by_fourier(0.05, x, 0.7)).max() < 1e-10
+
+    @pytest.mark.parametrize("nu", [0.01 / math.pi, 0.1])
+    def test_equation(self, nu):
+        u = references.burgers(nu)
+        x, t = np.linspace(-0.9, 0.9, 19), 0.3
+        h = 0.05 * nu
+        u_x, u_xx = (derivative(lambda s: evaluate(u, s, t), i, x, h) for i in (1, 2))
+        u_t = derivative(lambda s: evaluate(u, x, s), 1, t, 1e-4)
+        scale = np.abs(nu * u_xx).max() + np.abs(u_t).max()
+        assert np.abs(u_t + evaluate(u, x, t) * u_x - nu * u_xx).max() < 1e-6 * scale
+
+    def test_data_symmetry_and_bounds(self):
+        u = references.burgers(0.01 / math.pi)
+        x, t = np.linspace(-1, 1, 101), np.linspace(0, 1, 11)
+        assert (evaluate(u, x, 0.0) == np.where(abs(x) == 1, 0, -np.sin(math.pi * x))).all()
+        assert (evaluate(u, [[-1.0], [1.0]], t) == 0).all()
+        values = evaluate(u, x[:, None], t)
+        assert np.abs(values + values[::-1]).max() < 1e-14
+        assert np.abs(values).max() <= 1
+        # Basdevant et al. (1986): |u_x(0, t)| is 152.00516 at its largest, at t = 1.6037/π
+        slope = derivative(lambda s: evaluate(u, s, 1.6037 / math.pi), 1, np.zeros(1), 2e-5)
+        assert slope[0] == pytest.approx(-152.00516, rel=1e-6)
+
+    def test_tiny_times_are_finite(self):
+        x = np.linspace(-1, 1, 9)
+        for t in (5e-324, 1e-300, 1e-12):
+            found = evaluate(references.burgers(0.01), x, t)
+            assert np.abs(found + np.sin(math.pi * x)).max() < 1e-10
+
+
+class TestAllenCahn:
+    def test_equation(self, thick_allen_cahn):
+        u, x = thick_allen_cahn, np.linspace(-0.97, 0.97, 25)
+        for t in (0.05, 0.5, 0.9):
+            u_xx = derivative(lambda s, t=t: evaluate(u, s, t), 2, x, 5e-3)
+            u_t = derivative(lambda s: evaluate(u, x, s), 1, t, 1e-3)
+            now = evaluate(u, x, t)
+            assert np.abs(u_t - 0.01 * u_xx - 5 * (now - now**3)).max() < 1e-6
+
+    def test_initial_value_is_met(self, thick_allen_cahn):
+        x = np.linspace(-1, 1, 201)
+        start = x**2 * np.cos(math.pi * x)
+        assert (evaluate(thick_allen_cahn, x, 0.0) == start).all()
+        # u = w + O(t), and the kink of the heat flow w is off by 4√(Dt/π) at x = ±1
+        t = 1e-9
+        found = evaluate(thick_allen_cahn, x, t)
+        assert np.abs(found - start)[1:-1].max() < 1e-6
+        assert found[0] + 1 == pytest.approx(4 * math.sqrt(0.01 * t / math.pi), rel=1e-3)
+
+    def test_symmetry_bounds_and_accuracy(self, thick_allen_cahn):
+        x, t = np.linspace(-1, 1, 101), np.linspace(0, 1, 21)
+        values = evaluate(thick_allen_cahn, x[:, None], t)
+        assert np.abs(values - values[::-1]).max() < 1e-13
+        assert np.abs(values).max() <= 1 + 1e-12
+        assert thick_allen_cahn.accuracy < 1e-9
+
+    def test_continuous_where_panels_meet(self, thick_allen_cahn):
+        x = np.linspace(-1, 1, 33)
+        edges = thick_allen_cahn._trajectory.edges[2:-1]
+        before = evaluate(thick_allen_cahn, x[:, None], edges * (1 - 1e-14))
+        assert np.abs(before - evaluate(thick_allen_cahn, x[:, None], edges)).max() < 1e-11
+
+
+class TestKdV:
+    def test_equation(self, smooth_kdv):
+        u, x = smooth_kdv, np.linspace(-0.9, 0.9, 25)
+        for t in (0.05, 0.5, 0.9):
+            u_x, u_xxx = (derivative(lambda s, t=t: evaluate(u, s, t), i, x, 2e-3) for i in (1, 3))
+            u_t = derivative(lambda s: evaluate(u, x, s), 1, t, 1e-4)
+            assert np.abs(u_t + evaluate(u, x, t) * u_x + 0.01 * u_xxx).max() < 1e-5
+
+    def test_conserved(self, smooth_kdv):
+        """Mass ∫u, momentum ∫u² and energy ∫ ηu³/3 − μ²u_x²; the trapezoidal rule is exact."""
+        n = 512
+        x, t = -1 + 2 * np.arange(n) / n, np.linspace(0, 1, 7)
+        u = evaluate(smooth_kdv, x, t[:, None])
+        c = np.fft.rfft(u, axis=1)
+        u_x = np.fft.irfft(1j * math.pi * np.arange(n // 2 + 1) * c, n, axis=1)
+        assert np.abs(u.mean(axis=1)).max() < 1e-13
+        assert np.abs((u**2).mean(axis=1) - 0.5).max() < 1e-10
+        energy = (u**3 / 3 - 0.01 * u_x**2).mean(axis=1)
+        assert np.abs(energy - energy[0]).max() < 1e-9
+
+    def test_initial_value_period_and_accuracy(self, smooth_kdv):
+        x = np.linspace(-1, 1, 101)
+        assert np.abs(evaluate(smooth_kdv, x, 0.0) - np.cos(math.pi * x)).max() < 1e-14
+        ends = evaluate(smooth_kdv, [[-1.0], [1.0]], np.linspace(0, 1, 11))
+        assert np.abs(ends[0] - ends[1]).max() < 1e-12
+        assert smooth_kdv.accuracy < 1e-9
+
+    def test_too_narrow_solitons_are_refused(self):
+        with pytest.raises(PullbackError, match="too narrow"):
+            references.kdv(mu=1e-3)
+
+
+class TestCavity:
+    def test_walls(self, cavity):
+        s = torch.linspace(0.01, 0.99, 33, dtype=torch.float64)
+        zero, one = torch.zeros_like(s), torch.ones_like(s)
+        lid = 16 * s**2 * (1 - s) ** 2 if cavity.regularized else one
+        for points, u in [((s, one), lid), ((s, zero), zero), ((zero, s), zero), ((one, s), zero)]:
+            found = cavity(torch.stack(points, dim=1))
+            torch.testing.assert_close(found[:, 0], u, atol=1e-10, rtol=0)
+            torch.testing.assert_close(found[:, 1], zero, atol=1e-10, rtol=0)
+
+    def test_equations(self, cavity):
+        """Momentum and continuity by central differences, away from the walls."""
+        x, y = np.meshgrid(np.linspace(0.1, 0.9, 7), np.linspace(0.1, 0.9, 7))
+        h = 1e-3
+
+        def at(dx, dy):
+            points = np.stack([(x + dx * h).ravel(), (y + dy * h).ravel()], axis=1)
+            return cavity.values(points).T
+
+        now = at(0, 0)
+        by_x, by_y = (at(1, 0) - at(-1, 0)) / (2 * h), (at(0, 1) - at(0, -1)) / (2 * h)
+        laplacian = (at(1, 0) + at(-1, 0) + at(0, 1) + at(0, -1) - 4 * now) / h**2
+        u, v, _ = now
+        assert np.abs(by_x[0] + by_y[1]).max() < 1e-4
+        assert np.abs(u * by_x[0] + v * by_y[0] + by_x[2] - laplacian[0] / 100).max() < 5e-4
+        assert np.abs(u * by_x[1] + v * by_y[1] + by_y[2] - laplacian[1] / 100).max() < 5e-4
+
+    def test_mean_pressure_is_zero(self, cavity):
+        nodes, weights = np.polynomial.legendre.leggauss(64)
+        x, y = np.meshgrid((nodes + 1) / 2, (nodes + 1) / 2)
+        p = cavity.values(np.stack([x.ravel(), y.ravel()], axis=1))[:, 2]
+        assert abs(p @ np.outer(weights, weights).ravel() / 4) < 1e-5
+        assert cavity.accuracy < (1e-4 if cavity.regularized else 1e-5)
+
+    def test_published_values(self):
+        c = references.cavity(100.0)
+        assert c.accuracy < 1e-5
+        # Ghia, Ghia and Shin (1982), second order on 129² points
+        y = [0.0547, 0.1719, 0.4531, 0.5, 0.7344, 0.9531]
+        u = [-0.03717, -0.10150, -0.21090, -0.20581, 0.00332, 0.68717]
+        assert np.abs(evaluate(c, 0.5, y) - u).max() < 5e-3
+        points = torch.tensor([[0.2344, 0.5], [0.8047, 0.5]], dtype=torch.float64)
+        assert np.abs(c(points)[:, 1].numpy() - [0.17527, -0.24533]).max() < 1e-2
+        # Botella and Peyret (1998), spectral: extrema of the velocity on the center lines
+        assert evaluate(c, 0.5, 0.4581) == pytest.approx(-0.2140424, abs=2e-6)
+        points = torch.tensor([[0.2370, 0.5], [0.8104, 0.5]], dtype=torch.float64)
+        assert np.abs(c(points)[:, 1].numpy() - [0.1795728, -0.2538030]).max() < 2e-6
+
+    def test_slow_flow_is_symmetric(self):
+        c = references.cavity(1e-6)
+        points = np.random.default_rng(2).random((50, 2))
+        here, mirrored = c.values(points), c.values(points * [-1, 1] + [1, 0])
+        assert np.abs(here - mirrored * [1, -1, -1])[:, :2].max() < 1e-6
+
+    def test_upper_corners(self):
+        found = references.cavity(100.0)(torch.tensor([[0.0, 1.0], [1.0, 1.0]]))
+        assert found[:, 0].tolist() == pytest.approx([1, 1], abs=1e-6)
+        assert found[:, 2].tolist() == [-math.inf, math.inf]
+
+    def test_large_reynolds_is_refused(self):
+        with pytest.raises(PullbackError, match="400"):
+            references.cavity(5000.0)
+
+
+class TestTrajectory:
+    def test_polynomial_in_time_and_modes_in_space(self):
+        rng = np.random.default_rng(0)
+        edges = np.array([0.0, 0.2, 1.0])
+        nodes = np.linspace(edges[:-1], edges[1:], 5, axis=1)
+        c = rng.standard_normal((3, 7)) + 1j * rng.standard_normal((3, 7))
+        coefficients = sum(nodes[..., None] ** i * c[i] for i in range(3))
+        u = Trajectory(edges, coefficients)
+        x = rng.uniform(-1, 1, 40)
+        t = np.concatenate([[0.0, 0.2, 1.0, 0.05], rng.random(36)])
+        modes = np.exp(1j * math.pi * np.outer(x + 1, np.arange(7))) * np.r_[1, np.full(6, 2)]
+        exact = (modes * (t[:, None] ** np.arange(3) @ c)).sum(axis=1).real
+        assert np.abs(u(x, t) - exact).max() < 1e-12
+
+
+class TestCache:
+    def fresh(self, monkeypatch, path):
+        monkeypatch.setenv("PULLBACK_CACHE", str(path))
+        counted = []
+
+        def compute():
+            counted.append(1)
+            return {"a": np.arange(3.0)}
+
+        def get(version=1, **parameters):
+            arrays = cache.cached("name", parameters, version, ("a",), compute)
+            assert (arrays["a"] == np.arange(3)).all()
+            return len(counted)
+
+        return get
+
+    def test_computed_once_for_each_key(self, monkeypatch, tmp_path):
+        get = self.fresh(monkeypatch, tmp_path / "new" / "folder")
+        assert [get(nu=1.0), get(nu=1.0), get(nu=2.0), get(2, nu=1.0), get(nu=2.0)] == [
+            1,
+            1,
+            2,
+            3,
+            3,
+        ]
+        assert all(p.suffix == ".npz" for p in (tmp_path / "new" / "folder").iterdir())
+
+    @pytest.mark.parametrize("damage", ["empty", "half", "flipped", "other"])
+    def test_damaged_file_is_computed_again(self, monkeypatch, tmp_path, damage):
+        get = self.fresh(monkeypatch, tmp_path)
+        get()
+        (path,) = tmp_path.iterdir()
+        data = bytearray(path.read_bytes())
+        if damage == "other":
+            np.savez(path, b=np.zeros(2))
+        elif damage == "flipped":
+            data[len(data) // 2 - 40] ^= 255
+            path.write_bytes(data)
+        else:
+            path.write_bytes(data[: len(data) // 2 if damage == "half" else 0])
+        assert [get(), get()] == [2, 2]
+
+    def test_no_folder_can_be_written(self, monkeypatch, tmp_path):
+        (tmp_path / "file").write_text("in the way")
+        get = self.fresh(monkeypatch, tmp_path / "file" / "cache")
+        assert [get(), get()] == [1, 1]
+
+    def test_failed_write_leaves_nothing(self, monkeypatch, tmp_path):
+        get = self.fresh(monkeypatch, tmp_path)
+
+        def full(*_):
+            raise OSError("disk full")
+
+        monkeypatch.setattr(os, "replace", full)
+        assert [get(), get()] == [1, 1]
+        assert list(tmp_path.iterdir()) == []
+
+    def test_default_folder(self, monkeypatch):
+        monkeypatch.delenv("PULLBACK_CACHE")
+        monkeypatch.setattr("sys.platform", "linux")
+        monkeypatch.setenv("XDG_CACHE_HOME", "/some/where")
+        assert cache.folder() == Path("/some/where/pullback")
+        monkeypatch.delenv("XDG_CACHE_HOME")
+        assert cache.folder() == Path("~/.cache/pullback").expanduser()
+
+    def test_solution_from_disk_is_the_same(self, smooth_kdv):
+        smooth_kdv.accuracy  # noqa: B018  computes and stores
+        again = references.kdv(mu=0.1)
+        again._compute = lambda: pytest.fail("computed again")
+        x = np.linspace(-1, 1, 7)
+        assert (evaluate(again, x, 0.3) == evaluate(smooth_kdv, x, 0.3)).all()
+        assert again.accuracy == smooth_kdv.accuracy
+
+
+class TestArguments:
+    @pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf])
+    @pytest.mark.parametrize(
+        "make",
+        [
+            lambda v: references.burgers(v),
+            lambda v: references.allen_cahn(diffusion=v),
+            lambda v: references.allen_cahn(reaction=v),
+            lambda v: references.kdv(eta=v),
+            lambda v: references.kdv(mu=v),
+            lambda v: references.cavity(reynolds=v),
+        ],
+    )
+    def test_parameters_are_positive(self, make, bad):
+        with pytest.raises(PullbackError, match="positive"):
+            make(bad)
+
+    @pytest.mark.parametrize(
+        ("points", "why"),
+        [
+            (torch.zeros(3), "shape"),
+            (torch.zeros(3, 3), "shape"),
+            (torch.zeros(3, 2, dtype=torch.int64), "dtype"),
+            (torch.tensor([[0.0, 0.5], [1.1, 0.5]]), "domain"),
+            (torch.tensor([[0.0, -0.1]]), "domain"),
+            (torch.tensor([[0.0, math.nan]]), "domain"),
+        ],
+    )
+    def test_points_are_checked(self, points, why):
+        with pytest.raises(PullbackError, match=why):
+            references.burgers(0.1)(points)
+
+    def test_unresolved_solution_is_refused(self):
+        from pullback.pde.references.base import resolved
+
+        for error in (0.1, math.nan):
+            with pytest.raises(PullbackError, match="not resolved"):
+                resolved(error, "this")
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+    def test_dtype_rounding_and_no_points(self, dtype):
+        u = references.burgers(0.1)
+        x = torch.tensor([[1 + torch.finfo(dtype).eps, 0.5], [0.3, 0.2]], dtype=dtype)
+        found = u(x.requires_grad_())
+        assert found.dtype == dtype
+        assert found.shape == (2, 1)
+        assert found[0] == 0
+        assert not found.requires_grad
+        assert u(torch.zeros(0, 2, dtype=dtype)).shape == (0, 1)
+
+    def test_no_points_for_solvers(self, smooth_kdv):
+        assert smooth_kdv(torch.zeros(0, 2)).shape == (0, 1)
+        assert references.cavity()(torch.zeros(0, 2)).shape == (0, 3)
+
+
+@pytest.mark.slow
+class TestDefaults:
+    def test_allen_cahn(self):
+        u = references.allen_cahn()
+        assert u.accuracy < 1e-9
+        x, t = np.linspace(-0.99, 0.99, 37), 0.8
+        u_xx = derivative(lambda s: evaluate(u, s, t), 2, x, 5e-4)
+        u_t = derivative(lambda s: evaluate(u, x, s), 1, t, 1e-3)
+        now = evaluate(u, x, t)
+        assert np.abs(u_t - 1e-4 * u_xx - 5 * (now - now**3)).max() < 1e-4
+
+    def test_kdv(self):
+        u = references.kdv()
+        assert u.accuracy < 1e-9
+        x = -1 + 2 * np.arange(1024) / 1024
+        assert np.abs((evaluate(u, x, 1.0) ** 2).mean() - 0.5) < 1e-9
+
+    def test_cavity(self, monkeypatch):
+        monkeypatch.setattr(Cavity, "degrees", (84, 60))
+        c = references.cavity()
+        assert c.accuracy < 1e-6
+        assert evaluate(c, 0.5, 0.4580875) == pytest.approx(-0.2140424, abs=1e-7)
