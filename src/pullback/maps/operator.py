@@ -28,6 +28,8 @@ Network = Callable[[dict[str, Tensor], Any], Any]
 #: (channels (T, S, N, m), params) ↦ F (N, R)
 Operator = Callable[[Tensor, dict[str, Tensor]], Tensor]
 
+_REFUSALS = (TypeError, AttributeError, AssertionError, ValueError, IndexError)
+
 
 class OperatorMap(Map):
     """z = √q · F(jet of the network at x): (N, R).
@@ -55,12 +57,19 @@ class OperatorMap(Map):
         points = self.x.flatten(0, 1)
         if not self.nested_because:
             try:
-                out = self.network(params, Jet.input(points, self.scheme, tape))
-                return out.stacked().unflatten(1, self.x.shape[:2])
+                return self._carried(params, points, tape)
             except Unsupported as missing:
                 self.nested_because = f"jets have no rule for {missing}"
+            except _REFUSALS as error:  # of what is no tensor: nested derivatives say if not
+                self.nested_because = f"the network does not take jets ({error})"
         out = nested(lambda x: self.network(params, x), points, self.scheme)
         return out.unflatten(1, self.x.shape[:2])
+
+    def _carried(self, params: dict[str, Tensor], points: Tensor, tape: Tape | None) -> Tensor:
+        out = self.network(params, Jet.input(points, self.scheme, tape))
+        if not isinstance(out, Jet):
+            raise Unsupported("an output that does not depend on the input")
+        return out.stacked().unflatten(1, self.x.shape[:2])
 
     def __call__(self, params: Mapping[str, Tensor], tape: Tape | None = None) -> Tensor:
         """z: (N, R)."""
@@ -77,12 +86,13 @@ class OperatorMap(Map):
         return FunctionLinearization(self, params)
 
     def _check(self, linear: JetLinearization) -> None:
-        """Once: do the rows reproduce autograd's gradient? Not if points see each other."""
+        """Once: are the rows of each point its own, and do they make up autograd's gradient?"""
         self._checked = True
         u = torch.ones_like(linear.value)
-        u[::2] = -1
+        u[::2] = 0
         want, got = FunctionLinearization.vjp(linear, u), linear.vjp(u)
-        if bool((got - want).norm() > tolerance(want.dtype) * want.norm()):
+        off = (got - want).norm() > tolerance(want.dtype) * want.norm()
+        if bool(off) or linear.leaks(u):
             self.nested_because = "the network's value at one point depends on other points"
 
 
@@ -99,7 +109,8 @@ class JetLinearization(FunctionLinearization):
 
     def _evaluate(self) -> Tensor:
         self._leaves = {n: p.clone().requires_grad_() for n, p in self._point.items()}
-        tape = Tape({id(leaf): n for n, leaf in self._leaves.items()})
+        names = {id(leaf): n for n, leaf in self._leaves.items()}
+        tape = Tape(names, prod(self._map.x.shape[:2]))
         with torch.enable_grad():
             self._graph = self._map(self._leaves, tape)
         self._uses = tape.uses
@@ -124,6 +135,15 @@ class JetLinearization(FunctionLinearization):
             deltas.append(torch.cat(pieces))
         rest = zip(self._leaves, found[len(outputs) :], strict=True)
         return deltas, {n for n, g in rest if g is not None}
+
+    def leaks(self, u: Tensor) -> bool:
+        """Whether points whose covector is 0 have cotangents at a layer: they are others' then."""
+        silent = (u == 0).all(1)
+        for delta in self._reverse(u)[0]:  # (T, S·N, …, O)
+            found = delta.unflatten(1, self._map.x.shape[:2])
+            if bool(found[:, :, silent].norm() > tolerance(delta.dtype) * found.norm()):
+                return True
+        return False
 
     def pullback(self, covectors: Tensor) -> Pulled:
         passes = [self._reverse(u) for u in covectors]

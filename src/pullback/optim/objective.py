@@ -17,7 +17,7 @@ from ..metrics import Metric
 from .problem import Place, Problem
 from .terms import Objective, Squares
 
-_TRIAL_BYTES = 2**26
+_TRIAL_BYTES = {"cpu": 2**26, "cuda": 2**33}  # about the cache; about the memory
 
 
 class ObjectiveProblem(Problem):
@@ -109,7 +109,8 @@ class ObjectiveProblem(Problem):
             point = dict(place(self.params, move))
             return torch.stack([term.loss(term.map(point)) for term in self._terms]).sum()
 
-        chunk = max(1, _TRIAL_BYTES // (self._footprint * moves.element_size()))
+        room = _TRIAL_BYTES.get(moves.device.type, 2**28)
+        chunk = max(1, room // (self._footprint * moves.element_size()))
         with torch.no_grad():
             try:
                 return vmap(loss, chunk_size=chunk, randomness="same")(moves)

@@ -28,6 +28,25 @@ from .history import History
 from .networks import FourierFeatures, Hard, PeriodicEmbedding, Rescaled, Sine, mlp
 from .plan import Refine
 from .problem import Problem
+from .problems import (
+    SETUPS,
+    AllenCahn,
+    Burgers,
+    Cavity,
+    Convection,
+    Heat,
+    Helmholtz,
+    KdV,
+    Kovasznay,
+    LogFokkerPlanck,
+    Poisson,
+    Ready,
+    Ritz1D,
+    RitzPoisson,
+    Setup,
+    Wave,
+    setup,
+)
 from .sampling import Gauss, Grid, LatinHypercube, Points, Sampler, Sobol, Uniform
 from .solution import Solution
 from .solve import Run, solve
@@ -77,4 +96,23 @@ __all__ = [
     "Run",
     "Solution",
     "History",
+    # ready problems
+    "Ready",
+    "Poisson",
+    "Helmholtz",
+    "RitzPoisson",
+    "Ritz1D",
+    "Kovasznay",
+    "Cavity",
+    "Heat",
+    "Wave",
+    "Burgers",
+    "Convection",
+    "AllenCahn",
+    "KdV",
+    "LogFokkerPlanck",
+    # ready problems with networks and options
+    "Setup",
+    "SETUPS",
+    "setup",
 ]

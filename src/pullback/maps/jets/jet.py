@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,9 +29,15 @@ class Used:
 
 @dataclass
 class Tape:
-    """Linear layers met on the way, by the names of their parameters."""
+    """Linear layers met on the way, by the names of their parameters.
+
+    Attributes:
+        names: of the parameters, by id.
+        points: how many there are; a layer that sees another number is not recorded.
+    """
 
     names: dict[int, str]
+    points: int
     uses: list[Used] = field(default_factory=list)
 
     def name(self, tensor: Tensor | None) -> str | None:
@@ -50,6 +57,17 @@ def rule(*functions: Any):
         return act
 
     return enter
+
+
+def _apply(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """What the rule of a function of torch says."""
+    name, act = getattr(function, "__name__", repr(function)), RULES.get(function)
+    if act is None:
+        raise Unsupported(name)
+    try:
+        return act(*args, **kwargs)
+    except TypeError as error:  # out=, dtype= and the like
+        raise Unsupported(f"{name} with these arguments ({error})") from error
 
 
 class Jet:
@@ -110,10 +128,7 @@ class Jet:
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        act = RULES.get(func)
-        if act is None:
-            raise Unsupported(getattr(func, "__name__", repr(func)))
-        return act(*args, **(kwargs or {}))
+        return _apply(func, *args, **(kwargs or {}))
 
     @property
     def shape(self) -> torch.Size:
@@ -146,16 +161,26 @@ class Jet:
 
     def __getattr__(self, name: str) -> Any:
         """Methods of tensors: jet.sin() is torch.sin(jet)."""
-        act = RULES.get(getattr(Tensor, name, None)) if not name.startswith("_") else None
-        if act is None:
-            if name.startswith("_"):
-                raise AttributeError(name)
+        if name.startswith("_"):
+            raise AttributeError(name)
+        method = getattr(Tensor, name, None)
+        if method not in RULES:
             raise Unsupported(f"Tensor.{name}")
-        return lambda *args, **kwargs: act(self, *args, **kwargs)
+        return partial(_apply, method, self)
 
     def __getitem__(self, index: Any) -> Jet:
         index = index if isinstance(index, tuple) else (index,)
-        alike = index[0] is Ellipsis or index[0] == slice(None)
+        if not all(i is None or i is Ellipsis or isinstance(i, (int, slice)) for i in index):
+            # places of several tensors move to the front: derivatives must not be in the way
+            jet = self.full()
+            first = [x[index] for x in jet.first]
+            value = jet.value[index]
+            empty = value.new_zeros(0, *value.shape)
+            return self.like(
+                value, torch.stack(first) if first else empty, [h[index] for h in jet.higher]
+            )
+        taken = sum(i is not None and i is not Ellipsis for i in index)
+        alike = index[:1] == (slice(None),) or (index[:1] == (Ellipsis,) and taken < self.ndim)
         return (self if alike else self.full()).each(
             lambda x, front: x[(slice(None),) * front + index]
         )
@@ -188,3 +213,19 @@ class Jet:
         return torch.matmul(self, other)  # pyright: ignore[reportCallIssue, reportArgumentType]
 
     __radd__, __rmul__ = __add__, __mul__
+    __hash__ = object.__hash__
+
+
+def _without_rule(name: str) -> None:
+    """An operator that Python would answer by itself, wrongly: == by identity, += by a new name."""
+
+    def method(self: Jet, *args: Any) -> Any:
+        raise Unsupported(f"the operator {name}")
+
+    setattr(Jet, name, method)
+
+
+for _name in ("add", "sub", "mul", "truediv", "pow", "matmul"):
+    _without_rule(f"__i{_name}__")
+for _name in ("eq", "ne", "lt", "le", "gt", "ge", "bool", "setitem", "rpow", "rmatmul", "abs"):
+    _without_rule(f"__{_name}__")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
 from collections.abc import Callable, Sequence
 from functools import partial, reduce
@@ -50,9 +51,13 @@ def _times(count: int, x: Tensor) -> Tensor:
 def _on_jet(build: Tower, a: Any, *args: Any, **kwargs: Any) -> Jet:
     if not isinstance(a, Jet):
         raise Unsupported("an elementwise function with a jet among its options")
-    if args:
-        raise Unsupported("an elementwise function with positional options")
-    kwargs = {k: v for k, v in kwargs.items() if k != "inplace"}
+    if kwargs.pop("inplace", False):
+        raise Unsupported("an activation that overwrites its input")
+    if args:  # options of the tower, in torch's order
+        names = list(inspect.signature(build).parameters)[2:]
+        if len(args) > len(names) or "inplace" in names[: len(args)]:
+            raise Unsupported("an elementwise function with these options")
+        kwargs.update(zip(names, args, strict=False))
     return elementwise(build, a, **kwargs)
 
 
@@ -102,7 +107,7 @@ def multiply(a: Any, b: Any) -> Jet:
     return jet.each(lambda x, _: x * constant)
 
 
-@rule(torch.div, torch.true_divide, Tensor.div, Tensor.__truediv__, Tensor.__rtruediv__)
+@rule(torch.div, torch.true_divide, Tensor.div, Tensor.__truediv__)
 def divide(a: Any, b: Any) -> Jet:
     """a/b = a·b⁻¹."""
     if isinstance(b, Jet):
@@ -115,10 +120,16 @@ def divide(a: Any, b: Any) -> Jet:
 def matmul(a: Any, b: Any) -> Jet:
     """Matrix products; those with a constant act per channel."""
     if isinstance(a, Jet) and isinstance(b, Jet):
-        return bilinear(torch.matmul, a, b)
+        if a.ndim != b.ndim or a.ndim < 2:
+            raise Unsupported("a matrix product of jets with different numbers of axes")
+        return bilinear(torch.matmul, a.full(), b.full())
     if isinstance(a, Jet):
-        return a.each(lambda x, _: x @ b)
-    return b.each(lambda x, _: a @ x)
+        if b.ndim > max(a.ndim, 2):
+            raise Unsupported("a matrix product with a constant of more axes")
+        return (a if a.ndim > 1 else a.full()).each(lambda x, _: x @ b)
+    if b.ndim < 2 or a.ndim > b.ndim:
+        raise Unsupported("a matrix product with a constant of more axes")
+    return b.full().each(lambda x, _: a @ x)
 
 
 # --- linear ----------------------------------------------------------------------------------
@@ -127,9 +138,11 @@ def matmul(a: Any, b: Any) -> Jet:
 @rule(F.linear)
 def linear(a: Any, weight: Tensor, bias: Tensor | None = None) -> Jet:
     """W a on every channel, and the bias on the value alone; known parameters are recorded."""
-    if not isinstance(a, Jet) or isinstance(weight, Jet):
+    if not isinstance(a, Jet) or isinstance(weight, Jet) or isinstance(bias, Jet):
         raise Unsupported("a linear layer whose weight is a jet")
-    if a.tape is None:
+    if a.ndim < 2:
+        a = a.full()
+    if a.tape is None or a.ndim < 2 or weight.ndim != 2 or a.shape[0] != a.tape.points:
         return _affine(a, weight, bias)
     names = a.tape.name(weight), a.tape.name(bias)
     fixed = weight.detach() if names[0] else weight
@@ -182,7 +195,7 @@ def add(a: Any, b: Any, *, alpha: float = 1) -> Jet:
     return a.like(value, grown.first, grown.higher)
 
 
-@rule(torch.sub, torch.subtract, Tensor.sub, Tensor.__sub__, Tensor.__rsub__)
+@rule(torch.sub, torch.subtract, Tensor.sub, Tensor.__sub__)
 def subtract(a: Any, b: Any, *, alpha: float = 1) -> Jet:
     """a − alpha·b."""
     return add(a, b, alpha=-alpha)
@@ -238,9 +251,16 @@ def _per_channel(op: Any, axes: int) -> Any:
     return act
 
 
-for _name, _axes in {"transpose": 2, "unsqueeze": 1, "squeeze": 1}.items():
+for _name, _axes in {"transpose": 2, "unsqueeze": 1}.items():
     for _home in (torch, Tensor):
         RULES[getattr(_home, _name)] = _per_channel(getattr(torch, _name), _axes)
+
+
+@rule(torch.squeeze, Tensor.squeeze)
+def squeeze(a: Jet, *dim: Any, **named: Any) -> Jet:
+    """Per channel, in the shape that the value gets."""
+    shape = a.value.squeeze(*dim, **named).shape
+    return a.full().each(lambda x, n: x.reshape(*x.shape[:n], *shape))
 
 
 @rule(torch.flatten, Tensor.flatten)
@@ -253,6 +273,7 @@ def flatten(a: Jet, start_dim: int = 0, end_dim: int = -1) -> Jet:
 def reshape(a: Jet, *shape: Any) -> Jet:
     """Per channel."""
     sizes = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
+    sizes = a.value.reshape(*sizes).shape  # −1 is ambiguous where there are no derivatives
     return a.full().each(lambda x, n: x.reshape(*x.shape[:n], *sizes))
 
 
@@ -301,9 +322,29 @@ def mean(a: Jet, dim: Any = None, keepdim: bool = False) -> Jet:
     return _over("mean", a, dim, keepdim)
 
 
-@rule(Tensor.to, Tensor.contiguous, Tensor.clone, Tensor.double, Tensor.float)
-def same(a: Jet, *args: Any, **kwargs: Any) -> Jet:
-    """Dtype and layout stay as they are: a jet lives in one precision."""
-    if args or kwargs:
-        raise Unsupported("a conversion of dtype or device inside the network")
+@rule(Tensor.contiguous, Tensor.clone)
+def same(a: Jet) -> Jet:
+    """Channels are never written to, so a copy is not needed."""
     return a
+
+
+@rule(Tensor.to, Tensor.double, Tensor.float, Tensor.type)
+def converted(*args: Any, **kwargs: Any) -> Jet:
+    """A jet lives in one precision."""
+    raise Unsupported("a conversion of dtype or device inside the network")
+
+
+@rule(F.dropout)
+def dropout(a: Jet, p: float = 0.5, training: bool = True, inplace: bool = False) -> Jet:
+    """Nothing in evaluation."""
+    if training and p > 0:
+        raise Unsupported("dropout in training mode")
+    return a
+
+
+def _constant_like(make: Any) -> Any:
+    return lambda a, *args, **kwargs: make(a.value.detach(), *args, **kwargs)
+
+
+for _make in (torch.zeros_like, torch.ones_like, torch.full_like):
+    RULES[_make] = _constant_like(_make)

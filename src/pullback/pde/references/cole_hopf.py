@@ -59,8 +59,12 @@ class Burgers(Reference):
         u = np.where(t == 0, -np.sin(math.pi * x), u)
         return np.where(np.abs(x) == 1, 0.0, u)
 
-    @cached_property
+    @property
     def accuracy(self) -> float:
+        return self._error
+
+    @cached_property
+    def _error(self) -> float:
         unit = np.random.default_rng(0).random((512, 2))
         points = unit * np.array([2.0, 1.0]) - np.array([1.0, 0.0])
         return relative(
@@ -74,6 +78,6 @@ def burgers(nu: float) -> Burgers:
     >>> import torch
     >>> u = burgers(nu=0.01 / torch.pi)
     >>> u(torch.tensor([[0.5, 0.25]], dtype=torch.float64))
-    tensor([[-0.9...]], dtype=torch.float64)
+    tensor([[-0.8032]], dtype=torch.float64)
     """
     return Burgers(nu)

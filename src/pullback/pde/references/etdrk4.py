@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -139,7 +140,7 @@ def integrate(
     Between two nodes there are at least two steps.
     """
     v, found = start, []
-    for low, high in zip(edges[:-1], edges[1:], strict=True):
+    for low, high in pairwise(edges):
         node = (high - low) / degree
         steps = max(2, int(np.ceil(node / longest - 1e-9)))
         k = coefficients(linear, node / steps)

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import ClassVar, NamedTuple
 
 import numpy as np
-from scipy.fft import dct, irfft, next_fast_len, rfft
+from scipy import fft
 from scipy.special import erfc
 
 from ..._core.errors import PullbackError
@@ -184,7 +184,7 @@ def _ierfc(z: Array) -> Array:
 
 def _to_cosines(u: Array) -> Array:
     """Coefficients c of Σ' from values on [−1, 0]: u = c_0 + 2 Σ c_k cos πk(x+1)."""
-    c = dct(u, type=1) / (2 * (len(u) - 1))
+    c = np.asarray(fft.dct(u, type=1)) / (2 * (len(u) - 1))
     c[-1] *= 0.5
     return c
 
@@ -192,7 +192,7 @@ def _to_cosines(u: Array) -> Array:
 def _from_cosines(c: Array) -> Array:
     doubled = c.copy()
     doubled[-1] *= 2
-    return dct(doubled, type=1)
+    return np.asarray(fft.dct(doubled, type=1))
 
 
 class KortewegDeVries(Periodic):
@@ -236,9 +236,10 @@ class KortewegDeVries(Periodic):
 
     def nonlinear(self, c: Array) -> Array:
         modes = len(c)
-        n = next_fast_len(3 * modes, real=True)
-        u = irfft(c, n) * n
-        return -0.5j * self.eta * math.pi * np.arange(modes) * rfft(u * u)[:modes] / n
+        n = fft.next_fast_len(3 * modes, real=True)
+        u = np.asarray(fft.irfft(c, n)) * n
+        square = np.asarray(fft.rfft(u * u))[:modes] / n
+        return -0.5j * self.eta * math.pi * np.arange(modes) * square
 
 
 def allen_cahn(diffusion: float = 1e-4, reaction: float = 5.0) -> AllenCahn:

@@ -1,0 +1,111 @@
+"""The three experiments with their methods and lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ...solvers import OrthogonalGreedy, PseudoInverse
+from ...steps import Backtracking, Clip, GridLineSearch, Step, TargetRatio
+from . import problems
+from .checks import least_squares_claims, poisson_claims
+from .experiment import Experiment
+from .methods import FirstOrder, Method, Natural
+from .problems import Setting
+from .search import ArgMin
+
+_GRID = 30  # step sizes 1, ½, …, 2⁻²⁹: the paper's logarithmic grid of [0, 1]
+_CUT = 1000.0  # bound on each entry of the direction, the paper's
+_ADAM = (1e-3, 3e-3, 1e-2, 3e-2)
+_FIT_SGD = (0.1, 0.3, 1.0)
+_POISSON_SGD = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
+
+
+def _grid() -> Step:
+    return GridLineSearch(_GRID)
+
+
+def _printed() -> Step:
+    return ArgMin(_GRID)
+
+
+def _cut() -> Step:
+    return Clip(_CUT, GridLineSearch(_GRID))
+
+
+def _greedy(k: int) -> Callable[[], OrthogonalGreedy]:
+    return lambda: OrthogonalGreedy(k)
+
+
+def _first_order(
+    adam: float, sgd: float, tried: tuple[float, ...], steps: int
+) -> list[tuple[Method, int]]:
+    return [
+        (FirstOrder("Adam", "torch's Adam", torch.optim.Adam, adam, _ADAM), steps),
+        (FirstOrder("SGD", "gradient descent", torch.optim.SGD, sgd, tried), steps),
+    ]
+
+
+def _fit(
+    name: str, figure: str, layers: tuple[int, ...], k: int, steps: int, adam: float
+) -> Experiment:
+    """Least squares: the loss's own Gram is the L² Gram, so NGD and E-NGD are one method."""
+    full, greedy = PseudoInverse, _greedy(k)
+    natural = [
+        Natural("NGD", "minimum norm, grid search", full, _grid, greedy=k),
+        Natural("NGD-OGA", f"{k} greedy vectors, grid search", greedy, _grid),
+        Natural("NGD, arg-min", "grid search without accept test", full, _printed),
+        Natural("NGD-OGA, backtracking", f"{k} greedy vectors, Armijo", greedy, Backtracking),
+        Natural("NGD, target ratio", "trust radius", full, TargetRatio, gram="rows"),
+    ]
+    return Experiment(
+        name=name,
+        figure=figure,
+        claim=f"{k} greedily chosen tangent vectors do the work of the whole natural gradient",
+        setting=Setting(problems.least_squares, layers, {"equation": 1000}),
+        methods=[*((m, steps) for m in natural), *_first_order(adam, 0.3, _FIT_SGD, 2000)],
+        judge=least_squares_claims,
+    )
+
+
+def _poisson(steps: int = 100, k: int = 20, more: int = 100, pretrain: int = 200) -> Experiment:
+    full, greedy = PseudoInverse, _greedy(k)
+    natural = [
+        Natural("E-NGD", "cut to ±1000, grid search", full, _cut, greedy=k),
+        Natural("E-NGD-OGA", f"{k} greedy vectors, cut", greedy, _cut),
+        Natural("NGD", "L² Gram of u, cut", full, _cut, l2=True),
+        Natural("NGD-OGA", f"L² Gram of u, {k} greedy vectors, cut", greedy, _cut, l2=True),
+        Natural("E-NGD, not cut", "grid search alone", full, _grid),
+        Natural("E-NGD-OGA, not cut", f"{k} greedy vectors", greedy, _grid),
+        Natural("E-NGD-OGA, 100 vectors", "not cut", _greedy(more), _grid),
+        Natural("E-NGD, arg-min", "not cut, no accept test", full, _printed),
+        Natural("E-NGD, backtracking", "not cut, Armijo", full, Backtracking),
+        Natural("E-NGD, from rows", "not cut, SVD of A", full, _grid, gram="rows"),
+        Natural("E-NGD, target ratio", "trust radius", full, TargetRatio, gram="rows"),
+    ]
+    first = Natural(
+        "E-NGD, pre-trained", f"{pretrain} Adam steps, not cut", full, _grid, pretrain=pretrain
+    )
+    return Experiment(
+        name="poisson",
+        figure="Figure 3",
+        claim=f"E-NGD on {k} greedily chosen tangent vectors gets on where E-NGD sticks",
+        setting=Setting(problems.poisson, (2, 20, 20, 1), {"equation": 600, "dirichlet": 120}),
+        methods=[
+            *((m, steps) for m in natural),
+            (first, steps + pretrain),
+            *_first_order(1e-2, 3e-3, _POISSON_SGD, 2000),
+        ],
+        judge=poisson_claims,
+    )
+
+
+EXPERIMENTS: dict[str, Experiment] = {
+    e.name: e
+    for e in (
+        _fit("shallow", "Figure 1", (2, 30, 1), 10, 150, 3e-2),
+        _fit("deep", "Figure 2", (2, 20, 20, 1), 20, 100, 1e-2),
+        _poisson(),
+    )
+}

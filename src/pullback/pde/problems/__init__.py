@@ -1,0 +1,32 @@
+"""Ready problems with their standard set-ups, exact solutions and hard constraints."""
+
+from .elliptic import Helmholtz, Poisson
+from .evolution import Burgers, Heat, LogFokkerPlanck, Wave
+from .flow import Cavity, Kovasznay
+from .periodic import AllenCahn, Convection, KdV
+from .ready import Ready
+from .ritz import Ritz1D, RitzPoisson
+from .setup import SETUPS, Setup, setup
+
+__all__ = [
+    "Ready",
+    # steady
+    "Poisson",
+    "Helmholtz",
+    "RitzPoisson",
+    "Ritz1D",
+    "Kovasznay",
+    "Cavity",
+    # in time
+    "Heat",
+    "Wave",
+    "Burgers",
+    "Convection",
+    "AllenCahn",
+    "KdV",
+    "LogFokkerPlanck",
+    # with a network and options
+    "Setup",
+    "SETUPS",
+    "setup",
+]

@@ -1,0 +1,113 @@
+"""Steady linear equations: Poisson and Helmholtz."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..._core.errors import PullbackError
+from ..conditions import Condition, Dirichlet, Equation
+from ..domains import Box
+from .ready import Ready, bump, checked_dim, distance
+
+Function = Callable[[Any], Any]
+_PI = math.pi
+
+
+def Poisson(dim: int = 2, *, boundary_weight: float = 1.0, hard: bool = False) -> Ready:
+    """−Δu = f on [0, 1]^d, u = u* on the boundary.
+
+    The solution u* depends on the dimension:
+
+        d ≤ 3          Π sin πxᵢ, zero on the boundary; hard: u = Π 4xᵢ(1 − xᵢ) · N
+        4 ≤ d < 10     Σ sin πxᵢ
+        10 ≤ d < 100   x₁x₂ + x₃x₄ + …, plus x_d where d is odd; harmonic: f = 0
+        d ≥ 100        ‖x‖², f = −2d
+
+    >>> Poisson(dim=2)
+    Poisson 2D(Box([(0.0, 1.0), (0.0, 1.0)], names=('x', 'y')), equation, dirichlet)
+    """
+    exact, f, text = _poisson(checked_dim("Poisson problem", dim))
+    box = Box([(0, 1)] * dim)
+    if hard and dim > 3:
+        raise PullbackError(
+            f"Poisson in {dim} dimensions has no hard boundary values",
+            "its solution is not zero on the boundary",
+            "Use hard=False, or dim ≤ 3",
+        )
+    conditions: list[Condition] = [Equation(lambda u, points: u.laplacian + f(points))]
+    if not hard:
+        value = 0.0 if dim <= 3 else exact
+        conditions.append(Dirichlet(value, weight=boundary_weight))
+    return Ready(
+        box,
+        conditions,
+        exact=exact,
+        name=f"Poisson {dim}D",
+        equation=f"−Δu = f, u* = {text}",
+        hard=distance(box, bump(box)) if hard else None,
+    )
+
+
+def _poisson(dim: int) -> tuple[Function, Function, str]:
+    """u* and f = −Δu*, functions of points (N, d), and u* in words."""
+    if dim <= 3:
+        return _sines, lambda points: dim * _PI**2 * _sines(points), "Π sin πxᵢ"
+    if dim < 10:
+
+        def total(points: Any) -> Any:
+            return torch.sin(_PI * points).sum(-1)
+
+        return total, lambda points: _PI**2 * total(points), "Σ sin πxᵢ"
+    if dim < 100:
+
+        def pairs(points: Any) -> Any:
+            even = dim - dim % 2
+            out = (points[:, 0:even:2] * points[:, 1:even:2]).sum(-1)
+            return out + points[:, -1] if dim % 2 else out
+
+        return pairs, lambda points: 0.0, "x₁x₂ + x₃x₄ + …"
+    return lambda points: (points**2).sum(-1), lambda points: -2.0 * dim, "‖x‖²"
+
+
+def _sines(points: Any) -> Any:
+    """Π sin πxᵢ, (N,)."""
+    out: Any = 1.0
+    for i in range(points.shape[-1]):
+        out = out * torch.sin(_PI * points[:, i])
+    return out
+
+
+def Helmholtz(a1: int = 1, a2: int = 4, k: float = 1.0, *, hard: bool = False) -> Ready:
+    """Δu + k²u = q on [−1, 1]², u = 0 on the boundary, u* = sin a₁πx · sin a₂πy.
+
+    q = (k² − (a₁² + a₂²)π²) u*. Hard: u = (1 − x²)(1 − y²) · N.
+    """
+    if not all(isinstance(a, int) and a > 0 for a in (a1, a2)):
+        raise PullbackError(
+            "The wave numbers of Helmholtz are not usable",
+            f"got a1={a1!r}, a2={a2!r}, and the solution is zero on the boundary for integers only",
+            "Use positive integers",
+        )
+    box = Box([(-1, 1)] * 2)
+    scale = k**2 - (a1**2 + a2**2) * _PI**2
+
+    def exact(x: Any, y: Any) -> Any:
+        return torch.sin(a1 * _PI * x) * torch.sin(a2 * _PI * y)
+
+    conditions: list[Condition] = [
+        Equation(lambda u, x, y: u.laplacian + k**2 * u - scale * exact(x, y))
+    ]
+    if not hard:
+        conditions.append(Dirichlet(0.0))
+    return Ready(
+        box,
+        conditions,
+        exact=exact,
+        name=f"Helmholtz a=({a1}, {a2}) k={k:g}",
+        equation=f"Δu + {k**2:g}u = q, u* = sin {a1}πx sin {a2}πy",
+        hard=distance(box, bump(box)) if hard else None,
+    )

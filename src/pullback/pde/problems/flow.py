@@ -1,0 +1,106 @@
+"""Steady incompressible flow: Kovasznay's solution and the lid-driven cavity."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from ..._core.errors import PullbackError
+from .. import references
+from ..conditions import Condition, Dirichlet, Equation
+from ..domains import Box
+from .ready import Ready, bump, checked_positive, distance
+
+_PI = math.pi
+
+
+def _navier_stokes(reynolds: float) -> Equation:
+    """u·∇u + ∇p − Δu/Re = 0 and ∇·u = 0: three residuals."""
+
+    def residual(u: Any, v: Any, p: Any) -> Any:
+        return (
+            u * u.x + v * u.y + p.x - u.laplacian / reynolds,
+            u * v.x + v * v.y + p.y - v.laplacian / reynolds,
+            u.x + v.y,
+        )
+
+    return Equation(residual)
+
+
+def Kovasznay(reynolds: float = 40.0) -> Ready:
+    """Flow behind a grid on [−½, 1] × [−½, 3/2], velocity given on the boundary, p up to a constant.
+
+    u* = 1 − e^(λx) cos 2πy, v* = (λ/2π) e^(λx) sin 2πy, p* = ½(1 − e^(2λx)),
+    λ = Re/2 − √(Re²/4 + 4π²).
+    """
+    re = checked_positive("Reynolds number", reynolds)
+    rate = re / 2 - math.sqrt(re**2 / 4 + 4 * _PI**2)
+
+    def u(x: Any, y: Any) -> Any:
+        return 1 - torch.exp(rate * x) * torch.cos(2 * _PI * y)
+
+    def v(x: Any, y: Any) -> Any:
+        return torch.exp(rate * x) * torch.sin(2 * _PI * y) * (rate / (2 * _PI))
+
+    return Ready(
+        Box([(-0.5, 1), (-0.5, 1.5)]),
+        [
+            _navier_stokes(re),
+            Dirichlet(u, field="u", name="dirichlet u"),
+            Dirichlet(v, field="v", name="dirichlet v"),
+        ],
+        fields=("u", "v", "p"),
+        exact=lambda x, y: (u(x, y), v(x, y), 0.5 - 0.5 * torch.exp(2 * rate * x)),
+        free=("p",),
+        name=f"Kovasznay Re={re:g}",
+        equation=f"u·∇u + ∇p = Δu/{re:g}, ∇·u = 0",
+    )
+
+
+def Cavity(reynolds: float = 100.0, *, regularized: bool = False, hard: bool = False) -> Ready:
+    """Flow in [0, 1]² driven by its lid y = 1, p up to a constant; compared with a Galerkin solution.
+
+    The lid moves with velocity 1, or 16x²(1−x)² where `regularized`. The velocity 1 jumps
+    at the upper corners, where p ~ 1/r is not square-integrable: look at `Solution.errors` of u
+    and v then, as the error of all fields together means little. Hard (regularized only):
+    u = 16x²(1−x)²y² + b·N₁, v = b·N₂, p = N₃ with b = 16x(1−x)y(1−y).
+    """
+    re = checked_positive("Reynolds number", reynolds)
+    box = Box([(0, 1)] * 2)
+    if hard and not regularized:
+        raise PullbackError(
+            "The cavity's lid velocity cannot be built in",
+            "it jumps at the corners",
+            "Use regularized=True, or hard=False",
+        )
+
+    def lid(x: Any, y: Any) -> Any:
+        speed = 16 * x**2 * (1 - x) ** 2 if regularized else torch.ones_like(x)
+        return torch.where(y >= 1, speed, torch.zeros_like(x))
+
+    def walls(points: Any) -> Any:
+        edge = bump(box)(points)
+        return edge, edge, 0 * edge + 1
+
+    def moving(x: Any, y: Any) -> Any:
+        return 16 * x**2 * (1 - x) ** 2 * y**2, 0 * x, 0 * x
+
+    conditions: list[Condition] = [_navier_stokes(re)]
+    if not hard:
+        conditions += [
+            Dirichlet(lid, field="u", name="dirichlet u"),
+            Dirichlet(0.0, field="v", name="dirichlet v"),
+        ]
+    return Ready(
+        box,
+        conditions,
+        fields=("u", "v", "p"),
+        reference=references.cavity(re, regularized),
+        free=("p",),
+        name=f"Cavity Re={re:g}" + (" regularized" if regularized else ""),
+        equation=f"u·∇u + ∇p = Δu/{re:g}, ∇·u = 0, lid "
+        + ("16x²(1−x)²" if regularized else "1"),
+        hard=distance(box, walls, moving) if hard else None,
+    )

@@ -1,0 +1,78 @@
+"""Periodic equations in one space dimension: convection, Allen–Cahn, Korteweg–de Vries."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from .. import references
+from ..conditions import Equation, Initial, Periodic
+from ..domains import Interval, SpaceTime
+from . import kink
+from .ready import Ready, checked_positive, periodic
+
+_PI = math.pi
+
+
+def Convection(beta: float = 40.0, *, hard: bool = False) -> Ready:
+    """u_t + βu_x = 0 on [0, 2π] × [0, 1], periodic, u(x, 0) = sin x; u* = sin(x − βt).
+
+    Hard: u = sin x + t · N(sin x, cos x, t).
+    """
+    domain = SpaceTime(Interval(0, 2 * _PI), (0, 1))
+
+    def start(x: Any) -> Any:
+        return torch.sin(x)
+
+    equation = Equation(lambda u: u.t + beta * u.x)
+    return Ready(
+        domain,
+        [equation] if hard else [equation, Periodic("x", 0), Initial(start)],
+        exact=lambda x, t: torch.sin(x - beta * t),
+        name=f"Convection β={beta:g}",
+        equation=f"u_t + {beta:g} u_x = 0",
+        hard=periodic(domain, start, 2 * _PI) if hard else None,
+    )
+
+
+def AllenCahn(diffusion: float = 1e-4, reaction: float = 5.0, *, hard: bool = False) -> Ready:
+    """u_t = D u_xx + ρ(u − u³) on [−1, 1] × [0, 1], periodic, u(x, 0) = x² cos πx.
+
+    Compared with a Fourier solution. Hard: u = u₀ + t · N(sin πx, cos πx, t), where u₀ is the
+    initial value whose kink at x = ±1 the heat equation smooths as time goes on.
+    """
+    d, rho = checked_positive("diffusion", diffusion), checked_positive("reaction", reaction)
+    domain = SpaceTime(Interval(-1, 1), (0, 1))
+    equation = Equation(lambda u: u.t - d * u.xx - rho * (u - u**3))
+    soft = [Periodic("x", 1), Initial(lambda x: x**2 * torch.cos(_PI * x))]
+    return Ready(
+        domain,
+        [equation] if hard else [equation, *soft],
+        reference=references.allen_cahn(d, rho),
+        name=f"Allen–Cahn D={d:g} ρ={rho:g}",
+        equation=f"u_t = {d:g} u_xx + {rho:g}(u − u³)",
+        hard=periodic(domain, lambda x, t: kink.start(x, t, d), 2.0) if hard else None,
+    )
+
+
+def KdV(eta: float = 1.0, mu: float = 0.022, *, hard: bool = False) -> Ready:
+    """u_t + ηuu_x + μ²u_xxx = 0 on [−1, 1] × [0, 1], periodic, u(x, 0) = cos πx.
+
+    Compared with a Fourier solution. Hard: u = cos πx + t · N(sin πx, cos πx, t).
+    """
+    domain = SpaceTime(Interval(-1, 1), (0, 1))
+
+    def start(x: Any) -> Any:
+        return torch.cos(_PI * x)
+
+    equation = Equation(lambda u: u.t + eta * u * u.x + mu**2 * u.xxx)
+    return Ready(
+        domain,
+        [equation] if hard else [equation, Periodic("x", 2), Initial(start)],
+        reference=references.kdv(eta, mu),
+        name=f"KdV η={eta:g} μ={mu:g}",
+        equation=f"u_t + {eta:g} u u_x + {mu:g}² u_xxx = 0",
+        hard=periodic(domain, start, 2.0) if hard else None,
+    )

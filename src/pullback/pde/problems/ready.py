@@ -1,0 +1,107 @@
+"""A problem that knows its equation in words and how to build in what a network can satisfy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+
+from ..._core.errors import PullbackError
+from ..conditions import Condition
+from ..domains import Box, Domain
+from ..networks import Hard, PeriodicEmbedding
+from ..problem import Problem
+
+
+class Ready(Problem):
+    """A problem from the literature.
+
+    Args:
+        domain, conditions, options: as for `Problem`.
+        equation: what reports show.
+        hard: builds the conditions that are not in the loss into a network, where there are any.
+    """
+
+    def __init__(
+        self,
+        domain: Domain,
+        conditions: Sequence[Condition],
+        *,
+        equation: str,
+        hard: Callable[[nn.Module], nn.Module] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(domain, conditions, **options)
+        self.equation, self._hard = equation, hard
+
+    @property
+    def hard(self) -> bool:
+        """Whether some conditions are left to `wrap`."""
+        return self._hard is not None
+
+    def wrap(self, network: nn.Module) -> nn.Module:
+        """The network with the hard conditions built in; itself where there are none.
+
+        A periodic problem in d coordinates wants a network of d + 1 inputs: the periodic one
+        becomes a sine and a cosine, which come first.
+        """
+        return network if self._hard is None else self._hard(network)
+
+    def restricted(self, domain: Domain, conditions: Sequence[Condition]) -> Problem:
+        """As `Problem.restricted`; a hard initial value would hold at the wrong time."""
+        if self.hard and self.evolves:
+            raise PullbackError(
+                f"{self.name} with hard conditions cannot be cut in time",
+                "the initial value is built into the network at the first time alone",
+                "Use hard=False, or slabs=1",
+            )
+        return super().restricted(domain, conditions)
+
+
+def distance(
+    domain: Domain, factor: Callable[..., Any], lift: Callable[..., Any] | None = None
+) -> Callable[[nn.Module], nn.Module]:
+    """N ↦ lift + factor·N."""
+    return lambda network: Hard(network, domain, distance=factor, lift=lift)
+
+
+def periodic(
+    domain: Domain, initial: Callable[..., Any], period: float
+) -> Callable[[nn.Module], nn.Module]:
+    """N ↦ initial + t·N(sin ωx, cos ωx, t), ω = 2π/period."""
+
+    def wrap(network: nn.Module) -> nn.Module:
+        embedded = nn.Sequential(PeriodicEmbedding(2, 0, period), network)
+        return Hard(embedded, domain, distance=lambda t: t, lift=initial)
+
+    return wrap
+
+
+def bump(box: Box) -> Callable[[Any], Any]:
+    """Π 4(xᵢ − aᵢ)(bᵢ − xᵢ)/(bᵢ − aᵢ)²: zero on the faces, 1 in the middle; (N, ≥d) ↦ (N, 1)."""
+
+    def factor(points: Any) -> Any:
+        out: Any = 1.0
+        for i, (a, b) in enumerate(box.bounds):
+            x = points[:, i : i + 1]
+            out = out * ((x - a) * (b - x) * (4 / (b - a) ** 2))
+        return out
+
+    return factor
+
+
+def checked_dim(what: str, dim: int, low: int = 1, high: int | None = None) -> int:
+    """The dimension, if there is such a problem."""
+    most = high if high is not None else dim
+    if not isinstance(dim, int) or not low <= dim <= most:
+        ends = f"from {low} to {high}" if high is not None else f"≥ {low}"
+        raise PullbackError(f"There is no {what} for this dimension", f"got dim={dim!r}", f"Use dim {ends}")
+    return dim
+
+
+def checked_positive(what: str, value: float) -> float:
+    """The coefficient, if it is a positive number."""
+    if not 0 < value < float("inf"):
+        raise PullbackError(f"The {what} is not usable", f"got {value!r}", "Use a number > 0")
+    return float(value)

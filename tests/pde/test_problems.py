@@ -1,0 +1,225 @@
+"""Ready problems: exact solutions solve them, wrapped networks satisfy what is hard, set-ups fit."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pullback import PullbackError, pde
+from pullback.maps.jets import Jet, Scheme
+from pullback.pde.conditions import Condition, Energy
+from pullback.pde.discretize import Sites, Trial, nested, term
+from pullback.pde.fields import call
+from pullback.pde.problems import Ready
+
+EXACT: dict[str, Callable[[], Ready]] = {
+    **{f"poisson {d}": lambda d=d: pde.Poisson(d) for d in (1, 2, 3, 5, 10, 11, 100)},
+    **{f"heat {d}": lambda d=d: pde.Heat(d) for d in (1, 2, 4)},
+    "wave": pde.Wave,
+    "wave 3": lambda: pde.Wave(3.0),
+    "convection": pde.Convection,
+    "helmholtz": pde.Helmholtz,
+    "helmholtz 2": lambda: pde.Helmholtz(2, 3, 2.5),
+    "kovasznay": pde.Kovasznay,
+    "kovasznay 10": lambda: pde.Kovasznay(10),
+    **{f"fokker-planck {d}": lambda d=d: pde.LogFokkerPlanck(d) for d in (1, 3, 9)},
+}
+
+#: the hard variant and the soft one
+HARD: dict[str, tuple[Callable[..., Ready], dict[str, Any]]] = {
+    "poisson 1": (pde.Poisson, {"dim": 1}),
+    "poisson 3": (pde.Poisson, {"dim": 3}),
+    "helmholtz": (pde.Helmholtz, {}),
+    "heat 1": (pde.Heat, {"dim": 1}),
+    "heat 4": (pde.Heat, {"dim": 4}),
+    "wave": (pde.Wave, {}),
+    "burgers": (pde.Burgers, {}),
+    "convection": (pde.Convection, {}),
+    "allen-cahn": (pde.AllenCahn, {}),
+    "allen-cahn 1e-2": (pde.AllenCahn, {"diffusion": 1e-2}),
+    "kdv": (pde.KdV, {}),
+    "fokker-planck": (pde.LogFokkerPlanck, {"dim": 3}),
+    "cavity": (pde.Cavity, {"regularized": True}),
+}
+
+
+class Exact(nn.Module):
+    """u* + ε v as a network, ε = 0 its parameter."""
+
+    def __init__(self, problem: Ready, direction: Callable[[Any], Any] = lambda x: 1.0) -> None:
+        super().__init__()
+        self.problem, self.direction = problem, direction
+        self.epsilon = nn.Parameter(torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x: Any) -> Any:
+        columns = {n: x[:, i : i + 1] for i, n in enumerate(self.problem.domain.names)}
+        assert self.problem.exact is not None
+        u = call(self.problem.exact, {"points": x, **columns}, "The exact solution")
+        u = torch.cat(list(u), -1) if isinstance(u, tuple) else u
+        return (u[:, None] if u.ndim == 1 else u) + self.direction(x) * self.epsilon
+
+
+def drawn(problem: Ready, condition: Condition, n: int = 60) -> Sites:
+    found = condition.region(problem.domain).sample(n, "sobol", seed=3)
+    return found if isinstance(found, tuple) else (found,)
+
+
+def residual(problem: Ready, condition: Condition, network: nn.Module) -> Tensor:
+    """F at the points, (N, R), with the weights taken out again."""
+    sites = drawn(problem, condition)
+    trial = Trial(network, {}, next(network.parameters()))
+    item = term(problem, condition, trial, sites)
+    q = condition.weight * sites[0].weights / sites[0].weights.sum()
+    out = item.map(dict(trial.named_parameters())) / q.sqrt()[:, None]
+    assert not nested([item])
+    return out.detach()
+
+
+@pytest.mark.parametrize("make", EXACT.values(), ids=EXACT)
+def test_exact_solution_satisfies_every_condition(make: Callable[[], Ready]) -> None:
+    problem = make()
+    for condition in problem.conditions:
+        assert residual(problem, condition, Exact(problem)).abs().max() <= 1e-9, condition.name
+
+
+@pytest.mark.parametrize("make", EXACT.values(), ids=EXACT)
+def test_another_function_does_not(make: Callable[[], Ready]) -> None:
+    problem = make()
+    network = pde.mlp(problem.domain.dim, 8, len(problem.fields), seed=1)
+    for condition in problem.conditions:
+        assert residual(problem, condition, network).abs().max() > 1e-4, condition.name
+
+
+@pytest.mark.parametrize(("make", "options"), HARD.values(), ids=HARD)
+def test_wrapped_network_satisfies_what_is_not_in_the_loss(
+    make: Callable[..., Ready], options: dict[str, Any]
+) -> None:
+    soft, hard = make(**options), make(**options, hard=True)
+    assert hard.hard and not soft.hard
+    inputs = hard.domain.dim + any(isinstance(c, pde.Periodic) for c in soft.conditions)
+    network = pde.mlp(inputs, 8, len(hard.fields), seed=0)
+    assert soft.wrap(network) is network
+    kept = {c.name for c in hard.conditions}
+    dropped = [c for c in soft.conditions if c.name not in kept]
+    assert dropped
+    for condition in dropped:
+        assert residual(soft, condition, hard.wrap(network)).abs().max() <= 1e-9, condition.name
+    for condition in hard.conditions:
+        assert residual(hard, condition, hard.wrap(network)).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: pde.Poisson(2), pde.Heat, pde.Wave, pde.Convection], ids=str
+)
+def test_hard_lifts_agree_with_the_exact_solution(make: Callable[[], Ready]) -> None:
+    """u* is of the hard form: it is the lift where the distance vanishes."""
+    problem = make()
+    for condition in problem.conditions[1:]:
+        x = drawn(problem, condition)[0].x
+        value = getattr(condition, "value", None)
+        if value is not None:
+            want = call(value, {"points": x, **problem.columns(x)}, "v") if callable(value) else 0.0
+            assert (problem.truth(x)[:, 0] - want).abs().max() < 1e-12
+
+
+def test_smoothed_kink_is_smooth_across_the_period() -> None:
+    """Built in, x² cos πx is three times differentiable at x = ±1 for t > 0, and starts right."""
+    problem = pde.AllenCahn(1e-3, hard=True)
+    network = problem.wrap(pde.mlp(3, 6, 1, seed=2))
+    t = torch.tensor([1e-6, 1e-3, 0.3, 1.0], dtype=torch.float64)
+    scheme = Scheme.of([(0,), (0, 0), (0, 0, 0)])
+    left, right = (
+        network(Jet.input(torch.stack([torch.full_like(t, e), t], -1), scheme)).stacked()
+        for e in (-1.0, 1.0)
+    )
+    scale = left.abs().amax((1, 2), keepdim=True) + 1
+    assert ((left - right).abs() / scale).max() < 1e-9
+    x = torch.linspace(-1, 1, 21, dtype=torch.float64)
+    at_start = network(torch.stack([x, torch.zeros_like(x)], -1))[:, 0]
+    torch.testing.assert_close(at_start, x**2 * torch.cos(torch.pi * x), rtol=0, atol=1e-13)
+
+
+def test_smoothed_kink_is_the_heat_equations() -> None:
+    """The kink's part solves w_t = D w_xx up to smooth terms of size D."""
+    problem = pde.AllenCahn(1e-4, hard=True)
+    zero = nn.Linear(3, 1, dtype=torch.float64)
+    nn.init.zeros_(zero.weight)
+    nn.init.zeros_(zero.bias)
+    lift = problem.wrap(zero)
+    x = 1 - torch.logspace(-6, -2, 30, dtype=torch.float64)
+    scheme = Scheme.of([(1,), (0, 0)])
+    jet = lift(Jet.input(torch.stack([x, torch.full_like(x, 0.01)], -1), scheme)).stacked()
+    w_t, w_xx = (jet[scheme.position[i], :, 0] for i in ((1,), (0, 0)))
+    rest = w_t - 1e-4 * w_xx  # nearly constant in a layer where w_t falls by a factor 40
+    assert (rest - rest[0]).abs().max() < 1e-3 * (w_t - w_t[-1]).abs().max()
+
+
+@pytest.mark.parametrize("make", [pde.Ritz1D, pde.RitzPoisson, lambda: pde.RitzPoisson(1)])
+def test_exact_solution_is_stationary_for_the_energy(make: Callable[[], Ready]) -> None:
+    """d/dε E(u* + ε v) = 0 for smooth v (that vanish on the boundary where values are hard)."""
+    problem = make()
+    (condition,) = problem.conditions
+    assert isinstance(condition, Energy)
+    v = problem.wrap(pde.mlp(problem.domain.dim, 8, 1, seed=5)).requires_grad_(False)
+    network = Exact(problem, v.forward)
+    trial = Trial(network, {}, network.epsilon)
+    item = term(problem, condition, trial, (problem.domain.sample(900, "gauss"),))
+    params = dict(trial.named_parameters())
+    energy = item.loss(item.map(params))
+    (slope,) = torch.autograd.grad(energy, list(params.values()))
+    assert energy.item() < 0
+    assert abs(slope.item()) < 1e-9
+
+
+def test_reference_solves_the_equation() -> None:
+    """Lightly, by differences of the reference; references have tests of their own."""
+    problem, h = pde.Burgers(0.1), 1e-3
+    x = torch.tensor([-0.6, -0.3, 0.2, 0.7], dtype=torch.float64)
+
+    def at(dx: float, dt: float = 0.0) -> Tensor:
+        return problem.truth(torch.stack([x + dx, torch.full_like(x, 0.15 + dt)], -1))[:, 0]
+
+    u, left, right = at(0), at(-h), at(h)
+    u_x, u_xx = (right - left) / (2 * h), (right - 2 * u + left) / h**2
+    u_t = (at(0, h) - at(0, -h)) / (2 * h)
+    assert (u_t + u * u_x - 0.1 * u_xx).abs().max() < 1e-4 * u_t.abs().max()
+
+
+@pytest.mark.parametrize("name", pde.SETUPS)
+def test_setups_fit_their_networks(name: str) -> None:
+    setup = pde.setup(name)
+    network = setup.network(0)
+    for condition in setup.problem.conditions:
+        if not isinstance(condition, Energy):
+            assert residual(setup.problem, condition, network).isfinite().all()
+    same = zip(network.parameters(), setup.network(0).parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in same)
+    points = setup.options.get("points")
+    if isinstance(points, dict):
+        assert set(points) == {c.name for c in setup.problem.conditions}
+
+
+def test_setup_solves() -> None:
+    solution = pde.setup("ritz").solve(seed=1, steps=25, progress=False)
+    assert solution.error < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: pde.Poisson(0), "dim"),
+        (lambda: pde.Poisson(5, hard=True), "hard"),
+        (lambda: pde.RitzPoisson(4), "from 1 to 3"),
+        (lambda: pde.Helmholtz(1.5), "integers"),
+        (lambda: pde.Wave(-1.0), "speed"),
+        (lambda: pde.Burgers(0.0), "viscosity"),
+        (lambda: pde.Cavity(hard=True), "jumps"),
+        (lambda: pde.setup("poison"), "poisson2d"),
+        (lambda: pde.setup("burgers").solve(slabs=2), "cut in time"),
+    ],
+)
+def test_bad_input(make: Callable[[], Any], words: str) -> None:
+    with pytest.raises(PullbackError, match=words):
+        make()
