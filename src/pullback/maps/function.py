@@ -46,7 +46,13 @@ class FunctionLinearization(Linearization):
         return self._source(point).to(self.space.dtype)
 
     def jvp(self, v: Tensor) -> Tensor:
-        return jvp(self._function, (self._flat,), (v,))[1]
+        try:
+            return jvp(self._function, (self._flat,), (v,))[1]
+        except (RuntimeError, NotImplementedError) as error:
+            reraise_fatal(error)  # else an operation has no forward-mode rule
+        # u ↦ Jᵀu is linear, and its own pullback is v ↦ J v
+        pull = vjp(self._function, self._flat)[1]
+        return vjp(lambda u: pull(u)[0], torch.zeros_like(self.value))[1](v)[0]
 
     def vjp(self, u: Tensor) -> Tensor:
         return vjp(self._function, self._flat)[1](u)[0]

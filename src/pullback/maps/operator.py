@@ -1,9 +1,9 @@
 r"""A differential operator applied to a network, at many points: (params) ↦ √q · F(x, u, ∂u, …).
 
 The network's derivatives in its inputs are carried forward as a jet, and residuals of different
-points do not share anything but parameters. So one reverse pass per equation gives the cotangents δ
-at the outputs of every linear layer for all points, and the rows of J are Σ_t δ_t ⊗ ā_t with the jet's
-channels t as the sharing axis: the homogeneous coordinate of ā is 1 at the value and 0 above.
+points do not share anything but parameters. So one reverse pass per equation gives the cotangents
+δ at the outputs of every linear layer for all points, and the rows of J are Σ_t δ_t ⊗ ā_t with the
+jet's channels t as the sharing axis: the homogeneous coordinate of ā is 1 at the value and 0 above.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._core.errors import PullbackError
 from .._core.space import tolerance
 from .base import Covered, Map, Pulled, identity_covectors
 from .function import FunctionLinearization
@@ -79,9 +80,9 @@ class OperatorMap(Map):
     def linearize(self, params: Mapping[str, Tensor]) -> FunctionLinearization:
         if not self.nested_because:
             linear = JetLinearization(self, params)
-            if not self._checked and not self.nested_because:
-                self._check(linear)
             if not self.nested_because:  # which the first attempt may find out
+                if not self._checked:
+                    self._check(linear)
                 return linear
         return FunctionLinearization(self, params)
 
@@ -93,7 +94,11 @@ class OperatorMap(Map):
         want, got = FunctionLinearization.vjp(linear, u), linear.vjp(u)
         off = (got - want).norm() > tolerance(want.dtype) * want.norm()
         if bool(off) or linear.leaks(u):
-            self.nested_because = "the network's value at one point depends on other points"
+            raise PullbackError(
+                "The network's value at one point depends on other points",
+                "so it has no derivatives at a point",
+                "Evaluate each point by itself: no statistics of the batch, no network.train()",
+            )
 
 
 class JetLinearization(FunctionLinearization):

@@ -24,6 +24,7 @@ from .info import StepInfo
 from .objective import ObjectiveProblem
 from .problem import Problem
 from .system import System, explains
+from .terms import Objective
 
 _MEMORY = "pullback"
 _OWN = (
@@ -139,7 +140,7 @@ class NaturalGradient(Optimizer):
         self,
         closure: Callable[[], Any] | None = None,
         *,
-        objective: Callable[[dict[str, Tensor]], Any] | None = None,
+        objective: Objective | Callable[[dict[str, Tensor]], Any] | None = None,
         metric_batch: Any = None,
     ) -> StepInfo:
         """One natural-gradient step.
@@ -149,7 +150,8 @@ class NaturalGradient(Optimizer):
                 Several forward calls pool their samples.
             objective: instead of a closure, a function of the parameter dict that returns
                 residuals: a tensor, a pair (tensor, weight), or a dict of these. The loss is
-                half their weighted mean square.
+                half their weighted mean square. Or an `optim.Objective`, whose terms know
+                their own structure.
             metric_batch: inputs to average the metric over instead of the loss's own: a tensor, a
                 tuple of arguments or a dict of keywords; with an objective, a function of the
                 parameter dict whose values the metric sees.
@@ -172,7 +174,7 @@ class NaturalGradient(Optimizer):
         self,
         closure: Callable[[], Any] | None = None,
         *,
-        objective: Callable[[dict[str, Tensor]], Any] | None = None,
+        objective: Objective | Callable[[dict[str, Tensor]], Any] | None = None,
         metric_batch: Any = None,
     ) -> Solution:
         """The natural gradient (G + λ)⁺∇L at the current parameters, which stay where they are.

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.func import grad, jvp
 
+from .._core.errors import PullbackError
 from .._core.factor import Blocks, Diagonal, Factor
 from ..maps import ObjectiveMap, OperatorMap
 
@@ -83,3 +84,5 @@ class Objective:
 
     def __init__(self, terms: Sequence[Term]) -> None:
         self.terms = tuple(terms)
+        if not self.terms:
+            raise PullbackError("The objective has no terms", "there is no loss", "Pass some")

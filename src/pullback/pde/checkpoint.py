@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from .._core.errors import PullbackError
 
@@ -21,6 +22,18 @@ def save(path: Path, state: dict[str, Any]) -> None:
     os.replace(part, path)
 
 
+def restore(path: Path, module: nn.Module, state: dict[str, Any]) -> None:
+    """Parameters and buffers, which must be those of the same architecture."""
+    try:
+        module.load_state_dict(state)
+    except RuntimeError as error:
+        raise PullbackError(
+            f"{path} belongs to another network",
+            str(error).splitlines()[-1].strip(),
+            "Use the same architecture, another path, or delete the file",
+        ) from error
+
+
 def load(path: Path, what: dict[str, Any] | None = None) -> dict[str, Any]:
     """Read, and refuse what belongs to another run."""
     try:
@@ -29,7 +42,7 @@ def load(path: Path, what: dict[str, Any] | None = None) -> dict[str, Any]:
         raise
     except Exception as error:
         raise PullbackError(
-            f"{path} cannot be read", str(error).splitlines()[0], "Delete it, or pass another path"
+            f"{path} cannot be read", f"{error!r:.300}", "Delete it, or pass another path"
         ) from error
     if not isinstance(state, dict) or state.get("version") != _VERSION:
         raise PullbackError(

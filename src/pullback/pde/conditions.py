@@ -54,14 +54,25 @@ class View:
             **({} if self.points.normals is None else {"normals": self.points.normals}),
         }
 
-    def value(self, value: Value, what: str) -> Tensor | float:
+    def value(self, value: Value, what: str) -> Tensor:
         """A number, values at the points, or a function of what is offered."""
         found = call(value, self.offered, what) if callable(value) else value
         if isinstance(found, Field):
             found = found.value
-        if isinstance(found, Tensor):
-            found = found.to(self.points.x)
-            found = found[:, 0] if found.ndim == 2 and found.shape[1] == 1 else found
+        x = self.points.x
+        try:
+            found = torch.as_tensor(found, dtype=x.dtype, device=x.device)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise PullbackError(
+                f"{what} is no number", f"got {found!r}", "Return a tensor"
+            ) from error
+        found = found[:, 0] if found.ndim == 2 and found.shape[1] == 1 else found
+        if found.ndim and found.shape != (len(self.points),):
+            raise PullbackError(
+                f"{what} is not one number per point",
+                f"got shape {tuple(found.shape)} for {len(self.points)} points",
+                "Give a number, or a function of the coordinates that returns (N,)",
+            )
         return found
 
 
@@ -83,7 +94,7 @@ class Condition(ABC):
         points: int | None = None,
         name: str | None = None,
     ) -> None:
-        if not weight > 0 or weight == float("inf"):
+        if not isinstance(weight, (int, float)) or not 0 < weight < float("inf"):
             raise PullbackError(
                 "The weight of a condition is not usable", f"got {weight}", "Use a number > 0"
             )
@@ -264,6 +275,12 @@ class Energy(Condition):
 
     def __init__(self, density: Callable[..., Any], **options: Any) -> None:
         super().__init__(**options)
+        if not callable(density):
+            raise PullbackError(
+                "An energy needs its density",
+                f"got {density!r}",
+                "Pass a function such as lambda u: 0.5 * u.x**2 - u",
+            )
         self.density = density
 
     def default(self, domain: Domain) -> Region:
@@ -271,5 +288,5 @@ class Energy(Condition):
 
     def residual(self, view: View) -> Tensor:
         """The density at the points, (N,)."""
-        out = call(self.density, view.offered, f"The density of {self.name!r}")
-        return out.value if isinstance(out, Field) else out
+        what = f"The density of {self.name!r}"
+        return view.value(call(self.density, view.offered, what), what).expand(len(view.points))

@@ -15,7 +15,7 @@ from ..maps.jets import Index
 from ..optim import Energy, Squares, Term
 from . import conditions
 from .conditions import Condition, View
-from .domains import Domain
+from .domains import Domain, Pairs, Region
 from .fields import Channel, Field, Request
 from .problem import Problem
 from .sampling import Points
@@ -188,6 +188,12 @@ def draw(
 ) -> Sites:
     """Points of the condition's region, refused where they leave the domain."""
     region = condition.region(domain)
+    if not isinstance(region, (Region, Pairs)):
+        raise PullbackError(
+            f"The region of {condition.name!r} is none",
+            f"on= gave {region!r}",
+            "Use a region, or a function of the domain that returns one",
+        )
     if tuple(region.names) != tuple(domain.names):
         raise PullbackError(
             f"The region of {condition.name!r} does not fit the domain",

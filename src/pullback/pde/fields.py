@@ -133,7 +133,8 @@ class Field:
 
     def d(self, *names: str) -> Tensor:
         """The derivative along the named coordinates."""
-        return self._channel(self._coordinates.parse("".join(names)))
+        parsed = [axis for name in names for axis in self._coordinates.parse(name)]
+        return self._channel(tuple(sorted(parsed)))
 
     def __getattr__(self, name: str) -> Tensor:
         if name.startswith("_"):
@@ -169,8 +170,9 @@ def _forward(name: str) -> None:
 for _name in ("add", "sub", "mul", "truediv", "pow"):
     _forward(f"__{_name}__")
     _forward(f"__r{_name}__")
-for _name in ("neg", "abs", "getitem", "lt", "le", "gt", "ge"):
+for _name in ("neg", "pos", "abs", "getitem", "lt", "le", "gt", "ge", "eq", "ne"):
     _forward(f"__{_name}__")
+Field.__hash__ = object.__hash__
 
 
 def call(function: Callable[..., Any], offered: Mapping[str, Any], what: str) -> Any:

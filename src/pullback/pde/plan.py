@@ -9,8 +9,10 @@ from typing import Any
 import torch
 
 from .._core.errors import PullbackError
-from .conditions import Condition, Data, Energy, Equation
+from .conditions import Condition, Energy, Equation
 from .discretize import Sites, Trial, draw, term
+from .domains import PointSet
+from .domains.checks import check_count, check_seed
 from .problem import Problem
 from .sampling import Points, Sampler
 
@@ -21,11 +23,13 @@ _FEWEST, _MOST = 1000, 10_000
 class Refine:
     """Points where the residual is large: density ∝ |r|^power / mean |r|^power + floor.
 
-    Every `every` steps the share `renew` of an equation's points is drawn anew from `candidates` times
-    as many uniform points; all points count alike, so the loss looks closer where they gather.
+    Every `every` steps (up to step `until`, where it is given) the share `renew` of an equation's
+    points is drawn anew from `candidates` times as many uniform points; all points count alike, so
+    the loss looks closer where they gather.
     """
 
     every: int = 50
+    until: int | None = None
     renew: float = 0.5
     candidates: float = 8.0
     power: float = 1.0
@@ -38,6 +42,15 @@ class Refine:
                 f"got {self}",
                 "Use every ≥ 1, 0 < renew ≤ 1, candidates ≥ 1 and floor ≥ 0",
             )
+
+
+    def due(self, step: int) -> bool:
+        """Whether points move before this step."""
+        return step > 0 and step % self.every == 0 and not self.over(step - 1)
+
+    def over(self, step: int) -> bool:
+        """Whether points stay from this step on."""
+        return self.until is not None and step >= self.until
 
 
 class Plan:
@@ -54,7 +67,7 @@ class Plan:
         resample: int | None,
         refine: Refine | None,
     ) -> None:
-        self.problem, self.seed = problem, seed
+        self.problem, self.seed = problem, check_seed(seed)
         if resample is not None and (not isinstance(resample, int) or resample < 1):
             raise PullbackError(
                 "The resampling interval is not usable", f"got {resample!r}", "Use steps ≥ 1"
@@ -62,6 +75,8 @@ class Plan:
         self.resample, self.refine = resample, refine
         dim = problem.domain.dim
         self.sampler = sampler or ("grid" if dim <= 2 and resample is None else "sobol")
+        if points is not None and not isinstance(points, Mapping):
+            check_count(points, "points")
         if isinstance(points, Mapping):
             unknown = set(points) - {c.name for c in problem.conditions}
             if unknown:
@@ -74,15 +89,15 @@ class Plan:
 
     def _count(self, condition: Condition, parameters: int, points: Any) -> int:
         if isinstance(points, Mapping) and condition.name in points:
-            return points[condition.name]
-        if isinstance(condition, Data):
-            assert condition.points is not None
-            return condition.points
+            return check_count(points[condition.name], f"points[{condition.name!r}]")
+        if condition.points is not None:
+            return check_count(condition.points, "points")
+        region = condition.region(self.problem.domain)
+        if isinstance(region, PointSet):
+            return len(region)
         inside = isinstance(condition, (Equation, Energy))
         if isinstance(points, int):
             return points if inside else max(points // 4, 1)
-        if condition.points is not None:
-            return condition.points
         most = min(max(_FEWEST, 4 * parameters), _MOST)
         return most if inside else most // 4
 
@@ -109,7 +124,8 @@ class Plan:
         assert self.refine is not None
         out = dict(sites)
         for i, c in enumerate(self.problem.conditions):
-            if isinstance(c, Equation):
+            movable = not isinstance(c.region(self.problem.domain), PointSet)
+            if isinstance(c, Equation) and movable and len(sites[c.name]) == 1:
                 seed = self.seed + 7_368_787 * (step + 1) + i
                 out[c.name] = (self._concentrated(c, sites[c.name][0], trial, seed),)
         return out
@@ -120,7 +136,8 @@ class Plan:
         count = int(self.refine.candidates * len(old))
         drawn = draw(self.problem, c, count, "uniform", seed, self.problem.domain)
         candidates = drawn[0].to(old.x.dtype, old.x.device)
-        values = term(self.problem, c, trial, (candidates,))
+        like = next(trial.parameters())
+        values = term(self.problem, c, trial, (candidates.to(like.dtype, like.device),))
         r = values.map(dict(trial.named_parameters())).norm(dim=1).cpu()
         density = r.pow(self.refine.power)
         density = density / density.mean().clamp(min=torch.finfo(r.dtype).tiny) + self.refine.floor
@@ -128,5 +145,9 @@ class Plan:
         new = max(1, int(self.refine.renew * len(old)))
         chosen = torch.multinomial(density, min(new, count), generator=generator)
         kept = torch.randperm(len(old), generator=generator)[: len(old) - len(chosen)]
-        x = torch.cat([old.x[kept.to(old.x.device)], candidates.x[chosen.to(old.x.device)]])
-        return Points(x, torch.full_like(x[:, 0], 1 / len(x)))
+        kept, chosen = kept.to(old.x.device), chosen.to(old.x.device)
+        x = torch.cat([old.x[kept], candidates.x[chosen]])
+        normals = None
+        if old.normals is not None and candidates.normals is not None:
+            normals = torch.cat([old.normals[kept], candidates.normals[chosen]])
+        return Points(x, torch.full_like(x[:, 0], 1 / len(x)), normals)

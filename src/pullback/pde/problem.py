@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -43,14 +44,33 @@ class Problem:
         name: str = "PDE",
     ) -> None:
         self.domain, self.fields = domain, tuple(fields)
-        self.conditions = tuple(conditions)
+        # copies: names are made unique here
+        self.conditions = tuple(map(copy.copy, conditions))
         self.unknowns = dict(unknowns or {})
         self.exact, self.reference = exact, reference
         self.free, self.name = tuple(free), name
-        self.coordinates = Coordinates(tuple(domain.names))
         self._check()
+        self.coordinates = Coordinates(tuple(domain.names))
 
     def _check(self) -> None:
+        if not isinstance(self.domain, Domain):
+            raise PullbackError(
+                "The problem has no domain",
+                f"got {self.domain!r}",
+                "Pass a Box, Ball, SpaceTime, …",
+            )
+        wrong = [c for c in self.conditions if not isinstance(c, Condition)]
+        if wrong:
+            raise PullbackError(
+                "Something among the conditions is none", f"got {wrong[0]!r}", "Use Equation(…)"
+            )
+        unknown = set(self.free) - set(self.fields)
+        if unknown or not self.fields:
+            raise PullbackError(
+                "The fields are not usable",
+                f"fields={self.fields}, free={self.free}",
+                "Name at least one field, and in free= only fields",
+            )
         if not self.conditions:
             raise PullbackError(
                 "The problem has no conditions",
@@ -71,11 +91,13 @@ class Problem:
                 "fields, coordinates and unknowns share the arguments of residuals",
                 "Rename one of them",
             )
-        seen: dict[str, int] = {}
-        for condition in self.conditions:  # reports need names of their own
-            seen[condition.name] = seen.get(condition.name, 0) + 1
-            if seen[condition.name] > 1:
-                condition.name = f"{condition.name} {seen[condition.name]}"
+        seen: set[str] = set()
+        for condition in self.conditions:  # points and reports go by names
+            plain, count = condition.name, 1
+            while condition.name in seen:
+                count += 1
+                condition.name = f"{plain} {count}"
+            seen.add(condition.name)
 
     @property
     def known(self) -> bool:
@@ -87,7 +109,9 @@ class Problem:
         if self.exact is not None:
             offered = {"points": x, **self.columns(x)}
             found = call(self.exact, offered, "The exact solution")
-            found = torch.stack(list(found), -1) if isinstance(found, (tuple, list)) else found
+            if isinstance(found, (tuple, list)):
+                each = [torch.as_tensor(f, dtype=x.dtype, device=x.device) for f in found]
+                found = torch.stack([f.expand(len(x)) for f in each], -1)
         elif self.reference is not None:
             found = self.reference(x)
         else:
@@ -96,8 +120,16 @@ class Problem:
                 "the problem has neither an exact solution nor a reference",
                 "Pass exact= or reference=",
             )
-        found = torch.as_tensor(found).to(x)
-        return found.reshape(len(x), len(self.fields))
+        found = torch.as_tensor(found, dtype=x.dtype, device=x.device)
+        found = found.expand(len(x)) if not found.ndim else found
+        found = found[:, None] if found.ndim == 1 else found
+        if found.shape != (len(x), len(self.fields)):
+            raise PullbackError(
+                f"The known solution of {self.name} has the wrong shape",
+                f"got {tuple(found.shape)} for {len(x)} points and {len(self.fields)} fields",
+                "Return (N,) for one field, a tuple of these for several",
+            )
+        return found
 
     def columns(self, x: Tensor) -> dict[str, Tensor]:
         """Coordinates by name, (N,) each."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .._core.errors import PullbackError
-from ..maps.jets import Jet, Scheme
+from ..maps.jets import Jet, Scheme, Unsupported, nested
 from .conditions import Condition, Initial
 from .domains import SpaceTime
 from .history import History
@@ -61,7 +61,7 @@ def march(
         )
     edges = torch.linspace(*domain.time, count + 1, dtype=torch.float64)
     networks: list[nn.Module] = []
-    history, stopped, budget = History(), "", options["budget"]
+    history, stopped, budget, spent = History(), "", options["budget"], 0.0
     for i in range(count):
         part = domain.slab(float(edges[i]), float(edges[i + 1]))
         conditions = [
@@ -70,12 +70,13 @@ def march(
         here = copy.deepcopy(networks[-1] if networks else network)
         path = None if checkpoint is None else Path(f"{checkpoint}.{i}")
         if budget is not None:
-            options = {**options, "budget": max(0.0, budget - history.spent)}
+            options = {**options, "budget": max(0.0, budget - spent)}
         run = Run(problem.restricted(part, conditions), here, checkpoint=path, **options)
         solved = run.go()
         networks.append(here)
+        spent += run.history.spent - run.begun
         history, stopped = history.joined(solved.history), solved.stopped
-        if stopped.startswith("the budget"):
+        if stopped.startswith(("the budget", "a callback")):
             edges = torch.cat([edges[: i + 1], edges[-1:]])
             break
     whole = Slabs(networks, edges.to(next(network.parameters())))
@@ -92,9 +93,15 @@ def _continued(condition: Condition, problem: Problem, before: nn.Module | None)
 
     @torch.no_grad()
     def ended(points: Tensor, order: int) -> Tensor:
-        scheme = Scheme.of([(time,) * order])
-        found = before(Jet.input(points, scheme)).stacked()
-        return found[scheme.position[(time,) * order], :, at]
+        x = points.to(next(before.parameters()))
+        if not order:
+            return before(x)[:, at]
+        scheme = Scheme.of([(time,)])
+        try:
+            found = before(Jet.input(x, scheme)).stacked()
+        except Unsupported:
+            found = nested(before, x, scheme)
+        return found[scheme.position[time,], :, at]
 
     out.value = lambda points: ended(points, 0)
     if condition.velocity is not None:

@@ -86,7 +86,7 @@ class Solution:
     def load(cls, path: str | Path, problem: Problem, network: nn.Module) -> Solution:
         """What `save` wrote, for the same problem and a network of the same architecture."""
         state = checkpoint.load(Path(path), {"problem": problem.name})
-        network.load_state_dict(state["network"])
+        checkpoint.restore(Path(path), network, state["network"])
         return cls(
             problem,
             network,

@@ -82,11 +82,17 @@ def solve(
         device: where to solve; by default where the network is.
         progress: show a line on the terminal.
     """
-    if not isinstance(steps, int) or steps < 0 or not isinstance(slabs, int) or slabs < 1:
+    least = {
+        "steps": (steps, 0),
+        "slabs": (slabs, 1),
+        "single": (single, 0),
+        "measure": (measure, 1),
+    }
+    if any(not isinstance(n, int) or n < low for n, low in least.values()):
         raise PullbackError(
             "The run's length is not usable",
-            f"got steps={steps!r}, slabs={slabs!r}",
-            "Use integers",
+            f"got {', '.join(f'{name}={n!r}' for name, (n, _) in least.items())}",
+            "Use integers steps ≥ 0, slabs ≥ 1, single ≥ 0, measure ≥ 1",
         )
     options = dict(
         steps=steps, points=points, sampler=sampler, seed=seed, resample=resample, refine=refine,
@@ -154,13 +160,13 @@ class Run:
         )
         self.optimizer = NaturalGradient(
             self._trial,
-            solver=PseudoInverse() if solver is None else solver,
+            solver=PseudoInverse(double=True) if solver is None else solver,
             step=TargetRatio() if step is None else step,
             gram=gram,
             memory=memory,
         )
         self._steps, self._single, self._tol, self._patience = steps, single, tol, patience
-        self._budget, self._measure, self._callbacks = budget, max(1, measure), callbacks
+        self._budget, self._measure, self._callbacks = budget, measure, callbacks
         self._path = None if checkpoint is None else Path(checkpoint)
         self._progress = progress
         self.history = History()
@@ -170,11 +176,16 @@ class Run:
         self._objective: Objective | None = None
         self._rejected = 0
         self._said = False
+        self._refined: int | None = None
+        #: seconds spent before this call, by a run that it goes on with
+        self.begun = 0.0
         self._identity = {
-            "problem": problem.name,
-            "parameters": size,
+            "problem": repr(problem),
+            "parameters": [(n, list(p.shape)) for n, p in self._trial.named_parameters()],
+            "dtype": str(self._dtype),
             "counts": self._plan.counts,
-            "seed": seed,
+            "sampler": repr(self._plan.sampler),
+            "schedule": repr((seed, resample, refine, single)),
         }
 
     @property
@@ -192,12 +203,14 @@ class Run:
         """Step until a reason to stop; what was done is kept whatever happens."""
         if self._path is not None and self._path.exists():
             self._resume(self._path)
-        begun, due = self.history.spent, self.history.spent + _SAVE_EVERY
+        self.begun = self.history.spent
+        due = self.begun + _SAVE_EVERY
         self._record_error()
+        start = {n: p.detach().clone() for n, p in self._trial.named_parameters()}
         stopped = ""
         try:
             with shown(self.problem.name, self._steps, enabled=self._progress) as line:
-                while not (stopped := self._finished(begun)):
+                while not (stopped := self._finished()):
                     info = self._step()
                     line(len(self.history), info.loss, self.error)
                     if any([call(self, info) is True for call in self._callbacks]):
@@ -208,8 +221,12 @@ class Run:
                         due = self.history.spent + _SAVE_EVERY
         finally:
             self._trial.to(self._dtype)
+            if not len(self.history):  # refused, perhaps after rounding to single precision
+                self._put(start)
+            if self._objective is not None and len(self.history) <= self._single:
+                self._objective = self._build(self._dtype)
             self._record_error()
-            if self._path is not None:
+            if self._path is not None and len(self.history):
                 self._save()
         return Solution(
             self.problem,
@@ -221,7 +238,12 @@ class Run:
             nested="" if self._objective is None else nested(self._objective.terms),
         )
 
-    def _finished(self, begun: float) -> str:
+    @torch.no_grad()
+    def _put(self, values: Mapping[str, Tensor]) -> None:
+        for name, p in self._trial.named_parameters():
+            p.copy_(values[name])
+
+    def _finished(self) -> str:
         """Why the run ends here, or nothing."""
         history = self.history
         if len(history) >= self._steps:
@@ -233,13 +255,18 @@ class Run:
         if self._rejected >= _REJECTED:
             return f"{_REJECTED} steps in a row could not lower the loss"
         wait = self._patience
-        still = self._plan.resample is None and self._plan.refine is None
-        if wait is not None and still and len(history) > max(wait, self._single + wait):
+        if wait is not None and self._still(len(history) - wait - 1):
             if history.loss[-1] > 0.99 * history.loss[-1 - wait]:
                 return f"the loss fell by less than 1 % in {wait} steps"
-        if self._budget is not None and history.spent - begun >= self._budget:
+        if self._budget is not None and history.spent - self.begun >= self._budget:
             return f"the budget of {self._budget:g} s is spent"
         return ""
+
+    def _still(self, step: int) -> bool:
+        """Whether points and precision stay the same from this step on."""
+        refine = self._plan.refine
+        settled = refine is None or refine.over(step)
+        return step >= self._single and self._plan.resample is None and settled
 
     def _step(self) -> StepInfo:
         start = time.perf_counter()
@@ -251,7 +278,7 @@ class Run:
             torch.cuda.synchronize(self._device)
         elapsed = time.perf_counter() - start
         if not info.accepted and "not finite" in info.reason:
-            self._refuse_broken(objective)
+            self._refuse_broken(objective, info.reason)
         self._rejected = 0 if info.accepted else self._rejected + 1
         history = self.history
         history.seconds.append(history.spent + elapsed)
@@ -266,28 +293,28 @@ class Run:
     def _at(self, number: int) -> Objective:
         """The objective at the points of this step."""
         drawn, refine = self._plan.at(number), self._plan.refine
+        dtype = torch.float32 if number < self._single else self._dtype
+        self._trial.to(dtype)
         new = self._objective is None
         if drawn != self._drawn:
             self._sites, self._drawn, new = self._plan.draw(drawn), drawn, True
-        elif refine is not None and number and number % refine.every == 0:
-            self._sites, new = self._plan.refined(self._sites, self._trial, number), True
+        elif refine is not None and refine.due(number):
+            if self._refined != number:  # else an interrupted step had come this far
+                self._sites, new = self._plan.refined(self._sites, self._trial, number), True
+                self._refined = number
         if number == self._single or (number == 0 and self._single):
             new = True
         if new:
-            dtype = torch.float32 if number < self._single else self._dtype
-            self._trial.to(dtype)
             self._objective = self._build(dtype)
         assert self._objective is not None
         return self._objective
 
     def _build(self, dtype: torch.dtype) -> Objective:
-        self._sites = {
-            name: tuple(p.to(dtype, self._device) for p in sites)
-            for name, sites in self._sites.items()
-        }
-        terms = [
-            term(self.problem, c, self._trial, self._sites[c.name]) for c in self.problem.conditions
-        ]
+        """The points themselves stay in float64: rounded ones would lie beside the boundary."""
+        terms = []
+        for c in self.problem.conditions:
+            sites = tuple(p.to(dtype, self._device) for p in self._sites[c.name])
+            terms.append(term(self.problem, c, self._trial, sites))
         return Objective(terms)
 
     def _say_nested(self) -> None:
@@ -308,11 +335,14 @@ class Run:
     def _evaluated(self, x: Tensor) -> Tensor:
         return self.network(x.to(next(self.network.parameters()).dtype))
 
-    def _refuse_broken(self, objective: Objective) -> None:
+    def _refuse_broken(self, objective: Objective, reason: str) -> None:
         params = dict(self._trial.named_parameters())
         for condition, item in zip(self.problem.conditions, objective.terms, strict=True):
             with torch.no_grad():
-                bad = ~torch.isfinite(item.map(params)).all(1)
+                z = item.map(params)
+                bad = ~torch.isfinite(z).all(1)
+                if not bool(bad.any()):
+                    bad = ~torch.isfinite(item.slope(z)).all(1)
             if bool(bad.any()):
                 where = self._sites[condition.name][0].x[bad][0].tolist()
                 raise PullbackError(
@@ -320,6 +350,11 @@ class Run:
                     f"at {int(bad.sum())} of {len(bad)} points, such as {where}",
                     "Check the residual there (a division, a logarithm, a root), or move the points",
                 )
+        raise PullbackError(
+            "The loss has no finite gradient",
+            f"the residuals are finite, but {reason}",
+            "Check the network and the residuals for roots and divisions at zero",
+        )
 
     def _spectrum(self) -> Tensor | None:
         if self._objective is None:
@@ -342,6 +377,7 @@ class Run:
                 "history": self.history.as_dict(),
                 "drawn": self._drawn,
                 "rejected": self._rejected,
+                "refined": self._refined,
                 "sites": {
                     name: [(p.x, p.weights, p.normals) for p in sites]
                     for name, sites in self._sites.items()
@@ -353,10 +389,11 @@ class Run:
         from .sampling import Points
 
         state = saved.load(path, self._identity)
-        self._trial.load_state_dict(state["trial"])
+        saved.restore(path, self._trial, state["trial"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.history = History.from_dict(state["history"])
         self._drawn, self._rejected = state["drawn"], state["rejected"]
+        self._refined = state["refined"]
         self._sites = {
             name: tuple(Points(*parts) for parts in sites) for name, sites in state["sites"].items()
         }
@@ -393,18 +430,35 @@ def _precision(network: nn.Module, device: Any) -> Tensor:
 @torch.no_grad()
 def _refuse_shape(problem: Problem, network: nn.Module, like: Tensor) -> None:
     """The network must take d coordinates and give one value per field."""
-    x = 0.5 * (problem.domain.low + problem.domain.high).to(like)
+    low, high = problem.domain.low.to(like), problem.domain.high.to(like)
+    n = len(problem.fields) + 2
+    x = low + (high - low) * torch.linspace(0.3, 0.6, n).to(like)[:, None]
+    buffers = {name: b.clone() for name, b in network.named_buffers()}
     try:
-        shape = tuple(network(x.expand(3, -1)).shape)
-    except (RuntimeError, IndexError) as error:
+        out, again, first = network(x), network(x), network(x[:2])
+        shape = tuple(out.shape)
+    except PullbackError:
+        raise
+    except (RuntimeError, IndexError, ValueError, TypeError) as error:
         raise PullbackError(
             "The network does not take the domain's points",
-            f"at points of shape (3, {problem.domain.dim}): {str(error).splitlines()[0]}",
+            f"at points of shape ({n}, {problem.domain.dim}): {error!r:.300}",
             f"Its input must have {problem.domain.dim} coordinates ({', '.join(problem.domain.names)})",
         ) from error
-    if shape != (3, len(problem.fields)):
+    finally:  # running statistics, which evaluating may have changed
+        for name, b in network.named_buffers():
+            b.copy_(buffers[name])
+    if shape != (n, len(problem.fields)):
         raise PullbackError(
             "The network's output does not fit the fields",
-            f"3 points gave shape {shape}, and the fields are {', '.join(problem.fields)}",
+            f"{n} points gave shape {shape}, and the fields are {', '.join(problem.fields)}",
             f"Its output must have {len(problem.fields)} entries per point",
         )
+    same = {"random": (out, again), "dependent on the other points": (out[:2], first)}
+    for what, (one, two) in same.items():
+        if not torch.allclose(one, two, rtol=1e-4, atol=1e-6, equal_nan=True):
+            raise PullbackError(
+                f"The network's value at a point is {what}",
+                "two evaluations differ",
+                "Call network.eval(), or leave out dropout and batch norms",
+            )

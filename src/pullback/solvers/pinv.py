@@ -49,6 +49,9 @@ class PseudoInverse(Solver):
     Args:
         rcond: singular values of A below rcond·σ_max count as zero; by default max(n, p)·ε
             from rows (at most √ε), and √(side·ε) from the kernel or dense matrix of that side.
+        double: factorize rows of lower precision in float64, and by default keep every singular
+            value above their own ε: those between ε and max(n, p)·ε are known to a few digits,
+            which is enough for a direction.
 
     >>> from pullback.grams import Rows
     >>> solver = PseudoInverse()
@@ -59,8 +62,8 @@ class PseudoInverse(Solver):
 
     prefers = "rows"
 
-    def __init__(self, rcond: float | None = None) -> None:
-        self.rcond = rcond
+    def __init__(self, rcond: float | None = None, *, double: bool = False) -> None:
+        self.rcond, self.double = rcond, double
 
     def init(self, gram: Gram) -> Spectrum:
         holds = gram.structure.holds
@@ -89,8 +92,8 @@ class PseudoInverse(Solver):
         if value == 0:
             x = path.combine(path.gamma / path.eigenvalues)
         else:
-            x = path.at(torch.tensor(value, dtype=rhs.dtype, device=rhs.device))
-        return Solution(x, value, state.rank)
+            x = path.at(torch.full_like(path.gamma[0], value))
+        return Solution(x.to(rhs.dtype), value, state.rank)
 
     def path(self, state: Spectrum, rhs: Tensor, whitened: Tensor | None = None) -> Path:
         """γ from r where that keeps the digits, else from g; g⊥ is what the directions miss."""
@@ -116,11 +119,19 @@ class PseudoInverse(Solver):
         a = gram.rows()
         if not bool(torch.isfinite(a).all()):
             return _broken(gram)
-        whole = svd(a)
         eps = torch.finfo(a.dtype).eps
         floor = min(max(a.shape) * eps, eps**0.5)
+        if self.double and a.dtype != torch.float64:
+            a, floor = a.double(), eps
+        whole = svd(a)
         part = whole.select(self._keep(whole.sigma, floor, squared=False))
-        return Spectrum(gram, part.sigma, part.left, part.right, part.combine)
+        return Spectrum(
+            gram,
+            part.sigma,
+            lambda r: part.left(r.to(a.dtype)),
+            lambda g: part.right(g.to(a.dtype)),
+            part.combine,
+        )
 
     def _from_kernel(self, gram: FactoredGram) -> Spectrum:
         kernel = gram.kernel()

@@ -17,14 +17,15 @@ class TargetRatio(Step):
     qualifies the step is rejected and the radius shrinks by the window.
 
     Args:
-        target: the ratio to exceed; small values keep the steps long.
+        target: the ratio to exceed; small values keep the steps long. Demanding more, or taking
+            the lowest loss instead of the largest radius, stalls (`benchmarks/trust.py`).
         radii: number of trial radii. Their spacing matters more than their range.
         window: radii run from radius/window to radius·window.
         radius: the first one, in parameter space.
     """
 
     def __init__(
-        self, target: float = 0.075, radii: int = 24, window: float = 3.0, radius: float = 1.0
+        self, target: float = 0.01, radii: int = 24, window: float = 3.0, radius: float = 1.0
     ) -> None:
         self.target, self.radii, self.window, self.radius = target, radii, window, radius
 

@@ -121,7 +121,10 @@ class _Natural(Stepper):
         self._memoryless = not isinstance(rule, TargetRatio)
         self._watch = Watch(rule) if self._memoryless else None
         self._optimizer = self._built(method.solver(), self._watch or rule)
-        self._options = {"objective": fit.objective, "metric_batch": fit.values if method.l2 else None}
+        self._options = {
+            "objective": fit.objective,
+            "metric_batch": fit.values if method.l2 else None,
+        }
         self._warm = torch.optim.Adam(fit.model.parameters(), lr=1e-2)
         self._taken, self._rejected = 0, 0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -42,7 +43,9 @@ def poisson() -> pde.Problem:
     square = pde.Box([(0, 1), (0, 1)])
     laplace = pde.Equation(lambda u, x, y: u.laplacian + 2 * math.pi**2 * _waves(1.0, x, y))
     walls = pde.Dirichlet(0.0, weight=_WEIGHT)
-    return pde.Problem(square, [laplace, walls], exact=lambda x, y: _waves(1.0, x, y), name="Poisson")
+    return pde.Problem(
+        square, [laplace, walls], exact=lambda x, y: _waves(1.0, x, y), name="Poisson"
+    )
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,11 @@ class Setting:
     problem: Callable[[], pde.Problem]
     layers: tuple[int, ...]
     points: Mapping[str, int]
+
+    @property
+    def size(self) -> int:
+        """p, the number of parameters."""
+        return sum((a + 1) * b for a, b in pairwise(self.layers))
 
     def start(self, seed: int) -> Fit:
         """Network and points of this seed."""

@@ -18,7 +18,8 @@ class Record:
     """What was measured along a run; entry 0 is the initial network.
 
     Attributes:
-        steps, seconds: so far; measuring is not counted.
+        steps, seconds: so far. Seconds are CPU time, which other processes do not lengthen;
+            measuring is not counted.
         loss, error: after that step.
         seen: other numbers about the step, by name, None where there are none.
         stuck: the step from which on nothing changes, or None.
@@ -43,11 +44,6 @@ class Record:
     def values(self, name: str) -> list[float]:
         """The entries of `seen` that are there."""
         return [v for v in self.seen.get(name, []) if v is not None]
-
-    @property
-    def per_step(self) -> float:
-        """Seconds of a step, on average."""
-        return self.seconds[-1] / self.steps[-1]
 
     def as_dict(self) -> dict[str, Any]:
         """Plain lists, to save."""
@@ -80,14 +76,16 @@ def run(setting: Setting, method: Method, seed: int, steps: int) -> Record:
     record.add(0, 0.0, float(fit.loss().detach()), fit.error(), stepper.probe())
     due, spent = entries(steps), 0.0
     for step in range(1, steps + 1):
-        start = time.perf_counter()
+        start = time.process_time()
         seen = stepper.step()
-        spent += time.perf_counter() - start
+        spent += time.process_time() - start
         over = stepper.stuck
         if step in due or over:
             loss = float(fit.loss().detach())
             lost = not math.isfinite(loss)
-            record.add(step, spent, loss, fit.error(), seen if lost else {**seen, **stepper.probe()})
+            record.add(
+                step, spent, loss, fit.error(), seen if lost else {**seen, **stepper.probe()}
+            )
             over = over or lost
         if over:
             record.stuck = step

@@ -5,70 +5,73 @@ from __future__ import annotations
 import math
 import statistics
 from bisect import bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 
 from .runs import Record
 
 
-@dataclass(frozen=True)
 class Summary:
-    """One method over all seeds; medians unless said otherwise.
+    """One method over all seeds; a run that was lost counts as infinite."""
 
-    Attributes:
-        runs, stuck: how many, and how many of them got stuck.
-        loss, error: final.
-        best, worst: the final errors' extremes.
-        errors: all final errors, by seed.
-        per_step, seconds: of a step, and of a run.
-        largest: the largest entry of any direction seen, per run.
-        rank: of the Gram, over runs and steps.
-        share: of the energy that the greedy choice keeps, over runs and steps.
-    """
+    def __init__(self, records: Sequence[Record]) -> None:
+        self.records = tuple(records)
 
-    runs: int
-    stuck: int
-    loss: float
-    error: float
-    best: float
-    worst: float
-    errors: tuple[float, ...]
-    per_step: float
-    seconds: float
-    largest: float
-    rank: float
-    share: float
+    def __len__(self) -> int:
+        """How many runs there are."""
+        return len(self.records)
+
+    @property
+    def stuck(self) -> int:
+        """How many of them got stuck."""
+        return sum(r.stuck is not None for r in self.records)
+
+    @property
+    def errors(self) -> list[float]:
+        """The final errors."""
+        return [_finite(r.error[-1]) for r in self.records]
+
+    @property
+    def loss(self) -> float:
+        """The median final loss."""
+        return self.after(math.inf)
+
+    @property
+    def error(self) -> float:
+        """The median final error."""
+        return statistics.median(self.errors)
+
+    @property
+    def per_step(self) -> float:
+        """The median time of a step, in seconds."""
+        return statistics.median(r.seconds[-1] / r.steps[-1] for r in self.records)
+
+    def after(self, step: float) -> float:
+        """The median loss after so many steps."""
+        return statistics.median(held(r.steps, r.loss, step) for r in self.records)
 
     def below(self, error: float) -> int:
         """How many runs ended with at most this error."""
         return sum(e <= error for e in self.errors)
 
+    def first(self, name: str) -> float:
+        """The median over runs of the first value seen of this name, NaN where there is none."""
+        return _median(v[0] for r in self.records if (v := r.values(name)))
 
-def summarize(records: Sequence[Record]) -> Summary:
-    """The summary of a method's runs; a run that was lost counts as infinite."""
-    errors = tuple(_finite(r.error[-1]) for r in records)
-    return Summary(
-        runs=len(records),
-        stuck=sum(r.stuck is not None for r in records),
-        loss=statistics.median(_finite(r.loss[-1]) for r in records),
-        error=statistics.median(errors),
-        best=min(errors),
-        worst=max(errors),
-        errors=errors,
-        per_step=statistics.median(r.per_step for r in records),
-        seconds=statistics.median(r.seconds[-1] for r in records),
-        largest=_median([max(r.values("largest"), default=math.nan) for r in records]),
-        rank=_median([v for r in records for v in r.values("rank")]),
-        share=_median([v for r in records for v in r.values("share")]),
-    )
+    def largest(self, name: str) -> float:
+        """The median over runs of the largest value seen of this name."""
+        return _median(max(v) for r in self.records if (v := r.values(name)))
+
+    def median(self, name: str) -> float:
+        """The median over runs and steps of the values seen of this name."""
+        return _median(v for r in self.records for v in r.values(name))
 
 
 def _finite(value: float) -> float:
     return value if math.isfinite(value) else math.inf
 
 
-def _median(values: Sequence[float]) -> float:
-    kept = [v for v in values if not math.isnan(v)]
+def _median(values: Iterable[float]) -> float:
+    kept = list(values)
     return statistics.median(kept) if kept else math.nan
 
 
@@ -91,10 +94,7 @@ def quantiles(values: Sequence[float]) -> tuple[float, float, float]:
 
     def at(share: float) -> float:
         place = share * (len(ordered) - 1)
-        low = math.floor(place)
-        high = min(low + 1, len(ordered) - 1)
-        if place == low or ordered[low] == ordered[high]:
-            return ordered[low]
-        return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+        low, high = ordered[math.floor(place)], ordered[math.ceil(place)]
+        return low if low == high else low + (place % 1) * (high - low)  # ∞ − ∞ is no number
 
     return at(0.25), at(0.5), at(0.75)

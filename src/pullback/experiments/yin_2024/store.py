@@ -4,26 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ..._core.errors import PullbackError
+from ..environment import environment
 from .runs import Record
 
 
-def environment() -> dict[str, Any]:
+def surroundings() -> dict[str, Any]:
     """What the times depend on."""
-    return {
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "machine": platform.machine(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "dtype": "float64",
-    }
+    here = environment()
+    return {**here, "threads": 1, "cores": os.cpu_count(), "seconds": "of the CPU"}
 
 
 class Store:
@@ -33,16 +25,17 @@ class Store:
         self.path, self.config = path, config
         self.runs: dict[str, dict[int, Record]] = {}
         self.checks: list[dict[str, Any]] = []
-        self.environment = environment()
+        self.environment = surroundings()
         if path.exists():
             self._read()
 
     def _read(self) -> None:
         state = json.loads(self.path.read_text())
-        if state["config"] != json.loads(json.dumps(self.config)):
+        changed = _changed(state["config"], json.loads(json.dumps(self.config)))
+        if changed:
             raise PullbackError(
                 f"{self.path} holds results of another configuration",
-                "runs of the two cannot be compared",
+                f"{', '.join(changed)} differ, so the runs cannot be compared",
                 "Use another folder (--out), or delete the file",
             )
         self.environment = state["environment"]
@@ -81,3 +74,10 @@ class Store:
         draft = self.path.with_suffix(".draft")
         draft.write_text(f'{text},\n "runs": {{\n{runs}\n }}\n}}\n')
         draft.replace(self.path)
+
+
+def _changed(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """What differs; a method that only one of them has may come or go."""
+    methods = old["methods"].keys() & new["methods"].keys()
+    out = [key for key in new if key != "methods" and old.get(key) != new[key]]
+    return out + sorted(m for m in methods if old["methods"][m] != new["methods"][m])

@@ -1,4 +1,4 @@
-"""A tensor with its derivatives in the network's inputs, for any module made of known operations."""
+"""A tensor with its derivatives in the inputs, for any module made of known operations."""
 
 from __future__ import annotations
 

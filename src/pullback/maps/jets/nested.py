@@ -1,4 +1,8 @@
-"""The same derivatives by nested forward-mode differentiation, for any differentiable function."""
+"""The same derivatives by nested reverse-mode differentiation, for any differentiable function.
+
+Not forward over forward: torch gets the second derivatives of layer norms and cumulative products
+wrong that way, without saying so.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.func import jvp
+from torch.func import grad
 
 from .scheme import Index, Scheme
 
@@ -14,11 +18,27 @@ Function = Callable[[Tensor], Tensor]
 
 
 def nested(function: Function, x: Tensor, scheme: Scheme) -> Tensor:
-    """The channels (T, B, m) of function(x) for points x of shape (B, d)."""
-    out = [_along(function, index)(x) for index in scheme.indices]
-    if scheme.laplacian:
-        out.append(torch.stack([_along(function, (i, i))(x) for i in scheme.laplacian]).sum(0))
-    return torch.stack(out)
+    """The channels (T, B, m) of function(x) for points x (B, d) that do not see each other."""
+    value = function(x)
+    columns = []
+    for j, column in enumerate(value.unbind(-1)):
+        found = _derivatives(lambda y, j=j: function(y)[..., j], x, scheme)
+        found[()] = column
+        channels = [found[index] for index in scheme.indices]
+        if scheme.laplacian:
+            channels.append(torch.stack([found[i, i] for i in scheme.laplacian]).sum(0))
+        columns.append(torch.stack(channels))
+    return torch.stack(columns, -1)
+
+
+def _derivatives(function: Function, x: Tensor, scheme: Scheme) -> dict[Index, Tensor]:
+    """All derivatives of a scalar function's values (B,): one gradient gives those of all axes."""
+    wanted = [*scheme.indices[1:], *((i, i) for i in scheme.laplacian)]
+    found: dict[Index, Tensor] = {}
+    for inner in {index[:-1] for index in wanted}:
+        gradient = _gradient(_along(function, inner))(x)
+        found.update({(*inner, i): gradient[:, i] for i in range(x.shape[-1])})
+    return found
 
 
 def _along(function: Function, index: Index) -> Function:
@@ -28,9 +48,9 @@ def _along(function: Function, index: Index) -> Function:
 
 
 def _partial(function: Function, axis: int) -> Function:
-    def derivative(x: Tensor) -> Tensor:
-        unit = torch.zeros_like(x)
-        unit[..., axis] = 1
-        return jvp(function, (x,), (unit,))[1]
+    return lambda x: _gradient(function)(x)[:, axis]
 
-    return derivative
+
+def _gradient(function: Function) -> Function:
+    """x ↦ ∂f(x_b)/∂x_b for every point b, (B, d)."""
+    return grad(lambda x: function(x).sum())

@@ -1,7 +1,7 @@
 r"""Which derivatives a jet carries, and the combinatorics of the chain and product rules.
 
-A derivative is a sorted tuple of axes: () is the value, (0,) is ∂₀, (0, 0, 1) is ∂₀∂₀∂₁. A Laplacian
-Σ_i ∂_i∂_i over some axes is carried as one channel, since for a scalar function f
+A derivative is a sorted tuple of axes: () is the value, (0,) is ∂₀, (0, 0, 1) is ∂₀∂₀∂₁.
+A Laplacian Σ_i ∂_i∂_i over some axes is carried as one channel, since for a scalar function f
 
     Δ(f∘a) = f'(a) Δa + f''(a) Σ_i (∂_i a)²        Δ(ab) = aΔb + bΔa + 2 Σ_i ∂_i a ∂_i b.
 """

@@ -181,5 +181,7 @@ for _plain in (
     *(torch.atan, torch.asinh, torch.rsqrt, torch.sinc),
 ):
     TOWERS[_plain] = TOWERS[getattr(Tensor, _plain.__name__)] = by_forward_mode(_plain)
-for _plain in (F.softsign, F.logsigmoid, F.mish):
+for _plain in (F.softsign, F.logsigmoid):
     TOWERS[_plain] = by_forward_mode(_plain)
+# its own backward pass has no forward mode
+TOWERS[F.mish] = by_forward_mode(lambda a: a * torch.tanh(F.softplus(a)))

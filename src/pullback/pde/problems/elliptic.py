@@ -11,7 +11,7 @@ import torch
 from ..._core.errors import PullbackError
 from ..conditions import Condition, Dirichlet, Equation
 from ..domains import Box
-from .ready import Ready, bump, checked_dim, distance
+from .ready import Ready, bump, checked_dim, distance, written
 
 Function = Callable[[Any], Any]
 _PI = math.pi
@@ -108,6 +108,6 @@ def Helmholtz(a1: int = 1, a2: int = 4, k: float = 1.0, *, hard: bool = False) -
         conditions,
         exact=exact,
         name=f"Helmholtz a=({a1}, {a2}) k={k:g}",
-        equation=f"Δu + {k**2:g}u = q, u* = sin {a1}πx sin {a2}πy",
+        equation=f"Δu + {written(k**2)}u = q, u* = sin {written(a1)}πx sin {written(a2)}πy",
         hard=distance(box, bump(box)) if hard else None,
     )

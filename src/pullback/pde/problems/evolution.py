@@ -11,18 +11,19 @@ import torch
 from .. import references
 from ..conditions import Condition, Dirichlet, Equation, Initial
 from ..domains import Box, Interval, SpaceTime
-from .ready import Ready, bump, checked_dim, checked_positive, distance
+from .ready import Ready, bump, checked_dim, checked_positive, distance, written
 
 _PI = math.pi
 
 
-def Heat(dim: int = 1, *, hard: bool = False) -> Ready:
+def Heat(dim: int = 1, *, boundary_weight: float = 1.0, hard: bool = False) -> Ready:
     """u_t = ¼Δu on [0, 1]^d × [0, 1].
 
         d = 1   u* = e^(−π²t/4) sin πx, zero boundary; hard: u = sin πx + 4x(1 − x)t · N
         d ≥ 2   u* = e^(−t) Σ sin 2xᵢ on the boundary;  hard: u = Σ sin 2xᵢ + t · N
 
-    For d ≥ 2 the boundary values stay in the loss.
+    For d ≥ 2 the boundary values stay in the loss. The weight is that of boundary and initial
+    values.
     """  # fmt: skip
     checked_dim("heat equation", dim)
     box = Box([(0, 1)] * dim)
@@ -41,12 +42,12 @@ def Heat(dim: int = 1, *, hard: bool = False) -> Ready:
         return waves.sum(-1)[:, None]
 
     equation = Equation(lambda u: u.t - 0.25 * u.laplacian)
-    boundary = Dirichlet(0.0 if dim == 1 else exact)
+    boundary = Dirichlet(0.0 if dim == 1 else exact, weight=boundary_weight)
     soft: Sequence[Condition] = [] if dim == 1 else [boundary]
     edge = bump(box) if dim == 1 else lambda points: 1.0
     return Ready(
         domain,
-        [equation, *soft] if hard else [equation, boundary, Initial(exact)],
+        [equation, *soft] if hard else [equation, boundary, Initial(exact, weight=boundary_weight)],
         exact=exact,
         name=f"Heat {dim}+1D",
         equation="u_t = ¼Δu",
@@ -79,7 +80,7 @@ def Wave(speed: float = 2.0, *, hard: bool = False) -> Ready:
         [equation] if hard else [equation, Dirichlet(0.0), Initial(start, velocity=0.0)],
         exact=exact,
         name=f"Wave c={c:g}",
-        equation=f"u_tt = {c**2:g} u_xx",
+        equation=f"u_tt = {written(c**2, ' ')}u_xx",
         hard=distance(domain, lambda points, t: t**2 * edge(points), start) if hard else None,
     )
 
@@ -102,7 +103,7 @@ def Burgers(viscosity: float = 0.01 / math.pi, *, hard: bool = False) -> Ready:
         [equation] if hard else [equation, Dirichlet(0.0), Initial(start)],
         reference=references.burgers(nu),
         name=f"Burgers ν={nu:.4g}",
-        equation=f"u_t + u u_x = {nu:.4g} u_xx",
+        equation=f"u_t + u u_x = {written(nu, ' ')}u_xx",
         hard=distance(domain, lambda x, t: (1 - x**2) * t, start) if hard else None,
     )
 

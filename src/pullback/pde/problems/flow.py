@@ -30,7 +30,7 @@ def _navier_stokes(reynolds: float) -> Equation:
 
 
 def Kovasznay(reynolds: float = 40.0) -> Ready:
-    """Flow behind a grid on [−½, 1] × [−½, 3/2], velocity given on the boundary, p up to a constant.
+    """Flow behind a grid on [−½, 1] × [−½, 3/2]; velocity on the boundary, p up to a constant.
 
     u* = 1 − e^(λx) cos 2πy, v* = (λ/2π) e^(λx) sin 2πy, p* = ½(1 − e^(2λx)),
     λ = Re/2 − √(Re²/4 + 4π²).
@@ -60,12 +60,13 @@ def Kovasznay(reynolds: float = 40.0) -> Ready:
 
 
 def Cavity(reynolds: float = 100.0, *, regularized: bool = False, hard: bool = False) -> Ready:
-    """Flow in [0, 1]² driven by its lid y = 1, p up to a constant; compared with a Galerkin solution.
+    """Flow in [0, 1]² driven by its lid y = 1, p up to a constant.
 
-    The lid moves with velocity 1, or 16x²(1−x)² where `regularized`. The velocity 1 jumps
-    at the upper corners, where p ~ 1/r is not square-integrable: look at `Solution.errors` of u
-    and v then, as the error of all fields together means little. Hard (regularized only):
-    u = 16x²(1−x)²y² + b·N₁, v = b·N₂, p = N₃ with b = 16x(1−x)y(1−y).
+    Compared with a Legendre–Galerkin solution. The lid moves with velocity 1, or 16x²(1−x)² where
+    `regularized`. The velocity 1 jumps at the upper corners, where p ~ 1/r is not
+    square-integrable: look at `Solution.errors` of u and v then, as the error of all fields
+    together means little. Hard (regularized only): u = 16x²(1−x)²y² + b·N₁, v = b·N₂, p = N₃
+    with b = 16x(1−x)y(1−y).
     """
     re = checked_positive("Reynolds number", reynolds)
     box = Box([(0, 1)] * 2)
@@ -100,7 +101,6 @@ def Cavity(reynolds: float = 100.0, *, regularized: bool = False, hard: bool = F
         reference=references.cavity(re, regularized),
         free=("p",),
         name=f"Cavity Re={re:g}" + (" regularized" if regularized else ""),
-        equation=f"u·∇u + ∇p = Δu/{re:g}, ∇·u = 0, lid "
-        + ("16x²(1−x)²" if regularized else "1"),
+        equation=f"u·∇u + ∇p = Δu/{re:g}, ∇·u = 0, lid " + ("16x²(1−x)²" if regularized else "1"),
         hard=distance(box, walls, moving) if hard else None,
     )

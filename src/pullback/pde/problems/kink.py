@@ -10,18 +10,19 @@ import torch
 _TINY = 1e-30  # keeps t = 0 finite: a layer of width 1e-15
 
 
-def start(x: Any, t: Any, diffusion: float) -> Any:
+def start(x: Any, t: Any, diffusion: float, decay: float = 0.0) -> Any:
     r"""x² cos πx at t = 0, and three times continuously differentiable across x = ±1 after it.
 
     The periodic x² cos πx is −1 + 2|ξ| − π²|ξ|³ + smooth terms, ξ the distance from x = ±1. An
-    equation with u_xx smooths these kinks at once, and a smooth network cannot take them away again:
+    equation with u_xx smooths these kinks at once, and a smooth network cannot take them away:
     built in as they are, they would stay. So with τ = Dt, z = ξ/√(4τ) and the sum over both ends,
 
         x² cos πx + Σ 2√(4τ) ierfc(z) − π² (Σ 6 (4τ)^{3/2} i³erfc(z) − 3τx²),
 
     where 2√(4τ) ierfc(z) has slope −2 at ξ = 0⁺, and 6(4τ)^{3/2} i³erfc(z) the third
     derivative −6 and the slope −6τ, which 3τx² takes back. Images farther away than these are
-    e^(−1/τ) and left out.
+    e^(−1/τ) and left out. A linear reaction −decay·u damps what is smoothed by e^(−decay·t):
+    if S solves the heat equation, S_t − DS_xx = −decay·S is solved by e^(−decay·t)·S.
     """
     width = torch.sqrt(4 * diffusion * t + _TINY)
     first, third = 0.0, 0.0
@@ -31,7 +32,7 @@ def start(x: Any, t: Any, diffusion: float) -> Any:
         first, third = first + one, third + three
     smooth = x**2 * torch.cos(math.pi * x)
     cubic = 6 * width**3 * third - 3 * diffusion * t * x**2
-    return smooth + 2 * width * first - math.pi**2 * cubic
+    return smooth + torch.exp(-decay * t) * (2 * width * first - math.pi**2 * cubic)
 
 
 def _iterated(z: Any) -> tuple[Any, Any]:

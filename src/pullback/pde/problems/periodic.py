@@ -11,7 +11,7 @@ from .. import references
 from ..conditions import Equation, Initial, Periodic
 from ..domains import Interval, SpaceTime
 from . import kink
-from .ready import Ready, checked_positive, periodic
+from .ready import Ready, checked_positive, periodic, written
 
 _PI = math.pi
 
@@ -32,7 +32,7 @@ def Convection(beta: float = 40.0, *, hard: bool = False) -> Ready:
         [equation] if hard else [equation, Periodic("x", 0), Initial(start)],
         exact=lambda x, t: torch.sin(x - beta * t),
         name=f"Convection β={beta:g}",
-        equation=f"u_t + {beta:g} u_x = 0",
+        equation=f"u_t + {written(beta, ' ')}u_x = 0",
         hard=periodic(domain, start, 2 * _PI) if hard else None,
     )
 
@@ -41,7 +41,8 @@ def AllenCahn(diffusion: float = 1e-4, reaction: float = 5.0, *, hard: bool = Fa
     """u_t = D u_xx + ρ(u − u³) on [−1, 1] × [0, 1], periodic, u(x, 0) = x² cos πx.
 
     Compared with a Fourier solution. Hard: u = u₀ + t · N(sin πx, cos πx, t), where u₀ is the
-    initial value whose kink at x = ±1 the heat equation smooths as time goes on.
+    initial value whose kink at x = ±1 the heat equation smooths as time goes on, damped by the
+    reaction's slope −2ρ at u = −1.
     """
     d, rho = checked_positive("diffusion", diffusion), checked_positive("reaction", reaction)
     domain = SpaceTime(Interval(-1, 1), (0, 1))
@@ -52,12 +53,14 @@ def AllenCahn(diffusion: float = 1e-4, reaction: float = 5.0, *, hard: bool = Fa
         [equation] if hard else [equation, *soft],
         reference=references.allen_cahn(d, rho),
         name=f"Allen–Cahn D={d:g} ρ={rho:g}",
-        equation=f"u_t = {d:g} u_xx + {rho:g}(u − u³)",
-        hard=periodic(domain, lambda x, t: kink.start(x, t, d), 2.0) if hard else None,
+        equation=f"u_t = {d:g} u_xx + {written(rho)}(u − u³)",
+        hard=periodic(domain, lambda x, t: kink.start(x, t, d, 2 * rho), 2.0) if hard else None,
     )
 
 
-def KdV(eta: float = 1.0, mu: float = 0.022, *, hard: bool = False) -> Ready:
+def KdV(
+    eta: float = 1.0, mu: float = 0.022, *, initial_weight: float = 1.0, hard: bool = False
+) -> Ready:
     """u_t + ηuu_x + μ²u_xxx = 0 on [−1, 1] × [0, 1], periodic, u(x, 0) = cos πx.
 
     Compared with a Fourier solution. Hard: u = cos πx + t · N(sin πx, cos πx, t).
@@ -68,11 +71,12 @@ def KdV(eta: float = 1.0, mu: float = 0.022, *, hard: bool = False) -> Ready:
         return torch.cos(_PI * x)
 
     equation = Equation(lambda u: u.t + eta * u * u.x + mu**2 * u.xxx)
+    first = Initial(start, weight=initial_weight)
     return Ready(
         domain,
-        [equation] if hard else [equation, Periodic("x", 2), Initial(start)],
+        [equation] if hard else [equation, Periodic("x", 2), first],
         reference=references.kdv(eta, mu),
         name=f"KdV η={eta:g} μ={mu:g}",
-        equation=f"u_t + {eta:g} u u_x + {mu:g}² u_xxx = 0",
+        equation=f"u_t + {written(eta, ' ')}u u_x + {mu:g}² u_xxx = 0",
         hard=periodic(domain, start, 2.0) if hard else None,
     )

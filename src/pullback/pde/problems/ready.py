@@ -96,7 +96,9 @@ def checked_dim(what: str, dim: int, low: int = 1, high: int | None = None) -> i
     most = high if high is not None else dim
     if not isinstance(dim, int) or not low <= dim <= most:
         ends = f"from {low} to {high}" if high is not None else f"≥ {low}"
-        raise PullbackError(f"There is no {what} for this dimension", f"got dim={dim!r}", f"Use dim {ends}")
+        raise PullbackError(
+            f"There is no {what} for this dimension", f"got dim={dim!r}", f"Use dim {ends}"
+        )
     return dim
 
 
@@ -105,3 +107,12 @@ def checked_positive(what: str, value: float) -> float:
     if not 0 < value < float("inf"):
         raise PullbackError(f"The {what} is not usable", f"got {value!r}", "Use a number > 0")
     return float(value)
+
+
+def written(coefficient: float, space: str = "") -> str:
+    """A coefficient in front of a symbol: nothing for 1.
+
+    >>> written(1.0), written(0.25), written(40.0, " ")
+    ('', '0.25', '40 ')
+    """
+    return "" if coefficient == 1 else f"{coefficient:.4g}{space}"

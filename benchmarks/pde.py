@@ -1,0 +1,109 @@
+"""The benchmark set of PDEs: error, steps and time of every set-up, beside what others report.
+
+    python -m benchmarks.pde [--device cuda] [--only NAME ...] [--seeds 0 1] [--seconds 240]
+                             [--parallel 1] [--out FILE]
+
+Every run is a process of its own; with `--parallel` several share the device, so that times are upper
+bounds. Results are merged into the file, run by run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing as mp
+import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import pullback as pb
+
+from .timing import environment
+
+RESULTS = Path(__file__).parent / "results"
+
+#: relative L2 errors reported for these problems, which ours are to reach
+TARGETS = {
+    "poisson2d": 1e-9,
+    "poisson5d": 3.5e-8,
+    "poisson10d": 1.2e-5,
+    "poisson100d": 3.5e-3,
+    "heat1d": 6e-8,
+    "heat4d": 4e-7,
+    "burgers": 8e-9,
+    "burgers-smooth": 1e-9,
+    "burgers-single": 4e-7,
+    "allen-cahn": 1.9e-6,
+    "kdv": 2.2e-6,
+    "fokker-planck": 1.5e-3,
+}
+
+
+def one(name: str, seed: int, device: str, seconds: float | None) -> dict[str, Any]:
+    torch.set_num_threads(1 if device != "cpu" else torch.get_num_threads())
+    setup = pb.pde.setup(name)
+    start = time.perf_counter()
+    found = setup.solve(seed, device=device, progress=False, budget=seconds)
+    history, target = found.history, TARGETS.get(name)
+    thin = max(1, len(history.error) // 60)
+    return {
+        "name": name,
+        "seed": seed,
+        "problem": found.problem.name,
+        "parameters": sum(p.numel() for p in found.network.parameters()),
+        "error": found.error,
+        "target": target,
+        "seconds to target": None if target is None else history.seconds_to(target),
+        "steps": len(history),
+        "seconds": history.spent,
+        "wall": time.perf_counter() - start,
+        "loss": found.loss,
+        "stopped": found.stopped,
+        "curve": list(zip(history.measured, history.clock, history.error, strict=True))[::thin],
+    }
+
+
+def line(r: dict[str, Any]) -> str:
+    target, to = r["target"], r["seconds to target"]
+    goal = "" if target is None else f"  target {target:.1e} " + (
+        "missed" if to is None else f"in {to:.0f} s"
+    )
+    return (
+        f"{r['name']:16s} seed {r['seed']}  p {r['parameters']:6d}  error {r['error']:.2e}  "
+        f"{r['steps']:5d} steps  {r['seconds']:6.1f} s{goal}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--only", nargs="*", default=list(TARGETS))
+    parser.add_argument("--seeds", nargs="*", type=int, default=[0])
+    parser.add_argument("--seconds", type=float, default=None)
+    parser.add_argument("--parallel", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=None)
+    given = parser.parse_args()
+    path = given.out or RESULTS / f"pde-{given.device}.json"
+    kept = json.loads(path.read_text())["runs"] if path.exists() else {}
+    jobs = [(n, s) for s in given.seeds for n in given.only]
+    with ProcessPoolExecutor(given.parallel, mp.get_context("spawn"), max_tasks_per_child=1) as pool:
+        waiting = {
+            pool.submit(one, n, s, given.device, given.seconds): f"{n}/{s}" for n, s in jobs
+        }
+        for job in as_completed(waiting):
+            try:
+                found = job.result()
+            except Exception as error:  # one failed run must not take the others along
+                print(f"{waiting[job]}: {type(error).__name__}: {error}", flush=True)
+                continue
+            kept[waiting[job]] = {**found, "parallel": given.parallel}
+            print(line(found), flush=True)
+            where = environment(torch.device(given.device))
+            path.write_text(json.dumps({"environment": where, "runs": kept}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,220 @@
+"""The reproduction of Yin (2024): its parts against dense oracles, and a quick run."""
+
+import io
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch import Tensor
+from torch.func import grad, vmap
+
+from pullback import NaturalGradient, PullbackError
+from pullback.experiments.yin_2024 import EXPERIMENTS, problems, run, seed_range
+from pullback.experiments.yin_2024.checks import Check
+from pullback.experiments.yin_2024.methods import Natural
+from pullback.experiments.yin_2024.problems import Fit, Setting
+from pullback.experiments.yin_2024.runs import Record, entries
+from pullback.experiments.yin_2024.runs import run as run_one
+from pullback.experiments.yin_2024.search import ArgMin, Watch
+from pullback.experiments.yin_2024.statistics import Summary
+from pullback.experiments.yin_2024.store import Store
+from pullback.solvers import OrthogonalGreedy, PseudoInverse, Solution
+from pullback.steps import Clip, Constant, GridLineSearch, Local
+
+FITTED = Setting(problems.least_squares, (2, 4, 1), {"equation": 40})
+PINN = Setting(problems.poisson, (2, 4, 1), {"equation": 30, "dirichlet": 12})
+
+
+def quiet() -> Console:
+    return Console(file=io.StringIO())
+
+
+def jacobian(fit: Fit, of: Callable[[dict[str, Tensor], Tensor], Tensor], x: Tensor) -> Tensor:
+    """The rows ∂of/∂w at points x, by torch alone."""
+    params = {n: p.detach() for n, p in fit.model.named_parameters()}
+    found = vmap(grad(of), (None, 0))(params, x)
+    return torch.cat([found[n].flatten(1) for n in params], 1)
+
+
+def flat_gradient(fit: Fit) -> Tensor:
+    found = torch.autograd.grad(fit.loss(), list(fit.model.parameters()))
+    return torch.cat([g.flatten() for g in found])
+
+
+def direction(fit: Fit, method: Natural) -> Tensor:
+    optimizer = NaturalGradient(fit.model, solver=method.solver(), gram=method.gram)
+    batch = fit.values if method.l2 else None
+    return optimizer.direction(objective=fit.objective, metric_batch=batch).x
+
+
+def natural(rcond: float | None = None, **options: Any) -> Natural:
+    rule = partial(GridLineSearch, 30)
+    return Natural("NGD", "", partial(PseudoInverse, rcond), rule, **options)
+
+
+def test_problems_are_the_papers() -> None:
+    x = torch.tensor([0.5, 1.0], dtype=torch.float64)
+    torch.testing.assert_close(problems.target(x, x), torch.tensor([1.5, 1.0], dtype=x.dtype))
+    assert problems.poisson().conditions[1].weight == 100
+    assert [e.setting.layers for e in EXPERIMENTS.values()] == [
+        (2, 30, 1),
+        (2, 20, 20, 1),
+        (2, 20, 20, 1),
+    ]
+
+
+def test_least_squares_loss_is_half_the_mean_square() -> None:
+    fit = FITTED.start(0)
+    u = fit.values(dict(fit.model.named_parameters()))[:, 0]
+    want = 0.5 * (u - problems.target(*fit._inside.T)).square().mean()
+    torch.testing.assert_close(fit.loss(), want)
+
+
+def test_l2_metric_is_the_gram_of_u_at_the_losss_own_points() -> None:
+    fit = PINN.start(1)
+    j = jacobian(fit, lambda p, x: fit.model.apply_to(p, x[None])[0, 0], fit._inside)
+    g = flat_gradient(fit)
+    # rcond cuts singular values of A, so its square those of G
+    want = torch.linalg.pinv(j.T @ j / len(j), hermitian=True, rtol=1e-6) @ g
+    torch.testing.assert_close(direction(fit, natural(1e-3, l2=True)), want, rtol=1e-6, atol=1e-6)
+
+
+def test_ngd_and_e_ngd_are_one_method_for_least_squares() -> None:
+    one, two = (direction(FITTED.start(2), natural(1e-3, l2=l2)) for l2 in (False, True))
+    torch.testing.assert_close(one, two, rtol=1e-7, atol=1e-7)
+
+
+class _Uphill:
+    """A local picture in which every step raises the loss."""
+
+    @staticmethod
+    def local(x: Tensor) -> Local:
+        return Local(
+            loss=0.0,
+            gradient=x,
+            solve=lambda damping, about: Solution(x, 0.0),
+            path=lambda: None,
+            image=lambda v: v,
+            losses=lambda moves: moves.norm(dim=1),
+            lr=1.0,
+            scaled=lambda v: v,
+        )
+
+
+def test_arg_min_moves_where_the_grid_search_rejects() -> None:
+    local = _Uphill.local(torch.ones(3, dtype=torch.float64))
+    assert not GridLineSearch(5).take(local).accepted
+    move = ArgMin(5).take(local)
+    assert move.accepted
+    assert move.size == 0.5**4
+
+
+def test_watch_sees_the_direction_before_it_is_cut() -> None:
+    x = torch.tensor([5.0, -7.0], dtype=torch.float64)
+    watch = Watch(Clip(1.0, Constant(1.0)))
+    assert watch.take(_Uphill.local(x)).direction.tolist() == [1.0, -1.0]
+    assert (watch.largest, watch.energy) == (7.0, 74.0)
+
+
+def test_share_of_all_vectors_is_one_and_of_few_is_less() -> None:
+    size = FITTED.start(0).size
+    full, few = (natural(greedy=k).on(FITTED.start(0)).probe()["share"] for k in (size, 2))
+    # vectors that round-off could not tell from the others are left out
+    assert math.isclose(full, 1.0, rel_tol=0.05)
+    assert 0 < few < full
+
+
+def test_a_run_ends_where_it_is_stuck_or_lost() -> None:
+    stuck = natural()
+    stuck = replace(stuck, rule=lambda: Clip(1e-300, GridLineSearch(30)))
+    record = run_one(FITTED, stuck, 0, 20)
+    assert record.stuck == 1
+    assert record.steps == [0, 1]
+    assert record.loss[0] == record.loss[1]
+    sgd = next(m for m, _ in EXPERIMENTS["shallow"].methods if m.name == "SGD")
+    lost = run_one(FITTED, replace(sgd, lr=1e200), 0, 20)
+    assert lost.stuck is not None
+    assert Summary([lost]).loss == math.inf
+
+
+def test_pretraining_is_adam_first() -> None:
+    method = natural(pretrain=3)
+    adam = next(m for m, _ in EXPERIMENTS["deep"].methods if m.name == "Adam")
+    one, two = (run_one(FITTED, m, 0, 3) for m in (method, adam))
+    assert one.loss == two.loss
+    assert run_one(FITTED, method, 0, 4).values("rank")
+
+
+def test_greedy_lowers_the_loss() -> None:
+    method = replace(natural(), solver=lambda: OrthogonalGreedy(5))
+    record = run_one(FITTED, method, 0, 10)
+    assert record.loss[-1] < 0.5 * record.loss[0]
+    assert set(record.values("rank")) == {5.0}
+
+
+def test_entries_are_few_and_reach_the_end() -> None:
+    assert max(entries(2000)) == 2000
+    assert len(entries(2000)) <= 42
+
+
+def test_finished_seeds_are_read_and_other_configurations_refused(tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    config = {"points": 3, "methods": {"a": {"steps": 1}}}
+    store = Store(path, config)
+    store.put("a", 4, Record([0, 1], [0.0, 0.1], [2.0, 1.0], [2.0, 1.0]))
+    more = {**config, "methods": {**config["methods"], "b": {"steps": 2}}}
+    again = Store(path, more)
+    assert again.has("a", 4)
+    assert not again.has("b", 4)
+    assert again.of("a", [4])[0].loss == [2.0, 1.0]
+    for other in ({**config, "points": 5}, {**config, "methods": {"a": {"steps": 9}}}):
+        with pytest.raises(PullbackError, match="another configuration"):
+            Store(path, other)
+
+
+def test_a_check_says_when_it_differs_from_the_record() -> None:
+    assert "unlike" in str(Check("c", True, False, "n"))
+    assert "unlike" not in str(Check("c", False, False, "n"))
+
+
+@pytest.mark.parametrize("text", ["", "a", "1-2-3", "-1", "5-2"])
+def test_bad_seeds_are_refused(text: str) -> None:
+    with pytest.raises(PullbackError, match="seeds"):
+        seed_range(text)
+
+
+def test_unknown_experiments_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(PullbackError, match="no experiment 'wave'"):
+        run(True, [0], tmp_path, quiet(), names=["wave"])
+
+
+def test_quick_run_writes_results_and_figure_and_resumes(tmp_path: Path) -> None:
+    console = quiet()
+    assert run(True, [0], tmp_path, console, names=["shallow"])
+    path = tmp_path / "yin-2024-shallow-quick.json"
+    before = json.loads(path.read_text())
+    assert set(before["runs"]) == {m.name for m, _ in EXPERIMENTS["shallow"].methods}
+    assert before["environment"]["torch"] == torch.__version__
+    assert (tmp_path / "yin-2024-shallow-quick.png").stat().st_size > 10_000
+    assert run(True, [0], tmp_path, console, names=["shallow"])
+    assert json.loads(path.read_text()) == before
+
+
+def test_every_method_takes_a_step_on_a_small_poisson_problem() -> None:
+    for method, _ in EXPERIMENTS["poisson"].methods:
+        record = run_one(PINN, method, 0, 1)
+        assert record.steps[-1] == 1, method.name
+        assert math.isfinite(record.loss[-1])
+
+
+def test_every_group_names_methods_of_the_experiment() -> None:
+    for experiment in EXPERIMENTS.values():
+        names = {m.name for m, _ in experiment.methods}
+        assert set().union(*experiment.groups.values()) == names

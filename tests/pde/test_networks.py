@@ -1,0 +1,106 @@
+"""Networks for PDEs: shapes, seeds, exact constraints, and that jets go through all of them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pullback import PullbackError, pde
+from pullback.maps.jets import Jet, Scheme, nested
+from pullback.pde.networks import ACTIVATIONS
+
+X = torch.rand(6, 2, generator=torch.Generator().manual_seed(0)).double()
+BOX = pde.Box([(0, 1), (0, 2)])
+SCHEME = Scheme.of([(0, 0, 1), (1, 1)], laplacian=(0, 1))
+
+
+def jets(network: nn.Module, x: Tensor = X) -> None:
+    with torch.no_grad():
+        got = network(Jet.input(x, SCHEME)).stacked()
+        want = nested(network, x, SCHEME)
+    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("activation", [*ACTIVATIONS, nn.Mish])
+def test_every_activation_carries_jets(activation: Any) -> None:
+    network = pde.mlp(2, 5, 4, 3, activation=activation, seed=1)
+    assert network(X).shape == (6, 3)
+    assert network(X).dtype == torch.float64
+    jets(network)
+
+
+def test_seeds() -> None:
+    torch.manual_seed(3)
+    before = torch.random.get_rng_state()
+    one, two, three = pde.mlp(2, 4, 1, seed=5), pde.mlp(2, 4, 1, seed=5), pde.mlp(2, 4, 1, seed=6)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert torch.equal(one(X), two(X))
+    assert not torch.equal(one(X), three(X))
+    assert pde.mlp(1, 2, dtype=torch.float32)(torch.ones(1, 1)).dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [((), {}), ((2,), {}), ((2, 0, 1), {}), ((2, 3.0, 1), {}), ((2, 3, 1), {"activation": "rule"})],
+)
+def test_unusable_networks(sizes: Any, options: Any) -> None:
+    with pytest.raises(PullbackError):
+        pde.mlp(*sizes, **options)
+
+
+def test_rescaled() -> None:
+    network = pde.Rescaled(pde.mlp(2, 3, 1, seed=0), BOX)
+    corners = torch.tensor([[0.0, 0.0], [1.0, 2.0], [0.5, 1.0]]).double()
+    inner = torch.tensor([[-1.0, -1.0], [1.0, 1.0], [0.0, 0.0]]).double()
+    torch.testing.assert_close(network(corners), network.network(inner))
+    jets(network)
+
+
+def test_fourier_features() -> None:
+    features = pde.FourierFeatures(2, 3, scale=2.0, seed=4)
+    out = features(X)
+    assert out.shape == (6, 6)
+    phase = X @ features.frequencies.T
+    torch.testing.assert_close(out, torch.cat([phase.sin(), phase.cos()], 1))
+    jets(nn.Sequential(features, pde.mlp(6, 4, 2, seed=0)))
+
+
+def test_periodic_embedding() -> None:
+    for axis, harmonics in ((0, 1), (1, 3)):
+        embed = pde.PeriodicEmbedding(2, axis, 2.0, harmonics)
+        network = nn.Sequential(embed, pde.mlp(1 + 2 * harmonics, 4, 1, seed=0))
+        shift = torch.zeros(2).double()
+        shift[axis] = 2.0
+        torch.testing.assert_close(network(X + shift), network(X), rtol=1e-12, atol=1e-12)
+        jets(network)
+    waves = pde.PeriodicEmbedding(1, 0, 1.0, 2)(X[:, :1])
+    angle = 2 * math.pi * X[:, 0]
+    want = torch.stack([angle.sin(), angle.cos(), (2 * angle).sin(), (2 * angle).cos()], 1)
+    torch.testing.assert_close(waves, want)
+    for wrong in ((2, 2, 1.0), (2, 0, 0.0), (2, 0, 1.0, 0)):
+        with pytest.raises(PullbackError, match="periodic embedding"):
+            pde.PeriodicEmbedding(*wrong)
+
+
+def test_hard_constraints() -> None:
+    inner = pde.mlp(2, 5, 2, seed=0)
+    network = pde.Hard(
+        inner,
+        BOX,
+        distance=lambda x, y: (x * (1 - x), y),
+        lift=lambda x, y: (torch.sin(y) + torch.zeros_like(x), torch.ones_like(x) * 3),
+    )
+    x, y = X[:, :1], X[:, 1:]
+    out = inner(X)
+    want = torch.cat([y.sin() + x * (1 - x) * out[:, :1], 3 + y * out[:, 1:]], 1)
+    torch.testing.assert_close(network(X), want)
+    jets(network)
+    one = pde.Hard(inner, BOX, distance=lambda points: points[:, :1] * points[:, 1:])
+    torch.testing.assert_close(one(X), x * y * out)
+    jets(one)
+    with pytest.raises(PullbackError, match="The distance asks for 'z'"):
+        pde.Hard(inner, BOX, distance=lambda z: z)(X)

@@ -1,0 +1,168 @@
+"""Time in pieces: each slab goes on from the last, and together they solve the whole."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pullback import PullbackError, pde
+from pullback.pde.slabs import Slabs, _continued
+
+pi = math.pi
+
+
+def heat(**options: Any) -> pde.Problem:
+    return pde.Problem(
+        pde.SpaceTime(pde.Interval(0, 1), (0, 1)),
+        [
+            pde.Equation(lambda u: u.t - 0.1 * u.xx),
+            pde.Dirichlet(0.0),
+            pde.Initial(lambda x: torch.sin(pi * x), weight=10.0),
+        ],
+        exact=lambda x, t: torch.exp(-0.1 * pi**2 * t) * torch.sin(pi * x),
+        **options,
+    )
+
+
+def wave() -> pde.Problem:
+    return pde.Problem(
+        pde.SpaceTime(pde.Interval(0, 1), (0, 1)),
+        [
+            pde.Equation(lambda u: (u.tt - u.xx) / pi**2),
+            pde.Dirichlet(0.0),
+            pde.Initial(lambda x: torch.sin(pi * x), velocity=0.0, weight=10.0),
+        ],
+        exact=lambda x, t: torch.cos(pi * t) * torch.sin(pi * x),
+    )
+
+
+def run(problem: pde.Problem | None = None, **options: Any) -> pde.Solution:
+    return pde.solve(
+        problem or heat(),
+        pde.mlp(2, 8, 1, seed=0),
+        **{"steps": 6, "points": 49, "progress": False, "slabs": 2, **options},
+    )
+
+
+@pytest.mark.parametrize("problem", [heat, wave])
+def test_slabs_together_solve_the_whole(problem: Any) -> None:
+    solution = pde.solve(
+        problem(), pde.mlp(2, 14, 1, seed=0), slabs=2, points=100, steps=50, progress=False
+    )
+    assert solution.error < 2e-3
+    assert isinstance(solution.network, Slabs)
+    assert len(solution.network.networks) == 2
+
+
+def test_a_slab_starts_where_the_last_one_ended() -> None:
+    problem = wave()
+    for before in (pde.mlp(2, 5, 1, seed=3), pde.mlp(2, 5, 1, seed=3, activation=nn.ELU)):
+        later = _continued(problem.conditions[2], problem, before)
+        assert isinstance(later, pde.Initial)
+        x = torch.rand(6, 2).double()
+        y = x.clone().requires_grad_()
+        (g,) = torch.autograd.grad(before(y).sum(), y)
+        value, velocity = later.value, later.velocity
+        assert callable(value)
+        assert callable(velocity)
+        torch.testing.assert_close(value(points=x), before(x)[:, 0].detach())
+        torch.testing.assert_close(velocity(points=x), g[:, 1])
+        torch.testing.assert_close(velocity(points=x.float()), g[:, 1], rtol=1e-4, atol=1e-5)
+    assert _continued(problem.conditions[1], problem, before) is problem.conditions[1]
+    assert _continued(problem.conditions[2], problem, None) is problem.conditions[2]
+
+
+def test_fields_go_on_each_by_itself() -> None:
+    problem = pde.Problem(
+        pde.SpaceTime(pde.Interval(0, 1), (0, 1)),
+        [
+            pde.Equation(lambda u, v: u.t - v, lambda u, v: v.t + u),
+            pde.Initial(1.0, field="u"),
+            pde.Initial(0.0, field="v"),
+        ],
+        fields="uv",
+        exact=lambda t: (torch.cos(t), -torch.sin(t)),
+    )
+    network = pde.mlp(2, 4, 2, seed=0)
+    x = torch.rand(3, 2).double()
+    for i, condition in enumerate(problem.conditions[1:]):
+        later = _continued(condition, problem, network)
+        assert torch.equal(later.value(points=x), network(x)[:, i].detach())  # pyright: ignore
+    solution = pde.solve(
+        problem, pde.mlp(2, 8, 2, seed=0), slabs=3, points=36, steps=30, progress=False
+    )
+    assert solution.error < 1e-3
+
+
+def test_the_network_of_a_time() -> None:
+    class Constant(nn.Module):
+        def __init__(self, value: float) -> None:
+            super().__init__()
+            self.value = value
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.full((len(x), 1), self.value).double()
+
+    whole = Slabs([Constant(float(i)) for i in range(3)], torch.tensor([0.0, 1.0, 2.0, 3.0]))
+    x = torch.tensor([[9, 0.0], [9, 0.5], [9, 1.5], [9, 2.5], [9, 3.0]]).double()
+    assert whole(x)[:, 0].tolist() == [0, 0, 1, 2, 2]
+
+
+def test_the_given_network_is_where_the_first_slab_starts() -> None:
+    network = pde.mlp(2, 8, 1, seed=0)
+    before = [p.detach().clone() for p in network.parameters()]
+    run()
+    assert all(torch.equal(a, b) for a, b in zip(before, network.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("options", [{}, {"single": 3}, {"resample": 2}], ids=str)
+def test_resumed_slabs_reach_the_same_bits(options: dict[str, Any], tmp_path: Path) -> None:
+    """A budget ends runs within slabs; it counts what this call spends, not earlier ones."""
+    whole = run(**options)
+    path = tmp_path / "run.pt"
+    calls = 0
+    while calls < 30:
+        calls += 1
+        part = run(checkpoint=path, budget=1e-9, **options)
+        if not part.stopped.startswith("the budget"):
+            break
+    assert calls > 5
+    assert part.history.loss == whole.history.loss
+    mine, theirs = part.network.state_dict(), whole.network.state_dict()
+    assert all(torch.equal(mine[k], theirs[k]) for k in theirs)
+
+
+def test_budgets_and_callbacks_end_all_slabs() -> None:
+    none = run(budget=0.0)
+    assert none.stopped.startswith("the budget")
+    assert len(none.history) == 0
+    x = torch.rand(5, 2).double()
+    assert none(x).shape == (5, 1)
+    asked = run(callbacks=[lambda run, info: len(run.history) == 2])
+    assert len(asked.history) == 2
+    assert "callback" in asked.stopped
+
+
+def test_what_has_no_slabs() -> None:
+    still = pde.Problem(pde.Interval(0, 1), [pde.Equation(lambda u: u.xx)])
+    with pytest.raises(PullbackError, match="slabs need time"):
+        pde.solve(still, pde.mlp(1, 3, 1), slabs=2)
+    domain = pde.SpaceTime(pde.Interval(0, 1), (0, 1))
+    fixed = pde.Problem(
+        domain,
+        [
+            pde.Equation(lambda u: u.t),
+            pde.Dirichlet(0.0, on=domain.face("x", "low")),
+            pde.Initial(0.0),
+        ],
+    )
+    with pytest.raises(PullbackError, match="as a function of the domain"):
+        pde.solve(fixed, pde.mlp(2, 3, 1), slabs=2)
+    for slabs in (0, -1, 1.5):
+        with pytest.raises(PullbackError, match="length"):
+            run(slabs=slabs)
