@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing as mp
+import subprocess
+import sys
 import time
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ TARGETS = {
     "heat4d": 4e-7,
     "burgers": 8e-9,
     "burgers-smooth": 1e-9,
+    "burgers-record": 1e-12,
     "burgers-single": 4e-7,
     "allen-cahn": 1.9e-6,
     "kdv": 2.2e-6,
@@ -88,21 +90,30 @@ def main() -> None:
     given = parser.parse_args()
     path = given.out or RESULTS / f"pde-{given.device}.json"
     kept = json.loads(path.read_text())["runs"] if path.exists() else {}
-    jobs = [(n, s) for s in given.seeds for n in given.only]
-    with ProcessPoolExecutor(given.parallel, mp.get_context("spawn"), max_tasks_per_child=1) as pool:
-        waiting = {
-            pool.submit(one, n, s, given.device, given.seconds): f"{n}/{s}" for n, s in jobs
-        }
+    with ThreadPoolExecutor(given.parallel) as pool:
+        waiting = [
+            pool.submit(in_its_own_process, n, s, given.device, given.seconds)
+            for s in given.seeds
+            for n in given.only
+        ]
         for job in as_completed(waiting):
-            try:
-                found = job.result()
-            except Exception as error:  # one failed run must not take the others along
-                print(f"{waiting[job]}: {type(error).__name__}: {error}", flush=True)
+            found = job.result()
+            if "failed" in found:  # one failed run does not take the others along
+                print(f"{found['name']} seed {found['seed']}: {found['failed']}", flush=True)
                 continue
-            kept[waiting[job]] = {**found, "parallel": given.parallel}
+            kept[f"{found['name']}/{found['seed']}"] = {**found, "parallel": given.parallel}
             print(line(found), flush=True)
             where = environment(torch.device(given.device))
             path.write_text(json.dumps({"environment": where, "runs": kept}, indent=1) + "\n")
+
+
+def in_its_own_process(name: str, seed: int, device: str, seconds: float | None) -> dict[str, Any]:
+    call = f"from benchmarks.pde import one; import json; print(json.dumps(one{(name, seed, device, seconds)!r}))"
+    done = subprocess.run([sys.executable, "-c", call], capture_output=True, text=True)
+    if done.returncode:
+        last = (done.stderr.strip() or f"status {done.returncode}").splitlines()[-1]
+        return {"name": name, "seed": seed, "failed": last}
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 if __name__ == "__main__":

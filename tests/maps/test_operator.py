@@ -47,7 +47,7 @@ def networks() -> dict[str, Callable[[], nn.Module]]:
 
     def tied() -> nn.Module:
         net = nn.Sequential(lin(D, 5), nn.Tanh(), lin(5, 5), nn.Tanh(), lin(5, 5), nn.Tanh())
-        net[4].weight = net[2].weight
+        net[4].weight = net[2].weight  # pyright: ignore[reportAttributeAccessIssue]
         return nn.Sequential(net, lin(5, 2))
 
     def frozen() -> nn.Module:
@@ -311,7 +311,7 @@ def test_kernels_between_operators_of_different_orders() -> None:
         assert_close(one.kernel(two), one.rows() @ two.rows().T, 1e-11, name)
         assert_close(two.kernel(one), two.rows() @ one.rows().T, 1e-11, name)
         fixed = {n: p.detach() for n, p in params.items()}
-        found = jacrev(lambda p: pairs(p))(fixed)
+        found = jacrev(pairs)(fixed)
         j = torch.cat([x.flatten(0, 1).flatten(1) for x in found.values()], 1)
         assert_close(two.rows(), j, 1e-11, name)
 

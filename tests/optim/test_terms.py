@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.func import functional_call, grad, hessian, jacrev
 import pullback as pb
 from pullback.maps import ObjectiveMap, OperatorMap, Scheme
 from pullback.optim import Energy, Objective, Squares
+from pullback.optim.objective import ObjectiveProblem
 
 N = 9
 X = torch.linspace(-1, 1, N).double()[None, :, None]
@@ -168,7 +170,7 @@ def test_energies_and_squares_together(form: str, damping: float) -> None:
 def test_structured_terms_beside_plain_residuals() -> None:
     net = network()
     z, j = dense_squares(net)
-    w, unflatten = flat_of(net)
+    w, _ = flat_of(net)
 
     def plain(p: dict[str, Tensor]) -> Tensor:
         return torch.cat([v.flatten() for v in p.values()]) * 0.3
@@ -189,17 +191,14 @@ def test_steps_lower_the_loss(step: Any) -> None:
     whole = Objective([squares(net)])
     losses = [opt.step(objective=whole).loss for _ in range(15)]
     assert losses[-1] < 0.2 * losses[0]  # the two equations contradict each other
-    assert all(b <= a for a, b in zip(losses, losses[1:], strict=False))
+    assert all(b <= a for a, b in pairwise(losses))
 
 
 def test_trial_losses_are_those_of_the_trials() -> None:
     """The vectorized evaluation at many moves agrees with one at a time."""
     net = network()
     whole = Objective([energy(net), squares(net)])
-    from pullback.optim.objective import ObjectiveProblem
-
-    params = {n: p for n, p in net.named_parameters()}
-    problem = ObjectiveProblem(params, whole, "mean")
+    problem = ObjectiveProblem(dict(net.named_parameters()), whole, "mean")
     problem.evaluate()
     w, unflatten = flat_of(net)
     moves = 0.1 * torch.randn(5, len(w)).double()

@@ -205,10 +205,10 @@ def test_unusable_weights(weight: Any) -> None:
     "make",
     [
         lambda: pde.Equation(),
-        lambda: pde.Equation(3),
-        lambda: pde.Energy(0.5),
+        lambda: pde.Equation(3),  # pyright: ignore[reportArgumentType]
+        lambda: pde.Energy(0.5),  # pyright: ignore[reportArgumentType]
         lambda: pde.Periodic("x", -1),
-        lambda: pde.Periodic("x", 1.5),
+        lambda: pde.Periodic("x", 1.5),  # pyright: ignore[reportArgumentType]
         lambda: pde.Data(torch.zeros(3, 1), torch.zeros(2)),
         lambda: pde.Data(torch.zeros(3, 1), torch.tensor([0.0, float("nan"), 1.0])),
     ],

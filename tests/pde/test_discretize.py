@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ def objective(
 
 
 def test_the_step_is_gauss_newton_of_all_conditions() -> None:
-    """Δu = f and u = g, both by hand from torch.func.hessian, in one dense least-squares problem."""
+    """Equation and boundary by hand from torch.func.hessian, in one dense least-squares problem."""
     problem = pde.Problem(
         pde.Box([(0, 1), (0, 1)]),
         [
@@ -87,12 +88,13 @@ def test_points_outside_the_domain_are_refused() -> None:
     other = pde.Box([(0, 2), (0, 1)])
     line = pde.Interval(0, 1)
     wave = pde.Equation(lambda u: u.laplacian)
-    for region, message in (
+    regions: list[tuple[Any, str]] = [
         (other.face("x", "high"), "outside the domain"),
         (line.boundary, "does not fit the domain"),
         (lambda domain: None, "is none"),
         (3, "is none"),
-    ):
+    ]
+    for region, message in regions:
         problem = pde.Problem(box, [wave, pde.Dirichlet(0.0, on=region)])
         with pytest.raises(PullbackError, match=message):
             draw(problem, problem.conditions[1], 10, "sobol", 0, box)
@@ -111,7 +113,7 @@ def test_points_outside_the_domain_are_refused() -> None:
         (lambda u: u.normal, "no outward normal"),
     ],
 )
-def test_unusable_residuals(residual, message: str) -> None:
+def test_unusable_residuals(residual: Any, message: str) -> None:
     problem = pde.Problem(pde.Box([(0, 1), (0, 1)]), [pde.Equation(residual)])
     network = pde.mlp(2, 3, 1, seed=0)
     trial = Trial(network, {}, next(network.parameters()))

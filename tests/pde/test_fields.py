@@ -106,7 +106,7 @@ def test_arithmetic_in_both_orders(op: Callable[[Any, Any], Any], other: str) ->
 
 
 def test_signs_comparisons_and_functions() -> None:
-    u = field("x", "y", "t")
+    u: Any = field("x", "y", "t")
     w = u.value
     assert torch.equal(-u, -w)
     assert torch.equal(+u, w)

@@ -81,7 +81,8 @@ def test_periodic_embedding() -> None:
     angle = 2 * math.pi * X[:, 0]
     want = torch.stack([angle.sin(), angle.cos(), (2 * angle).sin(), (2 * angle).cos()], 1)
     torch.testing.assert_close(waves, want)
-    for wrong in ((2, 2, 1.0), (2, 0, 0.0), (2, 0, 1.0, 0)):
+    unusable: list[tuple[Any, ...]] = [(2, 2, 1.0), (2, 0, 0.0), (2, 0, 1.0, 0)]
+    for wrong in unusable:
         with pytest.raises(PullbackError, match="periodic embedding"):
             pde.PeriodicEmbedding(*wrong)
 

@@ -52,9 +52,15 @@ def run(problem: pde.Problem | None = None, **options: Any) -> pde.Solution:
 @pytest.mark.parametrize("problem", [heat, wave])
 def test_slabs_together_solve_the_whole(problem: Any) -> None:
     solution = pde.solve(
-        problem(), pde.mlp(2, 14, 1, seed=0), slabs=2, points=100, steps=50, progress=False
+        problem(),
+        pde.mlp(2, 14, 1, seed=0),
+        slabs=2,
+        points=100,
+        steps=150,
+        tol=1e-4,
+        progress=False,
     )
-    assert solution.error < 2e-3
+    assert solution.error < 1e-3
     assert isinstance(solution.network, Slabs)
     assert len(solution.network.networks) == 2
 
@@ -92,11 +98,11 @@ def test_fields_go_on_each_by_itself() -> None:
     x = torch.rand(3, 2).double()
     for i, condition in enumerate(problem.conditions[1:]):
         later = _continued(condition, problem, network)
-        assert torch.equal(later.value(points=x), network(x)[:, i].detach())  # pyright: ignore
+        assert torch.equal(later.value(points=x), network(x)[:, i].detach())  # pyright: ignore[reportAttributeAccessIssue]
     solution = pde.solve(
-        problem, pde.mlp(2, 8, 2, seed=0), slabs=3, points=36, steps=30, progress=False
+        problem, pde.mlp(2, 8, 2, seed=0), slabs=3, points=36, steps=150, tol=1e-5, progress=False
     )
-    assert solution.error < 1e-3
+    assert solution.error < 1e-4
 
 
 def test_the_network_of_a_time() -> None:
@@ -125,12 +131,9 @@ def test_resumed_slabs_reach_the_same_bits(options: dict[str, Any], tmp_path: Pa
     """A budget ends runs within slabs; it counts what this call spends, not earlier ones."""
     whole = run(**options)
     path = tmp_path / "run.pt"
-    calls = 0
-    while calls < 30:
-        calls += 1
-        part = run(checkpoint=path, budget=1e-9, **options)
-        if not part.stopped.startswith("the budget"):
-            break
+    part, calls = run(checkpoint=path, budget=1e-9, **options), 1
+    while part.stopped.startswith("the budget") and calls < 30:
+        part, calls = run(checkpoint=path, budget=1e-9, **options), calls + 1
     assert calls > 5
     assert part.history.loss == whole.history.loss
     mine, theirs = part.network.state_dict(), whole.network.state_dict()

@@ -134,7 +134,8 @@ class JetLinearization(FunctionLinearization):
         for used in self._uses:
             pieces = []
             for x in used.output.tensors:
-                g = torch.zeros_like(x) if found[at] is None else found[at]
+                g = found[at]
+                g = torch.zeros_like(x) if g is None else g
                 pieces.append(g if x is used.output.first else g[None])
                 at += 1
             deltas.append(torch.cat(pieces))
@@ -198,7 +199,8 @@ class JetLinearization(FunctionLinearization):
         dtype = self.space.dtype
         x, delta = torch.cat(inputs, 2).to(dtype), torch.cat(deltas, 3).to(dtype)
         h = torch.cat(heights).to(x)
-        return AffineBlock(weight, bias, x.__getitem__, tuple(x.shape), delta, h)
+        n, g, t, i = x.shape
+        return AffineBlock(weight, bias, x.__getitem__, (n, g, t, i), delta, h)
 
     def rows(self) -> Tensor:
         return self.pullback(identity_covectors(self.value)).rows()

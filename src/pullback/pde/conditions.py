@@ -33,7 +33,7 @@ class View:
         here = self.fields[site]
         if name is None and len(here) == 1:
             return next(iter(here.values()))
-        if name not in here:
+        if name is None or name not in here:
             raise PullbackError(
                 "The condition must say which field it is for"
                 if name is None

@@ -86,8 +86,8 @@ def _energy(
     view: Any,
 ) -> Energy:
     """z holds just the derivatives that the density depends on."""
-    wanted: list[Index | None] = [*sorted(request.indices, key=lambda i: (len(i), i))]
-    wanted += [None] if request.laplacian else []
+    indices = sorted(request.indices, key=lambda i: (len(i), i))
+    wanted: list[Index | None] = [*indices, *([None] if request.laplacian else [])]
 
     def operator(channels: Tensor, params: dict[str, Tensor]) -> Tensor:
         out = []

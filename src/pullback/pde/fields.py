@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from .._core.errors import PullbackError
 from ..maps import Scheme
@@ -94,9 +95,9 @@ Channel = Callable[[Index | None], Tensor]
 class Field:
     """One component u of the network at the points, (N,), with its derivatives as attributes.
 
-    `u.x`, `u.xt` are partial derivatives by coordinate names, `u.laplacian` and `u.grad` (N, d) those
-    in space, `u.normal` the outward one on a boundary, `u.d("x1", "x1")` spells a name out. In
-    arithmetic and in torch's functions the field is its value.
+    `u.x`, `u.xt` are partial derivatives by coordinate names, `u.laplacian` and `u.grad` (N, d)
+    those in space, `u.normal` the outward one on a boundary, `u.d("x1", "x1")` spells a name out.
+    In arithmetic and in torch's functions the field is its value.
     """
 
     def __init__(
@@ -145,9 +146,7 @@ class Field:
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        plain = torch.utils._pytree.tree_map(
-            lambda a: a.value if isinstance(a, Field) else a, (args, kwargs or {})
-        )
+        plain = tree_map(lambda a: a.value if isinstance(a, Field) else a, (args, kwargs or {}))
         return func(*plain[0], **plain[1])
 
 

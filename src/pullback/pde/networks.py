@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -59,7 +60,7 @@ def mlp(
         if seed is not None:
             torch.manual_seed(seed)
         layers: list[nn.Module] = []
-        for i, (a, b) in enumerate(zip(sizes, sizes[1:], strict=False)):
+        for i, (a, b) in enumerate(pairwise(sizes)):
             layers += [make()] if i else []
             layers.append(nn.Linear(a, b, dtype=dtype))
     return nn.Sequential(*layers)

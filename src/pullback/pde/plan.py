@@ -43,7 +43,6 @@ class Refine:
                 "Use every ≥ 1, 0 < renew ≤ 1, candidates ≥ 1 and floor ≥ 0",
             )
 
-
     def due(self, step: int) -> bool:
         """Whether points move before this step."""
         return step > 0 and step % self.every == 0 and not self.over(step - 1)

@@ -57,7 +57,7 @@ class Problem:
             raise PullbackError(
                 "The problem has no domain",
                 f"got {self.domain!r}",
-                "Pass a Box, Ball, SpaceTime, …",
+                "Pass a Box, Disk, SpaceTime…",
             )
         wrong = [c for c in self.conditions if not isinstance(c, Condition)]
         if wrong:

@@ -62,6 +62,7 @@ def march(
     edges = torch.linspace(*domain.time, count + 1, dtype=torch.float64)
     networks: list[nn.Module] = []
     history, stopped, budget, spent = History(), "", options["budget"], 0.0
+    unknowns: dict[str, float] = {}
     for i in range(count):
         part = domain.slab(float(edges[i]), float(edges[i + 1]))
         conditions = [
@@ -76,11 +77,12 @@ def march(
         networks.append(here)
         spent += run.history.spent - run.begun
         history, stopped = history.joined(solved.history), solved.stopped
+        unknowns = solved.unknowns
         if stopped.startswith(("the budget", "a callback")):
             edges = torch.cat([edges[: i + 1], edges[-1:]])
             break
     whole = Slabs(networks, edges.to(next(network.parameters())))
-    return Solution(problem, whole, history, unknowns=solved.unknowns, stopped=stopped)
+    return Solution(problem, whole, history, unknowns=unknowns, stopped=stopped)
 
 
 def _continued(condition: Condition, problem: Problem, before: nn.Module | None) -> Condition:

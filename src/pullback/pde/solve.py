@@ -82,19 +82,14 @@ def solve(
         device: where to solve; by default where the network is.
         progress: show a line on the terminal.
     """
-    least = {
-        "steps": (steps, 0),
-        "slabs": (slabs, 1),
-        "single": (single, 0),
-        "measure": (measure, 1),
-    }
+    least = dict(steps=(steps, 0), slabs=(slabs, 1), single=(single, 0), measure=(measure, 1))
     if any(not isinstance(n, int) or n < low for n, low in least.values()):
         raise PullbackError(
             "The run's length is not usable",
             f"got {', '.join(f'{name}={n!r}' for name, (n, _) in least.items())}",
             "Use integers steps ≥ 0, slabs ≥ 1, single ≥ 0, measure ≥ 1",
         )
-    options = dict(
+    options: dict[str, Any] = dict(
         steps=steps, points=points, sampler=sampler, seed=seed, resample=resample, refine=refine,
         solver=solver, step=step, gram=gram, memory=memory, single=single, tol=tol,
         patience=patience, budget=budget, measure=measure, callbacks=callbacks, device=device,
@@ -256,7 +251,8 @@ class Run:
             return f"{_REJECTED} steps in a row could not lower the loss"
         wait = self._patience
         if wait is not None and self._still(len(history) - wait - 1):
-            if history.loss[-1] > 0.99 * history.loss[-1 - wait]:
+            before = history.loss[-1 - wait]
+            if history.loss[-1] > before - 0.01 * abs(before):  # energies may be negative
                 return f"the loss fell by less than 1 % in {wait} steps"
         if self._budget is not None and history.spent - self.begun >= self._budget:
             return f"the budget of {self._budget:g} s is spent"
@@ -298,10 +294,9 @@ class Run:
         new = self._objective is None
         if drawn != self._drawn:
             self._sites, self._drawn, new = self._plan.draw(drawn), drawn, True
-        elif refine is not None and refine.due(number):
-            if self._refined != number:  # else an interrupted step had come this far
-                self._sites, new = self._plan.refined(self._sites, self._trial, number), True
-                self._refined = number
+        elif refine is not None and refine.due(number) and self._refined != number:
+            self._sites, new = self._plan.refined(self._sites, self._trial, number), True
+            self._refined = number  # an interrupted step finds its points as they were
         if number == self._single or (number == 0 and self._single):
             new = True
         if new:
@@ -344,11 +339,11 @@ class Run:
                 if not bool(bad.any()):
                     bad = ~torch.isfinite(item.slope(z)).all(1)
             if bool(bad.any()):
-                where = self._sites[condition.name][0].x[bad][0].tolist()
+                where = self._sites[condition.name][0].x[bad.cpu()][0].tolist()
                 raise PullbackError(
                     f"The residual of {condition.name!r} is not finite",
                     f"at {int(bad.sum())} of {len(bad)} points, such as {where}",
-                    "Check the residual there (a division, a logarithm, a root), or move the points",
+                    "Check the residual there (division, logarithm, root), or move the points",
                 )
         raise PullbackError(
             "The loss has no finite gradient",
@@ -431,7 +426,7 @@ def _precision(network: nn.Module, device: Any) -> Tensor:
 def _refuse_shape(problem: Problem, network: nn.Module, like: Tensor) -> None:
     """The network must take d coordinates and give one value per field."""
     low, high = problem.domain.low.to(like), problem.domain.high.to(like)
-    n = len(problem.fields) + 2
+    n, names = len(problem.fields) + 2, problem.domain.names
     x = low + (high - low) * torch.linspace(0.3, 0.6, n).to(like)[:, None]
     buffers = {name: b.clone() for name, b in network.named_buffers()}
     try:
@@ -443,7 +438,7 @@ def _refuse_shape(problem: Problem, network: nn.Module, like: Tensor) -> None:
         raise PullbackError(
             "The network does not take the domain's points",
             f"at points of shape ({n}, {problem.domain.dim}): {error!r:.300}",
-            f"Its input must have {problem.domain.dim} coordinates ({', '.join(problem.domain.names)})",
+            f"Its input must have {len(names)} coordinates ({', '.join(names)})",
         ) from error
     finally:  # running statistics, which evaluating may have changed
         for name, b in network.named_buffers():

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.func import jvp
 
-Tower = Callable[[Tensor, int], list[Tensor]]
+#: (a, order, options of the function) ↦ [f, f', …]
+Tower = Callable[..., list[Tensor]]
 
 TOWERS: dict[Any, Tower] = {}
 

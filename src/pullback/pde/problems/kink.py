@@ -21,8 +21,11 @@ def start(x: Any, t: Any, diffusion: float, decay: float = 0.0) -> Any:
 
     where 2√(4τ) ierfc(z) has slope −2 at ξ = 0⁺, and 6(4τ)^{3/2} i³erfc(z) the third
     derivative −6 and the slope −6τ, which 3τx² takes back. Images farther away than these are
-    e^(−1/τ) and left out. A linear reaction −decay·u damps what is smoothed by e^(−decay·t):
-    if S solves the heat equation, S_t − DS_xx = −decay·S is solved by e^(−decay·t)·S.
+    e^(−1/τ) and left out.
+
+    A reaction with slope −decay there damps what is smoothed: where S solves the heat equation,
+    e^(−decay·t)·S solves S_t = DS_xx − decay·S. So that part is damped together with the even
+    polynomial K = −x² + π²(x⁴ − 2x²)/4, which has the same kinks.
     """
     width = torch.sqrt(4 * diffusion * t + _TINY)
     first, third = 0.0, 0.0
@@ -32,7 +35,9 @@ def start(x: Any, t: Any, diffusion: float, decay: float = 0.0) -> Any:
         first, third = first + one, third + three
     smooth = x**2 * torch.cos(math.pi * x)
     cubic = 6 * width**3 * third - 3 * diffusion * t * x**2
-    return smooth + torch.exp(-decay * t) * (2 * width * first - math.pi**2 * cubic)
+    same = -(x**2) + 0.25 * math.pi**2 * (x**4 - 2 * x**2)
+    layer = same + 2 * width * first - math.pi**2 * cubic
+    return smooth - same + torch.exp(-decay * t) * layer
 
 
 def _iterated(z: Any) -> tuple[Any, Any]:
