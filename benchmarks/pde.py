@@ -36,7 +36,6 @@ TARGETS = {
     "heat4d": 4e-7,
     "burgers": 8e-9,
     "burgers-smooth": 1e-9,
-    "burgers-record": 1e-12,
     "burgers-single": 4e-7,
     "allen-cahn": 1.9e-6,
     "kdv": 2.2e-6,

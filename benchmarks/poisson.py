@@ -29,6 +29,7 @@ from torch import Tensor
 from pullback import pde
 from pullback.pde.measure import Yardstick
 from pullback.pde.plan import Plan
+from pullback.steps import TargetRatio
 
 from .reference_engd import Reference
 from .timing import environment
@@ -209,6 +210,7 @@ def main(arguments: list[str] | None = None) -> None:
         "environment": f"{environment(torch.device('cpu'))}, {os.cpu_count()} cores, float64",
         "steps": options.steps,
         "reference steps": options.reference_steps,
+        "ours": f"defaults of pde.solve, {TargetRatio()!r}",
     }
     record = json.loads(options.out.read_text()) if options.out.exists() else {}
     if {k: record.get(k) for k in here} != here:

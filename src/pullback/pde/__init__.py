@@ -25,7 +25,15 @@ from .domains import (
     Union,
 )
 from .history import History
-from .networks import FourierFeatures, Hard, PeriodicEmbedding, Rescaled, Sine, mlp
+from .networks import (
+    FourierFeatures,
+    Hard,
+    PeriodicEmbedding,
+    Rescaled,
+    Sine,
+    Symmetric,
+    mlp,
+)
 from .plan import Refine
 from .problem import Problem
 from .problems import (
@@ -90,6 +98,7 @@ __all__ = [
     "FourierFeatures",
     "PeriodicEmbedding",
     "Rescaled",
+    "Symmetric",
     "Sine",
     # solved
     "solve",

@@ -130,6 +130,24 @@ class PeriodicEmbedding(nn.Module):
         return torch.cat([*waves, *(x[:, i : i + 1] for i in self.others)], -1)
 
 
+class Symmetric(nn.Module):
+    """½(N(x) + sign·N(x̄)), x̄ with one coordinate turned around: even (+1) or odd (−1) in it.
+
+    Where the solution is known to be, half of the network's work is saved.
+    """
+
+    def __init__(self, network: nn.Module, axis: int, sign: int) -> None:
+        super().__init__()
+        if sign not in (1, -1):
+            raise PullbackError("The sign is not usable", f"got {sign!r}", "Use 1 or −1")
+        self.network, self.axis, self.sign = network, axis, sign
+
+    def forward(self, x: Any) -> Any:
+        i = self.axis
+        mirrored = torch.cat([x[:, :i], -x[:, i : i + 1], x[:, i + 1 :]], -1)
+        return 0.5 * (self.network(x) + self.sign * self.network(mirrored))
+
+
 class Hard(nn.Module):
     """u = lift(x) + distance(x)·N(x): conditions that hold whatever the parameters are.
 

@@ -81,7 +81,7 @@ def march(
         if stopped.startswith(("the budget", "a callback")):
             edges = torch.cat([edges[: i + 1], edges[-1:]])
             break
-    whole = Slabs(networks, edges.to(next(network.parameters())))
+    whole = Slabs(networks, edges.to(next(networks[0].parameters())))
     return Solution(problem, whole, history, unknowns=unknowns, stopped=stopped)
 
 

@@ -111,7 +111,8 @@ class Natural(Method):
     def described(self) -> str:
         metric = "L² of u" if self.l2 else "Gauss–Newton"
         before = f", after {self.pretrain} Adam steps" if self.pretrain else ""
-        return f"{metric}, {self.gram} Gram, {self.solver()!r}, {self.rule()!r}{before}"
+        solver = type(self.solver()).__name__
+        return f"{self.about}; {metric}, {self.gram} Gram, {solver}, {self.rule()!r}{before}"
 
 
 class _Natural(Stepper):

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+_NEAR = 0.2  # how far from the ends the damped part reaches
 _TINY = 1e-30  # keeps t = 0 finite: a layer of width 1e-15
 
 
@@ -24,18 +25,18 @@ def start(x: Any, t: Any, diffusion: float, decay: float = 0.0) -> Any:
     e^(−1/τ) and left out.
 
     A reaction with slope −decay there damps what is smoothed: where S solves the heat equation,
-    e^(−decay·t)·S solves S_t = DS_xx − decay·S. So that part is damped together with the even
-    polynomial K = −x² + π²(x⁴ − 2x²)/4, which has the same kinks.
+    e^(−decay·t)·S solves S_t = DS_xx − decay·S. So that part is damped, together with what has
+    the same kinks and stays near the ends: K = Σ (2ξ + (2/δ² − π²)ξ³) e^(−ξ²/δ²).
     """
     width = torch.sqrt(4 * diffusion * t + _TINY)
-    first, third = 0.0, 0.0
+    first, third, same = 0.0, 0.0, 0.0
     for gap in (1 - x, 1 + x):
-        z = gap / width
-        one, three = _iterated(z)
+        one, three = _iterated(gap / width)
         first, third = first + one, third + three
+        kinks = 2 * gap + (2 / _NEAR**2 - math.pi**2) * gap**3
+        same = same + kinks * torch.exp(-(gap**2) / _NEAR**2)
     smooth = x**2 * torch.cos(math.pi * x)
     cubic = 6 * width**3 * third - 3 * diffusion * t * x**2
-    same = -(x**2) + 0.25 * math.pi**2 * (x**4 - 2 * x**2)
     layer = same + 2 * width * first - math.pi**2 * cubic
     return smooth - same + torch.exp(-decay * t) * layer
 
