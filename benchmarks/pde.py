@@ -3,8 +3,8 @@
     python -m benchmarks.pde [--device cuda] [--only NAME ...] [--seeds 0 1] [--seconds 240]
                              [--parallel 1] [--out FILE]
 
-Every run is a process of its own; with `--parallel` several share the device, so that times are upper
-bounds. Results are merged into the file, run by run.
+Every run is a process of its own; with `--parallel` several share the device, so that times are
+upper bounds. Results are merged into the file, run by run.
 """
 
 from __future__ import annotations
@@ -69,8 +69,10 @@ def one(name: str, seed: int, device: str, seconds: float | None) -> dict[str, A
 
 def line(r: dict[str, Any]) -> str:
     target, to = r["target"], r["seconds to target"]
-    goal = "" if target is None else f"  target {target:.1e} " + (
-        "missed" if to is None else f"in {to:.0f} s"
+    goal = (
+        ""
+        if target is None
+        else f"  target {target:.1e} " + ("missed" if to is None else f"in {to:.0f} s")
     )
     return (
         f"{r['name']:16s} seed {r['seed']}  p {r['parameters']:6d}  error {r['error']:.2e}  "
@@ -107,7 +109,8 @@ def main() -> None:
 
 
 def in_its_own_process(name: str, seed: int, device: str, seconds: float | None) -> dict[str, Any]:
-    call = f"from benchmarks.pde import one; import json; print(json.dumps(one{(name, seed, device, seconds)!r}))"
+    arguments = (name, seed, device, seconds)
+    call = f"from benchmarks.pde import one; import json; print(json.dumps(one{arguments!r}))"
     done = subprocess.run([sys.executable, "-c", call], capture_output=True, text=True)
     if done.returncode:
         last = (done.stderr.strip() or f"status {done.returncode}").splitlines()[-1]

@@ -524,7 +524,7 @@ def test_errors_of_fields() -> None:
 
 
 def test_checkpoints_are_written_now_and_then(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(sys.modules["pullback.pde.solve"], "_SAVE_EVERY", 0.0)
+    monkeypatch.setattr(sys.modules["pullback.pde.run"], "_SAVE_EVERY", 0.0)
     path, seen = tmp_path / "run.pt", []
     run(steps=3, checkpoint=path, callbacks=[lambda run, info: seen.append(path.exists())])
     assert seen == [False, True, True]

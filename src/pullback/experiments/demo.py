@@ -1,4 +1,4 @@
-"""`python -m pullback.experiments.demo`: the natural gradient beside SGD and Adam, in a minute.
+"""`python -m pullback.experiments.demo`: the natural gradient beside SGD, Adam and L-BFGS.
 
 Every optimizer starts from the same network and gets the same time on one thread. Settings are
 the best of a small grid at that time; `--tune` repeats the search.
@@ -63,7 +63,7 @@ def main(
     ] = False,
     out: Annotated[Path, typer.Option(help="Folder of the figure.")] = Path("demo"),
 ) -> None:
-    """Train two small problems with SGD, Adam and the natural gradient."""
+    """Train three small problems with torch's optimizers and with the natural gradient."""
     console = Console(highlight=False)
     torch.set_num_threads(1)  # such small matrices gain nothing from more
     races = []
@@ -77,8 +77,10 @@ def main(
     for problem, curves in races:
         console.print()
         console.print(results(problem, curves))
-    path = draw(races, out / "demo.png")
-    console.print(f"\nFigure: {path}", soft_wrap=True)
+    drawn = [draw(races, out / "demo.png")]
+    for problem, curves in races:
+        drawn += [problem.picture({c.name: c.model for c in curves}, out)]
+    console.print(f"\nFigures: {', '.join(str(p) for p in drawn if p)}", soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from .._core.errors import PullbackError
 from ..likelihoods import Categorical
 from . import baselines
 from .contender import Contender
-from .problem import Problem
+from .problem import Supervised
 
 _TRAIN = 1347  # of 1797 images; the other 450 are for testing
 _BATCH = 64
@@ -35,7 +35,7 @@ def load() -> tuple[Tensor, Tensor]:
     return x[order], torch.from_numpy(data.target).long()[order]
 
 
-class Digits(Problem):
+class Digits(Supervised):
     """Cross-entropy of a 64-32-10 tanh network on 1347 images; 450 others test it."""
 
     title = "Digits"

@@ -16,7 +16,7 @@ from ..solvers import PseudoInverse
 from ..steps import TargetRatio
 from . import baselines
 from .contender import Contender
-from .problem import Problem
+from .problem import Supervised
 
 _POINTS, _TEST_POINTS = 1000, 4000
 
@@ -26,7 +26,7 @@ def target(x: Tensor) -> Tensor:
     return torch.sin(math.pi * x).prod(1, True) + torch.sin(1.5 * math.pi * x).prod(1, True)
 
 
-class LeastSquares(Problem):
+class LeastSquares(Supervised):
     """½ mean |u − g|² over 1000 points; the error is relative L² on 4000 others."""
 
     title = "Least squares"

@@ -6,14 +6,11 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import nn
 
 from .contender import Contender
-from .problem import Problem
+from .problem import Problem, Stepper
 
 _SPACING = 1.12  # ratio of the times of two measurements
 _FIRST = 2e-3  # the first one, as a share of the budget
@@ -25,9 +22,10 @@ Watcher = Callable[[float, float], None]
 
 @dataclass
 class Curve:
-    """What was measured along one run; entry 0 is the initial model."""
+    """What was measured along one run, entry 0 at the initial model, and the model at its end."""
 
     name: str
+    model: nn.Module
     seconds: list[float] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
     measures: list[dict[str, float]] = field(default_factory=list)
@@ -51,15 +49,15 @@ def run(
     Drawing the batch counts as part of a step; measuring does not, nor a first step on a copy
     that lets torch load what it needs. A run whose loss is not finite ends there.
     """
-    _step(problem, contender, *_fresh(problem, contender, settings), problem.x, problem.y)
-    model, optimizer = _fresh(problem, contender, settings)
-    curve = Curve(contender.name)
+    _, warm_up = _fresh(problem, contender, settings)
+    warm_up()
+    model, step = _fresh(problem, contender, settings)
+    curve = Curve(contender.name, model)
     curve.add(0.0, 0, problem.measure(model))
-    draw = _sampler(problem, contender)
     spent, steps, due, shown = 0.0, 0, _FIRST * seconds, 0.0
     while spent < seconds:
         start = time.perf_counter()
-        loss = _step(problem, contender, model, optimizer, *draw())
+        loss = step()
         spent, steps = spent + time.perf_counter() - start, steps + 1
         over = spent >= seconds or not math.isfinite(loss)
         if spent >= due or over:
@@ -87,40 +85,6 @@ def tune(
 
 def _fresh(
     problem: Problem, contender: Contender, settings: dict[str, float]
-) -> tuple[nn.Module, Optimizer]:
+) -> tuple[nn.Module, Stepper]:
     model = problem.model()
-    return model, contender(model, **settings)
-
-
-def _sampler(problem: Problem, contender: Contender) -> Callable[[], tuple[Tensor, Tensor]]:
-    """Draws batches: the same sequence for all contenders with the same batch size."""
-    x, y, size = problem.x, problem.y, contender.batch
-    generator = torch.Generator().manual_seed(0)
-
-    def draw() -> tuple[Tensor, Tensor]:
-        if size is None:
-            return x, y
-        chosen = torch.randint(len(x), (size,), generator=generator)
-        return x[chosen], y[chosen]
-
-    return draw
-
-
-def _step(
-    problem: Problem,
-    contender: Contender,
-    model: nn.Module,
-    optimizer: Optimizer,
-    x: Tensor,
-    y: Tensor,
-) -> float:
-    """One step; the loss before it."""
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = contender.scale * problem.loss(model(x), y)
-        loss.backward()
-        return loss.detach()
-
-    step: Any = optimizer.step
-    return float(step(closure)) / contender.scale
+    return model, problem.stepper(contender, model, contender(model, **settings))

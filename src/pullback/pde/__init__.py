@@ -55,9 +55,10 @@ from .problems import (
     Wave,
     setup,
 )
+from .run import Run
 from .sampling import Gauss, Grid, LatinHypercube, Points, Sampler, Sobol, Uniform
 from .solution import Solution
-from .solve import Run, solve
+from .solve import solve
 
 __all__ = [
     # where

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,8 @@ from .conditions import Condition, Initial
 from .domains import SpaceTime
 from .history import History
 from .problem import Problem
+from .run import Run
+from .settings import Settings
 from .solution import Solution
 
 
@@ -42,11 +44,9 @@ def march(
     network: nn.Module,
     count: int,
     checkpoint: str | Path | None,
-    options: dict[str, Any],
+    settings: Settings,
 ) -> Solution:
     """Solve slab after slab; each network starts from the last one."""
-    from .solve import Run
-
     domain = problem.domain
     if not isinstance(domain, SpaceTime):
         raise PullbackError(
@@ -61,7 +61,7 @@ def march(
         )
     edges = torch.linspace(*domain.time, count + 1, dtype=torch.float64)
     networks: list[nn.Module] = []
-    history, stopped, budget, spent = History(), "", options["budget"], 0.0
+    history, stopped, budget, spent = History(), "", settings.budget, 0.0
     unknowns: dict[str, float] = {}
     for i in range(count):
         part = domain.slab(float(edges[i]), float(edges[i + 1]))
@@ -71,8 +71,8 @@ def march(
         here = copy.deepcopy(networks[-1] if networks else network)
         path = None if checkpoint is None else Path(f"{checkpoint}.{i}")
         if budget is not None:
-            options = {**options, "budget": max(0.0, budget - spent)}
-        run = Run(problem.restricted(part, conditions), here, checkpoint=path, **options)
+            settings = replace(settings, budget=max(0.0, budget - spent))
+        run = Run(problem.restricted(part, conditions), here, settings, path)
         solved = run.go()
         networks.append(here)
         spent += run.history.spent - run.begun

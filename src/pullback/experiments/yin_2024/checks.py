@@ -97,7 +97,7 @@ def _singular(full: Summary, size: int) -> Verdict:
 
 def _nearly_best(full: Summary) -> Verdict:
     share = full.median("share")
-    claim = "the greedy choice keeps nine tenths of the natural gradient's energy"
+    claim = "greedily chosen vectors keep nine tenths of the energy of the full direction"
     return claim, share >= 0.9, f"median {share:.2f}"
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullFormatter
+from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
 
 from .runs import Record
 from .statistics import held, quantiles
@@ -82,7 +82,7 @@ def _dress(axes: Any, what: str, along: str) -> None:
     axes.set_ylabel(_NAMES[what], color=_INK)
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.yaxis.set_major_locator(LogLocator(numticks=8))
-    axes.yaxis.set_minor_locator(LogLocator(numticks=1))
+    axes.yaxis.set_minor_locator(NullLocator())
     axes.grid(True, which="major", color=_GRID, lw=0.7)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)

@@ -144,7 +144,10 @@ class _Natural(Stepper):
         return seen
 
     def probe(self) -> Seen:
-        """The share of ∇Lᵀx that a greedy choice of tangent vectors keeps."""
+        """∇Lᵀh of a greedy choice over ∇Lᵀx of the method's own direction.
+
+        It exceeds 1 once the cutoff of the dense Gram hides most of the gradient from x.
+        """
         if not self._method.greedy:
             return {}
         full = self._built(self._method.solver()).direction(**self._options)

@@ -1,7 +1,7 @@
 r"""Layers whose output is W·a + b at every place that shares the weight.
 
-With the sharing axis t and groups g, and inputs ā_t = (a_t, h_t) whose homogeneous coordinate h_t is
-what the bias multiplies (1, but 0 at the derivatives of a jet),
+With the sharing axis t and groups g, and inputs ā_t = (a_t, h_t) whose homogeneous coordinate h_t
+is what the bias multiplies (1, but 0 at the derivatives of a jet),
 
     row    = Σ_t δ_t ⊗ ā_t
     A Aᵀ   = Σ_tt' (ā_t·ā'_t') (δ_t·δ'_t')        (Hadamard of Grams when there is one place)
@@ -188,7 +188,8 @@ def _inner(x: Tensor, y: Tensor, heights: Tensor | None, one: slice, two: slice)
     return out if heights is None else out.add_(heights)
 
 
-def _heights_only(delta: Tensor, heights: Tensor, one: slice, two: slice) -> Tensor:
+def _heights_only(delta: Tensor, heights: Tensor | None, one: slice, two: slice) -> Tensor:
     """The same for a bias alone."""
+    assert heights is not None
     n, n2 = len(range(delta.shape[0])[one]), two.stop - two.start
     return heights.expand(n, heights.shape[0], n2, heights.shape[2])

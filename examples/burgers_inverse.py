@@ -1,0 +1,44 @@
+"""The viscosity of Burgers' equation, found from measured values of the solution.
+
+u_t + u u_x = ν u_xx on [−1, 1] × [0, 1]. The initial and boundary values are known, ν is not; 50
+values of the solution at ν = 0.1 are. An unknown coefficient is one more parameter of the solve.
+"""
+
+import math
+
+import torch
+
+import pullback as pb
+from pullback.pde.references import burgers
+
+TRUTH = 0.1
+
+
+def main(steps: int = 60, noise: float = 0.0) -> float:
+    """Solve, and return the viscosity that was found."""
+    domain = pb.pde.SpaceTime(pb.pde.Interval(-1, 1), (0, 1))
+    reference = burgers(TRUTH)
+    places = domain.sample(50, "sobol", seed=0).x
+    values = reference(places)
+    values = values + noise * torch.randn(values.shape, generator=torch.Generator().manual_seed(0))
+
+    problem = pb.pde.Problem(
+        domain,
+        [
+            pb.pde.Equation(lambda u, nu: u.t + u * u.x - nu * u.xx),
+            pb.pde.Dirichlet(0.0),
+            pb.pde.Initial(lambda x: -torch.sin(math.pi * x)),
+            pb.pde.Data(places, values, weight=10),
+        ],
+        unknowns={"nu": 0.5},
+        reference=reference,
+        name="Burgers, unknown viscosity",
+    )
+    network = pb.pde.mlp(2, 16, 16, 1, seed=0)
+    solution = pb.pde.solve(problem, network, points=600, steps=steps)
+    print(solution)
+    return solution.unknowns["nu"]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""Networks that cannot be used, and residuals that are not finite, are refused with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from .._core.errors import PullbackError
+from ..optim import Term
+from .conditions import Condition
+from .discretize import Sites
+from .problem import Problem
+
+
+def precision(network: nn.Module) -> Tensor:
+    """A parameter of the network, whose dtype and device are those of the solve."""
+    params = list(network.parameters())
+    if not params:
+        raise PullbackError(
+            "The network has no parameters", "there is nothing to fit", "Use mlp(…)"
+        )
+    kinds = {(p.dtype, p.device) for p in params}
+    if len(kinds) > 1 or params[0].dtype not in (torch.float32, torch.float64):
+        found = ", ".join(sorted(f"{d} on {v}" for d, v in kinds))
+        raise PullbackError(
+            "The network's precision cannot be used",
+            f"its parameters are {found}",
+            "Use one dtype, float64 or float32, on one device: network.double().to(device)",
+        )
+    for name, buffer in network.named_buffers():
+        mismatch = buffer.is_floating_point() and buffer.dtype != params[0].dtype
+        if mismatch or buffer.device != params[0].device:
+            raise PullbackError(
+                f"The buffer {name!r} does not match the network's parameters",
+                f"{buffer.dtype} on {buffer.device} beside {params[0].dtype} on {params[0].device}",
+                "Convert the whole network: network.to(dtype, device)",
+            )
+    return params[0]
+
+
+@torch.no_grad()
+def refuse_shape(problem: Problem, network: nn.Module, like: Tensor) -> None:
+    """The network must take d coordinates and give one value per field."""
+    low, high = problem.domain.low.to(like), problem.domain.high.to(like)
+    n, names = len(problem.fields) + 2, problem.domain.names
+    x = low + (high - low) * torch.linspace(0.3, 0.6, n).to(like)[:, None]
+    buffers = {name: b.clone() for name, b in network.named_buffers()}
+    try:
+        out, again, first = network(x), network(x), network(x[:2])
+        shape = tuple(out.shape)
+    except PullbackError:
+        raise
+    except (RuntimeError, IndexError, ValueError, TypeError) as error:
+        raise PullbackError(
+            "The network does not take the domain's points",
+            f"at points of shape ({n}, {problem.domain.dim}): {error!r:.300}",
+            f"Its input must have {len(names)} coordinates ({', '.join(names)})",
+        ) from error
+    finally:  # running statistics, which evaluating may have changed
+        for name, b in network.named_buffers():
+            b.copy_(buffers[name])
+    if shape != (n, len(problem.fields)):
+        raise PullbackError(
+            "The network's output does not fit the fields",
+            f"{n} points gave shape {shape}, and the fields are {', '.join(problem.fields)}",
+            f"Its output must have {len(problem.fields)} entries per point",
+        )
+    same = {"random": (out, again), "dependent on the other points": (out[:2], first)}
+    for what, (one, two) in same.items():
+        if not torch.allclose(one, two, rtol=1e-4, atol=1e-6, equal_nan=True):
+            raise PullbackError(
+                f"The network's value at a point is {what}",
+                "two evaluations differ",
+                "Call network.eval(), or leave out dropout and batch norms",
+            )
+
+
+def refuse_broken(
+    conditions: Sequence[Condition],
+    terms: Sequence[Term],
+    sites: Mapping[str, Sites],
+    params: Mapping[str, Tensor],
+    reason: str,
+) -> None:
+    """Say which condition is not finite, and where."""
+    for condition, item in zip(conditions, terms, strict=True):
+        with torch.no_grad():
+            z = item.map(params)
+            bad = ~torch.isfinite(z).all(1)
+            if not bool(bad.any()):
+                bad = ~torch.isfinite(item.slope(z)).all(1)
+        if bool(bad.any()):
+            where = sites[condition.name][0].x[bad.cpu()][0].tolist()
+            raise PullbackError(
+                f"The residual of {condition.name!r} is not finite",
+                f"at {int(bad.sum())} of {len(bad)} points, such as {where}",
+                "Check the residual there (division, logarithm, root), or move the points",
+            )
+    raise PullbackError(
+        "The loss has no finite gradient",
+        f"the residuals are finite, but {reason}",
+        "Check the network and the residuals for roots and divisions at zero",
+    )
