@@ -72,7 +72,8 @@ class Greedy(TargetRatio):
 
     def take(self, local: Local) -> Move:
         path, radius = local.path(), local.state.get("radius", self.radius)
-        assert path is not None and local.lr is not None
+        assert path is not None
+        assert local.lr is not None
         solution = local.direction(0.0)
         exponents = torch.linspace(-1, 1, self.radii, dtype=path.gamma.dtype)
         radii = radius * self.window**exponents
@@ -152,7 +153,7 @@ def one(name: str, seed: int, steps: int) -> tuple[str, int, dict[str, Any]]:
             "seconds": history.spent,
             "to 1e-6": history.seconds_to(1e-6),
             "to 1e-9": next(
-                (m for m, e in zip(history.measured, history.error) if e <= 1e-9), None
+                (m for m, e in zip(history.measured, history.error, strict=True) if e <= 1e-9), None
             ),
             "stopped": found.stopped,
             "curve": [f"{e:.1e}" for e in history.error[::4]],

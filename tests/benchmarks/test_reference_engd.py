@@ -9,7 +9,7 @@ from benchmarks import poisson
 from benchmarks.reference_engd import Reference
 from pullback import NaturalGradient, pde
 from pullback.optim import Objective
-from pullback.pde.discretize import Trial, term
+from pullback.pde.discretize import Trial, draw, term
 from pullback.solvers import PseudoInverse
 
 
@@ -18,7 +18,7 @@ def parts() -> tuple[Reference, Trial, Objective]:
     problem = poisson.poisson()
     trial = Trial(network, {}, next(network.parameters()))
     sites = {
-        c.name: (c.region(problem.domain).sample(n, "uniform", seed=3),)
+        c.name: draw(problem, c, n, "uniform", 3, problem.domain)
         for c, n in zip(problem.conditions, (20, 8), strict=True)
     }
     objective = Objective([term(problem, c, trial, sites[c.name]) for c in problem.conditions])

@@ -2,13 +2,14 @@
 
 import runpy
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples"
 
 
-def run(name: str, **options: int):
+def run(name: str, **options: Any):
     return runpy.run_path(str(FOLDER / f"{name}.py"))["main"](**options)
 
 
@@ -34,3 +35,12 @@ def test_constrained_covariance() -> None:
     lowest, distance = run("constrained_covariance")
     assert lowest >= 1e-3
     assert distance < 1e-3
+
+
+def test_poisson(tmp_path: Path) -> None:
+    assert run("poisson", steps=60, out=tmp_path / "poisson.png") < 3e-2
+    assert (tmp_path / "poisson.png").stat().st_size > 10_000
+
+
+def test_burgers_inverse() -> None:
+    assert abs(run("burgers_inverse", steps=50) - 0.1) < 5e-3

@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
+from torch.func import hessian, vmap
 
 from pullback import PullbackError
 from pullback.experiments import digits
 from pullback.experiments.least_squares import LeastSquares, target
+from pullback.experiments.poisson import Poisson
 from pullback.experiments.race import run, tune
 from pullback.experiments.table import PROBLEMS
 
@@ -19,9 +22,11 @@ def test_quick_demo_without_a_terminal(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pullback.experiments.demo", "--quick", "--out", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
-    for word in ("Least squares", "Digits", "SGD", "Adam", "Natural gradient", "demo.png"):
+    titles = ("Least squares", "Poisson's equation", "Digits")
+    for word in (*titles, "SGD", "Adam", "L-BFGS", "Natural gradient", "demo.png", "poisson.png"):
         assert word in done.stdout
-    assert (tmp_path / "demo.png").stat().st_size > 10_000
+    for figure in ("demo.png", "poisson.png"):
+        assert (tmp_path / figure).stat().st_size > 10_000
 
 
 def test_target_is_the_papers() -> None:
@@ -53,6 +58,36 @@ def test_a_curve_grows_in_time_and_steps_and_the_watcher_sees_the_end() -> None:
     assert curve.steps == sorted(curve.steps)
     assert curve.seconds[-1] >= 0.2
     assert curve.values()[-1] < curve.values()[0]
+
+
+def test_all_contenders_see_the_same_loss_of_a_pde() -> None:
+    problem = Poisson()
+    first = []
+    for contender in problem.contenders:
+        model = problem.model()
+        first.append(problem.stepper(contender, model, contender(model))())
+    # ½ mean |Δu + f|² + ½ mean u² by nested differentiation
+    network = problem.model().network
+    inside, boundary = (
+        (problem._sites[name][0].x, problem._sites[name][0].weights)
+        for name in ("equation", "dirichlet")
+    )
+
+    def u(x: Tensor) -> Tensor:
+        return network(x[None])[0, 0]
+
+    laplacian = vmap(lambda x: torch.trace(hessian(u)(x)))(inside[0])
+    f = 2 * math.pi**2 * torch.sin(math.pi * inside[0]).prod(1)
+    equation = (inside[1] * (laplacian + f).square()).sum() / inside[1].sum()
+    edge = (boundary[1] * network(boundary[0])[:, 0].square()).sum() / boundary[1].sum()
+    assert first == pytest.approx([0.5 * float((equation + edge).detach())] * 3, rel=1e-9)
+
+
+def test_the_picture_of_a_pde_shows_every_contender(tmp_path: Path) -> None:
+    problem = Poisson()
+    path = problem.picture({c.name: problem.model() for c in problem.contenders}, tmp_path / "new")
+    assert path.stat().st_size > 10_000
+    assert LeastSquares().picture({}, tmp_path) is None
 
 
 def test_a_diverging_setting_ends_last() -> None:

@@ -167,5 +167,5 @@ def test_what_has_no_slabs() -> None:
     with pytest.raises(PullbackError, match="as a function of the domain"):
         pde.solve(fixed, pde.mlp(2, 3, 1), slabs=2)
     for slabs in (0, -1, 1.5):
-        with pytest.raises(PullbackError, match="length"):
+        with pytest.raises(PullbackError, match="number of slabs"):
             run(slabs=slabs)

@@ -9,7 +9,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullFormatter
+from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
 
 from .display import shown
 from .problem import Problem
@@ -38,7 +38,7 @@ def draw(races: Sequence[Race], path: Path) -> Path:
         _panel(right, curves, "steps")
         left.set_ylabel(next(iter(curves[0].measures[0])), color=_INK)
         left.set_title(problem.title, loc="left", color=_INK, weight="bold")
-        left.set_title(problem.setting, loc="right", color=_INK, size=9)
+        right.set_title(problem.setting, loc="right", color=_INK, size=9)
         _label(right, curves)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
@@ -56,7 +56,7 @@ def _panel(axes: Axes, curves: Sequence[Curve], along: str) -> None:
     axes.set_xlabel(along, color=_INK)
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.yaxis.set_major_locator(LogLocator(numticks=8))
-    axes.yaxis.set_minor_locator(LogLocator(numticks=1))
+    axes.yaxis.set_minor_locator(NullLocator())
     axes.grid(True, which="major", color=_GRID, lw=0.7)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)

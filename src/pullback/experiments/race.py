@@ -46,6 +46,7 @@ def run(
 ) -> Curve:
     """Train from the problem's initial model until `seconds` are spent in steps.
 
+    These are seconds of the CPU, so that a busy machine slows the race and does not bend it.
     Drawing the batch counts as part of a step; measuring does not, nor a first step on a copy
     that lets torch load what it needs. A run whose loss is not finite ends there.
     """
@@ -56,9 +57,9 @@ def run(
     curve.add(0.0, 0, problem.measure(model))
     spent, steps, due, shown = 0.0, 0, _FIRST * seconds, 0.0
     while spent < seconds:
-        start = time.perf_counter()
+        start = time.process_time()
         loss = step()
-        spent, steps = spent + time.perf_counter() - start, steps + 1
+        spent, steps = spent + time.process_time() - start, steps + 1
         over = spent >= seconds or not math.isfinite(loss)
         if spent >= due or over:
             curve.add(spent, steps, problem.measure(model))

@@ -63,7 +63,7 @@ def poisson_claims(found: dict[str, Summary], size: int, recorded: Sequence[bool
     return _recorded(
         [
             _singular(plain, size),
-            ("the first directions are far too large", first > 1e2, f"an entry of {first:.0e}"),
+            ("the first directions are astronomical", first > 1e6, f"an entry of {first:.0e}"),
             ("E-NGD sometimes sticks at a large loss", cut.below(SOLVED) < len(cut), _got(cut)),
             _nearly_best(cut),
             _safer("E-NGD-OGA", greedy, "E-NGD", cut),

@@ -78,7 +78,7 @@ def _shown(value: float) -> float:
 
 def _dress(axes: Any, what: str, along: str) -> None:
     axes.set(xscale="log", yscale="log")
-    axes.set_xlabel(along, color=_INK)
+    axes.set_xlabel("CPU seconds" if along == "seconds" else along, color=_INK)
     axes.set_ylabel(_NAMES[what], color=_INK)
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.yaxis.set_major_locator(LogLocator(numticks=8))

@@ -25,8 +25,8 @@ _POISSON_SGD = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
 
 # the verdicts over seeds 0–9, in the order of the claims
 _SHALLOW = (True, True, True, False, False, False, False, True)
-_DEEP = (True, True, True, True, False, False, False, True)
-_POISSON = (True, True, True, True, True, False, False, False, True, True, True, False)
+_DEEP = (True, True, True, False, False, False, False, True)
+_POISSON = (True, False, True, True, True, False, False, False, True, True, True, False)
 
 
 def _grid() -> Step:
