@@ -17,7 +17,8 @@ class Contender:
     Attributes:
         name: what the tables and figures call it.
         build: (model, **settings) ↦ the optimizer.
-        settings: the settings it races with: the best of `grid` at the full time budget.
+        settings: the settings it races with: the best of `grid` at the full time budget, or a
+            point nearby where the problem says why.
         grid: the settings that were tried; empty where nothing was tuned.
         batch: samples per step, drawn with replacement; None for all of them.
         scale: a factor on the loss that it sees.
