@@ -95,15 +95,15 @@ class Greedy(TargetRatio):
 
 
 def ratio(**options: Any) -> Callable[[], dict[str, Any]]:
-    return lambda: {"step": TargetRatio(**options)}
+    return lambda: {"step": TargetRatio(**options), "solver": PseudoInverse()}
 
 
 def first(**options: Any) -> Callable[[], dict[str, Any]]:
-    return lambda: {"step": TargetRatio(target=0.075), **options}
+    return lambda: {"step": TargetRatio(target=0.075), "solver": PseudoInverse(), **options}
 
 
 def greedy(**options: Any) -> Callable[[], dict[str, Any]]:
-    return lambda: {"step": Greedy(target=0.01, **options)}
+    return lambda: {"step": Greedy(target=0.01, **options), "solver": PseudoInverse()}
 
 
 VARIANTS: dict[str, Callable[[], dict[str, Any]]] = {
@@ -125,7 +125,11 @@ VARIANTS: dict[str, Callable[[], dict[str, Any]]] = {
     "0.075, rows sketched to 400": first(solver=Sketched(rows=400)),
     "0.15": ratio(target=0.15),
     "0.03": ratio(target=0.03),
-    "0.01 (the default)": ratio(target=0.01),
+    "0.01, rcond 0": lambda: {"solver": PseudoInverse(rcond=0.0)},
+    "0.01, rcond 1e-15": lambda: {"solver": PseudoInverse(rcond=1e-15)},
+    "0.01, rcond 1e-14": lambda: {"solver": PseudoInverse(rcond=1e-14)},
+    "0.01, rcond 5e-14 (the defaults)": dict,
+    "0.01, rcond max(n, p)·ε": lambda: {"solver": PseudoInverse()},
     "0.003": ratio(target=0.003),
     "0.0001": ratio(target=1e-4),
     "0.01, radii 48": ratio(target=0.01, radii=48),

@@ -27,7 +27,22 @@ from .layers import AffineBlock, Block, RowsBlock
 #: (params, x) ↦ u(x), where x is a tensor or a jet
 Network = Callable[[dict[str, Tensor], Any], Any]
 #: (channels (T, S, N, m), params) ↦ F (N, R)
-Operator = Callable[[Tensor, dict[str, Tensor]], Tensor]
+Operator = Callable[[Any, dict[str, Tensor]], Tensor]
+
+
+class Channels:
+    """A jet's channels, indexed as a tensor (T, S, N, m): what no index takes is not computed."""
+
+    def __init__(self, jet: Jet, places: Sequence[int]) -> None:
+        self._jet, self._places = jet, places
+
+    def __getitem__(self, index: Any) -> Tensor:
+        at, *rest = index if isinstance(index, tuple) else (index,)
+        if not isinstance(at, int):
+            return self._jet.stacked().unflatten(1, self._places)[index]
+        channel = self._jet.channel(at % len(self._jet.scheme)).unflatten(0, self._places)
+        return channel[tuple(rest)] if rest else channel
+
 
 _REFUSALS = (TypeError, AttributeError, AssertionError, ValueError, IndexError)
 
@@ -53,8 +68,8 @@ class OperatorMap(Map):
         #: why the derivatives are nested instead of carried forward, or empty
         self.nested_because = ""
 
-    def channels(self, params: dict[str, Tensor], tape: Tape | None = None) -> Tensor:
-        """The network's jet, (T, S, N, m)."""
+    def channels(self, params: dict[str, Tensor], tape: Tape | None = None) -> Tensor | Channels:
+        """The network's jet, (T, S, N, m), each channel computed when it is taken."""
         points = self.x.flatten(0, 1)
         if not self.nested_because:
             try:
@@ -66,11 +81,11 @@ class OperatorMap(Map):
         out = nested(lambda x: self.network(params, x), points, self.scheme)
         return out.unflatten(1, self.x.shape[:2])
 
-    def _carried(self, params: dict[str, Tensor], points: Tensor, tape: Tape | None) -> Tensor:
+    def _carried(self, params: dict[str, Tensor], points: Tensor, tape: Tape | None) -> Channels:
         out = self.network(params, Jet.input(points, self.scheme, tape))
         if not isinstance(out, Jet):
             raise Unsupported("an output that does not depend on the input")
-        return out.stacked().unflatten(1, self.x.shape[:2])
+        return Channels(out.full(), self.x.shape[:2])
 
     def __call__(self, params: Mapping[str, Tensor], tape: Tape | None = None) -> Tensor:
         """z: (N, R)."""
@@ -110,7 +125,7 @@ class JetLinearization(FunctionLinearization):
     def __init__(self, source: OperatorMap, params: Mapping[str, Tensor]) -> None:
         self._map = source
         super().__init__(source, params)
-        widest = max((sum(x.numel() for x in u.output.tensors) for u in self._uses), default=0)
+        widest = max((sum(x.numel() for x in u.output.tensors()) for u in self._uses), default=0)
         self.footprint = max(16 * self.value.numel(), 8 * widest)
 
     def _evaluate(self) -> Tensor:
@@ -126,11 +141,11 @@ class JetLinearization(FunctionLinearization):
         """Σ ‖δ‖‖ā‖ over the layers: rows that cancel to zero are known to ε of this."""
         deltas, _ = self._reverse(u)
         pairs = zip(self._uses, deltas, strict=True)
-        return sum(float(d.norm() * used.input.stacked().detach().norm()) for used, d in pairs)
+        return sum(float(d.norm() * used.carried.norm()) for used, d in pairs)
 
     def _reverse(self, u: Tensor) -> tuple[list[Tensor], set[str]]:
         """Cotangents (T, S·N, …, O) at the recorded outputs, and parameters reached elsewhere."""
-        outputs = [x for used in self._uses for x in used.output.tensors]
+        outputs = [x for used in self._uses for x in used.output.tensors()]
         edges = outputs + list(self._leaves.values())
         found: Sequence[Tensor | None] = [None] * len(edges)
         if self._graph.requires_grad:
@@ -140,10 +155,10 @@ class JetLinearization(FunctionLinearization):
         deltas, at = [], 0
         for used in self._uses:
             pieces = []
-            for x in used.output.tensors:
+            for k, x in enumerate(used.output.tensors()):
                 g = found[at]
                 g = torch.zeros_like(x) if g is None else g
-                pieces.append(g if x is used.output.first else g[None])
+                pieces.append(g if k == 1 and used.output.asked[0] else g[None])
                 at += 1
             deltas.append(torch.cat(pieces))
         rest = zip(self._leaves, found[len(outputs) :], strict=True)
@@ -191,13 +206,11 @@ class JetLinearization(FunctionLinearization):
     ) -> AffineBlock:
         """Channels and sites of all uses along one sharing axis."""
         sites, samples = self._map.x.shape[:2]
-        first = torch.zeros(len(self._map.scheme), sites)
-        first[0] = 1
         inputs, deltas, heights = [], [], []
         for used, delta in uses:
-            a = (
-                used.input.stacked().detach().unflatten(1, (sites, samples))
-            )  # (T, S, N, *places, I)
+            a = used.carried.unflatten(1, (sites, samples))  # (T, S, N, *places, I)
+            first = torch.zeros(len(a), sites)
+            first[0] = 1
             d = delta.unflatten(2, (sites, samples))  # (R, T, S, N, *places, O)
             places = prod(a.shape[3:-1])
             inputs.append(a.movedim(2, 0).reshape(samples, 1, -1, a.shape[-1]))

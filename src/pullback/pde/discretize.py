@@ -62,10 +62,10 @@ def term(problem: Problem, condition: Condition, trial: Trial, sites: Sites) -> 
     if isinstance(condition, conditions.Energy):
         return _energy(problem, condition, trial, x, q, scheme, request, view)
 
-    def operator(channels: Tensor, params: dict[str, Tensor]) -> Tensor:
+    def operator(channels: Any, params: dict[str, Tensor]) -> Tensor:
         getters = [
             {
-                name: _picker(channels[:, s, :, i], scheme, problem)
+                name: _picker(channels, s, i, scheme, problem)
                 for i, name in enumerate(problem.fields)
             }
             for s in range(len(sites))
@@ -89,10 +89,10 @@ def _energy(
     indices = sorted(request.indices, key=lambda i: (len(i), i))
     wanted: list[Index | None] = [*indices, *([None] if request.laplacian else [])]
 
-    def operator(channels: Tensor, params: dict[str, Tensor]) -> Tensor:
+    def operator(channels: Any, params: dict[str, Tensor]) -> Tensor:
         out = []
         for i in range(len(problem.fields)):
-            pick = _picker(channels[:, 0, :, i], scheme, problem)
+            pick = _picker(channels, 0, i, scheme, problem)
             out += [pick(index) for index in wanted]
         return torch.stack(out, -1)
 
@@ -114,14 +114,14 @@ def _energy(
     return Energy(map, density, q)
 
 
-def _picker(channels: Tensor, scheme: Scheme, problem: Problem) -> Channel:
-    """Derivatives (N,) out of the carried channels (T, N)."""
+def _picker(channels: Any, site: int, field: int, scheme: Scheme, problem: Problem) -> Channel:
+    """Derivatives (N,) of one field at one site, out of the carried channels (T, S, N, m)."""
     space = problem.coordinates.space
 
     def pick(index: Index | None) -> Tensor:
         if index is None and scheme.laplacian:
-            return channels[-1]
-        return channels[scheme.position[space * 2 if index is None else index]]
+            return channels[-1, site, :, field]
+        return channels[scheme.position[space * 2 if index is None else index], site, :, field]
 
     return pick
 

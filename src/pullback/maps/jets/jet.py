@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -25,6 +25,11 @@ class Used:
     bias: str | None
     input: Jet
     output: Jet
+
+    @property
+    def carried(self) -> Tensor:
+        """The input's channels (T, B, …, I) that went on into the output."""
+        return self.input.stacked(self.output.asked).detach()
 
 
 @dataclass
@@ -70,23 +75,56 @@ def _apply(function: Any, *args: Any, **kwargs: Any) -> Any:
         raise Unsupported(f"{name} with these arguments ({error})") from error
 
 
+Cell = Tensor | Callable[[], Tensor]
+
+
+class Cells(Sequence[Tensor]):
+    """Tensors, each computed when it is first asked for.
+
+    What the last layers carry but no residual asks for is never computed: of a shallow network
+    with a Laplacian all first derivatives behind the activation.
+    """
+
+    def __init__(self, cells: Iterable[Cell]) -> None:
+        self._cells = list(cells)
+
+    def __len__(self) -> int:
+        return len(self._cells)
+
+    def __getitem__(self, i: Any) -> Any:
+        cell = self._cells[i]
+        if not isinstance(cell, Tensor):
+            cell = self._cells[i] = cell()
+        return cell
+
+    @property
+    def asked(self) -> tuple[bool, ...]:
+        """Which of them are there."""
+        return tuple(isinstance(cell, Tensor) for cell in self._cells)
+
+
 class Jet:
     """A value, its first derivatives (m, *shape) and the higher ones, in the scheme's order.
 
     Modules see an ordinary tensor of the value's shape: torch's functions are sent to the rules of
-    this package.
+    this package. Derivatives may be given as functions and are computed on demand.
     """
 
     def __init__(
         self,
         value: Tensor,
-        first: Tensor,
-        higher: Sequence[Tensor],
+        first: Cell,
+        higher: Iterable[Cell],
         scheme: Scheme,
         tape: Tape | None = None,
     ) -> None:
-        self.value, self.first, self.higher = value, first, tuple(higher)
+        self.value, self._first, self.higher = value, Cells([first]), Cells(higher)
         self.scheme, self.tape = scheme, tape
+
+    @property
+    def first(self) -> Tensor:
+        """∂_i for the scheme's axes, (m, *shape)."""
+        return self._first[0]
 
     @classmethod
     def input(cls, x: Tensor, scheme: Scheme, tape: Tape | None = None) -> Jet:
@@ -101,28 +139,40 @@ class Jet:
         """Every channel in the value's shape."""
         return self.each(lambda x, n: x.expand(*x.shape[:n], *self.value.shape))
 
-    def like(self, value: Tensor, first: Tensor, higher: Sequence[Tensor]) -> Jet:
+    def like(self, value: Tensor, first: Cell, higher: Iterable[Cell]) -> Jet:
         """The same kind of jet with other channels."""
         return Jet(value, first, higher, self.scheme, self.tape)
 
     def each(self, op: Callable[[Tensor, int], Tensor]) -> Jet:
         """A linear operation on every channel; it is told how many axes lie in front."""
-        return self.like(op(self.value, 0), op(self.first, 1), [op(h, 0) for h in self.higher])
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """Value, first derivatives where there are any, higher ones."""
-        return [self.value, *([self.first] if len(self.first) else []), *self.higher]
+        higher = [lambda i=i: op(self.higher[i], 0) for i in range(len(self.higher))]
+        return self.like(op(self.value, 0), lambda: op(self.first, 1), higher)
 
     def channel(self, i: int) -> Tensor:
         """One channel, by its position in the scheme."""
-        m = len(self.first)
+        m = self.scheme.first.stop - 1
         return self.value if i == 0 else self.first[i - 1] if i <= m else self.higher[i - 1 - m]
 
-    def stacked(self) -> Tensor:
-        """All channels, (T, *shape)."""
-        jet = self.full()
-        return torch.cat([jet.value[None], jet.first, *(h[None] for h in jet.higher)])
+    @property
+    def asked(self) -> tuple[bool, ...]:
+        """Which channels were computed: first derivatives together, then each higher one."""
+        return (*self._first.asked, *self.higher.asked)
+
+    def tensors(self, asked: tuple[bool, ...] | None = None) -> list[Tensor]:
+        """Value, first derivatives and higher ones; by default those computed so far."""
+        cells = [lambda: self.first, *(lambda i=i: self.higher[i] for i in range(len(self.higher)))]
+        wanted = zip(cells, self.asked if asked is None else asked, strict=True)
+        return [self.value, *(cell() for cell, yes in wanted if yes)]
+
+    def stacked(self, asked: tuple[bool, ...] | None = None) -> Tensor:
+        """The channels (T, *shape), by default all."""
+        asked = asked or (True,) * (1 + len(self.higher))
+        out = []
+        for k, x in enumerate(self.tensors(asked)):
+            front = k == 1 and asked[0]  # first derivatives come as one
+            shape = (len(x), *self.shape) if front else (1, *self.shape)
+            out.append((x if front else x[None]).expand(shape))
+        return torch.cat(out)
 
     @classmethod
     def __torch_function__(
@@ -172,13 +222,14 @@ class Jet:
         index = index if isinstance(index, tuple) else (index,)
         if not all(i is None or i is Ellipsis or isinstance(i, (int, slice)) for i in index):
             # places of several tensors move to the front: derivatives must not be in the way
-            jet = self.full()
-            first = [x[index] for x in jet.first]
-            value = jet.value[index]
+            jet, value = self.full(), self.value[index]
             empty = value.new_zeros(0, *value.shape)
-            return self.like(
-                value, torch.stack(first) if first else empty, [h[index] for h in jet.higher]
-            )
+
+            def first() -> Tensor:
+                return torch.stack([x[index] for x in jet.first]) if len(jet.first) else empty
+
+            higher = [lambda i=i: jet.higher[i][index] for i in range(len(jet.higher))]
+            return self.like(value, first, higher)
         taken = sum(i is not None and i is not Ellipsis for i in index)
         alike = index[:1] == (slice(None),) or (index[:1] == (Ellipsis,) and taken < self.ndim)
         return (self if alike else self.full()).each(

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .jet import RULES, Jet, Unsupported, Used, rule
+from .jet import RULES, Cell, Jet, Unsupported, Used, rule
 from .towers import TOWERS, Tower
 
 
@@ -33,15 +33,19 @@ def elementwise(build: Tower, a: Jet, **options: Any) -> Jet:
     """f∘a: value f, first derivatives f'·∂a, the higher by Faà di Bruno."""
     scheme = a.scheme
     f = build(a.value, scheme.order, **options)
-    first = f[1] * a.first if scheme.order else a.first
-    higher = []
-    for terms in scheme.chain:
+
+    def summed(terms: list[tuple[int, tuple[int, ...]]]) -> Tensor:
         shares = [_times(n, prod([f[len(c)], *map(a.channel, c)])) for n, c in terms]
-        higher.append(sum(shares[1:], shares[0]))
-    if scheme.laplacian:
+        return sum(shares[1:], shares[0])
+
+    def laplacian() -> Tensor:
         squares = a.first[scheme.collapsed].square().sum(0)
-        higher.append(f[1] * a.higher[-1] + f[2] * squares)
-    return a.like(f[0], first, higher)
+        return f[1] * a.higher[-1] + f[2] * squares
+
+    higher: list[Cell] = [partial(summed, terms) for terms in scheme.chain]
+    if scheme.laplacian:
+        higher.append(laplacian)
+    return a.like(f[0], lambda: f[1] * a.first if scheme.order else a.first, higher)
 
 
 def _times(count: int, x: Tensor) -> Tensor:
@@ -79,15 +83,19 @@ def power(a: Any, exponent: Any) -> Jet:
 def bilinear(op: Callable[[Tensor, Tensor], Tensor], a: Jet, b: Jet) -> Jet:
     """op(a, b) by Leibniz; with a Laplacian aΔb + bΔa + 2Σ ∂a∂b."""
     scheme, x, y = a.scheme, a.channel, b.channel
-    first = op(a.first, b.value) + op(a.value, b.first)
-    higher = []
-    for terms in scheme.leibniz:
+
+    def summed(terms: list[tuple[int, int, int]]) -> Tensor:
         shares = [_times(n, op(x(i), y(j))) for n, i, j in terms]
-        higher.append(sum(shares[1:], shares[0]))
-    if scheme.laplacian:
+        return sum(shares[1:], shares[0])
+
+    def laplacian() -> Tensor:
         mixed = op(a.first[scheme.collapsed], b.first[scheme.collapsed]).sum(0)
-        higher.append(op(a.higher[-1], b.value) + op(a.value, b.higher[-1]) + 2 * mixed)
-    return a.like(op(a.value, b.value), first, higher)
+        return op(a.higher[-1], b.value) + op(a.value, b.higher[-1]) + 2 * mixed
+
+    higher: list[Cell] = [partial(summed, terms) for terms in scheme.leibniz]
+    if scheme.laplacian:
+        higher.append(laplacian)
+    return a.like(op(a.value, b.value), lambda: op(a.first, b.value) + op(a.value, b.first), higher)
 
 
 def _constant(value: Any, jet: Jet) -> Any:
@@ -149,20 +157,19 @@ def linear(a: Any, weight: Tensor, bias: Tensor | None = None) -> Jet:
     shift = bias.detach() if bias is not None and names[1] else bias
     out = _affine(a, fixed, shift)
     if any(names):
-        out = out.full()  # each point has cotangents of its own
-        for x in out.tensors:
-            if not x.requires_grad:
-                x.requires_grad_()
+        out = out.full().each(_edge)  # each point has cotangents of its own
         a.tape.uses.append(Used(*names, a, out))
     return out
 
 
+def _edge(x: Tensor, front: int) -> Tensor:
+    """A place of the graph where cotangents can be taken."""
+    return x if x.requires_grad else x.requires_grad_()
+
+
 def _affine(a: Jet, weight: Tensor, bias: Tensor | None) -> Jet:
-    return a.like(
-        F.linear(a.value, weight, bias),
-        F.linear(a.first, weight),
-        [F.linear(h, weight) for h in a.higher],
-    )
+    higher = [lambda i=i: F.linear(a.higher[i], weight) for i in range(len(a.higher))]
+    return a.like(F.linear(a.value, weight, bias), lambda: F.linear(a.first, weight), higher)
 
 
 def aligned(a: Jet, b: Jet) -> tuple[Jet, Jet]:
@@ -182,17 +189,21 @@ def aligned(a: Jet, b: Jet) -> tuple[Jet, Jet]:
 def add(a: Any, b: Any, *, alpha: float = 1) -> Jet:
     """Jets add; a constant joins the value."""
     if isinstance(a, Jet) and isinstance(b, Jet):
-        a, b = aligned(a, b)
-        first = a.first + alpha * b.first  # held once, if both are
-        higher = [x + alpha * y for x, y in zip(a.higher, b.higher, strict=True)]
-        return a.like(a.value + alpha * b.value, first, higher)
+        one, two = aligned(a, b)
+        count = range(len(one.higher))
+        higher = [lambda i=i: one.higher[i] + alpha * two.higher[i] for i in count]
+        # first derivatives are held once, if both are
+        first = lambda: one.first + alpha * two.first  # noqa: E731
+        return one.like(one.value + alpha * two.value, first, higher)
     if isinstance(a, Jet):
         value = a.value + alpha * _constant(b, a)
     else:
         a, b = b.each(lambda x, _: alpha * x), a
         value = _constant(b, a) + a.value
-    grown = a.each(lambda x, n: x.expand(*x.shape[:n], *value.shape))
-    return a.like(value, grown.first, grown.higher)
+    jet: Jet = a
+    grown = jet.each(lambda x, n: x.expand(*x.shape[:n], *value.shape))
+    higher = [lambda i=i: grown.higher[i] for i in range(len(grown.higher))]
+    return jet.like(value, lambda: grown.first, higher)
 
 
 @rule(torch.sub, torch.subtract, Tensor.sub, Tensor.__sub__)
@@ -212,13 +223,18 @@ def _joined(op: Any, items: Sequence[Any], dim: int) -> Jet:
 
     def constant(x: Tensor) -> Jet:
         zero = torch.zeros_like(x)
-        return jet.like(x, zero.expand(len(jet.first), *x.shape), [zero] * len(jet.higher))
+        count = jet.scheme.first.stop - 1
+        return jet.like(x, zero.expand(count, *x.shape), [zero] * len(jet.higher))
 
     jets = [i.full() if isinstance(i, Jet) else constant(i) for i in items]
+
+    def higher(i: int) -> Tensor:
+        return op([j.higher[i] for j in jets], dim=dim)
+
     return jet.like(
         op([j.value for j in jets], dim=dim),
-        op([j.first for j in jets], dim=_shifted(dim, 1)),
-        [op(list(h), dim=dim) for h in zip(*(j.higher for j in jets), strict=True)],
+        lambda: op([j.first for j in jets], dim=_shifted(dim, 1)),
+        [partial(higher, i) for i in range(len(jet.higher))],
     )
 
 
