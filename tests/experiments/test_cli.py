@@ -108,3 +108,16 @@ def test_commit_only_of_its_own_source(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(pullback, "__file__", str(tmp_path / "__init__.py"))
     assert environment.commit() is None
+
+
+def test_run_repeats_an_experiment(tmp_path: Path) -> None:
+    listed = run.invoke(app, ["list"])
+    assert "yin-2024-shallow" in listed.stdout
+    arguments = ["run", "yin-2024-shallow", "--quick", "--seeds", "0", "--out", str(tmp_path)]
+    done = run.invoke(app, arguments)
+    assert done.exit_code in (0, 1), done.output  # a few steps of one seed may not agree
+    assert not isinstance(done.exception, Exception) or isinstance(done.exception, SystemExit)
+    assert any(tmp_path.rglob("*.json"))
+    unknown = run.invoke(app, ["run", "nothing"])
+    assert unknown.exit_code == 1
+    assert "yin-2024-deep" in unknown.output

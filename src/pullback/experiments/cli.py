@@ -15,7 +15,12 @@ from rich.table import Table
 
 from .. import pde
 from .._core.errors import PullbackError
+from . import yin_2024
 from .record import described, parameters, report, summary, write
+from .yin_2024 import seed_range
+
+#: what `run` knows, by paper and name
+EXPERIMENTS = {f"yin-2024-{name}": e for name, e in yin_2024.EXPERIMENTS.items()}
 
 app = typer.Typer(
     help="Natural gradients for PyTorch.",
@@ -41,8 +46,8 @@ def refusing() -> Iterator[None]:
 
 
 @app.command("list")
-def list_setups() -> None:
-    """Show the set-ups that `solve` knows."""
+def list_all() -> None:
+    """Show the set-ups that `solve` knows and the experiments of `run`."""
     console = _console()
     table = Table(box=None, header_style="bold", padding=(0, 3, 0, 0))
     table.add_column("name", style="bold", no_wrap=True)
@@ -55,6 +60,33 @@ def list_setups() -> None:
         equation = found.problem.equation
         table.add_row(name, equation, described(network), f"{parameters(network):,}")
     console.print(table)
+    papers = Table(box=None, header_style="bold", padding=(0, 3, 0, 0))
+    papers.add_column("experiment", style="bold", no_wrap=True)
+    papers.add_column("of", no_wrap=True)
+    papers.add_column("claim")
+    for name, experiment in EXPERIMENTS.items():
+        papers.add_row(name, f"{experiment.paper}, {experiment.figure}", experiment.claim)
+    console.print()
+    console.print(papers)
+
+
+@app.command()
+def run(
+    name: Annotated[str, typer.Argument(help="An experiment; `pullback list` shows them.")],
+    quick: Annotated[bool, typer.Option("--quick", help="A few steps of everything.")] = False,
+    seeds: Annotated[str, typer.Option(help="Such as 0-9 or 0,3,5.")] = "0-9",
+    out: Annotated[Path, typer.Option(help="Folder for what is written.")] = Path("results"),
+) -> None:
+    """Repeat a paper's experiment; finished seeds are kept, and the status says if it agrees."""
+    with refusing():
+        if name not in EXPERIMENTS:
+            raise PullbackError(
+                f"There is no experiment {name!r}",
+                f"there are {', '.join(EXPERIMENTS)}",
+                "Name one of these",
+            )
+        agrees = EXPERIMENTS[name].run(quick, seed_range(seeds), out, _console())
+    raise typer.Exit(0 if agrees else 1)
 
 
 @app.command()

@@ -186,7 +186,9 @@ class Run:
         """Whether points and precision stay the same from this step on."""
         refine = self._plan.refine
         settled = refine is None or refine.over(step)
-        return step >= self._single and self._plan.resample is None and settled
+        squares = self._objective is None or all(t.whitened for t in self._objective.terms)
+        # an energy does not go to zero: a share of it says nothing about what is left
+        return step >= self._single and self._plan.resample is None and settled and squares
 
     def _step(self) -> StepInfo:
         start = time.perf_counter()
