@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -85,6 +86,7 @@ def run(
                 f"there are {', '.join(EXPERIMENTS)}",
                 "Name one of these",
             )
+        folder(out)
         agrees = EXPERIMENTS[name].run(quick, seed_range(seeds), out, _console())
     raise typer.Exit(0 if agrees else 1)
 
@@ -118,6 +120,7 @@ def _solve(
 ) -> None:
     found, console = pde.setup(name), _console()
     usable(device)
+    folder(out)
     kept = out / f"{name}-seed{seed}.pt"
     if fresh:
         for file in checkpoints(kept):
@@ -143,6 +146,18 @@ def _solve(
 def checkpoints(path: Path) -> list[Path]:
     """The files of a run: slabs of time have one each, with their number behind the name."""
     return [p for p in path.parent.glob(f"{path.name}*") if p.suffix != ".part"]
+
+
+def folder(out: Path) -> None:
+    """Make the folder, or refuse what cannot be one."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        if not os.access(out, os.W_OK):
+            raise PermissionError(f"nothing can be written to {out}")
+    except OSError as error:
+        raise PullbackError(
+            f"{out} cannot be the folder of the results", str(error), "Pass another --out"
+        ) from None
 
 
 def usable(device: str) -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -13,67 +12,10 @@ from torch import Tensor
 from .._core.errors import PullbackError
 from .domains import Domain, Pairs, PointSet, Region, SpaceTime
 from .fields import Field, call
-from .sampling import Points
+from .kinds import is_integer, is_number, require
+from .view import Value, View
 
-Value = float | Tensor | Callable[..., Any]
 Where = Region | Pairs | Callable[[Domain], Region | Pairs] | None
-
-
-@dataclass
-class View:
-    """What a condition sees: fields (per site), coordinates, normals, unknown coefficients."""
-
-    fields: Sequence[Mapping[str, Field]]
-    points: Points
-    coordinates: Mapping[str, Tensor]
-    unknowns: Mapping[str, Tensor]
-
-    def field(self, name: str | None, site: int = 0) -> Field:
-        """The named field, or the only one."""
-        here = self.fields[site]
-        if name is None and len(here) == 1:
-            return next(iter(here.values()))
-        if name is None or name not in here:
-            raise PullbackError(
-                "The condition must say which field it is for"
-                if name is None
-                else f"There is no field {name!r}",
-                f"the problem's fields are {', '.join(here)}",
-                "Pass field=",
-            )
-        return here[name]
-
-    @property
-    def offered(self) -> dict[str, Any]:
-        """All that a function may name."""
-        return {
-            **self.fields[0],
-            **self.coordinates,
-            **self.unknowns,
-            "points": self.points.x,
-            **({} if self.points.normals is None else {"normals": self.points.normals}),
-        }
-
-    def value(self, value: Value, what: str) -> Tensor:
-        """A number, values at the points, or a function of what is offered."""
-        found = call(value, self.offered, what) if callable(value) else value
-        if isinstance(found, Field):
-            found = found.value
-        x = self.points.x
-        try:
-            found = torch.as_tensor(found, dtype=x.dtype, device=x.device)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise PullbackError(
-                f"{what} is no number", f"got {found!r}", "Return a tensor"
-            ) from error
-        found = found[:, 0] if found.ndim == 2 and found.shape[1] == 1 else found
-        if found.ndim and found.shape != (len(self.points),):
-            raise PullbackError(
-                f"{what} is not one number per point",
-                f"got shape {tuple(found.shape)} for {len(self.points)} points",
-                "Give a number, or a function of the coordinates that returns (N,)",
-            )
-        return found
 
 
 class Condition(ABC):
@@ -84,7 +26,12 @@ class Condition(ABC):
         weight: of the mean square in the loss.
         points: how many; by default `solve` decides.
         name: what reports call it.
+
+    Attributes:
+        paired: whether the points come in pairs, on opposite faces.
     """
+
+    paired: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -94,10 +41,10 @@ class Condition(ABC):
         points: int | None = None,
         name: str | None = None,
     ) -> None:
-        if not isinstance(weight, (int, float)) or not 0 < weight < float("inf"):
-            raise PullbackError(
-                "The weight of a condition is not usable", f"got {weight}", "Use a number > 0"
-            )
+        usable = is_number(weight) and weight > 0
+        require(usable, "The weight of a condition", weight, "Use a number > 0")
+        usable = name is None or isinstance(name, str)
+        require(usable, "The name of a condition", name, "Use a string")
         self.on, self.weight, self.points = on, float(weight), points
         self.name = name or type(self).__name__.lower()
 
@@ -113,7 +60,14 @@ class Condition(ABC):
         """Where it holds."""
         if self.on is None:
             return self.default(domain)
-        return self.on(domain) if callable(self.on) else self.on
+        found = self.on(domain) if callable(self.on) else self.on
+        if isinstance(found, Region if self.paired else Pairs):
+            raise PullbackError(
+                f"The region of {self.name!r} is not usable",
+                f"{'pairs' if self.paired else 'single points'} are needed, got {found!r}",
+                "Use domain.pairs(axis) for Periodic, and a boundary, face or part for the others",
+            )
+        return found
 
 
 class Equation(Condition):
@@ -168,6 +122,8 @@ class Robin(Condition):
         **options: Any,
     ) -> None:
         super().__init__(**options)
+        usable = is_number(a) and is_number(b) and (a != 0 or b != 0)
+        require(usable, "a·u + b·∂u/∂n", (a, b), "Use numbers a and b, not both 0")
         self.a, self.b, self.value, self.field = a, b, value, field
 
     def residual(self, view: View) -> Tensor:
@@ -186,12 +142,11 @@ class Neumann(Robin):
 class Periodic(Condition):
     """u and its derivatives along `axis` up to `order` agree on opposite faces."""
 
+    paired = True
+
     def __init__(self, axis: str, order: int = 1, *, field: str | None = None, **options: Any):
         super().__init__(**options)
-        if not isinstance(order, int) or order < 0:
-            raise PullbackError(
-                "The order of a periodic condition is not usable", f"got {order!r}", "Use 0, 1, …"
-            )
+        require(is_integer(order, 0), "The order of a periodic condition", order, "Use 0, 1, …")
         self.axis, self.order, self.field = axis, order, field
 
     def default(self, domain: Domain) -> Pairs:
@@ -241,9 +196,13 @@ class Data(Condition):
     def __init__(
         self, points: Tensor, values: Tensor, *, field: str | None = None, **options: Any
     ) -> None:
-        x = torch.as_tensor(points)
+        if "on" in options:
+            raise PullbackError(
+                "Data takes no on=", "its points are its region", "Leave on= out, or use Dirichlet"
+            )
+        x = _measured(points, "points")
         x = x[:, None] if x.ndim == 1 else x
-        self._values = torch.as_tensor(values, dtype=torch.float64).reshape(-1)
+        self._values = _measured(values, "values").reshape(-1)
         if len(x) != len(self._values):
             raise PullbackError(
                 "Measured points and values do not match",
@@ -257,7 +216,7 @@ class Data(Condition):
                 "Leave those points out",
             )
         super().__init__(points=len(x), **options)
-        self._x, self.field = x.double(), field
+        self._x, self.field = x, field
 
     def default(self, domain: Domain) -> Region:
         return PointSet(self._x, names=domain.names)
@@ -290,3 +249,17 @@ class Energy(Condition):
         """The density at the points, (N,)."""
         what = f"The density of {self.name!r}"
         return view.value(call(self.density, view.offered, what), what).expand(len(view.points))
+
+
+def _measured(values: object, what: str) -> Tensor:
+    """Real numbers of shape (N, ...) in float64."""
+    try:
+        usable = not torch.as_tensor(values).is_complex()
+        found = torch.as_tensor(values, dtype=torch.float64) if usable else torch.zeros(())
+    except (TypeError, ValueError, RuntimeError):
+        found = torch.zeros(())
+    if not found.ndim:
+        raise PullbackError(
+            f"Measured {what} are not usable", f"got {values!r}", "Pass a tensor of real numbers"
+        )
+    return found

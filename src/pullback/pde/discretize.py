@@ -12,6 +12,7 @@ from torch.func import functional_call
 from .._core.errors import PullbackError
 from ..maps import OperatorMap, Scheme
 from ..maps.jets import Index
+from ..maps.module import in_every_slot
 from ..optim import Energy, Squares, Term
 from . import conditions
 from .conditions import Condition, View
@@ -32,13 +33,18 @@ class Trial(nn.Module):
         self.unknowns = nn.ParameterDict(
             {name: nn.Parameter(like.new_tensor(float(v))) for name, v in unknowns.items()}
         )
+        named = dict(self.named_parameters())
+        slots = in_every_slot(self, named)  # a module that is used twice has its tensors once
+        by_id = {id(p): name for name, p in named.items()}
+        self._slots = [(slot, by_id[id(p)]) for slot, p in slots.items()]
 
     def forward(self, x: Any) -> Any:
         return self.network(x)
 
     def apply_to(self, params: dict[str, Tensor], x: Any) -> Any:
         """u(x) with these parameters."""
-        return functional_call(self, params, (x,))
+        placed = {slot: params[name] for slot, name in self._slots if name in params}
+        return functional_call(self, placed, (x,), tie_weights=False)
 
 
 def coefficients(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -138,6 +144,17 @@ def _view(
 
 def _dry_run(problem: Problem, condition: Condition, sites: Sites) -> Request:
     """Evaluate once with made-up values, to see which derivatives are asked for."""
+    return _rehearsed(problem, condition, sites)[0]
+
+
+def fingerprint(problem: Problem, condition: Condition, sites: Sites) -> list[Any]:
+    """What tells one condition from another: derivatives, weight, and made-up residuals."""
+    request, found = _rehearsed(problem, condition, sites)
+    values = [f"{v:.9e}" for v in found.double().mean(0).tolist()]
+    return [sorted(map(list, request.indices)), request.laplacian, condition.weight, *values]
+
+
+def _rehearsed(problem: Problem, condition: Condition, sites: Sites) -> tuple[Request, Tensor]:
     request = Request()
     x = sites[0].x
     made_up = torch.linspace(0.3, 0.7, len(x), dtype=x.dtype, device=x.device)
@@ -145,21 +162,21 @@ def _dry_run(problem: Problem, condition: Condition, sites: Sites) -> Request:
     def asked(index: Index | None) -> Tensor:
         if index is None:
             request.laplacian = True
-        else:
-            request.indices.add(index)
-        return made_up
+            return made_up + 0.07
+        request.indices.add(index)
+        return made_up + 0.01 * (len(index) + 3 * sum(index))  # each derivative its own values
 
     channels = [dict.fromkeys(problem.fields, asked) for _ in sites]
     unknowns = {n: x.new_tensor(v) for n, v in problem.unknowns.items()}
     found = condition.residual(_view(problem, sites, channels, unknowns))
-    _columns(condition, found, len(x))
+    columns = _columns(condition, found, len(x))
     if not request.indices and not request.laplacian:
         raise PullbackError(
             f"The condition {condition.name!r} does not depend on the network",
             "its residual uses no field",
             f"Use {', '.join(problem.fields)} or a derivative of it in the residual",
         )
-    return request
+    return request, columns.detach()
 
 
 def _columns(condition: Condition, found: Any, n: int) -> Tensor:
@@ -169,6 +186,18 @@ def _columns(condition: Condition, found: Any, n: int) -> Tensor:
     for item in items:
         if isinstance(item, Field):
             item = item.value
+        if isinstance(item, Tensor) and not item.is_floating_point():
+            raise PullbackError(
+                f"The residual of {condition.name!r} is not a real number",
+                f"its dtype is {item.dtype}",
+                "Return what must vanish, not whether it does",
+            )
+        if isinstance(item, Tensor) and item.ndim == 2 and n > 1 and item.shape == (n, n):
+            raise PullbackError(
+                f"The residual of {condition.name!r} has one value for every pair of points",
+                f"shape ({n}, {n}), as (N,) with (N, 1) broadcasts to",
+                "Use coordinates by name, (N,) each, or index points[:, i]",
+            )
         if isinstance(item, Tensor) and item.ndim == 2 and item.shape[0] == n:
             columns += item.unbind(1)
         elif isinstance(item, Tensor) and item.shape == (n,):
@@ -180,6 +209,10 @@ def _columns(condition: Condition, found: Any, n: int) -> Tensor:
                 f"got {shape} for {n} points",
                 "Return values of shape (N,), or several of these in a tuple",
             )
+    if not columns:
+        raise PullbackError(
+            f"The residual of {condition.name!r} is empty", "it returned nothing", "Return (N,)"
+        )
     return torch.stack(columns, -1)
 
 

@@ -113,12 +113,24 @@ class Field:
     @property
     def laplacian(self) -> Tensor:
         """Σ over space of the second derivatives."""
+        self._axes("u.laplacian")
         return self._channel(None)
 
     @property
     def grad(self) -> Tensor:
         """The first derivatives in space, (N, d)."""
-        return torch.stack([self._channel((i,)) for i in self._coordinates.space], -1)
+        return torch.stack([self._channel((i,)) for i in self._axes("u.grad")], -1)
+
+    def _axes(self, what: str) -> tuple[int, ...]:
+        """The axes of space, if there are any."""
+        axes = self._coordinates.space
+        if not axes:
+            raise PullbackError(
+                f"There is no {what} here",
+                "it is a derivative in space, and the only coordinate is t",
+                "Write u.t or u.tt, or give the coordinate another name",
+            )
+        return axes
 
     @property
     def normal(self) -> Tensor:
@@ -129,7 +141,14 @@ class Field:
                 "the condition's region is no boundary",
                 "Use u.normal on a boundary, or name the derivative you mean",
             )
-        axes = self._coordinates.space
+        axes = self._axes("u.normal")
+        others = [i for i in range(len(self._coordinates.names)) if i not in axes]
+        if others and bool(self._normals[:, others].any()):
+            raise PullbackError(
+                "The outward normal points along time here",
+                "u.normal is a derivative in space",
+                "Write u.t, or use a part of the boundary in space",
+            )
         return sum_of(self._normals[:, i] * self._channel((i,)) for i in axes)
 
     def d(self, *names: str) -> Tensor:
@@ -178,13 +197,23 @@ def call(function: Callable[..., Any], offered: Mapping[str, Any], what: str) ->
     """The function of those offered things that its parameters name."""
     try:
         parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # a builtin: it gets what there is first
-        return function(next(iter(offered.values())))
+    except (TypeError, ValueError):
+        raise PullbackError(
+            f"{what} does not name its arguments",
+            f"{function!r} is built in",
+            "Wrap it: lambda x: torch.sin(x)",
+        ) from None
     kinds = inspect.Parameter
     given = {}
     for parameter in parameters:
         if parameter.kind is kinds.VAR_KEYWORD:
             return function(**offered)
+        if parameter.kind is kinds.POSITIONAL_ONLY:
+            raise PullbackError(
+                f"{what} takes {parameter.name!r} by position only",
+                "arguments are found by their names",
+                "Leave out the / in its signature",
+            )
         if parameter.name in offered:
             given[parameter.name] = offered[parameter.name]
         elif parameter.default is kinds.empty or parameter.kind is kinds.VAR_POSITIONAL:

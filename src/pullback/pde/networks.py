@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 from .._core.errors import PullbackError
 from .domains import Region
+from .domains.checks import check_seed
 from .fields import call
+from .kinds import is_integer, is_number, require
 
 
 class Sine(nn.Module):
@@ -30,6 +32,7 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {
     "softplus": nn.Softplus,
     "sigmoid": nn.Sigmoid,
 }
+_ACTIVATE = "Use a name, or what makes a module when called without arguments, such as nn.Tanh"
 
 
 def mlp(
@@ -56,14 +59,35 @@ def mlp(
             "Use one of these, or a function that makes a module",
         )
     make = ACTIVATIONS[activation] if isinstance(activation, str) else activation
+    require(callable(make), "The activation", make, _ACTIVATE)
+    _check_dtype(dtype)
     with torch.random.fork_rng(devices=[], enabled=seed is not None):
         if seed is not None:
-            torch.manual_seed(seed)
+            torch.manual_seed(check_seed(seed))
         layers: list[nn.Module] = []
         for i, (a, b) in enumerate(pairwise(sizes)):
-            layers += [make()] if i else []
+            layers += [_made(make)] if i else []
             layers.append(nn.Linear(a, b, dtype=dtype))
     return nn.Sequential(*layers)
+
+
+def _made(make: Callable[[], nn.Module]) -> nn.Module:
+    try:
+        found = make()
+    except TypeError as error:  # a function of x, or a module instead of its class
+        raise PullbackError("The activation is not usable", str(error), _ACTIVATE) from error
+    require(isinstance(found, nn.Module), "The activation", found, _ACTIVATE)
+    return found
+
+
+def _check_dtype(dtype: object) -> None:
+    usable = isinstance(dtype, torch.dtype) and dtype.is_floating_point
+    require(usable, "The dtype", dtype, "Use a floating one, such as torch.float64")
+
+
+def _check_wrapped(network: object, region: object) -> None:
+    require(isinstance(network, nn.Module), "The network", network, "Pass a module")
+    require(isinstance(region, Region), "The region", region, "Pass the problem's domain")
 
 
 class Rescaled(nn.Module):
@@ -74,8 +98,10 @@ class Rescaled(nn.Module):
 
     def __init__(self, network: nn.Module, region: Region) -> None:
         super().__init__()
+        _check_wrapped(network, region)
         self.network = network
-        like = next(network.parameters())
+        like = next(network.parameters(), torch.empty(0, dtype=torch.float64))
+        require(bool((region.high > region.low).all()), "The region", region, "Use one with volume")
         self.register_buffer("low", region.low.to(like))
         self.register_buffer("high", region.high.to(like))
 
@@ -98,7 +124,11 @@ class FourierFeatures(nn.Module):
         dtype: torch.dtype = torch.float64,
     ) -> None:
         super().__init__()
-        generator = torch.Generator().manual_seed(seed)
+        usable = is_integer(dim, 1) and is_integer(features, 1) and is_number(scale)
+        got = {"dim": dim, "features": features, "scale": scale}
+        require(usable, "The Fourier embedding", got, "Use integers ≥ 1 and a finite scale")
+        _check_dtype(dtype)
+        generator = torch.Generator().manual_seed(check_seed(seed))
         b = torch.randn(features, dim, generator=generator, dtype=torch.float64) * scale
         self.register_buffer("frequencies", (2 * math.pi * b).to(dtype))
 
@@ -115,12 +145,13 @@ class PeriodicEmbedding(nn.Module):
 
     def __init__(self, dim: int, axis: int, period: float, harmonics: int = 1) -> None:
         super().__init__()
-        if not period > 0 or not 0 <= axis < dim or harmonics < 1:
-            raise PullbackError(
-                "The periodic embedding is not usable",
-                f"got axis {axis} of {dim}, period {period}, harmonics {harmonics}",
-                "Use an axis of the input, a positive period and at least one harmonic",
-            )
+        integers = is_integer(dim, 1) and is_integer(axis, 0) and is_integer(harmonics, 1)
+        require(
+            integers and axis < dim and is_number(period) and period > 0,
+            "The periodic embedding",
+            {"dim": dim, "axis": axis, "period": period, "harmonics": harmonics},
+            "Use an axis of the input, a positive period and at least one harmonic",
+        )
         self.axis, self.omega, self.harmonics = axis, 2 * math.pi / period, harmonics
         self.others = [i for i in range(dim) if i != axis]
 
@@ -140,12 +171,39 @@ class Symmetric(nn.Module):
         super().__init__()
         if sign not in (1, -1):
             raise PullbackError("The sign is not usable", f"got {sign!r}", "Use 1 or −1")
+        require(isinstance(network, nn.Module), "The network", network, "Pass a module")
+        require(is_integer(axis, 0), "The axis", axis, "Use the index of a coordinate: 0, 1, …")
         self.network, self.axis, self.sign = network, axis, sign
 
     def forward(self, x: Any) -> Any:
         i = self.axis
+        if i >= x.shape[-1]:  # slices would be empty, and an odd network silently zero
+            raise PullbackError(
+                f"There is no axis {i} to mirror",
+                f"the points have {x.shape[-1]} coordinates",
+                f"Use axis < {x.shape[-1]}",
+            )
         mirrored = torch.cat([x[:, :i], -x[:, i : i + 1], x[:, i + 1 :]], -1)
         return 0.5 * (self.network(x) + self.sign * self.network(mirrored))
+
+
+class Slabs(nn.Module):
+    """One network per slab of time; the last coordinate says which."""
+
+    edges: Tensor
+
+    def __init__(self, networks: list[nn.Module], edges: Tensor) -> None:
+        super().__init__()
+        self.networks = nn.ModuleList(networks)
+        self.register_buffer("edges", edges)
+
+    def forward(self, x: Tensor) -> Tensor:
+        which = torch.bucketize(x[:, -1].contiguous(), self.edges[1:-1].to(x.dtype))
+        out = self.networks[0](x)
+        for i, network in enumerate(self.networks):
+            if i:
+                out = torch.where((which == i)[:, None], network(x), out)
+        return out
 
 
 class Hard(nn.Module):
@@ -172,6 +230,10 @@ class Hard(nn.Module):
         lift: Callable[..., Any] | None = None,
     ) -> None:
         super().__init__()
+        _check_wrapped(network, region)
+        require(callable(distance), "The distance", distance, "Pass a function of coordinates")
+        usable = lift is None or callable(lift)
+        require(usable, "The lift", lift, "Pass a function of coordinates, or None")
         self.network, self.names = network, tuple(region.names)
         self.distance, self.lift = distance, lift
 

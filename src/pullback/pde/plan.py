@@ -13,6 +13,7 @@ from .conditions import Condition, Energy, Equation
 from .discretize import Sites, Trial, draw, term
 from .domains import PointSet
 from .domains.checks import check_count, check_seed
+from .kinds import is_integer, is_number, require
 from .problem import Problem
 from .sampling import Points, Sampler
 
@@ -36,12 +37,17 @@ class Refine:
     floor: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.every < 1 or not 0 < self.renew <= 1 or self.candidates < 1 or self.floor < 0:
-            raise PullbackError(
-                "The refinement is not usable",
-                f"got {self}",
-                "Use every ≥ 1, 0 < renew ≤ 1, candidates ≥ 1 and floor ≥ 0",
-            )
+        integers = is_integer(self.every, 1) and (self.until is None or is_integer(self.until, 0))
+        numbers = map(is_number, (self.renew, self.candidates, self.power, self.floor))
+        require(
+            integers
+            and all(numbers)
+            and (0 < self.renew <= 1 <= self.candidates)
+            and min(self.power, self.floor) >= 0,
+            "The refinement",
+            self,
+            "Use every ≥ 1, 0 < renew ≤ 1, candidates ≥ 1, power ≥ 0 and floor ≥ 0",
+        )
 
     def due(self, step: int) -> bool:
         """Whether points move before this step."""

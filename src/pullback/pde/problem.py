@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import copy
+import keyword
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .._core.errors import PullbackError
 from .conditions import Condition, Equation
 from .conditions import Energy as EnergyCondition
 from .domains import Domain, SpaceTime
 from .fields import Coordinates, call
+from .kinds import is_number, require
 
 
 class Problem:
@@ -43,27 +45,20 @@ class Problem:
         free: Sequence[str] = (),
         name: str = "PDE",
     ) -> None:
+        _check_given(domain, conditions, fields, free)
         self.domain, self.fields = domain, tuple(fields)
         # copies: names are made unique here
         self.conditions = tuple(map(copy.copy, conditions))
-        self.unknowns = dict(unknowns or {})
+        self.unknowns = _checked_unknowns({} if unknowns is None else unknowns)
+        for what, known in {"exact": exact, "reference": reference}.items():
+            usable = known is None or callable(known)
+            require(usable, f"The solution {what}=", known, "Pass a function, or None")
         self.exact, self.reference = exact, reference
         self.free, self.name = tuple(free), name
         self._check()
         self.coordinates = Coordinates(tuple(domain.names))
 
     def _check(self) -> None:
-        if not isinstance(self.domain, Domain):
-            raise PullbackError(
-                "The problem has no domain",
-                f"got {self.domain!r}",
-                "Pass a Box, Disk, SpaceTime…",
-            )
-        wrong = [c for c in self.conditions if not isinstance(c, Condition)]
-        if wrong:
-            raise PullbackError(
-                "Something among the conditions is none", f"got {wrong[0]!r}", "Use Equation(…)"
-            )
         unknown = set(self.free) - set(self.fields)
         if unknown or not self.fields:
             raise PullbackError(
@@ -155,3 +150,38 @@ class Problem:
 
     def __repr__(self) -> str:
         return f"{self.name}({self.domain!r}, {', '.join(c.name for c in self.conditions)})"
+
+
+def _check_given(domain: object, conditions: object, fields: object, free: object) -> None:
+    """Refuse what is no domain, no list of conditions, no list of names."""
+    if not isinstance(domain, Domain):
+        raise PullbackError(
+            "The problem has no domain", f"got {domain!r}", "Pass a Box, Disk, SpaceTime…"
+        )
+    listed = isinstance(conditions, (list, tuple))
+    require(listed, "conditions", conditions, "Pass a list: [Equation(…), Dirichlet(…)]")
+    wrong = [c for c in conditions if not isinstance(c, Condition)]  # pyright: ignore[reportGeneralTypeIssues]
+    if wrong:
+        raise PullbackError(
+            "Something among the conditions is none", f"got {wrong[0]!r}", "Use Equation(…)"
+        )
+    for what, names in {"fields": fields, "free": free}.items():
+        usable = isinstance(names, (list, tuple)) and all(map(_is_name, names))
+        require(usable, what, names, f'Pass names that residuals can have: {what}=("u", "p")')
+
+
+def _checked_unknowns(unknowns: object) -> dict[str, float]:
+    """Numbers by names that residuals can have; they become entries of a ParameterDict."""
+    remedy = 'Pass finite numbers by name: unknowns={"k": 1.0}'
+    if not isinstance(unknowns, Mapping):
+        raise PullbackError("unknowns is not usable", f"got {unknowns!r}", remedy)
+    taken = nn.ParameterDict()
+    for name, value in unknowns.items():
+        usable = _is_name(name) and not hasattr(taken, name)
+        require(usable, "The name of an unknown", name, "Use another identifier, such as 'k'")
+        require(is_number(value), f"The initial value of {name!r}", value, remedy)
+    return dict(unknowns)
+
+
+def _is_name(name: object) -> bool:
+    return isinstance(name, str) and name.isidentifier() and not keyword.iskeyword(name)

@@ -15,7 +15,7 @@ from ..solvers import PseudoInverse
 from ..steps import TargetRatio
 from . import checkpoint as saved
 from .checks import precision, refuse_broken, refuse_shape
-from .discretize import Sites, Trial, coefficients, nested, term
+from .discretize import Sites, Trial, coefficients, fingerprint, nested, term
 from .history import History
 from .measure import Yardstick
 from .plan import Plan
@@ -93,8 +93,12 @@ class Run:
         self._refined: int | None = None
         #: seconds spent before this call, by a run that it goes on with
         self.begun = 0.0
+        self._sites, self._drawn = self._plan.draw(self._plan.at(0)), self._plan.at(0)
         self._identity = {
             "problem": repr(problem),
+            "conditions": [
+                fingerprint(problem, c, self._sites[c.name]) for c in problem.conditions
+            ],
             "parameters": [(n, list(p.shape)) for n, p in self._trial.named_parameters()],
             "dtype": str(self._dtype),
             "counts": self._plan.counts,
@@ -150,6 +154,7 @@ class Run:
             self.history,
             unknowns=self.unknowns,
             stopped=stopped,
+            loss=self._loss(),
             spectrum=self._spectrum(),
             nested="" if self._objective is None else nested(self._objective.terms),
         )
@@ -258,6 +263,14 @@ class Run:
 
     def _evaluated(self, x: Tensor) -> Tensor:
         return self.network(x.to(next(self.network.parameters()).dtype))
+
+    @torch.no_grad()
+    def _loss(self) -> float:
+        """The loss of the network as it is now."""
+        if self._objective is None:
+            return float("nan")
+        params = {n: p.detach() for n, p in self._trial.named_parameters()}
+        return sum(float(t.loss(t.map(params))) for t in self._objective.terms)
 
     def _spectrum(self) -> Tensor | None:
         if self._objective is None:

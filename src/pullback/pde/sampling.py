@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.quasirandom import SobolEngine
 
 from .._core.errors import PullbackError
+from .kinds import require
 
 _PANEL = 256  # a Gauss rule of more nodes is split into panels: its cost is quadratic
 
@@ -134,6 +135,7 @@ class Grid(Product):
     """
 
     def __init__(self, ends: bool = False) -> None:
+        require(isinstance(ends, bool), "ends", ends, "Use True or False; n is said when sampling")
         self.ends = ends
 
     def rule(self, m: int, axis: Axis) -> tuple[Tensor, Tensor]:

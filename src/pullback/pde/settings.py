@@ -12,6 +12,7 @@ from .._core.errors import PullbackError
 from ..optim import StepInfo
 from ..solvers import Solver
 from ..steps import Step
+from .kinds import is_integer, is_number, require
 from .plan import Refine
 from .sampling import Sampler
 
@@ -46,11 +47,62 @@ class Settings:
     progress: bool
 
     def __post_init__(self) -> None:
+        self._check_length()
+        self._check_stages()
+        self._check_callbacks()
+        if self.device is not None:
+            check_device(self.device)
+
+    def _check_length(self) -> None:
         least = {"steps": 0, "single": 0, "measure": 1}
         given = {name: getattr(self, name) for name in least}
-        if any(not isinstance(n, int) or n < least[name] for name, n in given.items()):
+        if not all(is_integer(n, least[name]) for name, n in given.items()):
             raise PullbackError(
                 "The run's length is not usable",
                 f"got {', '.join(f'{name}={n!r}' for name, n in given.items())}",
                 "Use integers steps ≥ 0, single ≥ 0, measure ≥ 1",
             )
+        tol, budget, patience = self.tol, self.budget, self.patience
+        usable = tol is None or (is_number(tol) and tol > 0)
+        require(usable, "The tolerance tol", tol, "Use a finite number > 0, or None")
+        usable = budget is None or (is_number(budget) and budget >= 0)
+        require(usable, "The budget", budget, "Use finite seconds ≥ 0, or None")
+        usable = patience is None or is_integer(patience, 1)
+        require(usable, "The patience", patience, "Use an integer ≥ 1, or None")
+
+    def _check_stages(self) -> None:
+        kinds = {"solver": Solver, "step": Step, "refine": Refine}
+        for name, kind in kinds.items():
+            found = getattr(self, name)
+            if found is not None and not isinstance(found, kind):
+                raise PullbackError(
+                    f"{name} is not a {kind.__name__}",
+                    f"got {found!r}",
+                    f"Pass an instance of {kind.__name__}, or None for the default",
+                )
+        require(is_integer(self.memory, 1), "The memory", self.memory, "Use bytes, an integer ≥ 1")
+
+    def _check_callbacks(self) -> None:
+        found = self.callbacks
+        if not isinstance(found, (list, tuple)) or not all(map(callable, found)):
+            raise PullbackError(
+                "The callbacks are not usable",
+                f"got {found!r}",
+                "Put functions of (run, info) in a list: callbacks=[function]",
+            )
+
+
+def check_device(device: object) -> None:
+    """Refuse a device that torch cannot use here."""
+    try:
+        found = torch.empty(0, device=torch.device(device)).device  # pyright: ignore[reportArgumentType, reportCallIssue]
+    except (RuntimeError, AssertionError, TypeError, ValueError) as error:
+        raise PullbackError(
+            f"The device {device!r} cannot be used",
+            str(error).splitlines()[0].rstrip("."),
+            "Use 'cpu', or None for where the network is",
+        ) from None
+    if found.type == "meta":
+        raise PullbackError(
+            "The device 'meta' cannot be used", "its tensors have no values", "Use 'cpu'"
+        )

@@ -11,32 +11,14 @@ from torch import Tensor, nn
 
 from .._core.errors import PullbackError
 from ..maps.jets import Jet, Scheme, Unsupported, nested
-from .conditions import Condition, Initial
+from .conditions import Condition, Equation, Initial
 from .domains import SpaceTime
 from .history import History
+from .networks import Slabs
 from .problem import Problem
 from .run import Run
 from .settings import Settings
 from .solution import Solution
-
-
-class Slabs(nn.Module):
-    """One network per slab of time; the last coordinate says which."""
-
-    edges: Tensor
-
-    def __init__(self, networks: list[nn.Module], edges: Tensor) -> None:
-        super().__init__()
-        self.networks = nn.ModuleList(networks)
-        self.register_buffer("edges", edges)
-
-    def forward(self, x: Tensor) -> Tensor:
-        which = torch.bucketize(x[:, -1].contiguous(), self.edges[1:-1].to(x.dtype))
-        out = self.networks[0](x)
-        for i, network in enumerate(self.networks):
-            if i:
-                out = torch.where((which == i)[:, None], network(x), out)
-        return out
 
 
 def march(
@@ -59,10 +41,11 @@ def march(
             "every slab has a domain of its own",
             "Give its region as a function of the domain: on=lambda domain: domain.face(...)",
         )
+    _refuse_repeated(problem, domain)
     edges = torch.linspace(*domain.time, count + 1, dtype=torch.float64)
     networks: list[nn.Module] = []
-    history, stopped, budget, spent = History(), "", settings.budget, 0.0
-    unknowns: dict[str, float] = {}
+    history, budget, spent = History(), settings.budget, 0.0
+    solved = None
     for i in range(count):
         part = domain.slab(float(edges[i]), float(edges[i + 1]))
         conditions = [
@@ -76,13 +59,42 @@ def march(
         solved = run.go()
         networks.append(here)
         spent += run.history.spent - run.begun
-        history, stopped = history.joined(solved.history), solved.stopped
-        unknowns = solved.unknowns
-        if stopped.startswith(("the budget", "a callback")):
+        history = history.joined(solved.history)
+        if solved.stopped.startswith(("the budget", "a callback")):
             edges = torch.cat([edges[: i + 1], edges[-1:]])
             break
+    assert solved is not None
     whole = Slabs(networks, edges.to(next(networks[0].parameters())))
-    return Solution(problem, whole, history, unknowns=unknowns, stopped=stopped)
+    return Solution(
+        problem,
+        whole,
+        history,
+        unknowns=solved.unknowns,
+        stopped=solved.stopped,
+        loss=solved.loss,
+        nested=solved.nested,
+    )
+
+
+def _refuse_repeated(problem: Problem, domain: SpaceTime) -> None:
+    """What holds at the first time must be an `Initial`: only that is handed on."""
+    if not any(isinstance(c, Initial) for c in problem.conditions):
+        raise PullbackError(
+            "Time slabs need an initial condition",
+            "without one the slabs do not know of each other",
+            "State the initial value by Initial(...), not by the network or another condition",
+        )
+    for c in problem.conditions:
+        if isinstance(c, (Initial, Equation)):
+            continue
+        found = c.region(domain).sample(4)
+        points = found[0] if isinstance(found, tuple) else found
+        if bool((points.x[:, -1] == domain.time[0]).all()):
+            raise PullbackError(
+                f"The condition {c.name!r} holds at the first time",
+                "every slab would repeat it at its own beginning",
+                "State it by Initial(...), whose values are handed on from slab to slab",
+            )
 
 
 def _continued(condition: Condition, problem: Problem, before: nn.Module | None) -> Condition:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .._core.errors import PullbackError
 from . import checkpoint
 from .history import History
 from .measure import Yardstick
+from .networks import Slabs
 from .problem import Problem
 
 
@@ -22,6 +25,7 @@ class Solution:
         history: losses, errors and times along the way.
         unknowns: the coefficients that were found.
         stopped: why it ended.
+        loss: of the network as it is, at the points of the last step.
         spectrum: singular values of the weighted residual Jacobian at the end, where computed.
         nested: why derivatives were nested instead of carried forward, or empty.
     """
@@ -34,16 +38,25 @@ class Solution:
         *,
         unknowns: dict[str, float] | None = None,
         stopped: str = "",
+        loss: float = float("nan"),
         spectrum: Tensor | None = None,
         nested: str = "",
     ) -> None:
         self.problem, self.network, self.history = problem, network, history
         self.unknowns = dict(unknowns or {})
-        self.stopped, self.spectrum, self.nested = stopped, spectrum, nested
+        self.stopped, self.spectrum, self.nested, self.loss = stopped, spectrum, nested, loss
 
     @torch.no_grad()
     def __call__(self, x: Tensor) -> Tensor:
         """u at points (N, d): (N, m)."""
+        dim = self.problem.domain.dim
+        if not isinstance(x, Tensor) or x.ndim != 2 or x.shape[1] != dim or x.is_complex():
+            got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+            raise PullbackError(
+                "These are no points of the solution",
+                f"got {got} in {dim} dimension{'s' * (dim > 1)}",
+                f"Pass a real tensor of shape (N, {dim})",
+            )
         return self.network(x.to(next(self.network.parameters())))
 
     @property
@@ -55,11 +68,6 @@ class Solution:
     def errors(self) -> dict[str, float]:
         """The relative L² error of each field."""
         return Yardstick(self.problem, next(self.network.parameters())).errors(self.network)
-
-    @property
-    def loss(self) -> float:
-        """The last loss."""
-        return self.history.loss[-1] if self.history.loss else float("nan")
 
     def plot(self, path: str | Path | None = None) -> Any:
         """Solution, error, convergence and spectrum; written to `path` where it is given."""
@@ -77,6 +85,8 @@ class Solution:
                 "history": self.history.as_dict(),
                 "unknowns": self.unknowns,
                 "stopped": self.stopped,
+                "loss": self.loss,
+                "edges": getattr(self.network, "edges", None),
                 "nested": self.nested,
                 "spectrum": self.spectrum,
             },
@@ -84,8 +94,14 @@ class Solution:
 
     @classmethod
     def load(cls, path: str | Path, problem: Problem, network: nn.Module) -> Solution:
-        """What `save` wrote, for the same problem and a network of the same architecture."""
+        """What `save` wrote, for the same problem and a network of the same architecture.
+
+        A solution in slabs of time is given one of their networks, and copies it.
+        """
         state = checkpoint.load(Path(path), {"problem": problem.name})
+        if state["edges"] is not None:
+            count = len(state["edges"]) - 1
+            network = Slabs([copy.deepcopy(network) for _ in range(count)], state["edges"])
         checkpoint.restore(Path(path), network, state["network"])
         return cls(
             problem,
@@ -93,6 +109,7 @@ class Solution:
             History.from_dict(state["history"]),
             unknowns=state["unknowns"],
             stopped=state["stopped"],
+            loss=state["loss"],
             spectrum=state["spectrum"],
             nested=state["nested"],
         )

@@ -47,6 +47,8 @@ def solve(
 ) -> Solution:
     """Fit the network to the problem's conditions; its parameters change in place.
 
+    With slabs every piece of time has a copy of the network, and the given one stays as it is.
+
     Args:
         problem: what must hold, and where.
         network: (N, d) ↦ (N, fields); its dtype is the precision of the solve.

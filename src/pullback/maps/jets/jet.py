@@ -222,14 +222,12 @@ class Jet:
         index = index if isinstance(index, tuple) else (index,)
         if not all(i is None or i is Ellipsis or isinstance(i, (int, slice)) for i in index):
             # places of several tensors move to the front: derivatives must not be in the way
-            jet, value = self.full(), self.value[index]
+            # and at once: lists and tensors may be changed after their use
+            jet = self.full()
+            value, first = jet.value[index], [x[index] for x in jet.first]
             empty = value.new_zeros(0, *value.shape)
-
-            def first() -> Tensor:
-                return torch.stack([x[index] for x in jet.first]) if len(jet.first) else empty
-
-            higher = [lambda i=i: jet.higher[i][index] for i in range(len(jet.higher))]
-            return self.like(value, first, higher)
+            higher = [h[index] for h in jet.higher]
+            return self.like(value, torch.stack(first) if first else empty, higher)
         taken = sum(i is not None and i is not Ellipsis for i in index)
         alike = index[:1] == (slice(None),) or (index[:1] == (Ellipsis,) and taken < self.ndim)
         return (self if alike else self.full()).each(

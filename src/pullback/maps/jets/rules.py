@@ -16,6 +16,9 @@ from .jet import RULES, Cell, Jet, Unsupported, Used, rule
 from .towers import TOWERS, Tower
 
 
+_SMALL = 2**12  # entries of a constant that is copied rather than watched
+
+
 def prod(factors: Sequence[Tensor]) -> Tensor:
     """Their product."""
     return reduce(operator.mul, factors)
@@ -105,14 +108,30 @@ def _constant(value: Any, jet: Jet) -> Any:
     return value
 
 
+def _kept(value: Any) -> Callable[[], Any]:
+    """The constant, for use later on: derivatives are computed when they are asked for."""
+    if isinstance(value, Tensor) and not value.requires_grad and value.numel() <= _SMALL:
+        value = value.clone()  # which the network may overwrite meanwhile
+    if not isinstance(value, Tensor):
+        return lambda: value
+    version = value._version
+
+    def same() -> Tensor:
+        if value._version != version:
+            raise Unsupported("a constant that is changed after its use")
+        return value
+
+    return same
+
+
 @rule(torch.mul, torch.multiply, Tensor.mul, Tensor.__mul__, Tensor.__rmul__, operator.mul)
 def multiply(a: Any, b: Any) -> Jet:
     """The product of two jets, or of a jet and a constant."""
     if isinstance(a, Jet) and isinstance(b, Jet):
         return bilinear(torch.mul, *aligned(a, b))
     jet, other = (a, b) if isinstance(a, Jet) else (b, a)
-    constant = _constant(other, jet)
-    return jet.each(lambda x, _: x * constant)
+    constant = _kept(_constant(other, jet))
+    return jet.each(lambda x, _: x * constant())
 
 
 @rule(torch.div, torch.true_divide, Tensor.div, Tensor.__truediv__)
@@ -120,8 +139,8 @@ def divide(a: Any, b: Any) -> Jet:
     """a/b = a·b⁻¹."""
     if isinstance(b, Jet):
         return multiply(a, RULES[torch.reciprocal](b))
-    constant = _constant(b, a)
-    return a.each(lambda x, _: x / constant)
+    constant = _kept(_constant(b, a))
+    return a.each(lambda x, _: x / constant())
 
 
 @rule(torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm)
@@ -134,10 +153,12 @@ def matmul(a: Any, b: Any) -> Jet:
     if isinstance(a, Jet):
         if b.ndim > max(a.ndim, 2):
             raise Unsupported("a matrix product with a constant of more axes")
-        return (a if a.ndim > 1 else a.full()).each(lambda x, _: x @ b)
+        right = _kept(b)
+        return (a if a.ndim > 1 else a.full()).each(lambda x, _: x @ right())
     if b.ndim < 2 or a.ndim > b.ndim:
         raise Unsupported("a matrix product with a constant of more axes")
-    return b.full().each(lambda x, _: a @ x)
+    left = _kept(a)
+    return b.full().each(lambda x, _: left() @ x)
 
 
 # --- linear ----------------------------------------------------------------------------------
@@ -168,8 +189,9 @@ def _edge(x: Tensor, front: int) -> Tensor:
 
 
 def _affine(a: Jet, weight: Tensor, bias: Tensor | None) -> Jet:
-    higher = [lambda i=i: F.linear(a.higher[i], weight) for i in range(len(a.higher))]
-    return a.like(F.linear(a.value, weight, bias), lambda: F.linear(a.first, weight), higher)
+    w = _kept(weight)
+    higher = [lambda i=i: F.linear(a.higher[i], w()) for i in range(len(a.higher))]
+    return a.like(F.linear(a.value, weight, bias), lambda: F.linear(a.first, w()), higher)
 
 
 def aligned(a: Jet, b: Jet) -> tuple[Jet, Jet]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..._core.errors import PullbackError
+from ..kinds import require
 from ..sampling import Points, Sampler
 from ..sampling import sampler as named
 from .checks import check_count, check_points, check_seed, index_of
@@ -211,6 +212,7 @@ class Domain(Region):
 
 def mask(predicate: Predicate, x: Tensor) -> Tensor:
     """predicate(x), if it is a mask of the points."""
+    require(callable(predicate), "The predicate", predicate, "Pass a function (N, d) ↦ (N,) bool")
     found = predicate(x)
     if not isinstance(found, Tensor) or found.shape != x.shape[:1] or found.dtype != torch.bool:
         got = f"shape {tuple(found.shape)} of {found.dtype}" if isinstance(found, Tensor) else found

@@ -11,7 +11,8 @@ import torch
 from ..._core.errors import PullbackError
 from ..conditions import Condition, Dirichlet, Equation
 from ..domains import Box
-from .ready import Ready, bump, checked_dim, distance, written
+from ..kinds import is_integer
+from .ready import Ready, bump, checked_dim, checked_number, distance, written
 
 Function = Callable[[Any], Any]
 _PI = math.pi
@@ -86,12 +87,13 @@ def Helmholtz(a1: int = 1, a2: int = 4, k: float = 1.0, *, hard: bool = False) -
 
     q = (k² − (a₁² + a₂²)π²) u*. Hard: u = (1 − x²)(1 − y²) · N.
     """
-    if not all(isinstance(a, int) and a > 0 for a in (a1, a2)):
+    if not all(is_integer(a, 1) for a in (a1, a2)):
         raise PullbackError(
             "The wave numbers of Helmholtz are not usable",
             f"got a1={a1!r}, a2={a2!r}, and the solution is zero on the boundary for integers only",
             "Use positive integers",
         )
+    k = checked_number("wave number", k)
     box = Box([(-1, 1)] * 2)
     scale = k**2 - (a1**2 + a2**2) * _PI**2
 

@@ -11,7 +11,7 @@ from .. import references
 from ..conditions import Equation, Initial, Periodic
 from ..domains import Interval, SpaceTime
 from . import kink
-from .ready import Ready, checked_positive, periodic, written
+from .ready import Ready, checked_number, checked_positive, periodic, written
 
 _PI = math.pi
 
@@ -21,6 +21,7 @@ def Convection(beta: float = 40.0, *, hard: bool = False) -> Ready:
 
     Hard: u = sin x + t · N(sin x, cos x, t).
     """
+    beta = checked_number("speed", beta)
     domain = SpaceTime(Interval(0, 2 * _PI), (0, 1))
 
     def start(x: Any) -> Any:
@@ -65,6 +66,7 @@ def KdV(
 
     Compared with a Fourier solution. Hard: u = cos πx + t · N(sin πx, cos πx, t).
     """
+    eta, mu = checked_number("coefficient η", eta), checked_number("coefficient μ", mu)
     domain = SpaceTime(Interval(-1, 1), (0, 1))
 
     def start(x: Any) -> Any:

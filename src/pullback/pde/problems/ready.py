@@ -10,6 +10,7 @@ from torch import nn
 from ..._core.errors import PullbackError
 from ..conditions import Condition
 from ..domains import Box, Domain
+from ..kinds import is_integer, is_number, require
 from ..networks import Hard, PeriodicEmbedding
 from ..problem import Problem
 
@@ -94,7 +95,7 @@ def bump(box: Box) -> Callable[[Any], Any]:
 def checked_dim(what: str, dim: int, low: int = 1, high: int | None = None) -> int:
     """The dimension, if there is such a problem."""
     most = high if high is not None else dim
-    if not isinstance(dim, int) or not low <= dim <= most:
+    if not is_integer(dim, low) or dim > most:
         ends = f"from {low} to {high}" if high is not None else f"≥ {low}"
         raise PullbackError(
             f"There is no {what} for this dimension", f"got dim={dim!r}", f"Use dim {ends}"
@@ -104,9 +105,14 @@ def checked_dim(what: str, dim: int, low: int = 1, high: int | None = None) -> i
 
 def checked_positive(what: str, value: float) -> float:
     """The coefficient, if it is a positive number."""
-    if not 0 < value < float("inf"):
-        raise PullbackError(f"The {what} is not usable", f"got {value!r}", "Use a number > 0")
+    require(is_number(value) and value > 0, f"The {what}", value, "Use a number > 0")
     return float(value)
+
+
+def checked_number(what: str, value: float) -> float:
+    """The coefficient, if it is a finite number."""
+    require(is_number(value), f"The {what}", value, "Use a finite number")
+    return value
 
 
 def written(coefficient: float, space: str = "") -> str:
