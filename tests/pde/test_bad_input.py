@@ -304,7 +304,7 @@ def test_values_keep_their_digits() -> None:
     x = torch.linspace(0, 1, 3).double()[:, None]
     assert torch.equal(of.truth(x), torch.full((3, 1), 0.1, dtype=torch.float64))
     two = pde.Problem(
-        LINE, [pde.Equation(lambda u, v: u + v)], fields="uv", exact=lambda x: (x, 0.1)
+        LINE, [pde.Equation(lambda u, v: u + v)], fields=("u", "v"), exact=lambda x: (x, 0.1)
     )
     want = torch.cat([x, torch.full((3, 1), 0.1, dtype=torch.float64)], 1)
     assert torch.equal(two.truth(x), want)

@@ -140,7 +140,9 @@ def test_unusable_residuals(residual: Any, message: str) -> None:
 )
 def test_unusable_values(condition: pde.Condition, message: str) -> None:
     problem = pde.Problem(
-        pde.Box([(0, 1), (0, 1)]), [pde.Equation(lambda u, v: u.x + v), condition], fields="uv"
+        pde.Box([(0, 1), (0, 1)]),
+        [pde.Equation(lambda u, v: u.x + v), condition],
+        fields=("u", "v"),
     )
     network = pde.mlp(2, 3, 2, seed=0)
     trial = Trial(network, {}, next(network.parameters()))

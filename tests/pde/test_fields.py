@@ -62,11 +62,14 @@ def test_names_that_begin_alike() -> None:
 
 
 def test_space_leaves_time_out() -> None:
-    u = field("x", "y", "t", normals=NORMALS)
+    lateral = NORMALS * torch.tensor([1.0, 1.0, 0.0])
+    u = field("x", "y", "t", normals=lateral)
     assert torch.equal(u.laplacian, values(None))
     assert torch.equal(u.grad, torch.stack([values((0,)), values((1,))], -1))
     want = NORMALS[:, 0] * values((0,)) + NORMALS[:, 1] * values((1,))
     torch.testing.assert_close(u.normal, want)
+    with pytest.raises(PullbackError, match="along time"):
+        field("x", "y", "t", normals=NORMALS).normal  # noqa: B018
 
 
 def test_schemes_of_requests() -> None:

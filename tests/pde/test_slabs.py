@@ -91,7 +91,7 @@ def test_fields_go_on_each_by_itself() -> None:
             pde.Initial(1.0, field="u"),
             pde.Initial(0.0, field="v"),
         ],
-        fields="uv",
+        fields=("u", "v"),
         exact=lambda t: (torch.cos(t), -torch.sin(t)),
     )
     network = pde.mlp(2, 4, 2, seed=0)

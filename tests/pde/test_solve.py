@@ -195,7 +195,7 @@ def reaction_diffusion() -> Case:
             pde.Initial(lambda x: torch.cos(pi * x), field="u"),
             pde.Initial(1.0, field="v"),
         ],
-        fields="uv",
+        fields=("u", "v"),
         exact=lambda x, t: (u_(x, t), v_(x, t)),
     )
     return problem, pde.mlp(2, 12, 12, 2, seed=0), dict(points=225)
