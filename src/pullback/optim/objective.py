@@ -27,6 +27,8 @@ class ObjectiveProblem(Problem):
     measure with (`metric_batch`): then it is the optimizer's metric on those.
     """
 
+    proven = True  # by torch.func, or once by the operator's map itself
+
     def __init__(
         self,
         params: dict[str, nn.Parameter],

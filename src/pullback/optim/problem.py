@@ -20,6 +20,9 @@ Place = Callable[[Mapping[str, Tensor], Tensor], Mapping[str, Tensor]]
 class Problem(ABC):
     """L and its local picture at the current parameters."""
 
+    #: whether the rows were checked against autograd elsewhere
+    proven: bool = False
+
     def __init__(self, params: dict[str, nn.Parameter]) -> None:
         self.params = params
         self.space = ParameterSpace(params)

@@ -15,7 +15,6 @@ from torch import Tensor
 from .jet import RULES, Cell, Jet, Unsupported, Used, rule
 from .towers import TOWERS, Tower
 
-
 _SMALL = 2**12  # entries of a constant that is copied rather than watched
 
 
