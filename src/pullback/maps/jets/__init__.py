@@ -1,6 +1,7 @@
 """Derivatives of a network in its inputs, carried forward through its layers."""
 
-from . import rules as rules  # enters the rules
+from . import rules as rules
+from . import shapes as shapes  # both enter the rules
 from .jet import Jet, Tape, Unsupported
 from .nested import nested
 from .scheme import Index, Scheme

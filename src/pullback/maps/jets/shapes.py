@@ -1,0 +1,166 @@
+"""Operations that act on every channel of a jet alike: joining, reshaping, sums, copies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .jet import RULES, Jet, Unsupported, rule
+
+
+def _shifted(dim: int, front: int) -> int:
+    """An axis where `front` more axes lie in front."""
+    return dim if dim < 0 else dim + front
+
+
+def _joined(op: Any, items: Sequence[Any], dim: int) -> Jet:
+    jet = next(i for i in items if isinstance(i, Jet))
+
+    def constant(x: Tensor) -> Jet:
+        zero = torch.zeros_like(x)
+        count = jet.scheme.first.stop - 1
+        return jet.like(x, zero.expand(count, *x.shape), [zero] * len(jet.higher))
+
+    jets = [i.full() if isinstance(i, Jet) else constant(i) for i in items]
+
+    def higher(i: int) -> Tensor:
+        return op([j.higher[i] for j in jets], dim=dim)
+
+    return jet.like(
+        op([j.value for j in jets], dim=dim),
+        lambda: op([j.first for j in jets], dim=_shifted(dim, 1)),
+        [partial(higher, i) for i in range(len(jet.higher))],
+    )
+
+
+@rule(torch.cat, torch.concat, torch.concatenate)
+def cat(items: Sequence[Any], dim: int = 0) -> Jet:
+    """Constants among the items have no derivatives."""
+    return _joined(torch.cat, items, dim)
+
+
+@rule(torch.stack)
+def stack(items: Sequence[Any], dim: int = 0) -> Jet:
+    """As `cat`, along a new axis."""
+    return _joined(torch.stack, items, dim)
+
+
+def _per_channel(op: Any, axes: int) -> Any:
+    """A linear operation whose first `axes` arguments after the tensor are axes."""
+
+    def act(a: Any, *args: Any, **kwargs: Any) -> Jet:
+        if not isinstance(a, Jet):
+            raise Unsupported(op.__name__)
+
+        def one(x: Tensor, front: int) -> Tensor:
+            moved = [_shifted(v, front) if i < axes else v for i, v in enumerate(args)]
+            named = {k: _shifted(v, front) if k.startswith("dim") else v for k, v in kwargs.items()}
+            return op(x, *moved, **named)
+
+        return a.full().each(one)
+
+    return act
+
+
+for _name, _axes in {"transpose": 2, "unsqueeze": 1}.items():
+    for _home in (torch, Tensor):
+        RULES[getattr(_home, _name)] = _per_channel(getattr(torch, _name), _axes)
+
+
+@rule(torch.squeeze, Tensor.squeeze)
+def squeeze(a: Jet, *dim: Any, **named: Any) -> Jet:
+    """Per channel, in the shape that the value gets."""
+    shape = a.value.squeeze(*dim, **named).shape
+    return a.full().each(lambda x, n: x.reshape(*x.shape[:n], *shape))
+
+
+@rule(torch.flatten, Tensor.flatten)
+def flatten(a: Jet, start_dim: int = 0, end_dim: int = -1) -> Jet:
+    """Per channel."""
+    return a.full().each(lambda x, n: x.flatten(_shifted(start_dim, n), _shifted(end_dim, n)))
+
+
+@rule(torch.reshape, Tensor.reshape, Tensor.view)
+def reshape(a: Jet, *shape: Any) -> Jet:
+    """Per channel."""
+    sizes = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
+    sizes = a.value.reshape(*sizes).shape  # −1 is ambiguous where there are no derivatives
+    return a.full().each(lambda x, n: x.reshape(*x.shape[:n], *sizes))
+
+
+@rule(torch.chunk, Tensor.chunk)
+def chunk(a: Jet, chunks: int, dim: int = 0) -> Any:
+    """Per channel."""
+    return split(a, -(-a.shape[dim] // chunks), dim)
+
+
+@rule(torch.split, Tensor.split)
+def split(a: Jet, split_size: Any, dim: int = 0) -> Any:
+    """Per channel."""
+    count = len(a.value.split(split_size, dim))
+    return tuple(
+        a.full().each(lambda x, n, i=i: x.split(split_size, _shifted(dim, n))[i])
+        for i in range(count)
+    )
+
+
+@rule(torch.unbind, Tensor.unbind)
+def unbind(a: Jet, dim: int = 0) -> Any:
+    """Per channel."""
+    return tuple(
+        a.full().each(lambda x, n, i=i: x.unbind(_shifted(dim, n))[i]) for i in range(a.shape[dim])
+    )
+
+
+def _over(op: str, a: Jet, dim: Any, keepdim: bool) -> Jet:
+    axes = range(a.ndim) if dim is None else (dim,) if isinstance(dim, int) else dim
+    if any(axis % a.ndim == 0 for axis in axes):
+        raise Unsupported(f"{op} over the points")
+    return a.each(
+        lambda x, n: getattr(x, op)([_shifted(axis, n) for axis in axes], keepdim=keepdim)
+    )
+
+
+@rule(torch.sum, Tensor.sum)
+def total(a: Jet, dim: Any = None, keepdim: bool = False) -> Jet:
+    """Sums over features."""
+    return _over("sum", a, dim, keepdim)
+
+
+@rule(torch.mean, Tensor.mean)
+def mean(a: Jet, dim: Any = None, keepdim: bool = False) -> Jet:
+    """Means over features."""
+    return _over("mean", a, dim, keepdim)
+
+
+@rule(Tensor.contiguous, Tensor.clone)
+def same(a: Jet) -> Jet:
+    """Channels are never written to, so a copy is not needed."""
+    return a
+
+
+@rule(Tensor.to, Tensor.double, Tensor.float, Tensor.type)
+def converted(*args: Any, **kwargs: Any) -> Jet:
+    """A jet lives in one precision."""
+    raise Unsupported("a conversion of dtype or device inside the network")
+
+
+@rule(F.dropout)
+def dropout(a: Jet, p: float = 0.5, training: bool = True, inplace: bool = False) -> Jet:
+    """Nothing in evaluation."""
+    if training and p > 0:
+        raise Unsupported("dropout in training mode")
+    return a
+
+
+def _constant_like(make: Any) -> Any:
+    return lambda a, *args, **kwargs: make(a.value.detach(), *args, **kwargs)
+
+
+for _make in (torch.zeros_like, torch.ones_like, torch.full_like):
+    RULES[_make] = _constant_like(_make)
