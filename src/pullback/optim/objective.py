@@ -17,7 +17,7 @@ from ..metrics import Metric
 from .problem import Place, Problem
 from .terms import Objective, Squares
 
-_TRIAL_BYTES = {"cpu": 2**25, "cuda": 2**33}  # about the cache; about the memory
+_TRIAL_BYTES = {"cpu": 2**26, "cuda": 2**33}  # about the cache; about the memory
 
 
 class ObjectiveProblem(Problem):
