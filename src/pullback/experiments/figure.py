@@ -22,7 +22,7 @@ _STYLES = {
     "L-BFGS": ("#009E73", 1.7),
     "Natural gradient": ("#D55E00", 2.8),
 }
-_INK, _GRID = "#333333", "#E4E4E4"
+INK, _GRID = "#333333", "#E4E4E4"
 _APART = 0.115  # least distance of two labels, as a share of the panel's height
 
 Race = tuple[Problem, Sequence[Curve]]
@@ -36,9 +36,9 @@ def draw(races: Sequence[Race], path: Path) -> Path:
     for (problem, curves), (left, right) in zip(races, grid, strict=True):
         _panel(left, curves, "seconds")
         _panel(right, curves, "steps")
-        left.set_ylabel(next(iter(curves[0].measures[0])), color=_INK)
-        left.set_title(problem.title, loc="left", color=_INK, weight="bold")
-        right.set_title(problem.setting, loc="right", color=_INK, size=9)
+        left.set_ylabel(next(iter(curves[0].measures[0])), color=INK)
+        left.set_title(problem.title, loc="left", color=INK, weight="bold")
+        right.set_title(problem.setting, loc="right", color=INK, size=9)
         _label(right, curves)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
@@ -52,16 +52,8 @@ def _panel(axes: Axes, curves: Sequence[Curve], along: str) -> None:
         x, y = getattr(curve, along)[1:], curve.values()[1:]
         axes.plot(x, y, color=color, lw=width, solid_joinstyle="round")
         axes.plot(x[-1:], y[-1:], "o", color=color, ms=2 + 1.6 * width)
-    axes.set(xscale="log", yscale="log")
-    axes.set_xlabel(along, color=_INK)
-    axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.yaxis.set_major_locator(LogLocator(numticks=8))
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.grid(True, which="major", color=_GRID, lw=0.7)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(_INK)
-    axes.tick_params(colors=_INK, which="both")
+    dress(axes)
+    axes.set_xlabel(f"CPU {along}" if along == "seconds" else along, color=INK)
 
 
 def _label(axes: Axes, curves: Sequence[Curve]) -> None:
@@ -82,3 +74,16 @@ def _label(axes: Axes, curves: Sequence[Curve]) -> None:
             va="center",
             size=9.5,
         )
+
+
+def dress(axes: Axes) -> None:
+    """Logarithmic, with few ticks and a light grid."""
+    axes.set(xscale="log", yscale="log")
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.yaxis.set_major_locator(LogLocator(numticks=8))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.grid(True, which="major", color=_GRID, lw=0.7)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(INK)
+    axes.tick_params(colors=INK, which="both")

@@ -15,11 +15,12 @@ from ..maps.jets import Index
 from ..maps.module import in_every_slot
 from ..optim import Energy, Squares, Term
 from . import conditions
-from .conditions import Condition, View
+from .conditions import Condition
 from .domains import Domain, Pairs, Region
 from .fields import Channel, Field, Request
 from .problem import Problem
 from .sampling import Points
+from .view import View
 
 Sites = tuple[Points, ...]
 
@@ -57,7 +58,7 @@ def term(problem: Problem, condition: Condition, trial: Trial, sites: Sites) -> 
     """The condition at these points; its derivatives are found by a dry run."""
     points = sites[0]
     n = len(points)
-    request = _dry_run(problem, condition, sites)
+    request, _ = _dry_run(problem, condition, sites)
     scheme = request.scheme(problem.coordinates)
     q = condition.weight * points.weights / points.weights.sum()
     x = torch.stack([p.x for p in sites])
@@ -142,19 +143,15 @@ def _view(
     return View(fields, sites[0], problem.columns(sites[0].x), unknowns)
 
 
-def _dry_run(problem: Problem, condition: Condition, sites: Sites) -> Request:
-    """Evaluate once with made-up values, to see which derivatives are asked for."""
-    return _rehearsed(problem, condition, sites)[0]
-
-
 def fingerprint(problem: Problem, condition: Condition, sites: Sites) -> list[Any]:
     """What tells one condition from another: derivatives, weight, and made-up residuals."""
-    request, found = _rehearsed(problem, condition, sites)
+    request, found = _dry_run(problem, condition, sites)
     values = [f"{v:.9e}" for v in found.double().mean(0).tolist()]
     return [sorted(map(list, request.indices)), request.laplacian, condition.weight, *values]
 
 
-def _rehearsed(problem: Problem, condition: Condition, sites: Sites) -> tuple[Request, Tensor]:
+def _dry_run(problem: Problem, condition: Condition, sites: Sites) -> tuple[Request, Tensor]:
+    """Evaluate once with made-up values, to see which derivatives are asked for."""
     request = Request()
     x = sites[0].x
     made_up = torch.linspace(0.3, 0.7, len(x), dtype=x.dtype, device=x.device)

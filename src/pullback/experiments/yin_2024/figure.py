@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
 
+from ..figure import INK, dress
 from .runs import Record
 from .statistics import held, quantiles
 from .store import Store
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 # Okabe and Ito's palette, which color-blind readers can tell apart
 _COLORS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#000000")
-_INK, _GRID = "#333333", "#E4E4E4"
 _COLUMNS = (("loss", "steps"), ("loss", "seconds"), ("error", "steps"), ("error", "seconds"))
 _NAMES = {"loss": "loss", "error": "relative L² error"}
 _PLACES = 120  # along the axis of seconds
@@ -38,11 +37,11 @@ def draw(experiment: Experiment, store: Store, seeds: Sequence[int], path: Path)
             for color, name in zip(_COLORS, names, strict=False):
                 _band(axes, store.of(name, list(seeds)), what, along, color, name)
             _dress(axes, what, along)
-        row[0].set_title(title, loc="left", color=_INK, weight="bold", size=10)
+        row[0].set_title(title, loc="left", color=INK, weight="bold", size=10)
         row[-1].legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=9)
     layers = "-".join(map(str, experiment.setting.layers))
     title = f"{experiment.setting.problem().name}, {layers} tanh network, {len(seeds)} seeds"
-    figure.suptitle(f"{title}: medians and quartiles", color=_INK, size=12, x=0.01, ha="left")
+    figure.suptitle(f"{title}: medians and quartiles", color=INK, size=12, x=0.01, ha="left")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
     return path
@@ -77,14 +76,6 @@ def _shown(value: float) -> float:
 
 
 def _dress(axes: Any, what: str, along: str) -> None:
-    axes.set(xscale="log", yscale="log")
-    axes.set_xlabel("CPU seconds" if along == "seconds" else along, color=_INK)
-    axes.set_ylabel(_NAMES[what], color=_INK)
-    axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.yaxis.set_major_locator(LogLocator(numticks=8))
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.grid(True, which="major", color=_GRID, lw=0.7)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(_INK)
-    axes.tick_params(colors=_INK, which="both")
+    dress(axes)
+    axes.set_xlabel("CPU seconds" if along == "seconds" else along, color=INK)
+    axes.set_ylabel(_NAMES[what], color=INK)

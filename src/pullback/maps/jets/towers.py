@@ -69,7 +69,7 @@ def _horner(coefficients: tuple[int, ...], s: Tensor) -> Tensor:
 
 @tower(torch.tanh, F.tanh, Tensor.tanh)
 def tanh(a: Tensor, order: int) -> list[Tensor]:
-    """s' = 1 − s²; the first is a factor of all: s⁽ᵏ⁾ = s'·Q_k(s) loses no digits near ±1."""
+    """s' = 1 − s²; up to the third derivative s' is kept as a factor."""
     s = torch.tanh(a)
     if order == 0:
         return [s]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -53,13 +54,13 @@ class Composite(Domain):
         """The bounding box of the result."""
         return self.a.low, self.a.high
 
+    @abstractmethod
     def _cut(self) -> list[Patch]:
         """The disjoint patches of the result, some of which may be empty."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _rim(self) -> list[Patch]:
         """The patches of the result's boundary, some of which may be empty."""
-        raise NotImplementedError
 
     def build(self) -> Sequence[Patch]:
         return nonempty(self._cut(), f"The {type(self).__name__.lower()}")
