@@ -64,25 +64,26 @@ class OperatorMap(Map):
     ) -> None:
         self.network, self.x, self.scheme, self.operator = network, x, scheme, operator
         self._root = weights.sqrt()[:, None]
+        self._coordinates = Jet.input(x.flatten(0, 1), scheme)
         self._checked = False
         #: why the derivatives are nested instead of carried forward, or empty
         self.nested_because = ""
 
     def channels(self, params: dict[str, Tensor], tape: Tape | None = None) -> Tensor | Channels:
         """The network's jet, (T, S, N, m), each channel computed when it is taken."""
-        points = self.x.flatten(0, 1)
         if not self.nested_because:
             try:
-                return self._carried(params, points, tape)
+                return self._carried(params, tape)
             except Unsupported as missing:
                 self.nested_because = f"jets have no rule for {missing}"
             except _REFUSALS as error:  # of what is no tensor: nested derivatives say if not
                 self.nested_because = f"the network does not take jets ({error})"
+        points = self.x.flatten(0, 1)
         out = nested(lambda x: self.network(params, x), points, self.scheme)
         return out.unflatten(1, self.x.shape[:2])
 
-    def _carried(self, params: dict[str, Tensor], points: Tensor, tape: Tape | None) -> Channels:
-        out = self.network(params, Jet.input(points, self.scheme, tape))
+    def _carried(self, params: dict[str, Tensor], tape: Tape | None) -> Channels:
+        out = self.network(params, self._coordinates.taped(tape))
         if not isinstance(out, Jet):
             raise Unsupported("an output that does not depend on the input")
         return Channels(out.full(), self.x.shape[:2])

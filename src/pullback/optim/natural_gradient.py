@@ -280,6 +280,7 @@ class NaturalGradient(Optimizer):
             path=precise(lambda: system.path(self.solver, state)),
             image=precise(system.gram.matvec),
             losses=lambda moves: sign * problem.losses(moves, partial(self._place, problem, scale)),
+            together=problem.together,
             lr=lr,
             scaled=lambda v: scale * v,
             names=problem.space.names,

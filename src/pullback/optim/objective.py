@@ -60,6 +60,8 @@ class ObjectiveProblem(Problem):
     def _evaluate(self) -> str:
         linears = [term.map.linearize(self.params) for term in self._terms]
         pairs = list(zip(self._terms, linears, strict=True))
+        # carried forward, one trial is work enough for a core
+        self._apart = self.space.device.type == "cpu" and all(x.structured for x in linears)
         self._footprint = sum(getattr(x, "footprint", 64 * x.value.numel()) for x in linears)
         losses = torch.stack([term.loss(x.value) for term, x in pairs])
         self.loss = float(losses.sum())
@@ -111,6 +113,9 @@ class ObjectiveProblem(Problem):
             point = dict(place(self.params, move))
             return torch.stack([term.loss(term.map(point)) for term in self._terms]).sum()
 
+        if self._apart:
+            with torch.no_grad():
+                return torch.stack([loss(move) for move in moves])
         room = _TRIAL_BYTES.get(moves.device.type, 2**28)
         chunk = max(1, room // (self._footprint * moves.element_size()))
         with torch.no_grad():
@@ -119,6 +124,10 @@ class ObjectiveProblem(Problem):
             except RuntimeError as error:
                 reraise_fatal(error)  # else the objective or retraction branches on its data
                 return torch.stack([loss(move) for move in moves])
+
+    @property
+    def together(self) -> int:
+        return 1 if self._apart else 8 if self.space.device.type == "cpu" else 2**10
 
     def rollback(self) -> None:
         self._random.restore()

@@ -22,6 +22,8 @@ class Problem(ABC):
 
     #: whether the rows were checked against autograd elsewhere
     proven: bool = False
+    #: how many trial moves to evaluate at once, where it may turn out that fewer were needed
+    together: int = 8
 
     def __init__(self, params: dict[str, nn.Parameter]) -> None:
         self.params = params

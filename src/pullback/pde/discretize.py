@@ -7,12 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from .._core.errors import PullbackError
 from ..maps import OperatorMap, Scheme
 from ..maps.jets import Index
-from ..maps.module import in_every_slot
 from ..optim import Energy, Squares, Term
 from . import conditions
 from .conditions import Condition
@@ -35,17 +33,31 @@ class Trial(nn.Module):
             {name: nn.Parameter(like.new_tensor(float(v))) for name, v in unknowns.items()}
         )
         named = dict(self.named_parameters())
-        slots = in_every_slot(self, named)  # a module that is used twice has its tensors once
-        by_id = {id(p): name for name, p in named.items()}
-        self._slots = [(slot, by_id[id(p)]) for slot, p in slots.items()]
+        names = {id(p): name for name, p in named.items()}
+        self._slots = [
+            (module._parameters, key, names[id(p)])
+            for module in self.modules()  # each once, wherever it is used
+            for key, p in module._parameters.items()
+            if p is not None
+        ]
 
     def forward(self, x: Any) -> Any:
         return self.network(x)
 
     def apply_to(self, params: dict[str, Tensor], x: Any) -> Any:
-        """u(x) with these parameters."""
-        placed = {slot: params[name] for slot, name in self._slots if name in params}
-        return functional_call(self, placed, (x,), tie_weights=False)
+        """u(x) with these parameters, in every place that holds them.
+
+        As `torch.func.functional_call`, whose search for the places by name takes longer than a
+        small network.
+        """
+        own = [held[key] for held, key, _ in self._slots]
+        try:
+            for held, key, name in self._slots:
+                held[key] = params.get(name, held[key])
+            return self.network(x)
+        finally:
+            for (held, key, _), p in zip(self._slots, own, strict=True):
+                held[key] = p
 
 
 def coefficients(params: Mapping[str, Tensor]) -> dict[str, Tensor]:

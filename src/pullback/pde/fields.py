@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -193,10 +194,24 @@ for _name in ("neg", "pos", "abs", "getitem", "lt", "le", "gt", "ge", "eq", "ne"
 Field.__hash__ = object.__hash__
 
 
+_SIGNATURES: WeakKeyDictionary[Any, list[inspect.Parameter]] = WeakKeyDictionary()
+
+
+def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    """Its parameters; residuals are called at every trial, and inspection takes longer than most."""
+    try:
+        found = _SIGNATURES.get(function)
+    except TypeError:  # it has no hash, or no weak reference
+        return list(inspect.signature(function).parameters.values())
+    if found is None:
+        found = _SIGNATURES[function] = list(inspect.signature(function).parameters.values())
+    return found
+
+
 def call(function: Callable[..., Any], offered: Mapping[str, Any], what: str) -> Any:
     """The function of those offered things that its parameters name."""
     try:
-        parameters = inspect.signature(function).parameters.values()
+        parameters = _parameters(function)
     except (TypeError, ValueError):
         raise PullbackError(
             f"{what} does not name its arguments",

@@ -45,6 +45,7 @@ class Local:
         path: all solutions over damping, where the solver has them.
         image: v ↦ G v.
         losses: moves (k, p) ↦ L(retract(w − lr·move)), one value each.
+        together: how many of these to ask for at once where fewer may be needed.
         lr: the learning rate, if it is the same for all parameters, else None.
         scaled: v ↦ lr·v, group by group.
         names: the parameters, in the order of the flat vectors.
@@ -59,6 +60,7 @@ class Local:
     losses: Callable[[Tensor], Tensor]
     lr: float | None
     scaled: Callable[[Tensor], Tensor]
+    together: int = 8
     names: tuple[str, ...] = ()
     state: dict[str, Any] = field(default_factory=dict)
 

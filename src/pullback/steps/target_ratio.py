@@ -50,8 +50,8 @@ class TargetRatio(Step):
         predicted = path.predicted(dampings, local.lr)
         good: list[bool] = []
         losses: list[float] = []
-        # radii grow, and beyond the first bad one none counts: on a CPU evaluate a few at a time
-        few = self.radii if solution.x.is_cuda else max(8, self.radii // 4)
+        # radii grow, and beyond the first bad one none counts
+        few = local.together
         for some, want in zip(dampings.split(few), predicted.split(few), strict=True):
             found = in_chunks(lambda d: local.losses(path.at(d)), some, solution.x)
             losses += found.tolist()

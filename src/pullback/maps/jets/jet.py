@@ -66,13 +66,17 @@ def rule(*functions: Any):
 
 def _apply(function: Any, *args: Any, **kwargs: Any) -> Any:
     """What the rule of a function of torch says."""
-    name, act = getattr(function, "__name__", repr(function)), RULES.get(function)
+    act = RULES.get(function)
     if act is None:
-        raise Unsupported(name)
+        raise Unsupported(_name(function))
     try:
         return act(*args, **kwargs)
     except TypeError as error:  # out=, dtype= and the like
-        raise Unsupported(f"{name} with these arguments ({error})") from error
+        raise Unsupported(f"{_name(function)} with these arguments ({error})") from error
+
+
+def _name(function: Any) -> str:
+    return getattr(function, "__name__", repr(function))
 
 
 Cell = Tensor | Callable[[], Tensor]
@@ -107,7 +111,8 @@ class Jet:
     """A value, its first derivatives (m, *shape) and the higher ones, in the scheme's order.
 
     Modules see an ordinary tensor of the value's shape: torch's functions are sent to the rules of
-    this package. Derivatives may be given as functions and are computed on demand.
+    this package. Derivatives may be given as functions and are computed on demand. `affine` says
+    that all above the first are known to vanish.
     """
 
     def __init__(
@@ -117,9 +122,10 @@ class Jet:
         higher: Iterable[Cell],
         scheme: Scheme,
         tape: Tape | None = None,
+        affine: bool = False,
     ) -> None:
         self.value, self._first, self.higher = value, Cells([first]), Cells(higher)
-        self.scheme, self.tape = scheme, tape
+        self.scheme, self.tape, self.affine = scheme, tape, affine
 
     @property
     def first(self) -> Tensor:
@@ -133,20 +139,26 @@ class Jet:
         units = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)[axes]
         # the same at every point: held once, until an operation tells the points apart
         zeros = [torch.zeros_like(x[:1])] * (len(scheme) - 1 - len(axes))
-        return cls(x, units[:, None], zeros, scheme, tape)
+        return cls(x, units[:, None], zeros, scheme, tape, affine=True)
+
+    def taped(self, tape: Tape | None) -> Jet:
+        """The same jet, with linear layers recorded from here on."""
+        return Jet(self.value, self.first, self.higher, self.scheme, tape, self.affine)
 
     def full(self) -> Jet:
         """Every channel in the value's shape."""
         return self.each(lambda x, n: x.expand(*x.shape[:n], *self.value.shape))
 
-    def like(self, value: Tensor, first: Cell, higher: Iterable[Cell]) -> Jet:
+    def like(
+        self, value: Tensor, first: Cell, higher: Iterable[Cell], affine: bool = False
+    ) -> Jet:
         """The same kind of jet with other channels."""
-        return Jet(value, first, higher, self.scheme, self.tape)
+        return Jet(value, first, higher, self.scheme, self.tape, affine)
 
     def each(self, op: Callable[[Tensor, int], Tensor]) -> Jet:
         """A linear operation on every channel; it is told how many axes lie in front."""
         higher = [lambda i=i: op(self.higher[i], 0) for i in range(len(self.higher))]
-        return self.like(op(self.value, 0), lambda: op(self.first, 1), higher)
+        return self.like(op(self.value, 0), lambda: op(self.first, 1), higher, self.affine)
 
     def channel(self, i: int) -> Tensor:
         """One channel, by its position in the scheme."""

@@ -32,12 +32,14 @@ def elementwise(build: Tower, a: Jet, **options: Any) -> Jet:
     f = build(a.value, scheme.order, **options)
 
     def summed(terms: list[tuple[int, tuple[int, ...]]]) -> Tensor:
+        if a.affine:  # only products of first derivatives are left
+            terms = [(n, c) for n, c in terms if max(c) < scheme.first.stop]
         shares = [_times(n, prod([f[len(c)], *map(a.channel, c)])) for n, c in terms]
         return sum(shares[1:], shares[0])
 
     def laplacian() -> Tensor:
-        squares = a.first[scheme.collapsed].square().sum(0)
-        return f[1] * a.higher[-1] + f[2] * squares
+        bent = f[2] * a.first[scheme.collapsed].square().sum(0)
+        return bent if a.affine else bent + f[1] * a.higher[-1]
 
     higher: list[Cell] = [partial(summed, terms) for terms in scheme.chain]
     if scheme.laplacian:
@@ -185,7 +187,8 @@ def _edge(x: Tensor, front: int) -> Tensor:
 def _affine(a: Jet, weight: Tensor, bias: Tensor | None) -> Jet:
     w = _kept(weight)
     higher = [lambda i=i: F.linear(a.higher[i], w()) for i in range(len(a.higher))]
-    return a.like(F.linear(a.value, weight, bias), lambda: F.linear(a.first, w()), higher)
+    value = F.linear(a.value, weight, bias)
+    return a.like(value, lambda: F.linear(a.first, w()), higher, a.affine)
 
 
 def aligned(a: Jet, b: Jet) -> tuple[Jet, Jet]:
@@ -210,7 +213,8 @@ def add(a: Any, b: Any, *, alpha: float = 1) -> Jet:
         higher = [lambda i=i: one.higher[i] + alpha * two.higher[i] for i in count]
         # first derivatives are held once, if both are
         first = lambda: one.first + alpha * two.first  # noqa: E731
-        return one.like(one.value + alpha * two.value, first, higher)
+        affine = one.affine and two.affine
+        return one.like(one.value + alpha * two.value, first, higher, affine)
     if isinstance(a, Jet):
         value = a.value + alpha * _constant(b, a)
     else:
@@ -219,7 +223,7 @@ def add(a: Any, b: Any, *, alpha: float = 1) -> Jet:
     jet: Jet = a
     grown = jet.each(lambda x, n: x.expand(*x.shape[:n], *value.shape))
     higher = [lambda i=i: grown.higher[i] for i in range(len(grown.higher))]
-    return jet.like(value, lambda: grown.first, higher)
+    return jet.like(value, lambda: grown.first, higher, jet.affine)
 
 
 @rule(torch.sub, torch.subtract, Tensor.sub, Tensor.__sub__)

@@ -73,10 +73,11 @@ def tanh(a: Tensor, order: int) -> list[Tensor]:
     s = torch.tanh(a)
     if order == 0:
         return [s]
-    slope = 1 - s * s
+    zero = s.new_zeros(())
+    slope = torch.addcmul(zero + 1, s, s, value=-1)  # in one pass over the entries
     out = [s, slope]
     if order >= 2:
-        out.append(-2 * s * slope)
+        out.append(torch.addcmul(zero, s, slope, value=-2))
     if order >= 3:
         out.append(slope * (4 - 6 * slope))  # s'(6s² − 2)
     for k in range(4, order + 1):
