@@ -2,7 +2,7 @@
 
 from . import grams, likelihoods, maps, metrics, optim, pde, solvers, steps
 from ._core.errors import PullbackError, Status
-from .optim import GaussNewton, HessianFree, LevenbergMarquardt, NaturalGradient, StepInfo
+from .optim import KFAC, GaussNewton, HessianFree, LevenbergMarquardt, NaturalGradient, StepInfo
 
 __version__ = "0.1.0"
 
@@ -19,6 +19,7 @@ __all__ = [
     "pde",
     # what most people need
     "NaturalGradient",
+    "KFAC",
     "GaussNewton",
     "LevenbergMarquardt",
     "HessianFree",

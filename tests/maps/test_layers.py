@@ -52,6 +52,26 @@ CASES = {
         lambda: nn.Conv3d(2, 2, (1, 2, 2), stride=(1, 2, 1), padding=(0, 1, 1), groups=2),
         (2, 2, 2, 3, 2),
     ),
+    "ConvTranspose1d": (
+        lambda: nn.ConvTranspose1d(2, 3, 3, stride=2, padding=1, output_padding=1),
+        (3, 2, 4),
+    ),
+    "ConvTranspose1d, output padding beyond any input": (
+        lambda: nn.ConvTranspose1d(2, 2, 2, dilation=4, output_padding=3),
+        (3, 2, 3),
+    ),
+    "ConvTranspose2d groups": (
+        lambda: nn.ConvTranspose2d(4, 6, (2, 3), stride=(1, 2), dilation=(2, 1), groups=2),
+        (2, 4, 2, 2),
+    ),
+    "ConvTranspose2d, no bias": (
+        lambda: nn.ConvTranspose2d(2, 3, 2, stride=2, bias=False),
+        (2, 2, 2, 3),
+    ),
+    "ConvTranspose3d": (
+        lambda: nn.ConvTranspose3d(2, 2, (1, 2, 2), stride=(1, 2, 1), padding=(0, 1, 1), groups=2),
+        (2, 2, 2, 3, 3),
+    ),
     "LayerNorm": (lambda: nn.LayerNorm(4), (3, 4)),
     "LayerNorm over two axes": (lambda: nn.LayerNorm((2, 3)), (3, 2, 2, 3)),
     "LayerNorm, no bias": (lambda: nn.LayerNorm(4, bias=False), (3, 2, 4)),

@@ -25,14 +25,31 @@ def gram(x: Tensor) -> Tensor:
     split = _Split.active() and _large(x, x.T)
     high, low = _halves(x) if split else (x, x)
     out = x.new_zeros(n, n) if split else x.new_empty(n, n)
-    panels = max(1, min(_PANELS, n // 1024)) if x.is_cuda else _PANELS
+    panels = max(1, min(_PANELS, n // (1024 if x.is_cuda else 48)))
     for a, b in pairwise([n * i // panels for i in range(panels + 1)]):
         if split:
-            _accumulate(out[a:b, :b], (high[a:b], low[a:b]), (high[:b].T, low[:b].T))
+            _accumulate(out[a:, a:b], (high[a:], low[a:]), (high[a:b].T, low[a:b].T))
         else:
-            torch.mm(x[a:b], x[:b].T, out=out[a:b, :b])
-        out[:a, a:b] = out[a:b, :a].T
+            torch.mm(x[a:], x[a:b].T, out=out[a:, a:b])
+        out[a:b, b:] = out[b:, a:b].T
     return out
+
+
+def moment(x: Tensor) -> Tensor:
+    """XᵀX for (P, n), accumulated in float32 where x has half precision."""
+    x = x.T[None]
+    return products(x, x)[0]
+
+
+def products(x: Tensor, y: Tensor) -> Tensor:
+    """X Yᵀ for (G, n, d) and (G, m, d), accumulated in float32 where they have half precision."""
+    if x.dtype in (torch.float16, torch.bfloat16):
+        if x.is_cuda:
+            if len(x) == 1:
+                return torch.mm(x[0], y[0].T, out_dtype=torch.float32)[None]
+            return torch.bmm(x, y.mT, out_dtype=torch.float32)
+        x, y = x.float(), x.float() if y is x else y.float()
+    return cross(a := x[0], a if y is x else y[0])[None] if len(x) == 1 else x @ y.mT
 
 
 def cross(x: Tensor, y: Tensor) -> Tensor:

@@ -44,7 +44,9 @@ class Svd:
         return self.q.applied(x) if self.q is not None and self.wide else x
 
     def select(self, keep: Tensor) -> Svd:
-        """The singular triples that a mask or an index names."""
+        """The singular triples that a mask names."""
+        if bool(keep.all()):
+            return self
         return replace(self, u=self.u[:, keep], sigma=self.sigma[keep], v=self.v[:, keep])
 
 

@@ -3,6 +3,7 @@
 from .assemble import FORMS, Part, assemble, coverage
 from .base import FactoredGram, Gram, Structure
 from .forms import Dense, Kernel, Operator, Rows
+from .kronecker import Kronecker
 
 __all__ = [
     "FORMS",
@@ -10,6 +11,7 @@ __all__ = [
     "FactoredGram",
     "Gram",
     "Kernel",
+    "Kronecker",
     "Operator",
     "Part",
     "Rows",

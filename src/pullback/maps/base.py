@@ -32,7 +32,8 @@ class Covered:
 class Pulled:
     """R covectors per sample pulled back through J: the matrix A, block by block of parameters.
 
-    Rows are ordered (sample, covector); vectors on the row side have shape (N, R).
+    Rows are ordered (sample, covector); vectors on the row side have shape (N, R). Where A is at
+    hand as a whole, `matrix` (N·R, p), products are with it.
     """
 
     def __init__(
@@ -41,13 +42,16 @@ class Pulled:
         shape: tuple[int, int],
         blocks: Sequence[Block],
         coverage: Sequence[Covered] = (),
+        matrix: Tensor | None = None,
     ) -> None:
-        self.space, self.shape = space, shape
+        self.space, self.shape, self._matrix = space, shape, matrix
         self.blocks = {tuple(sorted(b.names)): b for b in blocks}
         self.coverage = tuple(coverage)
 
     def rows(self) -> Tensor:
         """A, materialized: (N·R, p)."""
+        if self._matrix is not None:
+            return self._matrix
         n, r = self.shape
         out = self.space.zeros(n, r, self.space.size)
         index = self.space.index()
@@ -77,6 +81,8 @@ class Pulled:
 
     def project(self, v: Tensor) -> Tensor:
         """A v: (N, R)."""
+        if self._matrix is not None:
+            return (self._matrix @ v).view(self.shape)
         pieces = self.space.split(v)
         out = self.space.zeros(*self.shape)
         for block in self.blocks.values():
@@ -85,6 +91,8 @@ class Pulled:
 
     def lift(self, c: Tensor) -> Tensor:
         """Aᵀ c: (p,)."""
+        if self._matrix is not None:
+            return self._matrix.T @ c.flatten()
         out = self.space.zeros(self.space.size)
         index = self.space.index()
         for block in self.blocks.values():

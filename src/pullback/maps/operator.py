@@ -22,6 +22,7 @@ from .base import Covered, Map, Pulled, identity_covectors
 from .function import FunctionLinearization
 from .jets import Jet, Scheme, Tape, Unsupported, nested
 from .jets.jet import Used
+from .jets.rows import Deltas, looped, write_rows
 from .layers import AffineBlock, Block, RowsBlock
 
 #: (params, x) ↦ u(x), where x is a tensor or a jet
@@ -44,6 +45,7 @@ class Channels:
         return channel[tuple(rest)] if rest else channel
 
 
+_SMALL = 2**22  # entries of A up to which it is formed at once
 _REFUSALS = (TypeError, AttributeError, AssertionError, ValueError, IndexError)
 
 
@@ -151,11 +153,14 @@ class JetLinearization(FunctionLinearization):
     def magnitude(self, u: Tensor) -> float:
         """Σ ‖δ‖‖ā‖ over the layers: rows that cancel to zero are known to ε of this."""
         deltas, _ = self._reverse(u)
-        pairs = zip(self._uses, deltas, strict=True)
+        pairs = zip(self._uses, map(torch.stack, deltas), strict=True)
         return sum(float(d.norm() * used.carried.norm()) for used, d in pairs)
 
-    def _reverse(self, u: Tensor) -> tuple[list[Tensor], set[str]]:
-        """Cotangents (T, S·N, …, O) at the recorded outputs, and parameters reached elsewhere."""
+    def _reverse(self, u: Tensor) -> tuple[list[list[Tensor]], set[str]]:
+        """Cotangents (S·N, …, O) of the recorded outputs' channels; parameters reached elsewhere.
+
+        Those of channels that nothing depends on are zeros held once.
+        """
         outputs = [x for used in self._uses for x in used.output.tensors()]
         edges = outputs + list(self._leaves.values())
         found: Sequence[Tensor | None] = [None] * len(edges)
@@ -165,20 +170,21 @@ class JetLinearization(FunctionLinearization):
             )
         deltas, at = [], 0
         for used in self._uses:
-            pieces = []
+            pieces: list[Tensor] = []
             for k, x in enumerate(used.output.tensors()):
-                g = found[at]
-                g = torch.zeros_like(x) if g is None else g
-                pieces.append(g if k == 1 and used.output.asked[0] else g[None])
+                g = x.new_zeros(()).expand_as(x) if found[at] is None else found[at]
+                assert g is not None
+                pieces += g.unbind() if k == 1 and used.output.asked[0] else [g]
                 at += 1
-            deltas.append(torch.cat(pieces))
+            deltas.append(pieces)
         rest = zip(self._leaves, found[len(outputs) :], strict=True)
         return deltas, {n for n, g in rest if g is not None}
 
     def leaks(self, u: Tensor) -> bool:
         """Whether points whose covector is 0 have cotangents at a layer: they are others' then."""
         silent = (u == 0).all(1)
-        for delta in self._reverse(u)[0]:  # (T, S·N, …, O)
+        for pieces in self._reverse(u)[0]:
+            delta = torch.stack(pieces)  # (T, S·N, …, O)
             found = delta.unflatten(1, self._map.x.shape[:2])
             if bool(found[:, :, silent].norm() > tolerance(delta.dtype) * found.norm()):
                 return True
@@ -187,38 +193,64 @@ class JetLinearization(FunctionLinearization):
     def pullback(self, covectors: Tensor) -> Pulled:
         passes = [self._reverse(u) for u in covectors]
         elsewhere = set().union(*(reached for _, reached in passes))
-        deltas = [torch.stack(d) for d in zip(*(found for found, _ in passes), strict=True)]
-        groups: dict[tuple[str | None, str | None], list[tuple[Used, Tensor]]] = defaultdict(list)
+        deltas = zip(*(found for found, _ in passes), strict=True)
+        groups: dict[tuple[str | None, str | None], list[tuple[Used, Deltas]]] = defaultdict(list)
         for used, delta in zip(self._uses, deltas, strict=True):
             groups[used.weight, used.bias].append((used, delta))
         owners = defaultdict(int)
         for key in groups:
             for name in key:
                 owners[name] += name is not None
+        shape = self.value.shape[0], covectors.shape[0]
+        whole = None
+        if prod(shape) * self.space.size <= _SMALL:
+            whole = self.space.zeros(*shape, self.space.size)
         blocks: list[Block] = []
+        written: list[Block] = []
         coverage = []
         for (weight, bias), uses in groups.items():
             names = [n for n in (weight, bias) if n is not None]
             if any(n in elsewhere or owners[n] > 1 for n in names):
                 elsewhere.update(names)  # rows of shared parameters are formed whole
                 continue
-            blocks.append(self._block(weight, bias, uses))
+            if whole is not None and len(uses) == 1 and looped(*uses[0], len(self._map.x)):
+                blocks.append(self._rows(weight, bias, *uses[0], whole))
+                written.append(blocks[-1])
+            else:
+                blocks.append(self._block(weight, bias, uses))
             coverage += [Covered(n, blocks[-1].route, "linear layer of a jet") for n in names]
         if elsewhere:
             found = self.columns(sorted(elsewhere))
             rows = {n: self.contracted(covectors, columns) for n, columns in found.items()}
             blocks.append(RowsBlock(rows))
             coverage += [Covered(n, "rows", "not the weight of one linear layer") for n in rows]
-        shape = self.value.shape[0], covectors.shape[0]
-        return Pulled(self.space, shape, blocks, coverage)
+        if whole is not None:
+            index = self.space.index()
+            for block in blocks:
+                if block not in written:
+                    for name, rows in block.rows().items():
+                        whole[..., index[name]] = rows
+            whole = whole.flatten(0, 1)
+        return Pulled(self.space, shape, blocks, coverage, whole)
+
+    def _rows(
+        self, weight: str | None, bias: str | None, used: Used, delta: Deltas, whole: Tensor
+    ) -> RowsBlock:
+        """The rows of a small layer, written to their columns of A."""
+        index = self.space.index()
+        rows = {n: whole[..., index[n]] for n in (weight, bias) if n is not None}
+        places = [None if n is None else rows[n] for n in (weight, bias)]
+        write_rows(used, delta, len(self._map.x), *places)
+        return RowsBlock(rows)
 
     def _block(
-        self, weight: str | None, bias: str | None, uses: list[tuple[Used, Tensor]]
+        self, weight: str | None, bias: str | None, uses: list[tuple[Used, Deltas]]
     ) -> AffineBlock:
         """Channels and sites of all uses along one sharing axis."""
         sites, samples = self._map.x.shape[:2]
         inputs, deltas, heights = [], [], []
-        for used, delta in uses:
+        for used, pieces in uses:
+            delta = torch.stack([torch.stack(list(one)) for one in pieces])
             a = used.carried.unflatten(1, (sites, samples))  # (T, S, N, *places, I)
             first = torch.zeros(len(a), sites)
             first[0] = 1

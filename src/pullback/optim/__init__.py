@@ -1,6 +1,7 @@
 """Stage six, *optim*: the `torch.optim.Optimizer` a user meets."""
 
 from .info import StepInfo
+from .kfac import KFAC
 from .natural_gradient import NaturalGradient
 from .presets import GaussNewton, HessianFree, LevenbergMarquardt
 from .terms import Energy, Objective, Squares, Term
@@ -9,6 +10,7 @@ __all__ = [
     "Energy",
     "GaussNewton",
     "HessianFree",
+    "KFAC",
     "LevenbergMarquardt",
     "NaturalGradient",
     "Objective",

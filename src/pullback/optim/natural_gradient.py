@@ -307,7 +307,8 @@ class NaturalGradient(Optimizer):
     ) -> dict[str, Tensor]:
         """retract(w − lr·move), by name."""
         moved = problem.space.split(scale * move)
-        point = {n: w.detach() - moved[n].to(w.dtype) for n, w in origin.items()}
+        with torch.no_grad():
+            point = {n: w - moved[n].to(w.dtype) for n, w in origin.items()}
         if self._retract is None:
             return point
         return {**point, **self._retraction()(point)}

@@ -17,6 +17,7 @@ from ..metrics import Metric
 from .problem import Place, Problem
 from .terms import Objective, Squares
 
+_RECORDED = 2**22  # entries of one evaluation up to which Python takes most of its time
 _TRIAL_BYTES = {"cpu": 2**26, "cuda": 2**33}  # about the cache; about the memory
 
 
@@ -38,10 +39,10 @@ class ObjectiveProblem(Problem):
         super().__init__(params)
         self._random = RandomState(self.space.device)
         self._reduction = reduction
-        if isinstance(objective, Objective):
-            self._terms = objective.terms
-        else:
-            self._terms = (Squares(ObjectiveMap(self._repeatable(objective), reduction)),)
+        if not isinstance(objective, Objective):
+            objective = Objective([Squares(ObjectiveMap(self._repeatable(objective), reduction))])
+        self._objective, self._terms = objective, objective.terms
+        self._loss = objective.loss
 
     def _repeatable(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The same random numbers at every evaluation: loss, Jacobian and trials must agree."""
@@ -63,10 +64,12 @@ class ObjectiveProblem(Problem):
         # carried forward, one trial is work enough for a core
         self._apart = self.space.device.type == "cpu" and all(x.structured for x in linears)
         self._footprint = sum(getattr(x, "footprint", 64 * x.value.numel()) for x in linears)
-        losses = torch.stack([term.loss(x.value) for term, x in pairs])
-        self.loss = float(losses.sum())
+        total = torch.stack([term.loss(x.value) for term, x in pairs]).sum()
+        self.loss = float(total)
         if not torch.isfinite(torch.tensor(self.loss)):
             return self.broken()
+        if self._apart and self._footprint <= _RECORDED:
+            self._loss = self._objective.recorded(self.params, total)
         self._parts = [Part(x, term.factor(x.value)) for term, x in pairs]
         shares = []
         for (term, x), part in zip(pairs, self._parts, strict=True):
@@ -110,8 +113,7 @@ class ObjectiveProblem(Problem):
 
     def losses(self, moves: Tensor, place: Place) -> Tensor:
         def loss(move: Tensor) -> Tensor:
-            point = dict(place(self.params, move))
-            return torch.stack([term.loss(term.map(point)) for term in self._terms]).sum()
+            return self._loss(place(self.params, move))
 
         if self._apart:
             with torch.no_grad():

@@ -74,9 +74,10 @@ def term(problem: Problem, condition: Condition, trial: Trial, sites: Sites) -> 
     scheme = request.scheme(problem.coordinates)
     q = condition.weight * points.weights / points.weights.sum()
     x = torch.stack([p.x for p in sites])
+    columns = problem.columns(points.x)
 
     def view(channels: list[dict[str, Channel]], params: dict[str, Tensor]) -> View:
-        return _view(problem, sites, channels, coefficients(params))
+        return _view(problem, sites, columns, channels, coefficients(params))
 
     if isinstance(condition, conditions.Energy):
         return _energy(problem, condition, trial, x, q, scheme, request, view)
@@ -146,13 +147,17 @@ def _picker(channels: Any, site: int, field: int, scheme: Scheme, problem: Probl
 
 
 def _view(
-    problem: Problem, sites: Sites, channels: list[dict[str, Channel]], unknowns: Any
+    problem: Problem,
+    sites: Sites,
+    columns: Mapping[str, Tensor],
+    channels: list[dict[str, Channel]],
+    unknowns: Any,
 ) -> View:
     fields = [
         {n: Field(c, problem.coordinates, p.normals) for n, c in here.items()}
         for here, p in zip(channels, sites, strict=True)
     ]
-    return View(fields, sites[0], problem.columns(sites[0].x), unknowns)
+    return View(fields, sites[0], columns, unknowns)
 
 
 def fingerprint(problem: Problem, condition: Condition, sites: Sites) -> list[Any]:
@@ -177,7 +182,7 @@ def _dry_run(problem: Problem, condition: Condition, sites: Sites) -> tuple[Requ
 
     channels = [dict.fromkeys(problem.fields, asked) for _ in sites]
     unknowns = {n: x.new_tensor(v) for n, v in problem.unknowns.items()}
-    found = condition.residual(_view(problem, sites, channels, unknowns))
+    found = condition.residual(_view(problem, sites, problem.columns(x), channels, unknowns))
     columns = _columns(condition, found, len(x))
     if not request.indices and not request.laplacian:
         raise PullbackError(
@@ -222,7 +227,7 @@ def _columns(condition: Condition, found: Any, n: int) -> Tensor:
         raise PullbackError(
             f"The residual of {condition.name!r} is empty", "it returned nothing", "Return (N,)"
         )
-    return torch.stack(columns, -1)
+    return columns[0][:, None] if len(columns) == 1 else torch.stack(columns, -1)
 
 
 def draw(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -39,7 +39,7 @@ class Coordinates:
                 "Use names such as x, y, z, t or x1, x2, …",
             )
 
-    @property
+    @cached_property
     def space(self) -> tuple[int, ...]:
         """The axes other than time."""
         return tuple(i for i, n in enumerate(self.names) if n != "t")

@@ -187,6 +187,7 @@ class Path:
 
 def _length(c: Tensor) -> Tensor:
     """‖c‖ along the last axis, where squares could overflow or vanish."""
-    top = c.abs().amax(-1, keepdim=True)
-    unit = torch.where((top > 0) & torch.isfinite(top), top, 1.0)
-    return (c / unit).square().sum(-1).sqrt() * unit[..., 0]
+    limits = torch.finfo(c.dtype)
+    top = torch.linalg.vector_norm(c, torch.inf, -1, keepdim=True)
+    unit = top.clamp(limits.tiny, limits.max)
+    return torch.linalg.vector_norm(c / unit, dim=-1) * unit[..., 0]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +24,8 @@ class Spectrum:
     left: Callable[[Tensor], Tensor] | None
     right: Callable[[Tensor], Tensor]
     combine: Callable[[Tensor], Tensor]
+    #: the last path, with the right-hand sides it belongs to
+    last: list[Any] = field(default_factory=list)
 
     @property
     def top(self) -> Tensor:
@@ -97,6 +100,11 @@ class PseudoInverse(Solver):
 
     def path(self, state: Spectrum, rhs: Tensor, whitened: Tensor | None = None) -> Path:
         """γ from r where that keeps the digits, else from g; g⊥ is what the directions miss."""
+        if not state.last or state.last[0] is not rhs or state.last[1] is not whitened:
+            state.last[:] = rhs, whitened, self._path(state, rhs, whitened)
+        return state.last[2]
+
+    def _path(self, state: Spectrum, rhs: Tensor, whitened: Tensor | None) -> Path:
         eps, top = torch.finfo(rhs.dtype).eps, state.top
         if (
             whitened is not None
@@ -117,7 +125,7 @@ class PseudoInverse(Solver):
 
     def _from_rows(self, gram: FactoredGram) -> Spectrum:
         a = gram.rows()
-        if not bool(torch.isfinite(a).all()):
+        if not finite(a):
             return _broken(gram)
         eps = torch.finfo(a.dtype).eps
         floor = min(max(a.shape) * eps, eps**0.5)
@@ -135,7 +143,7 @@ class PseudoInverse(Solver):
 
     def _from_kernel(self, gram: FactoredGram) -> Spectrum:
         kernel = gram.kernel()
-        if not bool(torch.isfinite(kernel).all()):
+        if not finite(kernel):
             return _broken(gram)
         values, u = torch.linalg.eigh(kernel)
         sigma = values.clamp(min=0).sqrt()
@@ -153,7 +161,7 @@ class PseudoInverse(Solver):
 
     def _from_dense(self, gram: Gram) -> Spectrum:
         dense = gram.dense()
-        if not bool(torch.isfinite(dense).all()):
+        if not finite(dense):
             return _broken(gram)
         values, v = torch.linalg.eigh(dense)
         sigma = values.clamp(min=0).sqrt()
@@ -161,6 +169,11 @@ class PseudoInverse(Solver):
         keep = self._keep(sigma, floor, squared=True)
         v, sigma = v[:, keep], sigma[keep]
         return Spectrum(gram, sigma, None, lambda g: v.T @ g, lambda c: c @ v.T)
+
+
+def finite(a: Tensor) -> bool:
+    """Whether all entries are; their sum says so at a fraction of the cost, unless it overflows."""
+    return bool(torch.isfinite(a.sum())) or bool(torch.isfinite(a).all())
 
 
 def _broken(gram: Gram) -> Spectrum:

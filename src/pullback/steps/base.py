@@ -104,8 +104,12 @@ def failed(solution: Solution) -> Move | None:
 
 def in_chunks(losses: Callable[[Tensor], Tensor], values: Tensor, like: Tensor) -> Tensor:
     """losses(values), a few values at a time where their moves would take much memory."""
-    width = max(1, _TRIAL_BYTES // (like.numel() * like.element_size()))
-    return torch.cat([losses(some) for some in values.split(width)])
+    return torch.cat([losses(some) for some in values.split(width(like))])
+
+
+def width(like: Tensor) -> int:
+    """How many moves may be held at once."""
+    return max(1, _TRIAL_BYTES // (like.numel() * like.element_size()))
 
 
 def positive(name: str, value: Any) -> Any:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
+from torch import Tensor
 
 from .._core.errors import PullbackError
-from .base import Local, Move, Step, failed, in_chunks
+from ..solvers import Path
+from .base import Local, Move, Step, failed, width
+
+_FEW = 8  # moves in one product with the singular vectors
 
 
 class TargetRatio(Step):
@@ -48,22 +54,28 @@ class TargetRatio(Step):
         radii = radius * self.window**exponents
         dampings = path.damping_for(radii)
         predicted = path.predicted(dampings, local.lr)
-        good: list[bool] = []
         losses: list[float] = []
+        best = -1
         # radii grow, and beyond the first bad one none counts
-        few = local.together
-        for some, want in zip(dampings.split(few), predicted.split(few), strict=True):
-            found = in_chunks(lambda d: local.losses(path.at(d)), some, solution.x)
+        for found in self._trials(local, path, dampings):
+            wanted = predicted[len(losses) : len(losses) + len(found)]
+            good = ((local.loss - found) / wanted > self.target).tolist()
             losses += found.tolist()
-            good += ((local.loss - found) / want > self.target).tolist()
+            best += good.index(False) if False in good else len(good)
             if not all(good):
                 break
-        if not good[0]:
+        if best < 0:
             local.state["radius"] = radius / self.window
             reason = "the loss fell too little, or rose, at every trust radius tried"
             return Move(solution.x, 0.0, solution, False, None, reason, len(losses))
-        best = (good.index(False) if False in good else len(good)) - 1
         x, damping = path.at(dampings[best]), float(dampings[best])
         local.state["radius"] = float(radii[best]) if damping > 0 else float(x.norm())
         chosen = type(solution)(x, damping, solution.rank, None, solution.status)
         return Move(x, 1.0, chosen, True, losses[best], "", len(losses))
+
+    def _trials(self, local: Local, path: Path, dampings: Tensor) -> Iterator[Tensor]:
+        """Losses at growing radii, as many at a time as cost least."""
+        few = min(width(local.gradient), max(_FEW, local.together))
+        for some in dampings.split(few):
+            for moves in path.at(some).split(local.together):
+                yield local.losses(moves)

@@ -31,6 +31,14 @@ class Used:
         """The input's channels (T, B, …, I) that went on into the output."""
         return self.input.stacked(self.output.asked).detach()
 
+    @property
+    def channels(self) -> list[Tensor]:
+        """The same one by one, each (B, …, I)."""
+        asked, out = self.output.asked, []
+        for k, x in enumerate(self.input.tensors(asked)):
+            out += [x] if k != 1 or not asked[0] else x.unbind()
+        return [x.detach().expand(self.input.shape) for x in out]
+
 
 @dataclass
 class Tape:
@@ -68,14 +76,14 @@ def _apply(function: Any, *args: Any, **kwargs: Any) -> Any:
     """What the rule of a function of torch says."""
     act = RULES.get(function)
     if act is None:
-        raise Unsupported(_name(function))
+        raise Unsupported(_called(function))
     try:
         return act(*args, **kwargs)
     except TypeError as error:  # out=, dtype= and the like
-        raise Unsupported(f"{_name(function)} with these arguments ({error})") from error
+        raise Unsupported(f"{_called(function)} with these arguments ({error})") from error
 
 
-def _name(function: Any) -> str:
+def _called(function: Any) -> str:
     return getattr(function, "__name__", repr(function))
 
 
@@ -149,9 +157,7 @@ class Jet:
         """Every channel in the value's shape."""
         return self.each(lambda x, n: x.expand(*x.shape[:n], *self.value.shape))
 
-    def like(
-        self, value: Tensor, first: Cell, higher: Iterable[Cell], affine: bool = False
-    ) -> Jet:
+    def like(self, value: Tensor, first: Cell, higher: Iterable[Cell], affine: bool = False) -> Jet:
         """The same kind of jet with other channels."""
         return Jet(value, first, higher, self.scheme, self.tape, affine)
 

@@ -38,13 +38,19 @@ def elementwise(build: Tower, a: Jet, **options: Any) -> Jet:
         return sum(shares[1:], shares[0])
 
     def laplacian() -> Tensor:
-        bent = f[2] * a.first[scheme.collapsed].square().sum(0)
+        bent = f[2] * collapsed(a).square().sum(0)
         return bent if a.affine else bent + f[1] * a.higher[-1]
 
     higher: list[Cell] = [partial(summed, terms) for terms in scheme.chain]
     if scheme.laplacian:
         higher.append(laplacian)
     return a.like(f[0], lambda: f[1] * a.first if scheme.order else a.first, higher)
+
+
+def collapsed(a: Jet) -> Tensor:
+    """The first derivatives along the Laplacian's axes; all of them are no copy in reverse."""
+    some = a.scheme.collapsed
+    return a.first if some == slice(0, len(a.first)) else a.first[some]
 
 
 def _times(count: int, x: Tensor) -> Tensor:
@@ -88,7 +94,7 @@ def bilinear(op: Callable[[Tensor, Tensor], Tensor], a: Jet, b: Jet) -> Jet:
         return sum(shares[1:], shares[0])
 
     def laplacian() -> Tensor:
-        mixed = op(a.first[scheme.collapsed], b.first[scheme.collapsed]).sum(0)
+        mixed = op(collapsed(a), collapsed(b)).sum(0)
         return op(a.higher[-1], b.value) + op(a.value, b.higher[-1]) + 2 * mixed
 
     higher: list[Cell] = [partial(summed, terms) for terms in scheme.leibniz]

@@ -21,6 +21,8 @@ from ..._core.products import cross
 from .base import Block
 from .hadamard import hadamard
 
+_SQUARES = 2**24  # entries of samples' gradients held at once
+
 
 class AffineBlock(Block):
     """Weight (G·O, I) and bias (G·O) from inputs (N, G, T, I) and cotangents (N, R, G, T, O).
@@ -110,6 +112,25 @@ class AffineBlock(Block):
                 delta = delta * self._h[:, None]
             out[self._bias] = delta.sum((0, 2)).flatten()
         return out
+
+    def squares(self, u: Tensor | None, w: Tensor | None) -> Tensor:
+        r"""Σ_n (UᵀV_nW)² of the rows V_n = Σ_t δ_t ⊗ ā_t, entry by entry: (G, O, I or I + 1).
+
+        U (G, O, O) and W are orthogonal; None stands for the identity.
+        """
+        n, _, t, _ = self.shape
+        delta = self._delta.flatten(0, 1)  # (N·R, G, T, O)
+        delta = delta if u is None else delta @ u
+        x = self._inputs()
+        if self._bias is not None:
+            h = x.new_ones(t) if self._h is None else self._h
+            x = torch.cat([x, h[:, None].expand(*x.shape[:3], 1)], 3)
+        x = (x if w is None else x @ w).repeat_interleave(len(delta) // n, 0)
+        if t == 1:
+            return torch.einsum("ngto,ngti->goi", delta.square(), x.square())
+        panel = max(1, _SQUARES // (delta.shape[-1] * x.shape[-1] * x.shape[1]))
+        pieces = zip(delta.split(panel), x.split(panel), strict=True)
+        return torch.stack([(d.mT @ a).square().sum(0) for d, a in pieces]).sum(0)
 
     @staticmethod
     def _by_group(x: Tensor) -> Tensor:

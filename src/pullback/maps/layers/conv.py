@@ -6,26 +6,13 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .affine import AffineBlock
 from .base import Block, joined
+from .moments import Moments, Sharing, moments, second_moment
+from .patches import patch_moment, patches
 from .registry import Layer, Use, register
-
-
-def patches(module: Any, x: Tensor) -> Tensor:
-    """The inputs (B, G, places, C/G·kernel) that each output place sees, channel-major."""
-    kernel, stride, dilation = module.kernel_size, module.stride, module.dilation
-    pad = module._reversed_padding_repeated_twice
-    mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
-    x = F.pad(x, pad, mode=mode) if any(pad) else x
-    for axis, (k, s, d) in enumerate(zip(kernel, stride, dilation, strict=True), start=2):
-        x = x.unfold(axis, d * (k - 1) + 1, s)[..., ::d]
-    # (B, C, *places, *kernel) -> (B, G, *places, C/G, *kernel)
-    dims, groups = len(kernel), module.groups
-    x = x.unflatten(1, (groups, -1)).movedim(2, 2 + dims)
-    return x.flatten(2 + dims).flatten(2, 1 + dims)
 
 
 @register(nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -45,6 +32,32 @@ class Conv(Layer):
         module = uses[0].module
         width = module.in_channels // module.groups * prod(module.kernel_size)
         return AffineBlock(names["weight"], names["bias"], inputs, (n, g, t, width), delta)
+
+    def inputs(self, module: Any, x: Tensor, sharing: Sharing, keep: Tensor | None) -> Moments:
+        x = x if x.ndim == 2 + len(module.kernel_size) else x[None]
+        if sharing.reduce:
+            return moments(patches(module, x).mean(2).transpose(0, 1), sharing)
+        width = module.in_channels // module.groups * prod(module.kernel_size)
+        if width > sharing.longest:
+            return moments(patches(module, x).transpose(0, 1).flatten(1, 2), sharing)
+        return Moments(*patch_moment(module, x), len(x) * prod(_places(module, x)))
+
+    def outputs(self, module: Any, x: Tensor, delta: Tensor, sharing: Sharing) -> Tensor:
+        dims = len(module.kernel_size)
+        d = delta if delta.ndim == 2 + dims else delta[None]
+        d = d.unflatten(1, (module.groups, -1)).flatten(3)  # (B, G, O, places)
+        d = d.sum(3).transpose(0, 1) if sharing.reduce else d.permute(1, 0, 3, 2).flatten(1, 2)
+        return second_moment(d, sharing)
+
+
+def _places(module: Any, x: Tensor) -> list[int]:
+    """The output's places along each axis."""
+    pad = module._reversed_padding_repeated_twice
+    axes = zip(x.shape[2:], module.kernel_size, module.stride, module.dilation, strict=True)
+    padded = [before + after for before, after in zip(pad[::2], pad[1::2], strict=True)][::-1]
+    return [
+        (n + p - d * (k - 1) - 1) // s + 1 for (n, k, s, d), p in zip(axes, padded, strict=True)
+    ]
 
 
 def _input(use: Use, x: Tensor) -> Tensor:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from .affine import AffineBlock
 from .base import Block, joined
+from .moments import Moments, Sharing, moments, second_moment
 from .registry import Layer, Use, register
 
 
@@ -22,3 +24,15 @@ class Linear(Layer):
         )
         n, g, t, i = inputs.shape
         return AffineBlock(names["weight"], names["bias"], inputs.__getitem__, (n, g, t, i), delta)
+
+    def inputs(self, module: Any, x: Tensor, sharing: Sharing, keep: Tensor | None) -> Moments:
+        if sharing.reduce:
+            return moments(sharing.by_sample(x).mean(1)[None], sharing)
+        if keep is not None:
+            keep = keep.flatten() if keep.shape == x.shape[:-1] else None
+        return moments(x.reshape(1, -1, x.shape[-1]), sharing, keep)
+
+    def outputs(self, module: Any, x: Tensor, delta: Tensor, sharing: Sharing) -> Tensor:
+        if sharing.reduce:
+            delta = sharing.by_sample(delta).sum(1)
+        return second_moment(delta.reshape(1, -1, delta.shape[-1]), sharing)

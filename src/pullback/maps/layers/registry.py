@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .base import Block
+from .moments import Moments, Sharing
 
 
 @dataclass(frozen=True)
@@ -30,8 +31,16 @@ class Layer(ABC):
     """A kind of layer.
 
     `parameters` gives the tensors by role, `features` how many trailing axes of the output
-    belong to one place, and `block` assembles the uses of the same parameters.
+    belong to one place, and `block` assembles the uses of the same parameters. For K-FAC, `inputs`
+    and `outputs` give the second moments of one use.
     """
+
+    #: what K-FAC holds for the parameters: "kronecker", or "units" for elementwise gains
+    curvature: str = "kronecker"
+    #: whether the weight's rows belong to the layer's input, as an embedding's do
+    input_first: bool = False
+    #: whether weight and bias meet the same cotangents, so that they may share a block
+    joint: bool = True
 
     def parameters(self, module: Any) -> dict[str, Tensor | None]:
         """The tensors that take part, by role; a parametrized one is no parameter of the module."""
@@ -45,6 +54,18 @@ class Layer(ABC):
     @abstractmethod
     def block(self, names: Mapping[str, str | None], uses: Sequence[Use]) -> Block:
         """The block of these parameters, from every use of them in one forward pass."""
+
+    def inputs(self, module: Any, x: Tensor, sharing: Sharing, keep: Tensor | None) -> Moments:
+        """Second moments of the inputs; `keep` masks the output's places that count."""
+        raise NotImplementedError(type(self).__name__)
+
+    def outputs(self, module: Any, x: Tensor, delta: Tensor, sharing: Sharing) -> Tensor:
+        """Second moments Σ δδᵀ of one covector's cotangents, (G, O, O) or (G, O)."""
+        raise NotImplementedError(type(self).__name__)
+
+    def shifts(self, module: Any, x: Tensor, delta: Tensor, sharing: Sharing) -> Tensor:
+        """The same for a bias alone; where `joint`, it meets the weight's cotangents."""
+        return self.outputs(module, x, delta, sharing)
 
 
 REGISTRY: dict[type[nn.Module], Layer] = {}

@@ -5,15 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..._core.space import compute_dtype
 from .base import Block, RowsBlock
+from .moments import Sharing
 from .registry import Layer, Use, register
 
 
 class Scale(Layer):
     """output = gain ∘ x̂ + shift, so a row is Σ_t δ_t ∘ x̂_t and Σ_t δ_t over the places t."""
+
+    curvature = "units"
 
     def normalized(self, module: Any, x: Tensor) -> Tensor:
         """x̂, what the gain multiplies."""
@@ -36,6 +41,27 @@ class Scale(Layer):
                     row = row.reshape(*delta.shape[:2], -1)
                     rows[name] = rows[name] + row if name in rows else row
         return RowsBlock(rows)
+
+    def units(
+        self, module: Any, x: Tensor, delta: Tensor, roles: Sequence[str], sharing: Sharing
+    ) -> Tensor:
+        """Σ_n rows rowsᵀ of one covector, unit by unit: (U, k, k) for these of gain and shift."""
+        features = self.features(module, x.ndim)
+        dtype = compute_dtype(delta.dtype)
+        x, delta = x.to(dtype), delta.to(dtype)
+        shape = x.shape
+        flat = x.flatten(0, x.ndim - features - 1) if x.ndim > features else x[None]
+        x = self.normalized(module, flat).view(shape)
+        by = {"weight": delta * x, "bias": delta}
+        rows = torch.stack([self._rows(module, by[r], features, sharing) for r in roles], -1)
+        return torch.einsum("nuk,nul->ukl", rows, rows)
+
+    def _rows(self, module: Any, value: Tensor, features: int, sharing: Sharing) -> Tensor:
+        """(N, U): added up over the places of a sample, and over the axes that share a gain."""
+        value = sharing.by_sample(value, features).sum(1)
+        if shared := self.places(module, features):
+            value = value.sum(shared)
+        return value.reshape(len(value), -1)
 
 
 @register(nn.LayerNorm, nn.RMSNorm)

@@ -1,0 +1,7 @@
+"""Kronecker-factored Grams: pure algebra, factors in and solves out."""
+
+from .blocks import Block, Pair, Rotated, Units, merged
+from .gram import Kronecker
+from .sides import Inverses, inverses
+
+__all__ = ["Block", "Inverses", "Kronecker", "Pair", "Rotated", "Units", "inverses", "merged"]

@@ -1,0 +1,208 @@
+r"""Blocks of a Kronecker Gram: F = R ⊗ C on weights V of shape (G, O, I), and small dense ones.
+
+In the coordinates of a weight, F v = R V C with the left side R, (G, O, O), and the right side C,
+(G, I, I). For a layer R = Σ δδᵀ/N and C = mean āāᵀ.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..._core.errors import PullbackError
+from . import sides
+
+
+class Block(ABC):
+    """The Gram of some coordinates, without coupling to others."""
+
+    #: shape of the coordinates
+    shape: tuple[int, ...]
+
+    @abstractmethod
+    def matvec(self, v: Tensor) -> Tensor:
+        """F v for v of the block's shape."""
+
+    @abstractmethod
+    def dense(self) -> Tensor:
+        """F as a matrix, (size, size)."""
+
+    @abstractmethod
+    def diagonal(self) -> Tensor:
+        """The diagonal of F, in the block's shape."""
+
+    @abstractmethod
+    def solve(self, v: Tensor, damping: float | Tensor = 0.0) -> Tensor:
+        """(F + damping)⁺v, exactly."""
+
+
+@dataclass(frozen=True)
+class Pair(Block):
+    """R ⊗ C: a left side (G, O, O) and a right side (G, I, I), either one perhaps a diagonal."""
+
+    left: Tensor
+    right: Tensor
+
+    def __post_init__(self) -> None:
+        square = all(s.ndim == 2 or s.shape[-1] == s.shape[-2] for s in (self.left, self.right))
+        if {self.left.ndim, self.right.ndim} - {2, 3} or len(self.left) != len(self.right):
+            raise PullbackError(
+                "The sides do not fit together",
+                f"got {tuple(self.left.shape)} and {tuple(self.right.shape)}",
+                "Give (G, O, O) and (G, I, I), or (G, n) for a diagonal",
+            )
+        if not square:
+            raise PullbackError(
+                "A side is not square",
+                f"got {tuple(self.left.shape)} and {tuple(self.right.shape)}",
+                "Give symmetric matrices, or vectors for diagonals",
+            )
+
+    @property
+    def shape(self) -> tuple[int, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return len(self.left), self.left.shape[-1], self.right.shape[-1]
+
+    def matvec(self, v: Tensor) -> Tensor:
+        return sides.multiply(self.left, v, self.right)
+
+    def dense(self) -> Tensor:
+        left, right = sides.matrix(self.left), sides.matrix(self.right)
+        return torch.block_diag(*[torch.kron(x, y) for x, y in zip(left, right, strict=True)])
+
+    def diagonal(self) -> Tensor:
+        return sides.diagonal(self.left)[..., None] * sides.diagonal(self.right)[:, None]
+
+    def solve(self, v: Tensor, damping: float | Tensor = 0.0) -> Tensor:
+        (rows, u), (columns, w) = sides.eigen(self.left), sides.eigen(self.right)
+        values = rows[..., None] * columns[:, None]
+        return rotated(u, _divided(rotated(u, v, w), values, damping), w, back=True)
+
+
+def rotated(u: Tensor | None, v: Tensor, w: Tensor | None, *, back: bool = False) -> Tensor:
+    """UᵀVW, or back U V Wᵀ; None stands for the identity."""
+    if u is not None:
+        v = (u if back else u.mT) @ v
+    return v if w is None else v @ (w.mT if back else w)
+
+
+@dataclass(frozen=True)
+class Rotated(Block):
+    """(U ⊗ W) diag(values) (U ⊗ W)ᵀ: eigenbases of two sides with values (G, O, I) of their own."""
+
+    u: Tensor | None
+    w: Tensor | None
+    values: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return tuple(self.values.shape)
+
+    def matvec(self, v: Tensor) -> Tensor:
+        return rotated(self.u, self.values * rotated(self.u, v, self.w), self.w, back=True)
+
+    def dense(self) -> Tensor:
+        size = self.values.numel()
+        eye = torch.eye(size, dtype=self.values.dtype, device=self.values.device)
+        return torch.stack([self.matvec(e.view(self.shape)).flatten() for e in eye])
+
+    def diagonal(self) -> Tensor:
+        u = self._squares(self.u, self.values.shape[1])
+        w = self._squares(self.w, self.values.shape[2])
+        return u @ self.values @ w.mT
+
+    def _squares(self, vectors: Tensor | None, n: int) -> Tensor:
+        if vectors is not None:
+            return vectors.square()
+        return torch.eye(n, dtype=self.values.dtype, device=self.values.device)
+
+    def solve(self, v: Tensor, damping: float | Tensor = 0.0) -> Tensor:
+        turned = rotated(self.u, v, self.w)
+        return rotated(self.u, _divided(turned, self.values, damping), self.w, back=True)
+
+
+def _divided(v: Tensor, values: Tensor, damping: float | Tensor) -> Tensor:
+    """v/(values + damping), without damping on the range only."""
+    keep = sides.cut(values.flatten(1)).view_as(values)
+    keep = keep | (torch.as_tensor(damping, device=values.device) > 0)
+    return torch.where(keep, v / (values + damping), 0.0)
+
+
+@dataclass(frozen=True)
+class Units(Block):
+    """One small matrix per unit, (U, k, k): gain and shift of a channel, or single entries."""
+
+    matrices: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return tuple(self.matrices.shape[:2])
+
+    def matvec(self, v: Tensor) -> Tensor:
+        return (self.matrices @ v[..., None])[..., 0]
+
+    def dense(self) -> Tensor:
+        return torch.block_diag(*self.matrices)
+
+    def diagonal(self) -> Tensor:
+        return self.matrices.diagonal(dim1=-2, dim2=-1)
+
+    def solve(self, v: Tensor, damping: float | Tensor = 0.0) -> Tensor:
+        return (self.inverse(damping) @ v[..., None])[..., 0]
+
+    def inverse(self, damping: float | Tensor = 0.0) -> Tensor:
+        """(F + damping)⁺, (U, k, k)."""
+        m = self.matrices
+        if m.shape[-1] == 1:
+            shifted = m + damping
+            good = shifted > torch.finfo(m.dtype).tiny
+            return torch.where(good, 1 / shifted, 0.0)
+        values, vectors = torch.linalg.eigh(m)
+        keep = sides.cut(values) | (torch.as_tensor(damping, device=m.device) > 0)
+        weights = torch.where(keep, 1 / (values.clamp(min=0) + damping), 0.0)
+        return (vectors * weights[..., None, :]) @ vectors.mT
+
+
+def merged(pairs: Sequence[Pair]) -> Pair:
+    r"""The Kronecker product with the partial traces of Σ_u R_u ⊗ C_u.
+
+    A parameter used in several roles has a sum of Kronecker products, which is none itself. With
+    T = Σ tr R_u tr C_u, the sides R = Σ R_u tr C_u and C = Σ C_u tr R_u / T leave both partial
+    traces (hence the trace) of the sum as they are, and one term is left unchanged up to a factor
+    between its sides.
+    """
+    if len(pairs) == 1:
+        return pairs[0]
+    traces = [(sides.trace(p.left), sides.trace(p.right)) for p in pairs]
+    tiny = torch.finfo(pairs[0].left.dtype).tiny
+    total = sum((x * y for x, y in traces), torch.zeros_like(traces[0][0])).clamp(min=tiny)
+    left = reduce(sides.add, [_scaled(p.left, y) for p, (_, y) in zip(pairs, traces, strict=True)])
+    right = reduce(
+        sides.add, [_scaled(p.right, x / total) for p, (x, _) in zip(pairs, traces, strict=True)]
+    )
+    return Pair(left, right)
+
+
+def _scaled(side: Tensor, by: Tensor) -> Tensor:
+    return side * by.view(-1, *[1] * (side.ndim - 1))
+
+
+def as_block(given: Any) -> Block:
+    """A block, from a block or a pair (R, C) of matrices or vectors."""
+    if isinstance(given, Block):
+        return given
+    try:
+        left, right = given
+        grouped = [s if s.ndim == 3 else s[None] for s in (left, right)]
+    except (TypeError, ValueError, AttributeError) as error:
+        raise PullbackError(
+            "A block is not usable",
+            f"got {type(given).__name__}",
+            "Give pairs (R, C) of the output's and the input's side, or blocks",
+        ) from error
+    return Pair(*grouped)

@@ -1,0 +1,154 @@
+r"""Layers that hide several affine maps z = W a + b behind one call.
+
+K-FAC needs the inputs a and the cotangents δ = ∂L/∂z of every affine map. A fused recurrent kernel
+or an attention function shows only its arguments and its results. So the layer is *replayed* by
+explicit steps from the same arguments, with every z standing in the replay's graph, and the
+cotangents ȳ which the loss gave to the layer's results y are pulled back to them,
+
+    δ = (∂y/∂z)ᵀ ȳ,        ∂L/∂W = Σ δ ⊗ a,        ∂L/∂b = Σ δ        (over places and steps).
+
+In code: `torch.autograd.grad(outputs, tap.outputs, cotangents)`, for the outputs the loss uses.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from ..._core.space import compute_dtype
+
+
+@dataclass(frozen=True)
+class Tap:
+    """One affine map z = W a + b inside a compound layer, at all steps t of the replay.
+
+    A parameter may pack G maps of different inputs by its rows (the query, key and value of
+    attention); elsewhere G = 1. The places P_t are whatever shares the map at step t: samples, and
+    for a map that does not recur also the times.
+    """
+
+    #: the module's own tensor (G·O, I), or None for a bias alone (then I = 0)
+    weight: Tensor | None
+    #: the module's own tensor with G·O entries, or None
+    bias: Tensor | None
+    #: a per step, each (G, P_t, I), without a graph
+    inputs: tuple[Tensor, ...]
+    #: z per step, each (G, P_t, O), in the replay's graph
+    outputs: tuple[Tensor, ...]
+    #: how many of the Σ_t P_t places are real, per group; the rest, last, are a = 0 and δ = 0
+    places: tuple[int, ...]
+
+
+class Compound(ABC):
+    """A kind of layer with affine maps inside.
+
+    `outputs` picks the tensors of the layer's result, `steps` computes the same tensors from the
+    arguments through `Watched` maps, and `note` says what it leaves out.
+    """
+
+    @abstractmethod
+    def outputs(self, module: Any, output: Any) -> list[Tensor]:
+        """The tensors of the layer's result that may receive gradients, in a fixed order."""
+
+    @abstractmethod
+    def steps(self, module: Any, *args: Any, **kwargs: Any) -> tuple[list[Tensor], list[Tap]]:
+        """`forward`, taken apart; the arguments come without a graph, in the replay's dtype."""
+
+    def note(self, module: Any) -> str:
+        """What the replay does not reproduce, or an empty string."""
+        return ""
+
+    def replay(
+        self, module: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[list[Tensor], list[Tap]]:
+        """The outputs recomputed, in the order of `outputs`, and the taps in their graph.
+
+        Half precision and autocast are left: the replay runs in float32 at least, and cotangents
+        of another dtype are the caller's to cast.
+        """
+        some = next(module.parameters())
+        dtype = compute_dtype(some.dtype)
+        with torch.enable_grad(), torch.autocast(some.device.type, enabled=False):
+            return self.steps(
+                module,
+                *(_fixed(a, dtype) for a in args),
+                **{k: _fixed(a, dtype) for k, a in kwargs.items()},
+            )
+
+
+class Watched:
+    """z = W a + b with W and b held fixed, each of its uses written down for the `Tap`."""
+
+    def __init__(self, weight: Tensor | None, bias: Tensor | None, groups: int = 1) -> None:
+        self._weight, self._bias, self._groups = weight, bias, groups
+        self._w = None if weight is None else _split(weight, groups, weight.shape[-1])
+        self._b = None if bias is None else _split(bias, groups, 1)
+        self._inputs: list[Tensor] = []
+        self._outputs: list[Tensor] = []
+
+    def __call__(self, a: Tensor) -> Tensor:
+        """(G, P, I) -> (G, P, O); a bias alone takes I = 0."""
+        z: Tensor | None = None
+        if self._w is not None:
+            z = a @ self._w.mT
+        if self._b is not None:
+            b = self._b.mT
+            z = b.expand(-1, a.shape[1], -1) if z is None else z + b
+        assert z is not None
+        if not z.requires_grad:
+            z.requires_grad_()  # no earlier map stands before this one: the graph begins here
+        self._inputs.append(a.detach())
+        self._outputs.append(z)
+        return z
+
+    def tap(self, places: Sequence[int] | None = None) -> Tap:
+        """All uses so far; without `places`, every place is real in every group."""
+        if places is None:
+            places = [sum(a.shape[1] for a in self._inputs)] * self._groups
+        return Tap(
+            self._weight, self._bias, tuple(self._inputs), tuple(self._outputs), tuple(places)
+        )
+
+
+def _split(parameter: Tensor, groups: int, columns: int) -> Tensor:
+    """(G·O, I) -> (G, O, I)."""
+    return parameter.detach().to(compute_dtype(parameter.dtype)).reshape(groups, -1, columns)
+
+
+def _fixed(value: Any, dtype: torch.dtype) -> Any:
+    """An argument without its graph, floating point tensors in `dtype`."""
+    if isinstance(value, Tensor):
+        return value.detach().to(dtype) if value.is_floating_point() else value.detach()
+    if isinstance(value, PackedSequence):
+        return value._replace(data=_fixed(value.data, dtype))
+    if isinstance(value, (tuple, list)):
+        return tuple(_fixed(v, dtype) for v in value)
+    return value
+
+
+COMPOUNDS: dict[type[nn.Module], Compound] = {}
+
+
+def register_compound(*kinds: type[nn.Module]):
+    """Class decorator: `@register_compound(nn.LSTM)` enters a `Compound` for these types."""
+
+    def enter(compound: type[Compound]) -> type[Compound]:
+        for kind in kinds:
+            COMPOUNDS[kind] = compound()
+        return compound
+
+    return enter
+
+
+def find_compound(module: Any) -> Compound | None:
+    """The compound of a module, or None: a subclass counts while it keeps `forward`."""
+    for kind in type(module).__mro__:
+        if kind in COMPOUNDS:
+            return COMPOUNDS[kind] if type(module).forward is kind.forward else None
+    return None

@@ -1,0 +1,71 @@
+r"""Second moments over the places that share a weight: the sides of K-FAC's Kronecker products.
+
+With inputs ā_nt and cotangents δ_nt at the places t of sample n, the Gram of a weight is
+Σ_n (Σ_t δ_nt ⊗ ā_nt)(Σ_t δ_nt ⊗ ā_nt)ᵀ. Sharing by *expansion* takes every place for a sample,
+
+    Σ_nt δδᵀ ⊗ mean_nt āāᵀ,
+
+and by *reduction* adds up first, Σ_n (Σ_t δ)(Σ_t δ)ᵀ ⊗ mean_n (mean_t ā)(mean_t ā)ᵀ. Expansion is
+exact for deep linear nets whose loss is a sum over places, reduction where the places are averaged.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..._core.products import moment
+from ..._core.space import compute_dtype
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """How places enter, which axis counts samples, and from where on sides are diagonals."""
+
+    reduce: bool = False
+    batch_dim: int = 0
+    longest: int = 8192
+
+    def by_sample(self, x: Tensor, features: int = 1) -> Tensor:
+        """(N, places, *features), from leading axes in any order."""
+        lead = x.ndim - features
+        if lead == 0:
+            return x[None, None]
+        if lead == 1:
+            return x[:, None]
+        return x.movedim(min(self.batch_dim, lead - 1), 0).flatten(1, lead - 1)
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Σ a aᵀ, (G, n, n) or a diagonal (G, n); Σ a, (G, n); and how many places were summed."""
+
+    second: Tensor
+    first: Tensor
+    places: Tensor | float
+
+    def __add__(self, other: Moments) -> Moments:
+        return Moments(
+            self.second + other.second, self.first + other.first, self.places + other.places
+        )
+
+
+def second_moment(x: Tensor, sharing: Sharing) -> Tensor:
+    """Σ_p x xᵀ over the places of (G, P, n), as a diagonal where n is too long."""
+    if x.shape[-1] > sharing.longest:
+        return x.to(compute_dtype(x.dtype)).square().sum(1)
+    if len(x) == 1:
+        return moment(x[0])[None]
+    x = x.to(compute_dtype(x.dtype))
+    return x.mT @ x
+
+
+def moments(x: Tensor, sharing: Sharing, keep: Tensor | None = None) -> Moments:
+    """The moments of (G, P, n); `keep` says which places count, (P,)."""
+    places: Tensor | float = x.shape[1]
+    if keep is not None:
+        x, places = x * keep[:, None].to(x.dtype), keep.sum()
+    ones = torch.sum(x, 1, dtype=compute_dtype(x.dtype))
+    return Moments(second_moment(x, sharing), ones, places)

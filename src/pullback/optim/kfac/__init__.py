@@ -1,0 +1,19 @@
+"""K-FAC: statistics, averages and schedules around the algebra of `grams.kronecker`."""
+
+from .coverage import Coverage
+from .damping import Adaptive, Damping, Exact, Invariant, Tikhonov
+from .degenerate import Degenerate
+from .info import KFACInfo
+from .optimizer import KFAC
+
+__all__ = [
+    "KFAC",
+    "Adaptive",
+    "Coverage",
+    "Damping",
+    "Degenerate",
+    "Exact",
+    "Invariant",
+    "KFACInfo",
+    "Tikhonov",
+]

@@ -1,0 +1,72 @@
+r"""Covectors φ at the output with E[φφᵀ] = M: what is pulled back to measure the layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ...likelihoods import Likelihood
+from ...metrics import Fisher, Metric
+
+
+def covectors(
+    metric: Metric,
+    fisher: str,
+    z: Tensor,
+    cotangent: Tensor,
+    *,
+    draws: int = 1,
+    inputs: Tensor | None = None,
+    generator: torch.Generator | None = None,
+) -> Iterator[Tensor]:
+    """Covectors (N, *event) whose outer products add up to M, on average or exactly.
+
+    Args:
+        metric: M at z; `Fisher` of a likelihood samples targets from the model's own predictions.
+        fisher: "mc" draws covectors, "exact" runs through the columns of S, "empirical" takes the
+            loss's own cotangent (whose scale is settled later).
+        z: function values, samples first.
+        cotangent: ∂loss/∂z.
+        draws: how many samples "mc" averages over.
+        inputs: the model's inputs, for metrics that depend on them.
+        generator: for the draws.
+
+    The signs of "exact" and "empirical" covectors are random by sample: it does not matter for
+    layers, and makes the square of a summed gradient an estimate of the summed squares.
+    """
+    if fisher == "mc":
+        for _ in range(draws):
+            yield _drawn(metric, z, inputs, generator) / draws**0.5
+        return
+    if fisher == "empirical":
+        yield cotangent * _signs(z, generator)
+        return
+    for column in metric.factor(z, inputs=inputs).covectors(z):
+        yield column * _signs(z, generator)
+
+
+def _signs(z: Tensor, generator: torch.Generator | None) -> Tensor:
+    shape = (len(z), *[1] * (z.ndim - 1))
+    coins = torch.randint(0, 2, shape, device=z.device, generator=generator)
+    return (2 * coins - 1).to(z.dtype)
+
+
+def _drawn(
+    metric: Metric, z: Tensor, inputs: Tensor | None, generator: torch.Generator | None
+) -> Tensor:
+    if isinstance(metric, Fisher):
+        return score(metric.likelihood, z, generator)
+    factor = metric.factor(z, inputs=inputs)
+    shape = (len(z), *factor.white)
+    coins = torch.randint(0, 2, shape, device=z.device, generator=generator)
+    return factor.apply((2 * coins - 1).to(z.dtype))
+
+
+def score(likelihood: Likelihood, z: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """−∂ log p(y|z)/∂z for y drawn from p(·|z)."""
+    with torch.enable_grad():
+        z = z.detach().requires_grad_()
+        y = likelihood.sample(z.detach(), generator)
+        return torch.autograd.grad(likelihood.nll(z, y).sum(), z)[0]

@@ -1,0 +1,327 @@
+r"""The K-FAC metric of a model as it is known so far: averages per block, and their inverses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..._core.errors import PullbackError
+from ...grams.kronecker import Block, Pair, Rotated, Units, inverses, merged, sides
+from ...grams.kronecker.blocks import rotated
+from .damping import Damping
+from .sums import Key
+
+_GROWTH, _TRIES = 10.0, 8
+
+
+@dataclass
+class Average:
+    """An exponential moving average with bias correction, and the plain mean beside it."""
+
+    value: dict[str, Tensor] = field(default_factory=dict)
+    mass: float = 0.0
+    mean: dict[str, Tensor] | None = None
+    count: int = 0
+
+    def update(self, new: Mapping[str, Tensor], ema: float, *, plain: bool) -> None:
+        """value ← ema·value + (1 − ema)·new."""
+        if {n: v.shape for n, v in self.value.items()} != {n: v.shape for n, v in new.items()}:
+            self.value, self.mass, self.mean, self.count = {}, 0.0, None, 0
+        if not self.value:
+            self.value = {n: (1 - ema) * v if ema else v.clone() for n, v in new.items()}
+        else:
+            for name, v in new.items():
+                self.value[name].lerp_(v, 1 - ema)
+        self.mass = ema * self.mass + 1 - ema
+        self.count += 1
+        if plain:
+            if self.mean is None:
+                self.mean = {n: v.clone() for n, v in self.corrected().items()}
+            else:
+                for name, v in new.items():
+                    self.mean[name].lerp_(v, 1 / self.count)
+
+    def corrected(self) -> dict[str, Tensor]:
+        """The average without the weight of the empty beginning."""
+        if self.mass == 1.0:
+            return self.value
+        return {n: v / self.mass for n, v in self.value.items()}
+
+    def moved(self, device: torch.device) -> None:
+        """Follow the parameters to another device."""
+        self.value = {n: v.to(device) for n, v in self.value.items()}
+        if self.mean is not None:
+            self.mean = {n: v.to(device) for n, v in self.mean.items()}
+
+
+def block_of(key: Key, held: Mapping[str, Tensor]) -> Block:
+    """The Gram block of an average."""
+    if key.kind != "kronecker":
+        return Units(held["squares"])
+    pairs = []
+    width = max(
+        held[f"{tag}.{'outputs' if tag.endswith('first') else 'inputs'}"].shape[-1]
+        for tag in _tags(held)
+    )
+    for tag in _tags(held):
+        a, d = held[f"{tag}.inputs"], held[f"{tag}.outputs"]
+        left, right = (a, d) if tag.endswith(".first") else (d, a)
+        pairs.append(Pair(left, _widened(right, width)))
+    return merged(pairs)
+
+
+def _tags(held: Mapping[str, Tensor]) -> list[str]:
+    return sorted({name.rpartition(".")[0] for name in held})
+
+
+def _widened(side: Tensor, width: int) -> Tensor:
+    """A right side without the bias's coordinate, among others with it."""
+    more = width - side.shape[-1]
+    if not more:
+        return side
+    return F.pad(side, (0, more) if sides.is_diagonal(side) else (0, more, 0, more))
+
+
+@dataclass
+class Inverse:
+    """What a block's gradient is multiplied by.
+
+    `left`, `right` are inverse sides; with `scale` they are eigenvectors instead, and `scale` the
+    reciprocal eigenvalues. Units have `left` alone.
+    """
+
+    left: Tensor | None
+    right: Tensor | None = None
+    scale: Tensor | None = None
+
+    def __call__(self, v: Tensor) -> Tensor:
+        if self.scale is not None:
+            return rotated(
+                self.left, rotated(self.left, v, self.right) * self.scale, self.right, back=True
+            )
+        assert self.left is not None
+        if self.right is None:
+            return (self.left @ v[..., None])[..., 0]
+        return sides.multiply(self.left, v, self.right)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return sum(t.nbytes for t in self.tensors().values() if t is not None)
+
+    def tensors(self) -> dict[str, Tensor | None]:
+        """What is to be saved."""
+        return {"left": self.left, "right": self.right, "scale": self.scale}
+
+
+class Curvature:
+    """Averages and inverses of all blocks."""
+
+    def __init__(self) -> None:
+        self.averages: dict[Key, Average] = {}
+        self.inverses: dict[Key, Inverse] = {}
+        #: second moments of the gradient in the eigenbases, where these are asked for
+        self.corrections: dict[Key, Average] = {}
+        #: what went wrong in the last inversion, by block
+        self.notes: dict[Key, str] = {}
+
+    def block(self, key: Key) -> Block:
+        """The Gram of a block, without damping."""
+        return block_of(key, self.averages[key].corrected())
+
+    def corrected(self, key: Key) -> Block:
+        """The same with corrected eigenvalues, where they are known."""
+        if key not in self.corrections:
+            return self.block(key)
+        held = self.inverses[key]
+        return Rotated(held.left, held.right, self.corrections[key].corrected()["values"])
+
+    def shape(self, key: Key) -> tuple[tuple[int, ...], torch.dtype]:
+        """Shape and dtype of a block's coordinates."""
+        held = self.averages[key].value
+        if key.kind != "kronecker":
+            squares = held["squares"]
+            return tuple(squares.shape[:2]), squares.dtype
+        sizes: dict[str, int] = {"left": 0, "right": 0}
+        for name, side in held.items():
+            first, end = name.rpartition(".")[0].endswith(".first"), name.rpartition(".")[2]
+            which = "left" if first == (end == "inputs") else "right"
+            sizes[which] = max(sizes[which], side.shape[-1])
+        some = next(iter(held.values()))
+        return (len(some), sizes["left"], sizes["right"]), some.dtype
+
+    def drop(self, key: Key) -> None:
+        """Forget a block whose parameters belong to another one now."""
+        for held in (self.averages, self.inverses, self.corrections, self.notes):
+            held.pop(key, None)
+
+    def memory(self) -> dict[str, int]:
+        """Bytes held, by what for."""
+        averages = [a for x in self.averages.values() for a in (x.value, x.mean or {})]
+        return {
+            "averages": sum(t.nbytes for held in averages for t in held.values()),
+            "inverses": sum(
+                t.nbytes
+                for x in self.inverses.values()
+                for t in x.tensors().values()
+                if t is not None
+            ),
+        }
+
+    def reference(self, key: Key, damping: Damping) -> Pair | None:
+        """Long-run averages of a block's sides."""
+        given = getattr(damping, "reference", None)
+        average = self.averages[key]
+        held = given.get(key) if given is not None else average.mean
+        block = None if held is None else block_of(key, held)
+        return block if isinstance(block, Pair) else None
+
+    def invert(self, damping: Damping, value: float, keys: list[Key], *, eigen: bool) -> None:
+        """New inverses of these blocks; where one fails, the last good one stays."""
+        pairs: dict[Key, Pair] = {}
+        for key in keys:
+            self.notes.pop(key, None)
+            block = self.block(key)
+            if isinstance(block, Pair):
+                pairs[key] = block
+            else:
+                assert isinstance(block, Units)
+                self._accept(key, Inverse(block.inverse(value)))
+        if damping.exact or eigen:
+            for key, pair in pairs.items():
+                self._decompose(key, pair, value)
+        else:
+            self._cholesky(damping, value, pairs)
+
+    def _cholesky(self, damping: Damping, value: float, pairs: dict[Key, Pair]) -> None:
+        waiting = dict(pairs)
+        for attempt in range(_TRIES):
+            now = value * _GROWTH**attempt
+            refs = {k: self.reference(k, damping) for k in waiting} if damping.referenced else {}
+            damped = {k: damping.sides(p, refs.get(k), now) for k, p in waiting.items()}
+            every = [side for both in damped.values() for side in both]
+            # without damping, or with an invariant one, a singular side is inverted on its range
+            found = inverses(every, singular=value == 0 or damping.referenced)
+            for i, key in enumerate(list(waiting)):
+                if found.failed[2 * i] or found.failed[2 * i + 1]:
+                    continue
+                self._accept(key, Inverse(found.sides[2 * i], found.sides[2 * i + 1]))
+                self._report(key, attempt, now, found.ranks[2 * i], found.ranks[2 * i + 1])
+                del waiting[key]
+            if not waiting or value == 0:
+                break
+        for key in waiting:
+            kept = "the last good inverse stays" if key in self.inverses else "it has none yet"
+            self.notes[key] = f"its sides could not be inverted; {kept}"
+
+    def _report(
+        self, key: Key, attempt: int, now: float, left: Tensor | None, right: Tensor | None
+    ) -> None:
+        if attempt:
+            self.notes[key] = f"its damping was raised to {now:.3g} to invert it"
+        for name, rank in (("output", left), ("input", right)):
+            if rank is not None:
+                self.notes[key] = (
+                    f"its {name} side is singular: rank {int(rank.min())}, inverted on its range"
+                )
+
+    def _decompose(self, key: Key, pair: Pair, value: float) -> None:
+        try:
+            (rows, u), (columns, w) = sides.eigen(pair.left), sides.eigen(pair.right)
+        except torch.linalg.LinAlgError:
+            self.notes[key] = "its eigenvalues were not found; the last good inverse stays"
+            return
+        values = rows[..., None] * columns[:, None]
+        self.corrections.pop(key, None)  # of the old eigenbasis
+        self._accept(key, Inverse(u, w, _reciprocal(values, value)))
+
+    def correct(self, key: Key, values: Tensor, ema: float, damping: float) -> None:
+        """Eigenvalues from second moments of the gradient in the eigenbases (EKFAC)."""
+        average = self.corrections.setdefault(key, Average())
+        average.update({"values": values}, ema, plain=False)
+        held = self.inverses[key]
+        held.scale = _reciprocal(average.corrected()["values"], damping)
+
+    def _accept(self, key: Key, inverse: Inverse) -> None:
+        self.inverses[key] = inverse
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything, to resume to the same bits."""
+        return {
+            "blocks": [
+                {
+                    "key": (key.kind, key.names, key.bias),
+                    "average": vars(average),
+                    "inverse": inv.tensors() if (inv := self.inverses.get(key)) else None,
+                    "correction": vars(c) if (c := self.corrections.get(key)) else None,
+                    "note": self.notes.get(key),
+                }
+                for key, average in self.averages.items()
+            ]
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up a saved state."""
+        self.__init__()
+        for item in state["blocks"]:
+            kind, names, bias = item["key"]
+            key = Key(kind, tuple(names), bias)
+            self.averages[key] = Average(**item["average"])
+            if item["inverse"] is not None:
+                self.inverses[key] = Inverse(**item["inverse"])
+            if item["correction"] is not None:
+                self.corrections[key] = Average(**item["correction"])
+            if item["note"] is not None:
+                self.notes[key] = item["note"]
+
+    def follow(self, key: Key, device: torch.device) -> None:
+        """Move a block to where its parameters are now."""
+        average = self.averages[key]
+        if next(iter(average.value.values())).device == device:
+            return
+        average.moved(device)
+        if key in self.corrections:
+            self.corrections[key].moved(device)
+        if (held := self.inverses.get(key)) is not None:
+            moved = {n: None if t is None else t.to(device) for n, t in held.tensors().items()}
+            self.inverses[key] = Inverse(**moved)
+
+
+def _reciprocal(values: Tensor, damping: float) -> Tensor:
+    if damping == 0:
+        keep = sides.cut(values.flatten(1)).view_as(values)
+        return torch.where(keep, 1 / values, 0.0)
+    return 1 / (values + damping)
+
+
+def arranged(key: Key, gradients: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor:
+    """The gradients of a block in its own coordinates."""
+    if key.kind == "kronecker":
+        groups = shape[0]
+        pieces = [gradients[0].reshape(groups, len(gradients[0]) // groups, -1)]
+        if key.joint:
+            pieces.append(gradients[1].reshape(groups, -1, 1))
+        v = pieces[0] if len(pieces) == 1 else torch.cat(pieces, 2)
+    else:
+        v = torch.stack([g.flatten() for g in gradients], 1)
+    if tuple(v.shape) != tuple(shape):
+        raise PullbackError(
+            f"Parameter {key.names[0]!r} changed its shape",
+            f"its block was built for {tuple(shape)}, the gradient gives {tuple(v.shape)}",
+            "Build the optimizer again after changing the model",
+        )
+    return v
+
+
+def scattered(key: Key, v: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Back from the block's coordinates to the parameters' shapes."""
+    if key.kind == "kronecker":
+        if not key.joint:
+            return [v.reshape(like[0].shape)]
+        return [v[..., :-1].reshape(like[0].shape), v[..., -1].reshape(like[1].shape)]
+    return [v[:, i].reshape(p.shape) for i, p in enumerate(like)]

@@ -1,0 +1,453 @@
+"""K-FAC as a `torch.optim.Optimizer`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..._core.capture import Selector, plain
+from ..._core.errors import PullbackError
+from ...grams.kronecker import Kronecker, Pair
+from ...likelihoods import Likelihood
+from ...maps.layers.moments import Sharing
+from ...metrics import Euclidean, Fisher, Metric, as_metric
+from ..checks import gradient_of, refuse_model, refuse_parameter
+from .checks import check
+from .coverage import Coverage, Row, described, expected
+from .curvature import Average, Curvature, arranged, scattered
+from .damping import Damping, as_damping
+from .degenerate import Degenerate, degenerate
+from .gather import Gatherer, Recipe
+from .info import KFACInfo
+from .sums import Key
+
+_MEMORY = "pullback"
+
+
+class KFAC(Optimizer):
+    r"""w ← w − η F̂⁻¹∇L with the K-FAC metric F̂ = ⊕_l R_l ⊗ C_l, in an ordinary training loop.
+
+    On statistics steps, while the loss's gradient passes the model's output, targets drawn from
+    the model's own predictions are sent down the same graph: R = Σ δδᵀ/N and C = mean āāᵀ of the
+    true Fisher, whatever the loss was. Everything else is `loss.backward(); opt.step()`.
+
+    Args:
+        model: the module that is called in the loop.
+        lr: η; schedulers may change it.
+        likelihood: whose Fisher information is the metric on outputs, such as `Categorical()`.
+        metric: instead, any metric of the library; by default that of ½‖·‖².
+        fisher: "mc" draws targets, "exact" takes the metric as it is (a reverse pass per output),
+            "empirical" the loss's own gradient.
+        damping: λ, or an object: `Tikhonov`, `Exact`, `Invariant`, `Adaptive`.
+        momentum: of the preconditioned gradient.
+        weight_decay: decoupled, w ← (1 − η·weight_decay)w.
+        kl_clip: δ, such that η²·ΔᵀF̂Δ ≤ δ.
+        ema: the weight of the past in the averages.
+        statistics_every, invert_every: steps between statistics and between inversions. Until the
+            first `invert_every` steps are done, inverses are also renewed at the first, second,
+            fourth, ... statistics.
+        params: parameters or param groups, by default all of the model's.
+        sharing: "expand" or "reduce", how places that share a weight enter (see `moments`).
+        joint: whether weight and bias share a block.
+        ekfac: correct the eigenvalues by second moments of the gradient in the eigenbases.
+        max_factor: the longest side held as a matrix; longer ones are diagonals.
+        draws: targets per sample for fisher="mc".
+        reduction: "mean" or "sum" over samples, of the loss and hence of F̂.
+        output: which tensor of a structured output the metric sees.
+        batch_dim: the output's axis of samples.
+        grad_scaler: with fisher="empirical", the scaler of the loss.
+        seed: of the draws.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: float,
+        *,
+        likelihood: Likelihood | None = None,
+        metric: Metric | Callable[[Tensor], Tensor] | None = None,
+        fisher: str = "mc",
+        damping: float | Damping = 1e-3,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        kl_clip: float | None = None,
+        ema: float = 0.95,
+        statistics_every: int = 10,
+        invert_every: int = 100,
+        params: Iterable[Any] | None = None,
+        sharing: str = "expand",
+        joint: bool = True,
+        ekfac: bool = False,
+        max_factor: int = 8192,
+        draws: int = 1,
+        reduction: str = "mean",
+        output: Selector = None,
+        batch_dim: int = 0,
+        grad_scaler: Any = None,
+        seed: int = 0,
+    ) -> None:
+        refuse_model(model)
+        check(
+            lr=lr, momentum=momentum, weight_decay=weight_decay, kl_clip=kl_clip, ema=ema,
+            statistics_every=statistics_every, invert_every=invert_every, draws=draws,
+            fisher=fisher, sharing=sharing, reduction=reduction, max_factor=max_factor,
+        )  # fmt: skip
+        if likelihood is not None and metric is not None:
+            raise PullbackError(
+                "Both a likelihood and a metric were given",
+                "the likelihood's Fisher information is itself a metric",
+                "Give one of them",
+            )
+        if likelihood is not None:
+            metric = Fisher(likelihood)
+        self.model = model
+        self.metric = as_metric(Euclidean() if metric is None else metric)
+        self.fisher, self.damping = fisher, as_damping(damping)
+        self.kl_clip, self.ema = kl_clip, ema
+        self.statistics_every, self.invert_every = statistics_every, invert_every
+        self.sharing = Sharing(sharing == "reduce", batch_dim, max_factor)
+        self.joint, self.ekfac, self.draws, self.reduction = joint, ekfac, draws, reduction
+        self.output, self.batch_dim, self.grad_scaler = output, batch_dim, grad_scaler
+        self.seed = seed
+        self._register()
+        if params is None:
+            params = list(plain(model).parameters())
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+        self.curvature = Curvature()
+        self._memory.update(steps=0, taken=0, damping=self.damping.value)
+
+    def _register(self) -> None:
+        self._by_name = dict(plain(self.model).named_parameters())
+        self._names = {id(p): n for n, p in self._by_name.items()}
+        recipe = Recipe(
+            self.metric, self.fisher, self.sharing, self.joint, self.draws, self.output,
+            self.batch_dim,
+        )  # fmt: skip
+        self._gatherer = Gatherer(self.model, recipe, self.seed)
+        #: what the last step did
+        self.info = KFACInfo()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but the hooks: a copy or a pickle brings its model along."""
+        own = {n: v for n, v in vars(self).items() if n not in ("_gatherer", "_names", "_by_name")}
+        return {**own, "gathered": self._gatherer.state_dict()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        gathered = state.pop("gathered", None)
+        info = state.pop("info", None)
+        super().__setstate__(state)
+        if gathered is not None:
+            self._register()
+            self._gatherer.load_state_dict(gathered)
+            self._gatherer.due = self._due()
+            self.info = info
+
+    def __enter__(self) -> KFAC:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Remove the hooks from the model; the optimizer goes on with what it knows."""
+        self._gatherer.close()
+        self._memory["closed"] = True
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Take up more of the model's parameters."""
+        group = dict(param_group)
+        given = group["params"]
+        group["params"] = [given] if isinstance(given, Tensor) else list(given)
+        for p in group["params"]:
+            p = p[1] if isinstance(p, tuple) else p
+            name = self._names.get(id(p))
+            if name is None:
+                raise PullbackError(
+                    "A parameter does not belong to the model",
+                    f"a tensor of shape {tuple(p.shape)} is not among its parameters",
+                    "Pass parameters of the module given to the optimizer",
+                )
+            refuse_parameter(name, p)
+        super().add_param_group(group)
+
+    @property
+    def _memory(self) -> dict[str, Any]:
+        """What is saved beside the param groups; the key is no tensor, so torch passes it on."""
+        return self.state[_MEMORY]  # pyright: ignore[reportArgumentType]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients, and the statistics of gradients that were never used."""
+        super().zero_grad(set_to_none)
+        self._gatherer.clear()
+
+    def _due(self) -> bool:
+        closed = self._memory.get("closed", False)
+        return not closed and self._memory["steps"] % self.statistics_every == 0
+
+    @torch.no_grad()
+    def step(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, closure: Callable[[], Any] | None = None
+    ) -> Any:
+        """One step from the gradients at hand, or those that the closure computes.
+
+        Returns:
+            The closure's loss, or None; `info` says what was done. A rejected step has changed
+            nothing.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        taken = self._learn()
+        params = self._active()
+        gradients = [p.grad for p in params.values() if p.grad is not None]
+        if not gradients:
+            raise PullbackError(
+                "There is no gradient to follow",
+                "every parameter's gradient is None",
+                "Call loss.backward() before step()",
+            )
+        if not _finite(gradients):
+            self._gatherer.clear()
+            self.info = KFACInfo(accepted=False, reason="a gradient is not finite", taken=taken)
+            return loss
+        self._invert(taken)
+        directions = self._directions(params)
+        self._move(params, directions)
+        self._memory["steps"] += 1
+        self._gatherer.due = self._due()
+        self.info = KFACInfo(True, "", self._memory["damping"], taken, self._notes())
+        return loss
+
+    def _active(self) -> dict[str, nn.Parameter]:
+        """The parameters with a gradient, by name, in the order of the groups."""
+        out = {}
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.requires_grad and p.grad is not None:
+                    name = self._names[id(p)]
+                    gradient_of(name, p)
+                    out[name] = p
+        return out
+
+    def _learn(self) -> bool:
+        """Take up the statistics gathered since the last step, if all are finite."""
+        gatherer, pool = self._gatherer, self._gatherer.pool
+        if not pool.calls:
+            if self._due():
+                raise PullbackError(
+                    "A statistics step saw no layer",
+                    gatherer.missed,
+                    "Call the module given to KFAC, in training mode, and backpropagate from its "
+                    "output before step()",
+                )
+            return False
+        samples = pool.samples
+        scale: Any = 1.0 if self.reduction == "mean" else samples
+        if (
+            self.fisher == "empirical"
+        ):  # the loss's own cotangents are divided by N, if it is a mean
+            loss_scale = 1.0 if self.grad_scaler is None else float(self.grad_scaler.get_scale())
+            scale = samples ** (2 if self.reduction == "mean" else 1) / loss_scale**2
+        found = {k: s.averages(k.joint, samples, scale) for k, s in pool.sums.items()}
+        gatherer.clear()
+        tensors = [t for held in found.values() for t in held.values()]
+        if not _finite(tensors):
+            self._memory["skipped"] = self._memory.get("skipped", 0) + 1
+            return False
+        self._enter(found)
+        self._memory["taken"] += 1
+        return True
+
+    def _enter(self, found: dict[Key, dict[str, Tensor]]) -> None:
+        held = self.curvature
+        for key in found:
+            for old in [k for k in held.averages if k != key and set(k.names) & set(key.names)]:
+                held.drop(old)  # a bias was frozen, say, and the weight is by itself now
+        for key, new in found.items():
+            squares = new.pop("squares") if key.kind == "kronecker" and "squares" in new else None
+            average = held.averages.setdefault(key, Average())
+            average.update(new, self.ema, plain=self.damping.referenced)
+            if squares is not None:
+                held.correct(key, squares, self.ema, self._memory["damping"])
+
+    def _invert(self, taken: bool) -> None:
+        """Renew inverses when it is time, and make those that are missing."""
+        steps, count, held = self._memory["steps"], self._memory["taken"], self.curvature
+        early = steps < self.invert_every and count & (count - 1) == 0
+        if taken and (steps % self.invert_every == 0 or early or self._memory.pop("again", False)):
+            keys = list(held.averages)
+        else:
+            keys = [k for k in held.averages if k not in held.inverses]
+        if keys:
+            held.invert(self.damping, self._memory["damping"], keys, eigen=self.ekfac)
+            if self.ekfac:
+                self._gatherer.bases = held.inverses
+
+    def _directions(self, params: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+        """F̂⁻¹g block by block; the gradient itself where a parameter has no block."""
+        out: dict[str, Tensor] = {}
+        for key, inverse in self.curvature.inverses.items():
+            if not any(n in params for n in key.names):
+                continue
+            shape, dtype = self.curvature.shape(key)
+            like = [self._parameter(n) for n in key.names]
+            self.curvature.follow(key, like[0].device)
+            gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in like]
+            v = arranged(key, [g.to(dtype) for g in gradients], shape)
+            for name, d in zip(key.names, scattered(key, inverse(v), like), strict=True):
+                if name in params:
+                    out[name] = d
+        return {n: out[n] if n in out else gradient_of(n, p) for n, p in params.items()}  # pyright: ignore[reportReturnType]
+
+    def _parameter(self, name: str) -> nn.Parameter:
+        return self._by_name[name]
+
+    def _move(self, params: Mapping[str, nn.Parameter], directions: dict[str, Tensor]) -> None:
+        shrink = self._shrink(params, directions)
+        for group in self.param_groups:
+            chosen = [p for p in group["params"] if self._names[id(p)] in directions]
+            if not chosen:
+                continue
+            lr, momentum = float(group["lr"]), float(group["momentum"])
+            deltas = [directions[self._names[id(p)]].to(p.dtype) for p in chosen]
+            if shrink is not None:
+                deltas = torch._foreach_mul(deltas, shrink)
+            if group["weight_decay"]:
+                torch._foreach_mul_(chosen, 1 - lr * float(group["weight_decay"]))
+            if momentum:
+                deltas = self._with_momentum(chosen, deltas, momentum)
+            torch._foreach_add_(chosen, list(deltas), alpha=-lr)
+
+    def _with_momentum(
+        self, chosen: list[nn.Parameter], deltas: Any, momentum: float
+    ) -> list[Tensor]:
+        """m ← momentum·m + Δ."""
+        buffers = []
+        for p in chosen:
+            state = self.state[p]
+            if "momentum" not in state:
+                state["momentum"] = torch.zeros_like(p)
+            elif state["momentum"].device != p.device:
+                state["momentum"] = state["momentum"].to(p.device)
+            buffers.append(state["momentum"])
+        torch._foreach_mul_(buffers, momentum)
+        torch._foreach_add_(buffers, list(deltas))
+        return buffers
+
+    def _shrink(
+        self, params: Mapping[str, nn.Parameter], directions: dict[str, Tensor]
+    ) -> Tensor | None:
+        """The factor that keeps η²·ΔᵀF̂Δ ≤ δ; ΔᵀF̂Δ ≤ Δᵀg, with equality without damping."""
+        if self.kl_clip is None:
+            return None
+        dots = []
+        for group in self.param_groups:
+            for p in group["params"]:
+                name = self._names[id(p)]
+                if name in directions and p.grad is not None:
+                    d = directions[name]
+                    dots.append(float(group["lr"]) ** 2 * torch.sum(d * p.grad.to(d.dtype)))
+        total = torch.stack([d.to(dots[0].device) for d in dots]).sum()
+        limit = torch.as_tensor(self.kl_clip, dtype=total.dtype, device=total.device)
+        tiny = torch.finfo(total.dtype).tiny
+        return (limit / total.clamp(min=tiny)).sqrt().clamp(max=1.0)
+
+    def _notes(self) -> dict[str, str]:
+        return {", ".join(k.names): note for k, note in self.curvature.notes.items()}
+
+    def coverage(self) -> Coverage:
+        """What every parameter's block is, and why; before any statistics, what is expected."""
+        blocks = {n: k for k in self.curvature.averages for n in k.names}
+        guess, rows = expected(self.model), []
+        for name, p in plain(self.model).named_parameters():
+            shape = tuple(p.shape)
+            _, kind = guess.get(name, ("", "plain parameter"))
+            if not p.requires_grad:
+                rows.append(Row(name, shape, "none", "frozen"))
+            elif name in blocks:
+                key = blocks[name]
+                block = self.curvature.block(key)
+                sides = (block.left, block.right) if isinstance(block, Pair) else None
+                reason = self._gatherer.reasons.get(name, kind)
+                if key in self.curvature.notes:
+                    reason += f"; {self.curvature.notes[key]}"
+                rows.append(Row(name, shape, described(key, block.shape, sides), reason))
+            elif self._memory["taken"]:
+                why = "no forward pass seen so far used it; its gradient is followed as it is"
+                rows.append(Row(name, shape, "gradient", why))
+            else:
+                held, why = guess.get(
+                    name, ("diagonal", "plain parameter: squares of sampled gradients")
+                )
+                rows.append(Row(name, shape, held, why))
+        return Coverage(rows)
+
+    def gram(self) -> Kronecker:
+        """F̂ without damping, over the parameters that have a block, in the model's order."""
+        held = self.curvature
+        if not held.averages:
+            raise PullbackError(
+                "There are no statistics yet", "no step was taken", "Call step() first"
+            )
+        sizes = {n: p.numel() for n, p in plain(self.model).named_parameters()}
+        covered = {n for k in held.averages for n in k.names}
+        start, offsets = 0, {}
+        for name, size in sizes.items():
+            if name in covered:
+                offsets[name], start = start, start + size
+        index = []
+        for key in held.averages:
+            places = [
+                torch.arange(offsets[n], offsets[n] + sizes[n]).view(self._by_name[n].shape)
+                for n in key.names
+            ]
+            index.append(arranged(key, places, held.shape(key)[0]).flatten())
+        blocks = [held.corrected(k) for k in held.averages]
+        return Kronecker(blocks, torch.cat(index).to(blocks[0].diagonal().device))
+
+    def average(self) -> dict[Key, dict[str, Tensor]]:
+        """The averages as they are, to serve as an `Invariant` damping's reference."""
+        return {k: copy.deepcopy(a.corrected()) for k, a in self.curvature.averages.items()}
+
+    def degenerate(self) -> list[Degenerate]:
+        """Blocks on which F̂ is no metric, and why: directions that change nothing."""
+        return [d for k in self.curvature.averages for d in degenerate(k, self.curvature.block(k))]
+
+    def memory(self) -> dict[str, int]:
+        """Bytes held, by what for."""
+        buffers = [s["momentum"] for s in self.state.values() if "momentum" in s]
+        return {**self.curvature.memory(), "momentum": sum(t.nbytes for t in buffers)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Param groups, momentum, averages, inverses and the draws' random state."""
+        out = super().state_dict()
+        memory = {
+            **self._memory,
+            "curvature": self.curvature.state_dict(),
+            "gathered": self._gatherer.state_dict(),
+        }
+        out["state"] = {**out["state"], _MEMORY: copy.deepcopy(memory)}
+        return out
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Resume to the same bits."""
+        super().load_state_dict(dict(state_dict))
+        memory = copy.deepcopy(state_dict["state"].get(_MEMORY, {}))
+        self.curvature.load_state_dict(memory.pop("curvature"))
+        self._gatherer.load_state_dict(memory.pop("gathered"))
+        self.state[_MEMORY] = memory  # pyright: ignore[reportArgumentType]
+        if self.ekfac:
+            self._gatherer.bases = self.curvature.inverses
+        self._gatherer.clear()
+        self._gatherer.due = self._due()
+
+
+def _finite(tensors: list[Tensor]) -> bool:
+    norms = torch._foreach_norm([t.detach() for t in tensors])
+    return bool(torch.isfinite(torch.stack([n.float().to(norms[0].device) for n in norms])).all())

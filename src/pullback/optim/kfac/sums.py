@@ -1,0 +1,87 @@
+"""What one statistics step adds up, block by block."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ...maps.layers.moments import Moments
+
+
+@dataclass(frozen=True)
+class Key:
+    """The parameters of one block, and what is held for them.
+
+    `kind` is "kronecker" (weight and perhaps bias, or a bias alone), "units" (gain and shift of
+    every unit) or "diagonal" (single entries).
+    """
+
+    kind: str
+    names: tuple[str, ...]
+    bias: bool = False
+
+    @property
+    def joint(self) -> bool:
+        """Whether a Kronecker block holds weight and bias together."""
+        return self.kind == "kronecker" and len(self.names) == 2
+
+
+@dataclass(frozen=True)
+class Term:
+    """One role of a weight: whether its rows belong to the input, and which kind of layer it is."""
+
+    layer: str
+    input_first: bool
+
+
+@dataclass
+class Sums:
+    """Sums over the places and samples of all forward calls since the last step.
+
+    `inputs` and `outputs` are the two sides of each role; `squares` serves units and diagonals.
+    """
+
+    inputs: dict[Term, Moments] = field(default_factory=dict)
+    outputs: dict[Term, Tensor] = field(default_factory=dict)
+    squares: Tensor | None = None
+
+    def add_inputs(self, term: Term, moments: Moments) -> None:
+        """One more use in this role."""
+        self.inputs[term] = self.inputs[term] + moments if term in self.inputs else moments
+
+    def add_outputs(self, term: Term, second: Tensor) -> None:
+        """The cotangents of one covector at one more use."""
+        held = self.outputs.get(term)
+        self.outputs[term] = second if held is None else held + second
+
+    def add_squares(self, squares: Tensor) -> None:
+        """Outer products of gains and shifts, or squares of single entries."""
+        self.squares = squares if self.squares is None else self.squares + squares
+
+    def averages(self, joint: bool, samples: Tensor | float, scale: float) -> dict[str, Tensor]:
+        """Means over samples (cotangents) and places (inputs), under flat names to be saved."""
+        out = {}
+        if self.squares is not None:
+            out["squares"] = self.squares * (scale / samples)
+        for term, cotangents in self.outputs.items():
+            tag = f"{term.layer}.{'first' if term.input_first else 'last'}"
+            out[f"{tag}.outputs"] = cotangents * (scale / samples)
+            out[f"{tag}.inputs"] = _homogeneous(self.inputs[term], joint)
+        return out
+
+
+def _homogeneous(m: Moments, joint: bool) -> Tensor:
+    """mean āāᵀ with ā = (a, 1) for a joint block, else mean aaᵀ."""
+    if not joint:
+        return m.second / m.places
+    if m.second.ndim == 2:
+        ones = torch.ones_like(m.second[:, :1])
+        return torch.cat([m.second / m.places, ones], 1)
+    g, n = m.first.shape
+    out = m.second.new_empty(g, n + 1, n + 1)
+    torch.div(m.second, m.places, out=out[:, :n, :n])
+    out[:, n, :n] = out[:, :n, n] = m.first / m.places
+    out[:, n, n] = 1
+    return out
