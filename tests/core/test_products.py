@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pullback._core import products
-from pullback._core.products import cross, full_precision, gram
+from pullback._core.products import cross, full_precision, gram, moment
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -19,6 +19,23 @@ def test_gram_is_x_xt(shape: tuple[int, int]) -> None:
     assert torch.allclose(gram(x), gram(x).T, rtol=1e-12, atol=1e-12)
     y = torch.randn(7, shape[1], dtype=torch.float64)
     assert torch.allclose(cross(x, y), x @ y.T, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("n", [3, 95, 97, 300])
+def test_moment_is_xt_x(n: int) -> None:
+    x = torch.randn(700, n, dtype=torch.float64)
+    assert torch.allclose(moment(x), x.T @ x, rtol=1e-12, atol=1e-11)
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_products_of_halves_are_summed_in_float32(dtype: torch.dtype, groups: int) -> None:
+    x = (1 + torch.randn(groups, 5, 4000)).to(dtype)
+    y = (1 + torch.randn(groups, 7, 4000)).to(dtype)
+    for a, b in ((x, y), (x, x)):
+        got, want = products.products(a, b), a.double() @ b.double().mT
+        assert got.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+        assert float((got - want).norm() / want.norm()) < 1e-6
 
 
 def test_halves_add_up_and_the_high_one_fits_tf32() -> None:

@@ -273,14 +273,17 @@ class NaturalGradient(Optimizer):
         precise = system.precisely()
         state = precise(self.solver.init)(system.gram)
         lr, scale = self._rates(problem)
+        place = partial(self._place, problem, scale)
         return Local(
             loss=sign * problem.loss,
             gradient=system.gradient,
             solve=system.solver(self.solver, state),
             path=precise(lambda: system.path(self.solver, state)),
             image=precise(system.gram.matvec),
-            losses=lambda moves: sign * problem.losses(moves, partial(self._place, problem, scale)),
-            together=problem.together,
+            losses=lambda moves: sign * problem.losses(moves, place),
+            trials=lambda moves: (
+                sign * x for x in problem.trials(moves, place, broadcasts=self._retract is None)
+            ),
             lr=lr,
             scaled=lambda v: scale * v,
             names=problem.space.names,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from .._core.state import RandomState
 from ..grams import Part
 from ..maps import ObjectiveMap
 from ..metrics import Metric
+from ..steps.base import TOGETHER
 from .problem import Place, Problem
 from .terms import Objective, Squares
 
@@ -127,9 +128,17 @@ class ObjectiveProblem(Problem):
                 reraise_fatal(error)  # else the objective or retraction branches on its data
                 return torch.stack([loss(move) for move in moves])
 
-    @property
-    def together(self) -> int:
-        return 1 if self._apart else 8 if self.space.device.type == "cpu" else 2**10
+    def trials(self, moves: Tensor, place: Place, *, broadcasts: bool = False) -> Iterator[Tensor]:
+        if not self._apart:
+            few = TOGETHER if moves.device.type == "cpu" else len(moves)
+            yield from (self.losses(some, place) for some in moves.split(few))
+            return
+        placed = place(self.params, moves) if broadcasts else {}
+        for i, move in enumerate(moves):
+            with torch.no_grad():  # which must not last while others go on
+                at = {n: p[i] for n, p in placed.items()} or place(self.params, move)
+                loss = self._loss(at)
+            yield loss[None]
 
     def rollback(self) -> None:
         self._random.restore()

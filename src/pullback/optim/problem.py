@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from .._core.errors import Status
 from .._core.space import ParameterSpace
 from ..grams import Part
 from ..metrics import Metric
+from ..steps.base import TOGETHER
 
 Place = Callable[[Mapping[str, Tensor], Tensor], Mapping[str, Tensor]]
 
@@ -22,8 +23,6 @@ class Problem(ABC):
 
     #: whether the rows were checked against autograd elsewhere
     proven: bool = False
-    #: how many trial moves to evaluate at once, where it may turn out that fewer were needed
-    together: int = 8
 
     def __init__(self, params: dict[str, nn.Parameter]) -> None:
         self.params = params
@@ -48,6 +47,17 @@ class Problem(ABC):
     @abstractmethod
     def losses(self, moves: Tensor, place: Place) -> Tensor:
         """L at place(w, move) for each row of moves, everything restored afterwards."""
+
+    def trials(self, moves: Tensor, place: Place, *, broadcasts: bool = False) -> Iterator[Tensor]:
+        """The same in order, a few at a time: who stops asking saves the others.
+
+        Args:
+            moves: (k, p).
+            place: of one move.
+            broadcasts: whether it is of many moves at once, too.
+        """
+        for some in moves.split(TOGETHER):
+            yield self.losses(some, place)
 
     @abstractmethod
     def rollback(self) -> None:

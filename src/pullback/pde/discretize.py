@@ -34,7 +34,7 @@ class Trial(nn.Module):
         )
         named = dict(self.named_parameters())
         names = {id(p): name for name, p in named.items()}
-        self._slots = [
+        self._slots: list[tuple[dict[str, Any], str, str]] = [
             (module._parameters, key, names[id(p)])
             for module in self.modules()  # each once, wherever it is used
             for key, p in module._parameters.items()

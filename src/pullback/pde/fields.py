@@ -198,7 +198,7 @@ _SIGNATURES: WeakKeyDictionary[Any, list[inspect.Parameter]] = WeakKeyDictionary
 
 
 def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    """Its parameters; residuals are called at every trial, and inspection takes longer than most."""
+    """Its parameters; a residual is called at every trial, and inspecting it takes longer."""
     try:
         found = _SIGNATURES.get(function)
     except TypeError:  # it has no hash, or no weak reference

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ..optim import NaturalGradient, Objective, StepInfo
+from ..optim import KFAC, NaturalGradient, Objective, StepInfo
 from ..solvers import PseudoInverse
 from ..steps import TargetRatio
 from . import checkpoint as saved
@@ -38,6 +38,28 @@ def _spectral(dtype: torch.dtype) -> PseudoInverse:
     stalls, for some seeds at errors of 1e-9 (`benchmarks/trust.py`).
     """
     return PseudoInverse(rcond=_CUT if dtype == torch.float64 else None, double=True)
+
+
+def _optimizer(
+    trial: Trial, settings: Settings, dtype: torch.dtype
+) -> NaturalGradient | KFAC:
+    if settings.optimizer is not None:
+        return settings.optimizer(trial)
+    return NaturalGradient(
+        trial,
+        solver=settings.solver or _spectral(dtype),
+        step=settings.step or TargetRatio(),
+        gram=settings.gram,
+        memory=settings.memory,
+    )
+
+
+def _stepped(optimizer: NaturalGradient | KFAC, objective: Objective) -> StepInfo:
+    if isinstance(optimizer, NaturalGradient):
+        return optimizer.step(objective=objective)
+    loss = optimizer.step(objective=objective)
+    done = optimizer.info
+    return StepInfo(loss, done.accepted, damping=done.damping, reason=done.reason)
 
 
 class Run:
@@ -74,13 +96,7 @@ class Run:
             resample=settings.resample,
             refine=settings.refine,
         )
-        self.optimizer = NaturalGradient(
-            self._trial,
-            solver=settings.solver or _spectral(like.dtype),
-            step=settings.step or TargetRatio(),
-            gram=settings.gram,
-            memory=settings.memory,
-        )
+        self.optimizer = _optimizer(self._trial, settings, like.dtype)
         self._single = settings.single
         self._path = None if checkpoint is None else Path(checkpoint)
         self.history = History()
@@ -199,7 +215,7 @@ class Run:
         start = time.perf_counter()
         number = len(self.history)
         objective = self._at(number)
-        info = self.optimizer.step(objective=objective)
+        info = _stepped(self.optimizer, objective)
         self._say_nested()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)

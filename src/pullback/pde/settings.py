@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from .._core.errors import PullbackError
-from ..optim import StepInfo
+from ..optim import KFAC, NaturalGradient, StepInfo
 from ..solvers import Solver
 from ..steps import Step
 from .kinds import is_integer, is_number, require
@@ -45,6 +46,7 @@ class Settings:
     callbacks: Sequence[Callback]
     device: str | torch.device | None
     progress: bool
+    optimizer: Callable[[nn.Module], NaturalGradient | KFAC] | None = None
 
     def __post_init__(self) -> None:
         self._check_length()
@@ -80,6 +82,12 @@ class Settings:
                     f"got {found!r}",
                     f"Pass an instance of {kind.__name__}, or None for the default",
                 )
+        if self.optimizer is not None and (self.solver is not None or self.step is not None):
+            raise PullbackError(
+                "solve() was given an optimizer and stages of another",
+                "solver and step belong to the NaturalGradient that it would replace",
+                "Give these to the optimizer",
+            )
         require(is_integer(self.memory, 1), "The memory", self.memory, "Use bytes, an integer ≥ 1")
 
     def _check_callbacks(self) -> None:

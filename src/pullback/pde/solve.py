@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from .._core.errors import PullbackError
+from ..optim import KFAC, NaturalGradient
 from ..solvers import Solver
 from ..steps import Step
 from .plan import Refine
@@ -44,6 +45,7 @@ def solve(
     callbacks: Sequence[Callback] = (),
     device: str | torch.device | None = None,
     progress: bool = True,
+    optimizer: Callable[[nn.Module], NaturalGradient | KFAC] | None = None,
 ) -> Solution:
     """Fit the network to the problem's conditions; its parameters change in place.
 
@@ -70,10 +72,12 @@ def solve(
         callbacks: called with (run, info) after every step; True stops the run.
         device: where to solve; by default where the network is.
         progress: show a line on the terminal.
+        optimizer: instead of solver and step, a function that makes the optimizer of a module,
+            `lambda module: KFAC(module, ...)` say.
     """
     settings = Settings(
         steps, points, sampler, seed, resample, refine, solver, step, gram, memory,
-        single, tol, patience, budget, measure, callbacks, device, progress,
+        single, tol, patience, budget, measure, callbacks, device, progress, optimizer,
     )  # fmt: skip
     if not isinstance(slabs, int) or slabs < 1:
         raise PullbackError("The number of slabs is not usable", f"got slabs={slabs!r}", "Use ≥ 1")

@@ -171,6 +171,7 @@ class Path:
             good = (newton <= high) & (step <= 0.5 * last)
             trial = torch.where(good, newton, low.clamp(max=high).sqrt() * high.sqrt())
             damping = torch.where(settled, damping, trial)
+            settled = settled | (good & (step <= 0.1 * eps**0.5))  # the next would be its square
             last = torch.where(good, step, torch.inf)
             if i % every == 0 and bool(settled.all()):  # asking waits for the device
                 break

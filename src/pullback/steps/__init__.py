@@ -3,6 +3,7 @@
 from .base import Local, Move, Step
 from .constant import Constant
 from .levenberg_marquardt import LevenbergMarquardt
+from .quadratic import QuadraticModel
 from .retract import Box, PositiveDefinite, Sphere, retraction
 from .search import Backtracking, GridLineSearch
 from .target_ratio import TargetRatio
@@ -18,6 +19,7 @@ __all__ = [
     "Local",
     "Move",
     "PositiveDefinite",
+    "QuadraticModel",
     "Sphere",
     "Spring",
     "Step",

@@ -8,7 +8,7 @@ change the direction that an inner step sees.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from .._core.errors import PullbackError, Status
 from ..solvers import Damping, Path, Solution
 
+TOGETHER = 8  # trials evaluated at once where fewer may turn out to be needed
 _TRIAL_BYTES = 2**29  # that trial moves may take together
 
 
@@ -45,7 +46,7 @@ class Local:
         path: all solutions over damping, where the solver has them.
         image: v ↦ G v.
         losses: moves (k, p) ↦ L(retract(w − lr·move)), one value each.
-        together: how many of these to ask for at once where fewer may be needed.
+        trials: the same in order, a few at a time, where it may turn out that fewer are needed.
         lr: the learning rate, if it is the same for all parameters, else None.
         scaled: v ↦ lr·v, group by group.
         names: the parameters, in the order of the flat vectors.
@@ -60,9 +61,15 @@ class Local:
     losses: Callable[[Tensor], Tensor]
     lr: float | None
     scaled: Callable[[Tensor], Tensor]
-    together: int = 8
+    trials: Callable[[Tensor], Iterable[Tensor]] | None = None
     names: tuple[str, ...] = ()
     state: dict[str, Any] = field(default_factory=dict)
+
+    def in_turn(self, moves: Tensor) -> Iterable[Tensor]:
+        """Losses of the moves in order, evaluated when they are asked for."""
+        if self.trials is not None:
+            return self.trials(moves)
+        return (self.losses(some) for some in moves.split(TOGETHER))
 
     def loss_at(self, move: Tensor) -> float:
         """L(retract(w − lr·move))."""

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import inf
 
 import torch
 from torch import Tensor
 
 from .._core.errors import PullbackError
 from ..solvers import Path
-from .base import Local, Move, Step, failed, width
-
-_FEW = 8  # moves in one product with the singular vectors
+from .base import TOGETHER, Local, Move, Step, failed, width
 
 
 class TargetRatio(Step):
@@ -53,14 +52,15 @@ class TargetRatio(Step):
         )
         radii = radius * self.window**exponents
         dampings = path.damping_for(radii)
-        predicted = path.predicted(dampings, local.lr)
+        predicted = path.predicted(dampings, local.lr).tolist()
         losses: list[float] = []
         best = -1
         # radii grow, and beyond the first bad one none counts
         for found in self._trials(local, path, dampings):
             wanted = predicted[len(losses) : len(losses) + len(found)]
-            good = ((local.loss - found) / wanted > self.target).tolist()
-            losses += found.tolist()
+            pairs = zip(found, wanted, strict=True)
+            good = [_ratio(local.loss - x, y) > self.target for x, y in pairs]
+            losses += found
             best += good.index(False) if False in good else len(good)
             if not all(good):
                 break
@@ -73,9 +73,14 @@ class TargetRatio(Step):
         chosen = type(solution)(x, damping, solution.rank, None, solution.status)
         return Move(x, 1.0, chosen, True, losses[best], "", len(losses))
 
-    def _trials(self, local: Local, path: Path, dampings: Tensor) -> Iterator[Tensor]:
-        """Losses at growing radii, as many at a time as cost least."""
-        few = min(width(local.gradient), max(_FEW, local.together))
-        for some in dampings.split(few):
-            for moves in path.at(some).split(local.together):
-                yield local.losses(moves)
+    def _trials(self, local: Local, path: Path, dampings: Tensor) -> Iterator[list[float]]:
+        """Losses at growing radii."""
+        few = len(dampings) if dampings.is_cuda else TOGETHER  # waiting for a device costs more
+        for some in dampings.split(min(few, width(local.gradient))):
+            for losses in local.in_turn(path.at(some)):
+                yield losses.tolist()
+
+
+def _ratio(actual: float, predicted: float) -> float:
+    """actual/predicted, infinite or NaN where nothing is predicted."""
+    return actual / predicted if predicted else actual * inf

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -70,3 +71,75 @@ def test_moments_are_those_of_the_patches(case: str, route: str) -> None:
     for got, want in zip(patch_moment(module, x), dense(module, x), strict=True):
         assert got.shape == want.shape
         torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-11)
+
+
+def test_few_samples_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module_under_test, "_CACHE", 1)
+    module, x = nn.Conv2d(1, 2, 2).double(), torch.randn(50, 1, 6, 6, dtype=torch.float64)
+    seen: list[int] = []
+    folded = module_under_test._folded
+
+    def spy(some: Tensor, *rest: Any) -> Tensor:
+        seen.append(len(some))
+        return folded(some, *rest)
+
+    monkeypatch.setattr(module_under_test, "_folded", spy)
+    for got, want in zip(patch_moment(module, x), dense(module, x), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-11)
+    assert len(seen) > 1
+    assert sum(seen) == 50
+
+
+def test_the_moment_is_a_statistic() -> None:
+    second, first = patch_moment(nn.Conv2d(2, 3, 3), torch.randn(2, 2, 8, 8, requires_grad=True))
+    assert not second.requires_grad
+    assert not first.requires_grad
+
+
+def test_no_samples_have_no_moment() -> None:
+    second, first = patch_moment(nn.Conv2d(2, 3, 3, padding=1), torch.randn(0, 2, 8, 8))
+    assert second.shape == (1, 18, 18)
+    assert not bool(second.any())
+    assert not bool(first.any())
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_memory_layouts(layout: torch.memory_format) -> None:
+    module = nn.Conv2d(4, 2, 3, padding=1).double()
+    x = torch.randn(3, 4, 8, 8, dtype=torch.float64).contiguous(memory_format=layout)
+    for got, want in zip(patch_moment(module, x), dense(module, x), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_half_precision_is_summed_in_float32(dtype: torch.dtype, groups: int, route: str) -> None:
+    module = nn.Conv2d(4, 2, 3, padding=1, groups=groups)
+    x = (1 + torch.randn(8, 4, 12, 12)).to(dtype)
+    for got, want in zip(patch_moment(module, x), dense(module, x.double()), strict=True):
+        assert got.dtype == torch.float32
+        assert float((got - want).norm() / want.norm()) < 1e-6
+
+
+def test_float32_loses_nothing_by_sliding(route: str) -> None:
+    """Edges are subtracted: an image that is large at its edge must not spoil the rest."""
+    module, x = nn.Conv2d(8, 2, 5, padding=0), torch.randn(16, 8, 16, 16)
+    x[..., 0] *= 100
+    (second, first), wants = patch_moment(module, x), dense(module, x.double())
+    assert second.dtype == torch.float32
+    assert float((second - wants[0]).norm() / wants[0].norm()) < 1e-6
+    assert float((first - wants[1]).norm() / wants[1].norm()) < 1e-6
+    assert float(torch.linalg.eigvalsh(second).min()) > -1e-5 * float(
+        second.diagonal(0, 1, 2).max()
+    )
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("groups", [1, 2, 64])
+def test_on_cuda(dtype: torch.dtype, groups: int, route: str) -> None:
+    module = nn.Conv2d(64, 64, 3, padding=1, groups=groups)
+    x = torch.randn(16, 64, 12, 12).to(dtype)
+    for got, want in zip(patch_moment(module, x.cuda()), dense(module, x.double()), strict=True):
+        assert float((got.cpu() - want).norm() / want.norm()) < 1e-5

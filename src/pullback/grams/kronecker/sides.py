@@ -109,6 +109,9 @@ def _cholesky(side: Tensor) -> tuple[Tensor, Tensor]:
     pivots, entries = lower.diagonal(dim1=-2, dim2=-1), side.diagonal(dim1=-2, dim2=-1)
     floor = side.shape[-1] * torch.finfo(side.dtype).eps
     good = (info == 0) & (pivots.square() > floor * entries).all(-1)
+    if not bool(good.all()):  # a zero pivot is an error for torch
+        eye = torch.eye(side.shape[-1], dtype=side.dtype, device=side.device)
+        lower = torch.where(good[:, None, None], lower, eye)
     return torch.cholesky_inverse(lower), good
 
 

@@ -113,6 +113,25 @@ class AffineBlock(Block):
             out[self._bias] = delta.sum((0, 2)).flatten()
         return out
 
+    @property
+    def weight(self) -> str | None:
+        """The weight's name, where it takes part."""
+        return self._weight
+
+    def sides(self, longest: int) -> tuple[Tensor, Tensor]:
+        r"""Σ δδᵀ, (G, O, O), and mean āāᵀ, (G, I, I) or with the bias (G, I + 1, I + 1).
+
+        Their Kronecker product takes every place for a sample of its own. Sides longer than
+        `longest` are diagonals, (G, n).
+        """
+        x = self._inputs()
+        if self._bias is not None:
+            h = x.new_ones(x.shape[2]) if self._h is None else self._h
+            x = torch.cat([x, h[:, None].expand(*x.shape[:3], 1)], 3)
+        d = self._delta.flatten(0, 1).transpose(0, 1).flatten(1, 2)
+        a = x.transpose(0, 1).flatten(1, 2)
+        return _moment(d, longest), _moment(a, longest) / a.shape[1]
+
     def squares(self, u: Tensor | None, w: Tensor | None) -> Tensor:
         r"""Σ_n (UᵀV_nW)² of the rows V_n = Σ_t δ_t ⊗ ā_t, entry by entry: (G, O, I or I + 1).
 
@@ -191,6 +210,11 @@ class AffineBlock(Block):
             b2 = b1 if other is self else other._shifts().flatten(0, 1).flatten(1)
             out += cross(b1, b2)
         return out
+
+
+def _moment(x: Tensor, longest: int) -> Tensor:
+    """Σ xxᵀ over the places of (G, P, n)."""
+    return x.square().sum(1) if x.shape[-1] > longest else x.mT @ x
 
 
 def _rows(delta: Tensor, inputs: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ class Sharing:
 
 @dataclass(frozen=True)
 class Moments:
-    """Σ a aᵀ, (G, n, n) or a diagonal (G, n); Σ a, (G, n); and how many places were summed."""
+    """Σ a aᵀ, (G, n, n) or a diagonal (G, n); Σ a, (G, n); and how many places (or G counts)."""
 
     second: Tensor
     first: Tensor

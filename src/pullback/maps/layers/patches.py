@@ -34,7 +34,7 @@ from ..._core.products import products
 from ..._core.space import compute_dtype
 
 _GAIN = 1.5  # saved multiplications that pay for smaller products, one by one
-_CACHE, _MEMORY = 2**23, 2**28  # bytes unfolded at a time, on the CPU and elsewhere
+_CACHE, _MEMORY = 2**24, 2**28  # bytes unfolded at a time, on the CPU and elsewhere
 
 
 def patches(module: Any, x: Tensor) -> Tensor:
@@ -57,13 +57,12 @@ def patch_moment(module: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     a is the patch, I = C/G·kernel channel-major as in `weight.flatten(1)`. Half precision is
     accumulated in float32, and the result stays there.
     """
-    dtype, groups = compute_dtype(x.dtype), module.groups
+    x, dtype, groups = x.detach(), compute_dtype(x.dtype), module.groups
     alone = _padded(module, x.sum(0, keepdim=True, dtype=dtype))
     first = windows(module, alone).sum(2)[0]  # a is linear in x
     axes = _axes(module, alone.shape[2:])
-    slide = [a for a in axes if a.k > 1 and a.s == 1][:2]
-    if not _pays(slide, x.shape[1], groups):
-        slide = []
+    free = [a for a in axes if a.k > 1 and a.s == 1][:2]
+    slide = free if _pays(free, x.shape[1], groups) else []
     if x.device.type == "cpu":
         x = x.to(dtype)  # half products are slow there
     second = first.new_zeros(*first.shape, first.shape[-1])
@@ -71,7 +70,7 @@ def patch_moment(module: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     copied *= x.shape[1] * (slide[-1].k if slide else 1) * x.element_size()
     # Sums over few samples would move the moments more often than the inputs.
     limit = max(_CACHE if x.device.type == "cpu" else _MEMORY, 4 * second.nbytes)
-    for some in x.split(max(1, limit // max(1, copied))):
+    for some in x.chunk(max(1, -(-len(x) * copied // limit))):
         second += _folded(_padded(module, some), groups, axes, slide)
     return second, first
 
@@ -107,15 +106,13 @@ def _padded(module: Any, x: Tensor) -> Tensor:
 
 
 def _pays(slide: Sequence[_Axis], channels: int, groups: int) -> bool:
-    """Whether sliding saves enough products of C×C blocks; with one channel each is a vector's."""
+    """Whether sliding saves enough products of C×C blocks; single numbers are not worth it."""
     if not slide or channels == groups > 1:
         return False
-    inner, edges, folded = 1, 1, 1.0 if groups > 1 else 5 / 8  # a lone Gram uses its symmetry
-    for a in slide:
-        inner, edges = inner * a.k * a.places, edges * (a.k * a.places + 2 * a.d * (a.k - 1) ** 2)
-        folded *= a.k**2 * a.places
+    first = prod(a.k * a.places + 2 * a.d * (a.k - 1) ** 2 for a in slide)  # with the edges
     opposite = prod((a.k - 1) * a.places for a in slide) if len(slide) > 1 else 0
-    return _GAIN * (edges + opposite) < folded
+    folded = prod(a.k**2 * a.places for a in slide) * (1 if groups > 1 else 5 / 8)  # half a Gram
+    return _GAIN * (first + opposite) < folded
 
 
 def _folded(x: Tensor, groups: int, axes: Sequence[_Axis], slide: Sequence[_Axis]) -> Tensor:
@@ -138,10 +135,7 @@ def _folded(x: Tensor, groups: int, axes: Sequence[_Axis], slide: Sequence[_Axis
 
 
 def _moment(x: Tensor, steps: Sequence[tuple[int, int]]) -> Tensor:
-    """M (G, kh, kw, C, kh, kw, C) of images x (G, C, N, H, W).
-
-    `steps` are (k, d) on both axes: offset u is d·u lines away.
-    """
+    """M (G, kh, kw, C, kh, kw, C) of images x (G, C, N, H, W); `steps` are (k, d) on both axes."""
     (kh, dh), (kw, dw) = steps
     groups, c, _, height, width = x.shape
     h, w = height - dh * (kh - 1), width - dw * (kw - 1)
@@ -191,14 +185,13 @@ def _row(near: Tensor, far: Tensor, side: Tensor, signed: Tensor) -> Tensor:
 
 
 def _edges(x: Tensor, window: int, d: int) -> tuple[Tensor, Tensor]:
-    """What enters and leaves a window that moves along L, for x (G, k, C, L, A, B).
+    """What enters and leaves a window that moves along L by d, for x (G, k, C, L, A, B).
 
     (G, k, steps, C, A, 2d·B), plain and with weight -1 for what leaves.
     """
-    ends = (x[:, :, :, window:], x[:, :, :, : x.shape[3] - window])
-    steps = (x.shape[3] - window) // d
-    ends = [t.unflatten(3, (steps, d)).permute(0, 1, 3, 2, 5, 4, 6) for t in ends]
-    plain = torch.cat(ends, 5)
+    rest = x.shape[3] - window
+    ends = (t.unflatten(3, (rest // d, d)) for t in (x[:, :, :, window:], x[:, :, :, :rest]))
+    plain = torch.cat([t.permute(0, 1, 3, 2, 5, 4, 6) for t in ends], 5)
     signed = plain.clone()
     signed[..., d:, :].neg_()
     return plain.flatten(5), signed.flatten(5)
@@ -207,5 +200,5 @@ def _edges(x: Tensor, window: int, d: int) -> tuple[Tensor, Tensor]:
 def _slide(block: Tensor, change: Tensor, half: int) -> None:
     """M[u+1, v+1] = M[u, v] + change[u, v] in place, for u on axis 1 and v `half` axes on."""
     for u in range(steps := change.shape[1]):
-        moved = block[:, u + 1].narrow(half, 1, steps)
-        torch.add(block[:, u].narrow(half, 0, steps), change[:, u], out=moved)
+        moved = block[:, u].narrow(half, 0, steps) + change[:, u]
+        block[:, u + 1].narrow(half, 1, steps).copy_(moved)

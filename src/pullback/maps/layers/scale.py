@@ -97,15 +97,20 @@ class GroupNorm(ChannelScale):
 
 @register(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 class BatchNorm(ChannelScale):
-    """In evaluation mode only: in training mode the samples are coupled."""
+    """Normalized by the running averages, or over the batch, which couples what comes before."""
 
     def normalized(self, module: Any, x: Tensor) -> Tensor:
+        if module.training or module.running_mean is None:
+            return F.batch_norm(x, None, None, training=True, eps=module.eps)
         return F.batch_norm(x, module.running_mean, module.running_var, eps=module.eps)
 
 
 @register(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 class InstanceNorm(ChannelScale):
-    """Normalized within one channel of one sample."""
+    """Normalized within one channel of one sample, which may come without an axis of samples."""
+
+    def features(self, module: Any, ndim: int) -> int:
+        return module._get_no_batch_dim()
 
     def normalized(self, module: Any, x: Tensor) -> Tensor:
         if module.training or not module.track_running_stats:

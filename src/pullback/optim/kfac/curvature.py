@@ -2,7 +2,7 @@ r"""The K-FAC metric of a model as it is known so far: averages per block, and t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..._core.errors import PullbackError
 from ...grams.kronecker import Block, Pair, Rotated, Units, inverses, merged, sides
 from ...grams.kronecker.blocks import rotated
 from .damping import Damping
+from .layout import arranged, scattered
 from .sums import Key
 
 _GROWTH, _TRIES = 10.0, 8
@@ -129,6 +129,44 @@ class Curvature:
         self.corrections: dict[Key, Average] = {}
         #: what went wrong in the last inversion, by block
         self.notes: dict[Key, str] = {}
+
+    def take(
+        self, found: Mapping[Key, dict[str, Tensor]], ema: float, damping: Damping, value: float
+    ) -> None:
+        """One more set of statistics into the averages."""
+        for key in found:
+            for old in [k for k in self.averages if k != key and set(k.names) & set(key.names)]:
+                self.drop(old)  # a bias was frozen, say, and the weight is by itself now
+        for key, new in found.items():
+            squares = new.pop("squares") if key.kind == "kronecker" and "squares" in new else None
+            average = self.averages.setdefault(key, Average())
+            average.update(new, ema, plain=damping.referenced)
+            if squares is not None:
+                self.correct(key, squares, ema, value)
+
+    def precondition(
+        self, parameters: Mapping[str, Tensor], wanted: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """F̂⁻¹g block by block; the gradient itself where a parameter has no block.
+
+        Args:
+            parameters: all of the model's, by name.
+            wanted: those with a gradient; where a partner has none, its gradient counts as zero.
+        """
+        out = {n: p.grad for n, p in wanted.items() if p.grad is not None}
+        for key, inverse in self.inverses.items():
+            if not any(n in wanted for n in key.names):
+                continue
+            shape, dtype = self.shape(key)
+            like = [parameters[n] for n in key.names]
+            self.follow(key, like[0].device)
+            gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in like]
+            v = arranged(key, [g.to(dtype) for g in gradients], shape)
+            inverse = self.inverses[key]
+            for name, d in zip(key.names, scattered(key, inverse(v), like), strict=True):
+                if name in wanted:
+                    out[name] = d
+        return out
 
     def block(self, key: Key) -> Block:
         """The Gram of a block, without damping."""
@@ -297,31 +335,3 @@ def _reciprocal(values: Tensor, damping: float) -> Tensor:
         keep = sides.cut(values.flatten(1)).view_as(values)
         return torch.where(keep, 1 / values, 0.0)
     return 1 / (values + damping)
-
-
-def arranged(key: Key, gradients: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor:
-    """The gradients of a block in its own coordinates."""
-    if key.kind == "kronecker":
-        groups = shape[0]
-        pieces = [gradients[0].reshape(groups, len(gradients[0]) // groups, -1)]
-        if key.joint:
-            pieces.append(gradients[1].reshape(groups, -1, 1))
-        v = pieces[0] if len(pieces) == 1 else torch.cat(pieces, 2)
-    else:
-        v = torch.stack([g.flatten() for g in gradients], 1)
-    if tuple(v.shape) != tuple(shape):
-        raise PullbackError(
-            f"Parameter {key.names[0]!r} changed its shape",
-            f"its block was built for {tuple(shape)}, the gradient gives {tuple(v.shape)}",
-            "Build the optimizer again after changing the model",
-        )
-    return v
-
-
-def scattered(key: Key, v: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Back from the block's coordinates to the parameters' shapes."""
-    if key.kind == "kronecker":
-        if not key.joint:
-            return [v.reshape(like[0].shape)]
-        return [v[..., :-1].reshape(like[0].shape), v[..., -1].reshape(like[1].shape)]
-    return [v[:, i].reshape(p.shape) for i, p in enumerate(like)]

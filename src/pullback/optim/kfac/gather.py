@@ -134,7 +134,7 @@ class Gatherer:
                 slope,
                 draws=recipe.draws,
                 inputs=self._first(inputs, len(value)),
-                generator=self._random(z.device),
+                generator=self.random(z.device),
             )
             first = True
             for covector in drawn:
@@ -168,7 +168,7 @@ class Gatherer:
             self.reasons.update(plan.plain)
         pull = Pull(tape, plan, self.recipe.sharing, keep, self.bases)
         if first:
-            pull.inputs(self.pool.sums)
+            pull.inputs(self.pool.sums, deltas[: len(tape.entries)])
         pull.outputs(self.pool.sums, deltas[: len(tape.entries)])
         for whole, cotangents in zip(tape.wholes, ends, strict=True):
             if any(c is not None for c in cotangents):
@@ -201,7 +201,7 @@ class Gatherer:
         ]
         return Plan(uses, unexplained(tape, deltas, taps, truth), self.recipe.joint)
 
-    def _random(self, device: torch.device) -> torch.Generator:
+    def random(self, device: torch.device) -> torch.Generator:
         """Draws of their own, so that the training's random numbers stay what they were."""
         if self._generator is None or self._generator.device != device:
             self._generator = torch.Generator(device).manual_seed(self._seed)

@@ -16,14 +16,19 @@ from ...grams.kronecker import Kronecker, Pair
 from ...likelihoods import Likelihood
 from ...maps.layers.moments import Sharing
 from ...metrics import Euclidean, Fisher, Metric, as_metric
+from ...steps import QuadraticModel
 from ..checks import gradient_of, refuse_model, refuse_parameter
+from ..terms import Objective
 from .checks import check
+from .control import Control, broken, finite
 from .coverage import Coverage, Row, described, expected
-from .curvature import Average, Curvature, arranged, scattered
-from .damping import Damping, as_damping
+from .curvature import Curvature
+from .damping import Adaptive, Damping, as_damping
 from .degenerate import Degenerate, degenerate
 from .gather import Gatherer, Recipe
 from .info import KFACInfo
+from .layout import arranged
+from .source import ClosureSource, ObjectiveSource, Source
 from .sums import Key
 
 _MEMORY = "pullback"
@@ -61,6 +66,8 @@ class KFAC(Optimizer):
         output: which tensor of a structured output the metric sees.
         batch_dim: the output's axis of samples.
         grad_scaler: with fisher="empirical", the scaler of the loss.
+        step: `QuadraticModel()` finds learning rate and momentum from the exact quadratic model
+            (`lr` multiplies them); needs `step(closure)`.
         seed: of the draws.
     """
 
@@ -89,6 +96,7 @@ class KFAC(Optimizer):
         output: Selector = None,
         batch_dim: int = 0,
         grad_scaler: Any = None,
+        step: QuadraticModel | None = None,
         seed: int = 0,
     ) -> None:
         refuse_model(model)
@@ -108,7 +116,7 @@ class KFAC(Optimizer):
         self.model = model
         self.metric = as_metric(Euclidean() if metric is None else metric)
         self.fisher, self.damping = fisher, as_damping(damping)
-        self.kl_clip, self.ema = kl_clip, ema
+        self.kl_clip, self.ema, self.rule = kl_clip, ema, step
         self.statistics_every, self.invert_every = statistics_every, invert_every
         self.sharing = Sharing(sharing == "reduce", batch_dim, max_factor)
         self.joint, self.ekfac, self.draws, self.reduction = joint, ekfac, draws, reduction
@@ -191,38 +199,65 @@ class KFAC(Optimizer):
 
     @torch.no_grad()
     def step(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, closure: Callable[[], Any] | None = None
+        self,
+        closure: Callable[[], Any] | None = None,
+        *,
+        objective: Objective | Callable[[dict[str, Tensor]], Any] | None = None,
     ) -> Any:
-        """One step from the gradients at hand, or those that the closure computes.
+        """One step from the gradients at hand, or those that a closure or an objective gives.
+
+        Args:
+            closure: clears the gradients, evaluates the loss, calls backward and returns it. Needed
+                where the step is controlled: by `Adaptive` damping, or by `step=`.
+            objective: a loss on derivatives of the network, such as `pde.objective(...)`; its
+                residuals' own metric is used.
 
         Returns:
-            The closure's loss, or None; `info` says what was done. A rejected step has changed
-            nothing.
+            The loss, or None where none was computed here; `info` says what was done. A rejected
+            step has changed nothing.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        taken = self._learn()
+        source = self._source(closure, objective)
+        loss = source.evaluate()
         params = self._active()
-        gradients = [p.grad for p in params.values() if p.grad is not None]
-        if not gradients:
-            raise PullbackError(
-                "There is no gradient to follow",
-                "every parameter's gradient is None",
-                "Call loss.backward() before step()",
-            )
-        if not _finite(gradients):
+        if reason := broken(source.loss, [p.grad for p in params.values()]):
             self._gatherer.clear()
-            self.info = KFACInfo(accepted=False, reason="a gradient is not finite", taken=taken)
+            self.info = KFACInfo(False, reason, self._memory["damping"])
             return loss
+        taken = self._learn(source.found())
         self._invert(taken)
-        directions = self._directions(params)
-        self._move(params, directions)
+        directions = self.curvature.precondition(self._by_name, params)
+        control = Control(self, params, directions, source)
+        accepted, reason = control.move()
         self._memory["steps"] += 1
         self._gatherer.due = self._due()
-        self.info = KFACInfo(True, "", self._memory["damping"], taken, self._notes())
+        self.info = KFACInfo(
+            accepted,
+            reason,
+            self._memory["damping"],
+            taken,
+            self._notes(),
+            control.ratio,
+            *control.factors,
+        )
         return loss
+
+    def _source(self, closure: Any, objective: Any) -> Source:
+        controlled = isinstance(self.damping, Adaptive) or self.rule is not None
+        if objective is not None:
+            if closure is not None:
+                raise PullbackError(
+                    "step() was given a closure and an objective",
+                    "each of them is a loss",
+                    "Give one of them",
+                )
+            return ObjectiveSource(self, objective)
+        if closure is None and controlled:
+            raise PullbackError(
+                "This step needs a closure",
+                "adaptive damping and steps from the quadratic model look at the loss again",
+                "Call step(closure), with a closure that returns the loss",
+            )
+        return Source() if closure is None else ClosureSource(self, closure, controlled)
 
     def _active(self) -> dict[str, nn.Parameter]:
         """The parameters with a gradient, by name, in the order of the groups."""
@@ -235,8 +270,21 @@ class KFAC(Optimizer):
                     out[name] = p
         return out
 
-    def _learn(self) -> bool:
+    def _learn(self, found: dict[Key, dict[str, Tensor]] | None) -> bool:
         """Take up the statistics gathered since the last step, if all are finite."""
+        if found is None:
+            found = self._gathered()
+        if not found:
+            return False
+        if not finite([t for held in found.values() for t in held.values()]):
+            self._memory["skipped"] = self._memory.get("skipped", 0) + 1
+            return False
+        self.curvature.take(found, self.ema, self.damping, self._memory["damping"])
+        self._memory["taken"] += 1
+        return True
+
+    def _gathered(self) -> dict[Key, dict[str, Tensor]]:
+        """The averages over what the hooks saw since the last step."""
         gatherer, pool = self._gatherer, self._gatherer.pool
         if not pool.calls:
             if self._due():
@@ -246,41 +294,22 @@ class KFAC(Optimizer):
                     "Call the module given to KFAC, in training mode, and backpropagate from its "
                     "output before step()",
                 )
-            return False
+            return {}
         samples = pool.samples
         scale: Any = 1.0 if self.reduction == "mean" else samples
-        if (
-            self.fisher == "empirical"
-        ):  # the loss's own cotangents are divided by N, if it is a mean
+        if self.fisher == "empirical":  # a mean's own cotangents are divided by N
             loss_scale = 1.0 if self.grad_scaler is None else float(self.grad_scaler.get_scale())
             scale = samples ** (2 if self.reduction == "mean" else 1) / loss_scale**2
         found = {k: s.averages(k.joint, samples, scale) for k, s in pool.sums.items()}
         gatherer.clear()
-        tensors = [t for held in found.values() for t in held.values()]
-        if not _finite(tensors):
-            self._memory["skipped"] = self._memory.get("skipped", 0) + 1
-            return False
-        self._enter(found)
-        self._memory["taken"] += 1
-        return True
-
-    def _enter(self, found: dict[Key, dict[str, Tensor]]) -> None:
-        held = self.curvature
-        for key in found:
-            for old in [k for k in held.averages if k != key and set(k.names) & set(key.names)]:
-                held.drop(old)  # a bias was frozen, say, and the weight is by itself now
-        for key, new in found.items():
-            squares = new.pop("squares") if key.kind == "kronecker" and "squares" in new else None
-            average = held.averages.setdefault(key, Average())
-            average.update(new, self.ema, plain=self.damping.referenced)
-            if squares is not None:
-                held.correct(key, squares, self.ema, self._memory["damping"])
+        return found
 
     def _invert(self, taken: bool) -> None:
         """Renew inverses when it is time, and make those that are missing."""
         steps, count, held = self._memory["steps"], self._memory["taken"], self.curvature
         early = steps < self.invert_every and count & (count - 1) == 0
-        if taken and (steps % self.invert_every == 0 or early or self._memory.pop("again", False)):
+        again = self._memory.pop("again", False)  # the damping grew after a rejected step
+        if (taken and (steps % self.invert_every == 0 or early)) or again:
             keys = list(held.averages)
         else:
             keys = [k for k in held.averages if k not in held.inverses]
@@ -288,75 +317,6 @@ class KFAC(Optimizer):
             held.invert(self.damping, self._memory["damping"], keys, eigen=self.ekfac)
             if self.ekfac:
                 self._gatherer.bases = held.inverses
-
-    def _directions(self, params: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-        """F̂⁻¹g block by block; the gradient itself where a parameter has no block."""
-        out: dict[str, Tensor] = {}
-        for key, inverse in self.curvature.inverses.items():
-            if not any(n in params for n in key.names):
-                continue
-            shape, dtype = self.curvature.shape(key)
-            like = [self._parameter(n) for n in key.names]
-            self.curvature.follow(key, like[0].device)
-            gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in like]
-            v = arranged(key, [g.to(dtype) for g in gradients], shape)
-            for name, d in zip(key.names, scattered(key, inverse(v), like), strict=True):
-                if name in params:
-                    out[name] = d
-        return {n: out[n] if n in out else gradient_of(n, p) for n, p in params.items()}  # pyright: ignore[reportReturnType]
-
-    def _parameter(self, name: str) -> nn.Parameter:
-        return self._by_name[name]
-
-    def _move(self, params: Mapping[str, nn.Parameter], directions: dict[str, Tensor]) -> None:
-        shrink = self._shrink(params, directions)
-        for group in self.param_groups:
-            chosen = [p for p in group["params"] if self._names[id(p)] in directions]
-            if not chosen:
-                continue
-            lr, momentum = float(group["lr"]), float(group["momentum"])
-            deltas = [directions[self._names[id(p)]].to(p.dtype) for p in chosen]
-            if shrink is not None:
-                deltas = torch._foreach_mul(deltas, shrink)
-            if group["weight_decay"]:
-                torch._foreach_mul_(chosen, 1 - lr * float(group["weight_decay"]))
-            if momentum:
-                deltas = self._with_momentum(chosen, deltas, momentum)
-            torch._foreach_add_(chosen, list(deltas), alpha=-lr)
-
-    def _with_momentum(
-        self, chosen: list[nn.Parameter], deltas: Any, momentum: float
-    ) -> list[Tensor]:
-        """m ← momentum·m + Δ."""
-        buffers = []
-        for p in chosen:
-            state = self.state[p]
-            if "momentum" not in state:
-                state["momentum"] = torch.zeros_like(p)
-            elif state["momentum"].device != p.device:
-                state["momentum"] = state["momentum"].to(p.device)
-            buffers.append(state["momentum"])
-        torch._foreach_mul_(buffers, momentum)
-        torch._foreach_add_(buffers, list(deltas))
-        return buffers
-
-    def _shrink(
-        self, params: Mapping[str, nn.Parameter], directions: dict[str, Tensor]
-    ) -> Tensor | None:
-        """The factor that keeps η²·ΔᵀF̂Δ ≤ δ; ΔᵀF̂Δ ≤ Δᵀg, with equality without damping."""
-        if self.kl_clip is None:
-            return None
-        dots = []
-        for group in self.param_groups:
-            for p in group["params"]:
-                name = self._names[id(p)]
-                if name in directions and p.grad is not None:
-                    d = directions[name]
-                    dots.append(float(group["lr"]) ** 2 * torch.sum(d * p.grad.to(d.dtype)))
-        total = torch.stack([d.to(dots[0].device) for d in dots]).sum()
-        limit = torch.as_tensor(self.kl_clip, dtype=total.dtype, device=total.device)
-        tiny = torch.finfo(total.dtype).tiny
-        return (limit / total.clamp(min=tiny)).sqrt().clamp(max=1.0)
 
     def _notes(self) -> dict[str, str]:
         return {", ".join(k.names): note for k, note in self.curvature.notes.items()}
@@ -446,8 +406,3 @@ class KFAC(Optimizer):
             self._gatherer.bases = self.curvature.inverses
         self._gatherer.clear()
         self._gatherer.due = self._due()
-
-
-def _finite(tensors: list[Tensor]) -> bool:
-    norms = torch._foreach_norm([t.detach() for t in tensors])
-    return bool(torch.isfinite(torch.stack([n.float().to(norms[0].device) for n in norms])).all())

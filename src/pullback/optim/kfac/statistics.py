@@ -38,10 +38,11 @@ class Pull:
     keep: Tensor | None
     bases: Mapping[Key, Inverse]
 
-    def inputs(self, sums: dict[Key, Sums]) -> None:
-        """The input side of every use; it does not depend on covectors."""
-        for entry in self.tape.entries:
-            if (key := self.plan.weight(entry.names)) is None or entry.layer.curvature == "units":
+    def inputs(self, sums: dict[Key, Sums], found: Sequence[Tensor | None]) -> None:
+        """The input side of every use that covectors reach; it does not depend on them."""
+        for entry, delta in zip(self.tape.entries, found, strict=True):
+            key = self.plan.weight(entry.names)
+            if delta is None or key is None or entry.layer.curvature == "units":
                 continue
             found = entry.layer.inputs(entry.module, entry.input, self.sharing, self.keep)
             sums.setdefault(key, Sums()).add_inputs(_term(entry), found)
@@ -125,12 +126,9 @@ def replayed(whole: Whole, cotangents: list[Tensor | None]) -> list[tuple[Tap, l
 
 def _tap_inputs(tap: Tap, sharing: Sharing) -> Moments:
     found = moments(torch.cat([a.detach() for a in tap.inputs], 1), sharing)
-    places = torch.tensor(tap.places, dtype=found.first.dtype, device=found.first.device)
-    mean = places.view(-1, *[1] * (found.second.ndim - 1))
-    # groups may count different places: sums are put on a common count
-    return Moments(
-        found.second * (places[0] / mean), found.first * (places[0] / places[:, None]), places[0]
-    )
+    if len(set(tap.places)) == 1:
+        return Moments(found.second, found.first, tap.places[0])
+    return Moments(found.second, found.first, found.first.new_tensor(tap.places))
 
 
 def _tap_outputs(deltas: Sequence[Tensor], sharing: Sharing) -> Tensor:
@@ -161,25 +159,32 @@ def unexplained(
     wholes: Sequence[tuple[Tap, list[Tensor]]],
     truth: Mapping[str, Tensor | None],
 ) -> dict[str, str]:
-    """The parameters whose gradient is not Σ δ ⊗ ā of the layers seen, and why."""
-    got: dict[str, Tensor] = {}
+    """The parameters whose gradient is not Σ δ ⊗ ā of the layers seen, and why.
 
-    def add(name: str | None, value: Tensor) -> None:
+    Where the terms cancel, as for a bias before a normalization, both are round-off: they may
+    differ by that of their terms, ε‖δ‖‖ā‖.
+    """
+    got: dict[str, Tensor] = {}
+    noise: dict[str, Tensor] = {}
+
+    def add(name: str | None, value: Tensor, delta: Tensor, x: Tensor) -> None:
         if name is not None:
-            value = value.flatten()
+            value, eps = value.flatten(), torch.finfo(value.dtype).eps
+            size = x.to(value.dtype).norm() if x.is_floating_point() else 0.0
+            terms = 10 * eps * delta.to(value.dtype).norm() * (size + delta.numel() ** 0.5)
             got[name] = got[name] + value if name in got else value
+            noise[name] = noise[name] + terms if name in noise else terms
 
     for entry, delta in zip(tape.entries, found, strict=True):
         if delta is not None:
             for name, value in _gradient(entry, delta).items():
-                add(name, value)
+                add(name, value, delta, entry.input)
     for tap, deltas in wholes:
-        d = torch.cat(list(deltas), 1)
+        d, a = torch.cat(list(deltas), 1), torch.cat(list(tap.inputs), 1)
         if tap.weight is not None:
-            a = torch.cat(list(tap.inputs), 1)
-            add(tape.name(tap.weight), d.mT @ a)
+            add(tape.name(tap.weight), d.mT @ a, d, a)
         if tap.bias is not None:
-            add(tape.name(tap.bias), d.sum(1))
+            add(tape.name(tap.bias), d.sum(1), d, a)
     reasons = {}
     for name, gradient in truth.items():
         if name not in got:
@@ -189,7 +194,7 @@ def unexplained(
             continue
         want = gradient.flatten().to(got[name].dtype)
         limit = 10 * tolerance(gradient.dtype) + (0.05 if _half(tape, found) else 0.0)
-        if not bool((got[name] - want).norm() <= limit * want.norm()):
+        if not bool((got[name] - want).norm() <= limit * want.norm() + noise[name]):
             reasons[name] = "it is also used outside its layer, or the layer was changed"
     return reasons
 

@@ -73,15 +73,18 @@ class Sums:
 
 
 def _homogeneous(m: Moments, joint: bool) -> Tensor:
-    """mean āāᵀ with ā = (a, 1) for a joint block, else mean aaᵀ."""
+    """mean āāᵀ with ā = (a, 1) for a joint block, else mean aaᵀ; groups may count apart."""
+    one = two = m.places
+    if isinstance(m.places, Tensor):
+        one, two = m.places.view(-1, 1), m.places.view(-1, *[1] * (m.second.ndim - 1))
     if not joint:
-        return m.second / m.places
+        return m.second / two
     if m.second.ndim == 2:
         ones = torch.ones_like(m.second[:, :1])
-        return torch.cat([m.second / m.places, ones], 1)
+        return torch.cat([m.second / two, ones], 1)
     g, n = m.first.shape
     out = m.second.new_empty(g, n + 1, n + 1)
-    torch.div(m.second, m.places, out=out[:, :n, :n])
-    out[:, n, :n] = out[:, :n, n] = m.first / m.places
+    torch.div(m.second, two, out=out[:, :n, :n])
+    out[:, n, :n] = out[:, :n, n] = m.first / one
     out[:, n, n] = 1
     return out

@@ -1,0 +1,298 @@
+"""What a K-FAC step costs beside a step of the ordinary optimizer of the same model and batch.
+
+    python -m benchmarks.kfac [--device cuda] [--quick] [--only NAME ...] [--out FILE]
+
+A step is zero_grad, forward, backward and the optimizer's step. Three kinds of steps are timed in
+turn with the baseline (SGD on a CPU, fused AdamW on a GPU): plain ones, ones that take statistics, and ones
+that also invert; schedules are combined from them, and one is run as it is. Beside each stands the
+floor: the baseline's time, and the extra products at the rate that this machine has for large ones.
+The peer is `naive_kfac`, with the cheaper empirical Fisher.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import gc
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import pullback as pb
+
+from .kfac_floor import Rates, floor, rates
+from .kfac_models import GPT, autoencoder, convnet, resnet50
+from .naive_kfac import NaiveKFAC
+from .timing import compare, environment, peak_bytes
+
+RESULTS = Path(__file__).parent / "results"
+NEVER = 10**9
+SCHEDULES = {"every step": (1, 1), "10/100": (10, 100), "25/250": (25, 250)}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model with its batch and loss, and the ratios that are aimed at."""
+
+    model: Callable[[], nn.Module]
+    batch: Callable[[], tuple[Tensor, Tensor]]
+    loss: Callable[[Tensor, Tensor], Tensor]
+    likelihood: Callable[[], pb.likelihoods.Likelihood]
+    targets: dict[str, float]
+    half: torch.dtype | None = None
+    naive: bool = True
+
+
+def bernoulli(z: Tensor, y: Tensor) -> Tensor:
+    return F.binary_cross_entropy_with_logits(z, y, reduction="sum") / len(z)
+
+
+def categorical(z: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(z.flatten(0, -2), y.flatten())
+
+
+def images(n: int, size: int, classes: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(n, 3, size, size), torch.randint(0, classes, (n,))
+
+
+def same(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x, x
+
+
+def text(n: int, length: int, vocabulary: int) -> tuple[Tensor, Tensor]:
+    x = torch.randint(0, vocabulary, (n, length + 1))
+    return x[:, :-1].contiguous(), x[:, 1:].contiguous()
+
+
+def cases(device: torch.device, quick: bool) -> dict[str, Case]:
+    likelihoods = pb.likelihoods
+    if device.type == "cpu":
+        widths = (64, 40, 12) if quick else (784, 1000, 500, 250, 30)
+        n, width = (32, 4) if quick else (512, 32)
+        return {
+            "autoencoder": Case(
+                lambda: autoencoder(widths),
+                lambda: same(torch.rand(n, widths[0])),
+                bernoulli,
+                likelihoods.Bernoulli,
+                {"every step": 3.8, "10/100": 2.1},
+            ),
+            "convnet": Case(
+                lambda: convnet(width),
+                lambda: images(8 if quick else 128, 32, 10),
+                categorical,
+                likelihoods.Categorical,
+                {"every step": 2.0, "10/100": 1.05},
+            ),
+        }
+    targets = {"10/100": 1.20, "25/250": 1.10, "statistics": 2.0, "memory": 1.3}
+    depths, length = ((1, 1, 1, 1), 64) if quick else ((3, 4, 6, 3), 1024)
+    return {
+        "resnet50": Case(
+            lambda: resnet50(depths=depths),
+            lambda: images(8 if quick else 64, 224, 1000),
+            categorical,
+            likelihoods.Categorical,
+            targets,
+        ),
+        "gpt2": Case(
+            lambda: GPT(length=length, depth=2 if quick else 12),
+            lambda: text(8, length, 50257),
+            categorical,
+            likelihoods.Categorical,
+            targets,
+            torch.bfloat16,
+        ),
+    }
+
+
+class Bench:
+    """A case on a device: routes are training steps on copies of one model."""
+
+    def __init__(self, case: Case, device: torch.device) -> None:
+        torch.manual_seed(0)
+        self.case, self.device = case, device
+        with torch.device(device):
+            self.model, (self.x, self.y) = case.model(), case.batch()
+
+    def forward(self, model: nn.Module) -> Tensor:
+        half = self.case.half
+        amp = torch.autocast(self.device.type, half) if half else contextlib.nullcontext()
+        with amp:
+            return model(self.x)
+
+    def route(self, make: Callable[[nn.Module], torch.optim.Optimizer]) -> Callable[[], Any]:
+        model = copy.deepcopy(self.model)
+        optimizer = make(model)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            self.case.loss(self.forward(model), self.y).backward()
+            optimizer.step()
+
+        return step
+
+    def baseline(self, model: nn.Module) -> torch.optim.Optimizer:
+        if self.device.type == "cuda":
+            return torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
+        return torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
+
+    def kfac(self, statistics: int, inversion: int) -> Callable[[nn.Module], pb.KFAC]:
+        return lambda model: pb.KFAC(
+            model,
+            lr=0.0,
+            likelihood=self.case.likelihood(),
+            statistics_every=statistics,
+            invert_every=inversion,
+        )
+
+    def naive(self, statistics: int, inversion: int) -> Callable[[nn.Module], NaiveKFAC]:
+        return lambda model: NaiveKFAC(
+            model, 0.0, damping=1e-1, statistics_every=statistics, invert_every=inversion
+        )
+
+    def kinds(self) -> dict[str, Callable[[], Any]]:
+        """One step of each kind; the inverting ones take statistics as well."""
+        out = {"baseline": self.route(self.baseline)}
+        makers = {"kfac": self.kfac, **({"naive": self.naive} if self.case.naive else {})}
+        every = {"plain": (NEVER, NEVER), "statistics": (1, NEVER), "inversion": (1, 1)}
+        for who, make in makers.items():
+            for kind, schedule in every.items():
+                out[f"{who} {kind}"] = self.route(make(*schedule))
+        return out
+
+    def memory(self) -> dict[str, int]:
+        """Peak bytes of each optimizer alone, statistics and inversion included."""
+        out = {}
+        for name, make in (("baseline", self.baseline), ("kfac", self.kfac(10, 100))):
+            gc.collect()
+            step = self.route(make)
+            out[name] = peak_bytes(lambda run=step: [run() for _ in range(12)], self.device)
+            del step
+        return out
+
+
+def combined(kinds: dict[str, float], who: str, schedule: tuple[int, int]) -> float:
+    """Seconds per step by the schedule, in multiples of the baseline."""
+    plain, statistics = kinds[f"{who} plain"], kinds[f"{who} statistics"]
+    inversion = kinds[f"{who} inversion"] - statistics
+    mean = plain + (statistics - plain) / schedule[0] + max(0.0, inversion) / schedule[1]
+    return mean / kinds["baseline"]
+
+
+def least(kinds: dict[str, float], at: dict[str, float], schedule: tuple[int, int]) -> float:
+    """The same of the floor."""
+    extra = at["apply"] + at["statistics"] / schedule[0] + at["inversion"] / schedule[1]
+    return 1 + extra / kinds["baseline"]
+
+
+def scheduled(bench: Bench, schedule: tuple[int, int], steps: int) -> float:
+    """A run of so many steps as it is, in turn with the baseline, after as many to warm up."""
+    routes = {"baseline": bench.route(bench.baseline), "kfac": bench.route(bench.kfac(*schedule))}
+    for _ in range(steps):
+        routes["kfac"]()
+    chunk = max(1, min(10, steps // 3))
+    totals = dict.fromkeys(routes, 0.0)
+    for _ in range(max(1, steps // chunk)):
+        times = compare(
+            {n: lambda run=run: [run() for _ in range(chunk)] for n, run in routes.items()},
+            bench.device,
+            repeats=1,
+            warmup=0,
+        )
+        totals = {n: totals[n] + times[n] for n in totals}
+    return totals["kfac"] / totals["baseline"]
+
+
+def measure(name: str, case: Case, device: torch.device, quick: bool, at: Rates) -> dict[str, Any]:
+    bench = Bench(case, device)
+    lowest = floor(
+        bench.model, lambda: bench.forward(bench.model), lambda z: case.loss(z, bench.y)
+    ).seconds(at)
+    memory = bench.memory() if device.type == "cuda" else {}
+    routes = bench.kinds()
+    kinds = compare(routes, device, repeats=2 if quick else 15, warmup=3, patience=40)
+    del routes
+    gc.collect()
+    ratios = {s: combined(kinds, "kfac", v) for s, v in SCHEDULES.items()}
+    ratios["statistics"] = kinds["kfac statistics"] / kinds["baseline"]
+    ratios["plain"] = kinds["kfac plain"] / kinds["baseline"]
+    floors = {s: least(kinds, lowest, v) for s, v in SCHEDULES.items()}
+    floors["statistics"] = 1 + (lowest["apply"] + lowest["statistics"]) / kinds["baseline"]
+    floors["plain"] = 1 + lowest["apply"] / kinds["baseline"]
+    peer = {s: combined(kinds, "naive", v) for s, v in SCHEDULES.items()} if case.naive else {}
+    ratios["10/100, run"] = scheduled(bench, (10, 100), 6 if quick else 100)
+    floors["10/100, run"] = floors["10/100"]
+    if memory:
+        ratios["memory"] = memory["kfac"] / memory["baseline"]
+    print(f"\n{name}: {sum(p.numel() for p in bench.model.parameters()):,} parameters")
+    for kind, seconds in kinds.items():
+        print(f"  {kind:18} {1e3 * seconds:9.2f} ms")
+    print("  floor " + ", ".join(f"{part} {1e3 * s:.2f} ms" for part, s in lowest.items()))
+    print(f"  {'× baseline':14} {'kfac':>6} {'floor':>7} {'naive':>7} {'target':>7}")
+    for kind, ratio in ratios.items():
+        cells = [floors.get(kind), peer.get(kind), case.targets.get(kind.removesuffix(", run"))]
+        shown = " ".join(f"{'' if c is None else format(c, '.2f'):>7}" for c in cells)
+        print(f"  {kind:14} {ratio:6.2f} {shown}")
+    return {
+        "milliseconds": {k: 1e3 * s for k, s in kinds.items()},
+        "floor_milliseconds": {k: 1e3 * s for k, s in lowest.items()},
+        "ratio": ratios,
+        "floor": floors,
+        "naive": peer,
+        "target": case.targets,
+        "peak_bytes": memory,
+    }
+
+
+def profile(bench: Bench, schedule: tuple[int, int]) -> None:
+    """Where the time of one K-FAC step goes."""
+    step = bench.route(bench.kfac(*schedule))
+    for _ in range(5):
+        step()
+    with torch.profiler.profile() as trace:
+        for _ in range(3):
+            step()
+    order = f"self_{bench.device.type}_time_total"
+    print(trace.key_averages().table(sort_by=order, row_limit=22, max_name_column_width=50))
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, nothing written")
+    parser.add_argument("--only", nargs="*", default=None)
+    parser.add_argument("--profile", nargs=2, type=int, metavar=("STATISTICS", "INVERSION"))
+    parser.add_argument("--out", type=Path, default=None)
+    options = parser.parse_args([] if arguments is None else arguments)
+    device = torch.device(options.device)
+    torch.set_float32_matmul_precision("high" if device.type == "cuda" else "highest")
+    torch.backends.cudnn.allow_tf32 = True
+    print(environment(device))
+    path = options.out or RESULTS / f"kfac-{device.type}.json"
+    results: dict[str, Any] = {}
+    if path.exists() and not options.quick:
+        results = json.loads(path.read_text())["results"]
+    for name, case in cases(device, options.quick).items():
+        if options.only is not None and name not in options.only:
+            continue
+        if options.profile is not None:
+            profile(Bench(case, device), tuple(options.profile))
+            continue
+        results[name] = measure(name, case, device, options.quick, rates(device, case.half))
+        if not options.quick:
+            record = {"environment": environment(device), "results": results}
+            path.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    import sys
+
+    main(sys.argv[1:])
