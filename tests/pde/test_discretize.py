@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -169,3 +170,24 @@ def test_nested_says_why() -> None:
         whole.terms[0].map.linearize(dict(trial.named_parameters()))
         assert reason in nested(whole.terms)
         assert bool(reason) == bool(nested(whole.terms))
+
+
+def test_parameters_are_put_back_wherever_they_are_held() -> None:
+    """Also where the network fails; modules and tensors that are used twice have them once."""
+    inner = nn.Linear(2, 2).double()
+    net = nn.Sequential(inner, nn.Tanh(), inner, nn.Linear(2, 2).double())
+    net[3].weight = inner.weight
+    trial = Trial(net, {}, inner.weight)
+    own = {n: p for n, p in trial.named_parameters()}
+    other = {n: p.detach() + 1 for n, p in own.items()}
+    x = torch.rand(5, 2).double()
+    apart = copy.deepcopy(net)  # torch leaves its replacements in a module that is used twice
+    want = functional_call(apart, {n.removeprefix("network."): p for n, p in other.items()}, (x,))
+    assert torch.equal(trial.apply_to(other, x), want)
+    with pytest.raises(RuntimeError):
+        trial.apply_to(other, torch.rand(5, 3).double())
+    assert all(p is own[n] for n, p in trial.named_parameters())
+    assert net[3].weight is inner.weight
+    part = {"network.0.bias": other["network.0.bias"]}
+    want = functional_call(copy.deepcopy(net), {"0.bias": part["network.0.bias"]}, (x,))
+    assert torch.equal(trial.apply_to(part, x), want)

@@ -156,3 +156,23 @@ def test_call_by_names() -> None:
     for wrong in (lambda y: y, lambda *args: args):
         with pytest.raises(PullbackError, match="It asks for"):
             call(wrong, offered, "It")
+
+
+def test_call_of_what_cannot_be_remembered() -> None:
+    """Callables without a hash, bound methods, and functions that come and go."""
+
+    class Scaled:
+        __hash__ = None  # pyright: ignore[reportAssignmentType]
+
+        def __call__(self, x: float) -> float:
+            return 2 * x
+
+        def other(self, y: float) -> float:
+            return 3 * y
+
+    offered = {"x": 1.0, "y": 10.0}
+    assert call(Scaled(), offered, "It") == 2.0
+    assert call(Scaled().other, offered, "It") == 30.0
+    for _ in range(3):
+        assert call(lambda x: x, offered, "It") == 1.0
+        assert call(lambda y: y, offered, "It") == 10.0

@@ -173,3 +173,24 @@ def test_the_spectrum_of_a_broken_matrix_keeps_shape_and_device() -> None:
     x = state.combine(torch.ones(2, 1).double())
     assert x.shape == (2, 4)
     assert x.dtype == torch.float64
+
+
+def test_only_what_is_not_finite_is_broken() -> None:
+    """The sum of finite entries may overflow."""
+    huge = torch.full((3, 2), 1e308, dtype=torch.float64)
+    assert pinv.finite(huge)
+    for bad in (torch.nan, torch.inf, -torch.inf):
+        broken = huge.clone()
+        broken[1, 1] = bad
+        assert not pinv.finite(broken)
+    assert not pinv.finite(torch.tensor([torch.inf, -torch.inf]))
+
+
+def test_a_path_is_that_of_its_own_right_hand_side() -> None:
+    a, one, two, r = random(6, 3), vector(3), vector(3) + 1, vector(6)
+    solver = PseudoInverse()
+    state = solver.init(Rows(a))
+    for g, white in ((one, None), (two, None), (a.T @ r, r), (one, None), (a.T @ r, None)):
+        fresh = solver.path(solver.init(Rows(a)), g, white)
+        assert_close(solver.path(state, g, white).gamma, fresh.gamma, 1e-14, "γ")
+    assert solver.path(state, one) is solver.path(state, one)

@@ -127,3 +127,26 @@ def test_a_gram_without_directions_is_a_rejection(value: float) -> None:
     move = TargetRatio().take(problem.local())
     assert not move.accepted
     assert "damping" in move.reason
+
+
+def test_only_trials_up_to_the_first_bad_one_are_asked_for() -> None:
+    problem = bowl(seed=3)
+    problem.extra = lambda w: 100.0 * w.pow(4).sum()
+    rule = TargetRatio(target=0.3, radii=16, window=4.0, radius=0.5)
+    by_hand = trials(problem, rule, 0.5)
+    whole, asked = rule.take(problem.local()), []
+
+    def in_turn(moves: torch.Tensor):
+        for move in moves:
+            asked.append(move)
+            yield local.losses(move[None])
+
+    problem.state.clear()
+    local = problem.local()
+    local.trials = in_turn
+    move = rule.take(local)
+    assert torch.equal(move.direction, whole.direction)
+    radii, ratios = by_hand
+    count = int((torch.tensor(ratios).cummin(0).values > 0.3).sum())
+    assert 0 < count < len(radii)
+    assert len(asked) == move.trials == count + 1

@@ -16,12 +16,15 @@ from rich.table import Table
 
 from .. import pde
 from .._core.errors import PullbackError
-from . import yin_2024
+from . import kfac_invariance, yin_2024
 from .record import described, parameters, report, summary, write
 from .yin_2024 import seed_range
 
 #: what `run` knows, by paper and name
-EXPERIMENTS = {f"yin-2024-{name}": e for name, e in yin_2024.EXPERIMENTS.items()}
+EXPERIMENTS = {
+    **{f"yin-2024-{name}": e for name, e in yin_2024.EXPERIMENTS.items()},
+    **kfac_invariance.EXPERIMENTS,
+}
 
 app = typer.Typer(
     help="Natural gradients for PyTorch.",

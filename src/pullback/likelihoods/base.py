@@ -30,6 +30,13 @@ class Likelihood(ABC):
     def sample(self, z: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """y drawn from p(· | z)."""
 
+    def score(self, z: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """−∂ log p(y|z)/∂z for a y drawn from p(·|z)."""
+        with torch.enable_grad():
+            z = z.detach().requires_grad_()
+            y = self.sample(z.detach(), generator)
+            return torch.autograd.grad(self.nll(z, y).sum(), z)[0]
+
     def samples(self, z: Tensor) -> int:
         """How many samples a mean over z counts."""
         return z.numel()

@@ -70,6 +70,15 @@ class Categorical(Likelihood):
         flat = torch.multinomial(p.flatten(0, -2), 1, generator=generator)
         return flat.view(p.shape[:-1])
 
+    def score(self, z: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """p − e_y, from one softmax."""
+        axis = self._axis(z)
+        p = torch.softmax(z.detach(), axis)
+        rows = p.movedim(axis, -1)
+        y = torch.multinomial(rows.flatten(0, -2), 1, generator=generator)
+        y = y.view(rows.shape[:-1]).unsqueeze(axis)
+        return p.scatter_add_(axis, y, p.new_full((), -1.0).expand(y.shape))
+
     def samples(self, z: Tensor) -> int:
         return z.numel() // z.shape[self._axis(z)]
 

@@ -127,6 +127,10 @@ class Linearization(ABC):
     def pullback(self, covectors: Tensor) -> Pulled:
         """The rows u_{n,r}ᵀ J_n for covectors u of shape (R, N, *event)."""
 
+    def factored(self, covectors: Tensor) -> Pulled:
+        """The same, with inputs and cotangents kept apart also where rows would be smaller."""
+        return self.pullback(covectors)
+
     def kernel(self, other: Linearization | None = None) -> Tensor:
         """J J'ᵀ against another linearization at the same parameters: (N·|event|, N'·|event|)."""
         mine = self.pullback(identity_covectors(self.value))

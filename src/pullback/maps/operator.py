@@ -191,6 +191,13 @@ class JetLinearization(FunctionLinearization):
         return False
 
     def pullback(self, covectors: Tensor) -> Pulled:
+        entries = self.value.shape[0] * covectors.shape[0] * self.space.size
+        return self._pull(covectors, whole=entries <= _SMALL)
+
+    def factored(self, covectors: Tensor) -> Pulled:
+        return self._pull(covectors, whole=False)
+
+    def _pull(self, covectors: Tensor, *, whole: bool) -> Pulled:
         passes = [self._reverse(u) for u in covectors]
         elsewhere = set().union(*(reached for _, reached in passes))
         deltas = zip(*(found for found, _ in passes), strict=True)
@@ -202,9 +209,7 @@ class JetLinearization(FunctionLinearization):
             for name in key:
                 owners[name] += name is not None
         shape = self.value.shape[0], covectors.shape[0]
-        whole = None
-        if prod(shape) * self.space.size <= _SMALL:
-            whole = self.space.zeros(*shape, self.space.size)
+        matrix = self.space.zeros(*shape, self.space.size) if whole else None
         blocks: list[Block] = []
         written: list[Block] = []
         coverage = []
@@ -213,8 +218,8 @@ class JetLinearization(FunctionLinearization):
             if any(n in elsewhere or owners[n] > 1 for n in names):
                 elsewhere.update(names)  # rows of shared parameters are formed whole
                 continue
-            if whole is not None and len(uses) == 1 and looped(*uses[0], len(self._map.x)):
-                blocks.append(self._rows(weight, bias, *uses[0], whole))
+            if matrix is not None and len(uses) == 1 and looped(*uses[0], len(self._map.x)):
+                blocks.append(self._rows(weight, bias, *uses[0], matrix))
                 written.append(blocks[-1])
             else:
                 blocks.append(self._block(weight, bias, uses))
@@ -224,14 +229,14 @@ class JetLinearization(FunctionLinearization):
             rows = {n: self.contracted(covectors, columns) for n, columns in found.items()}
             blocks.append(RowsBlock(rows))
             coverage += [Covered(n, "rows", "not the weight of one linear layer") for n in rows]
-        if whole is not None:
+        if matrix is not None:
             index = self.space.index()
             for block in blocks:
                 if block not in written:
                     for name, rows in block.rows().items():
-                        whole[..., index[name]] = rows
-            whole = whole.flatten(0, 1)
-        return Pulled(self.space, shape, blocks, coverage, whole)
+                        matrix[..., index[name]] = rows
+            matrix = matrix.flatten(0, 1)
+        return Pulled(self.space, shape, blocks, coverage, matrix)
 
     def _rows(
         self, weight: str | None, bias: str | None, used: Used, delta: Deltas, whole: Tensor

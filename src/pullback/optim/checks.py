@@ -16,11 +16,15 @@ from ..metrics import Euclidean, Fisher, Metric
 _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel", "FSDPModule")
 
 
-def refuse_model(model: nn.Module) -> None:
+def refuse_model(
+    model: nn.Module,
+    optimizer: str = "NaturalGradient",
+    reason: str = "the exact Gram couples all samples, which live on several processes",
+) -> None:
     """Raise for objects that are no module, and for distributed wrappers."""
     if not isinstance(model, nn.Module):
         raise PullbackError(
-            "NaturalGradient needs the model itself",
+            f"{optimizer} needs the model itself",
             f"got {type(model).__name__}; it differentiates the model's outputs, not only its loss",
             "Pass an nn.Module (and params=... for a subset of its parameters)",
         )
@@ -28,7 +32,7 @@ def refuse_model(model: nn.Module) -> None:
         if kind.__name__ in _WRAPPERS:
             raise PullbackError(
                 f"The model is wrapped in {kind.__name__}",
-                "the exact Gram couples all samples, which live on several processes",
+                reason,
                 "Pass the inner module (model.module) and train on one process",
             )
 

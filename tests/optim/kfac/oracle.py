@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import pullback as pb
+
 CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 KRONECKER = (nn.Linear, nn.Embedding, *CONVS, *TRANSPOSED)
@@ -101,14 +103,12 @@ def inputs(m: Any, x: Tensor, batch_dim: int = 0) -> Tensor:
         return x.flatten(2).mT.unflatten(2, (m.groups, -1))
     x, places = padded(m, x), []
     spans = [d * (k - 1) + 1 for k, d in zip(m.kernel_size, m.dilation, strict=True)]
-    starts = [
-        range(0, n - r + 1, s) for n, r, s in zip(x.shape[2:], spans, m.stride, strict=True)
-    ]
+    starts = [range(0, n - r + 1, s) for n, r, s in zip(x.shape[2:], spans, m.stride, strict=True)]
     for start in product(*starts):
-        window = tuple(
-            slice(i, i + r, d) for i, r, d in zip(start, spans, m.dilation, strict=True)
+        window = tuple(slice(i, i + r, d) for i, r, d in zip(start, spans, m.dilation, strict=True))
+        places.append(
+            x[(slice(None), slice(None), *window)].unflatten(1, (m.groups, -1)).flatten(2)
         )
-        places.append(x[(slice(None), slice(None), *window)].unflatten(1, (m.groups, -1)).flatten(2))
     return torch.stack(places, 1)
 
 
@@ -127,7 +127,9 @@ def cotangents(m: Any, x: Tensor, delta: Tensor, batch_dim: int = 0) -> Tensor:
                 for i, st, p, j, d in zip(t, m.stride, m.padding, k, m.dilation, strict=True)
             ]
             inside = all(0 <= i < n for i, n in zip(s, delta.shape[2:], strict=True))
-            value = delta[(slice(None), slice(None), *s)] if inside else 0 * delta.flatten(2)[..., 0]
+            value = (
+                delta[(slice(None), slice(None), *s)] if inside else 0 * delta.flatten(2)[..., 0]
+            )
             reached.append(value.unflatten(1, (m.groups, -1)))
         places.append(torch.stack(reached, -1).flatten(2))  # (N, G, O·kernel)
     return torch.stack(places, 1)
@@ -188,6 +190,7 @@ def factors(
     found = [
         torch.autograd.grad(z, [u.out for u in uses], c, retain_graph=True, allow_unused=True)
         for c in chosen
+        if uses
     ]
     for i, use in enumerate(uses):
         m = use.module
@@ -226,7 +229,11 @@ def factors(
                 role.outputs = role.outputs + moments(d)
         if bias is not None:
             for d in deltas:
-                d = d.flatten(2).mT if isinstance(m, CONVS + TRANSPOSED) else by_sample(d, batch_dim)
+                d = (
+                    d.flatten(2).mT
+                    if isinstance(m, CONVS + TRANSPOSED)
+                    else by_sample(d, batch_dim)
+                )
                 d = d.sum(1, keepdim=True) if reduce else d
                 groups = 1 if isinstance(m, TRANSPOSED) else a.shape[2]
                 biases[bias] = biases.get(bias, 0.0) + moments(d.unflatten(2, (groups, -1)))
@@ -244,7 +251,9 @@ def merged(roles: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     return torch.as_tensor(left), torch.as_tensor(right / total)
 
 
-def kfac(model: nn.Module, *args: Any, joint: bool = True, reduction: str = "mean", **how: Any) -> Tensor:
+def kfac(
+    model: nn.Module, *args: Any, joint: bool = True, reduction: str = "mean", **how: Any
+) -> Tensor:
     """The K-FAC Gram over all parameters that require gradients, zero where it has no layer."""
     params = {n: p for n, p in model.named_parameters() if p.requires_grad}
     index, start = {}, 0
@@ -283,7 +292,38 @@ def kfac(model: nn.Module, *args: Any, joint: bool = True, reduction: str = "mea
     return out
 
 
-def exact(model: nn.Module, *args: Any, kind: str, reduction: str = "mean", batch_dim: int = 0) -> Tensor:
+UNITS = (
+    nn.LayerNorm,
+    nn.RMSNorm,
+    nn.GroupNorm,
+    nn.modules.batchnorm._BatchNorm,
+    nn.modules.instancenorm._InstanceNorm,
+    nn.PReLU,
+)
+
+
+def unit_mask(model: nn.Module, joint: bool = True) -> Tensor:
+    """Which entries of the exact Gram belong to one unit of a normalization or slope."""
+    params = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    index, start = {}, 0
+    for p in params.values():
+        index[id(p)] = torch.arange(start, start + p.numel())
+        start += p.numel()
+    mask = torch.zeros(start, start, dtype=torch.float64)
+    for m in model.modules():
+        if isinstance(m, UNITS):
+            held = [
+                index[id(p)] for p in m._parameters.values() if p is not None and id(p) in index
+            ]
+            for one, two in product(held, held):
+                if joint or one is two:
+                    mask[one, two] = 1
+    return mask
+
+
+def exact(
+    model: nn.Module, *args: Any, kind: str, reduction: str = "mean", batch_dim: int = 0
+) -> Tensor:
     """JᵀMJ over all parameters, row by row."""
     params = [p for p in model.parameters() if p.requires_grad]
     z = model(*args)
@@ -291,9 +331,35 @@ def exact(model: nn.Module, *args: Any, kind: str, reduction: str = "mean", batc
     for column in columns(z, kind):
         pieces = torch.autograd.grad(z, params, column, retain_graph=True, allow_unused=True)
         pairs = zip(pieces, params, strict=True)
-        rows.append(torch.cat([(torch.zeros_like(p) if g is None else g).flatten() for g, p in pairs]))
+        rows.append(
+            torch.cat([(torch.zeros_like(p) if g is None else g).flatten() for g, p in pairs])
+        )
     a = torch.stack(rows)
     return a.T @ a / (samples(z, kind, batch_dim) if reduction == "mean" else 1)
+
+
+LIKELIHOODS = {
+    "gaussian": pb.likelihoods.Gaussian(),
+    "categorical": pb.likelihoods.Categorical(),
+    "euclidean": None,
+}
+
+
+def optimizer(model: nn.Module, kind: str, **options: Any) -> pb.KFAC:
+    """K-FAC with the exact Fisher that does not move, unless told otherwise."""
+    chosen = {"lr": 0.0, "fisher": "exact", "likelihood": LIKELIHOODS[kind], **options}
+    return pb.KFAC(model, **chosen)
+
+
+def stepped(model: nn.Module, *args: Any, kind: str, **options: Any) -> pb.KFAC:
+    """The same after one step on a batch."""
+    opt = optimizer(model, kind, **options)
+    reduction, batch_dim = options.get("reduction", "mean"), options.get("batch_dim", 0)
+    loss(model(*args), kind, reduction, batch_dim).backward()
+    opt.step()
+    opt.close()
+    model.zero_grad()
+    return opt
 
 
 def blocks(model: nn.Module, groups: list[list[str]]) -> Tensor:

@@ -13,30 +13,57 @@ from ...optim.kfac import Damping, Invariant
 from .nets import Side
 
 _LR, _CLIP = 0.5, 1e-3
-LAMBDA = 1e-3
+_FIRST_ORDER = 1e-2
 
 
 @dataclass(frozen=True)
 class Method:
-    """Something to compare: its name, the group it is shown in, and how it is built."""
+    """Something to compare.
+
+    Attributes:
+        name: of this variant.
+        group: what tables call it and its other variants.
+        about: its settings.
+        build: makes the optimizer of one network.
+        plain: whether it runs at the edges of the theorems too.
+    """
 
     name: str
     group: str
+    about: str
     build: Callable[[Side], Optimizer]
+    plain: bool = False
 
 
-def _kfac(group: str, damping: float | Damping, momentum: float, ema: float) -> Method:
+def _kfac(
+    group: str, damping: float | Damping, momentum: float, ema: float, *, plain: bool = False
+) -> Method:
+    clip = _CLIP * (1 - momentum) ** 2
+
     def build(side: Side) -> Optimizer:
         return KFAC(
-            side.model, _LR, metric=side.metric, fisher="exact", damping=damping, kl_clip=_CLIP,
+            side.model, _LR, metric=side.metric, fisher="exact", damping=damping, kl_clip=clip,
             momentum=momentum, ema=ema, statistics_every=1, invert_every=1,
         )  # fmt: skip
 
-    return Method(f"{group}, momentum {momentum:g}, ema {ema:g}", group, build)
+    about = f"lr {_LR:g}, damping {damping!r}, KL clip {clip:.0e}, exact Fisher at every step"
+    return Method(f"{group}, momentum {momentum:g}, ema {ema:g}", group, about, build, plain)
 
 
 def _every(group: str, damping: float | Damping) -> list[Method]:
-    return [_kfac(group, damping, momentum, ema) for momentum in (0.0, 0.9) for ema in (0.0, 0.95)]
+    return [
+        _kfac(group, damping, momentum, ema, plain=bool(momentum) == bool(ema))
+        for momentum in (0.0, 0.9)
+        for ema in (0.0, 0.95)
+    ]
+
+
+def _adam(side: Side) -> Optimizer:
+    return torch.optim.Adam(side.model.parameters(), lr=_FIRST_ORDER)
+
+
+def _sgd(side: Side) -> Optimizer:
+    return torch.optim.SGD(side.model.parameters(), lr=_FIRST_ORDER)
 
 
 UNDAMPED, INVARIANT, TIKHONOV = "K-FAC, undamped", "K-FAC, invariant", "K-FAC, Tikhonov"
@@ -44,8 +71,8 @@ UNDAMPED, INVARIANT, TIKHONOV = "K-FAC, undamped", "K-FAC, invariant", "K-FAC, T
 METHODS = (
     *_every(UNDAMPED, 0.0),
     *_every(INVARIANT, Invariant(1e-2)),
-    _kfac(TIKHONOV, LAMBDA, 0.9, 0.95),
-    Method("Adam", "Adam", lambda side: torch.optim.Adam(side.model.parameters(), lr=1e-2)),
-    Method("SGD", "SGD", lambda side: torch.optim.SGD(side.model.parameters(), lr=1e-2)),
+    _kfac(TIKHONOV, 1e-3, 0.9, 0.95),
+    Method("Adam", "Adam", f"lr {_FIRST_ORDER:g}", _adam),
+    Method("SGD", "SGD", f"lr {_FIRST_ORDER:g}", _sgd),
 )
 GROUPS = tuple(dict.fromkeys(m.group for m in METHODS))

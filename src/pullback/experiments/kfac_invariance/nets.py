@@ -196,7 +196,7 @@ def _recurrent_pair(**options: bool) -> Callable[[int], Pair]:
         return recurrent_twin(model, generator, **options)
 
     def make(seed: int) -> Pair:
-        return _pair(seed, lambda: Recurrent(3, 5, 2), other, (6, 3), likelihoods.Gaussian())
+        return _pair(seed, lambda: Recurrent(4, 4, 2), other, (6, 4), likelihoods.Gaussian())
 
     return make
 
@@ -245,18 +245,18 @@ NETS = (
     Net("tanh MLP", "6-8-7-3, Gaussian", _mlp_pair((6, 8, 7, 3), _GAUSSIAN)),
     Net(
         "sigmoid MLP",
-        "4-5-4-2, Bernoulli",
-        _mlp_pair((4, 5, 4, 2), _BERNOULLI, nn.Sigmoid, gain=3.0),
+        "4-3-2, Bernoulli",
+        _mlp_pair((4, 3, 2), _BERNOULLI, nn.Sigmoid, gain=2.0),
     ),
     Net(
         "sigmoid → tanh",
-        "4-5-4-2, Bernoulli, the twin has tanh units and whitened inputs",
-        _mlp_pair((4, 5, 4, 2), _BERNOULLI, nn.Sigmoid, _whitened_tanh, gain=3.0),
+        "4-3-2, Bernoulli, the twin has tanh units and whitened inputs",
+        _mlp_pair((4, 3, 2), _BERNOULLI, nn.Sigmoid, _whitened_tanh, gain=2.0),
     ),
     Net("conv, valid", "two 3 × 3 convolutions, Gaussian", _conv_pair(0)),
     Net("conv, padded, γ = 0", "zero padding, unshifted activations", _conv_pair(1, _unshifted)),
     Net("conv, padded by γ", "the twin pads with its own zero, γ", _conv_pair(1, explicit=True)),
-    Net("RNN", "3-5-2 over 6 steps, Gaussian, a₀ changes too", _recurrent_pair()),
+    Net("RNN", "4-4-2 over 6 steps, Gaussian, a₀ changes too", _recurrent_pair()),
     Net(
         "dead inputs",
         "6-8-7-3, Gaussian, two inputs are always zero",
@@ -280,6 +280,8 @@ EXHIBITS = (
         _mlp_pair((5, 6, 4), likelihoods.Categorical()),
     ),
     Net("Gauss–Newton, inside", "Euclidean metric, outputs unchanged", _output_pair("inner")),
-    Net("Gauss–Newton, output", "Euclidean metric in each one's outputs", _output_pair("euclidean")),
+    Net(
+        "Gauss–Newton, output", "Euclidean metric in each one's outputs", _output_pair("euclidean")
+    ),
     Net("metric carried over", "Bregman metric of the same potential", _output_pair("carried")),
 )

@@ -15,6 +15,7 @@ from .methods import Method
 from .nets import Pair, Side
 
 STEPS = 10
+_LOST = 1e300  # the mismatch of a network that diverged
 
 
 @dataclass
@@ -24,12 +25,14 @@ class Record:
     Attributes:
         mismatch: before the first step ‖f − f†‖/‖f‖, after each step ‖f − f†‖ over how far f
             has moved so far at most, at inputs not trained on.
+        loss: of the network's batch, before each step.
         condition: the worst of any factor on its range, of either network, at any step.
         notes: what K-FAC reports of its blocks, by network.
         degenerate: singular sides of the network after the last step, in words.
     """
 
     mismatch: list[float] = field(default_factory=list)
+    loss: list[float] = field(default_factory=list)
     condition: float | None = None
     notes: list[str] = field(default_factory=list)
     degenerate: list[str] = field(default_factory=list)
@@ -50,8 +53,11 @@ def run(pair: Pair, method: Method, steps: int = STEPS) -> Record:
         x, y = pair.batch()
         for side, optimizer in both:
             optimizer.zero_grad()
-            side.loss(side.model(x), y).backward()
+            loss = side.loss(side.model(x), y)
+            loss.backward()
             optimizer.step()
+            if side is pair.one:
+                record.loss.append(_short(float(loss)))
             if isinstance(optimizer, KFAC):
                 worst = max(worst, condition(optimizer))
         f, g = (_values(side, pair.held) for side in (pair.one, pair.two))
@@ -59,7 +65,7 @@ def run(pair: Pair, method: Method, steps: int = STEPS) -> Record:
         record.mismatch.append(_relative(f - g, moved))
     for optimizer in optimizers:
         if isinstance(optimizer, KFAC):
-            record.condition = worst
+            record.condition = _short(worst)
             record.notes += [f"{k}: {v}" for k, v in optimizer.info.notes.items()]
             optimizer.close()
     if isinstance(known := optimizers[0], KFAC):
@@ -76,8 +82,12 @@ def _values(side: Side, x: Tensor) -> Tensor:
 
 
 def _relative(difference: Tensor, scale: float) -> float:
-    found = float(difference.norm()) / scale
-    return found if math.isfinite(found) else math.inf
+    found = _short(float(difference.norm()) / scale)
+    return found if math.isfinite(found) else _LOST
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.3e}")
 
 
 def condition(optimizer: KFAC) -> float:

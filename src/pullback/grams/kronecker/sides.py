@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..._core.products import full_precision
+
 
 def is_diagonal(side: Tensor) -> bool:
     """Whether only the diagonal is held."""
@@ -79,7 +81,9 @@ def inverses(sides: Sequence[Tensor], *, singular: bool = False) -> Inverses:
     for indices in _alike(sides):
         stacked = torch.cat([sides[i] for i in indices])
         counts = [len(sides[i]) for i in indices]
-        found, good = _reciprocal(stacked) if stacked.ndim == 2 else _cholesky(stacked)
+        found, good = (
+            _reciprocal(stacked) if stacked.ndim == 2 else _cholesky(stacked, strict=singular)
+        )
         for i, inverse, fine in zip(indices, found.split(counts), good.split(counts), strict=True):
             out[i], failed[i] = inverse, not bool(fine.all())
     if singular:
@@ -103,8 +107,12 @@ def _reciprocal(side: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(good, 1 / side, 0.0), good.all(-1)
 
 
-def _cholesky(side: Tensor) -> tuple[Tensor, Tensor]:
-    """S⁻¹ = L⁻ᵀL⁻¹, and where that is to be trusted: pivots above n·ε of their entry."""
+def _cholesky(side: Tensor, *, strict: bool) -> tuple[Tensor, Tensor]:
+    """S⁻¹ = L⁻ᵀL⁻¹, and where that is to be trusted: pivots above n·ε of their entry.
+
+    Round-off may leave large pivots in a singular matrix whose entries differ much; a `strict`
+    test looks at its condition number too.
+    """
     lower, info = torch.linalg.cholesky_ex(side)
     pivots, entries = lower.diagonal(dim1=-2, dim2=-1), side.diagonal(dim1=-2, dim2=-1)
     floor = side.shape[-1] * torch.finfo(side.dtype).eps
@@ -112,13 +120,33 @@ def _cholesky(side: Tensor) -> tuple[Tensor, Tensor]:
     if not bool(good.all()):  # a zero pivot is an error for torch
         eye = torch.eye(side.shape[-1], dtype=side.dtype, device=side.device)
         lower = torch.where(good[:, None, None], lower, eye)
-    return torch.cholesky_inverse(lower), good
+    inverse = _inverse(lower)
+    if strict:
+        condition = torch.linalg.matrix_norm(side) * torch.linalg.matrix_norm(inverse)
+        good = good & (condition * _round_off(side) < 1)
+    return inverse, good
+
+
+def _inverse(lower: Tensor) -> Tensor:
+    """L⁻ᵀL⁻¹; on CUDA by products, which are faster there than LAPACK's way."""
+    if not lower.is_cuda:
+        return torch.cholesky_inverse(lower)
+    eye = torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device)
+    with full_precision(lower.device, 0):
+        half = torch.linalg.solve_triangular(lower, eye.expand_as(lower), upper=False)
+        return half.mT @ half
+
+
+def _round_off(side: Tensor) -> float:
+    """What may be left of a zero eigenvalue, over the largest one."""
+    # sums of outer products left up to 8 ε, at any size up to 300
+    return max(side.shape[-1], 32) * torch.finfo(side.dtype).eps
 
 
 def cut(values: Tensor) -> Tensor:
     """Which eigenvalues, (..., n), stand above round-off."""
-    floor = values.shape[-1] * torch.finfo(values.dtype).eps
-    return values > floor * values.amax(-1, keepdim=True).clamp(min=torch.finfo(values.dtype).tiny)
+    largest = values.amax(-1, keepdim=True).clamp(min=torch.finfo(values.dtype).tiny)
+    return values > _round_off(values) * largest
 
 
 def pseudo_inverse(side: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,10 +13,9 @@ leaves at its near end,
 So the first row and column of blocks and the edges of the image give all others. On two axes this
 holds along each: of the 81 blocks of a 3×3 kernel 13 are multiplied, those where min(u, v) = 0 on
 both axes, up to symmetry; and an edge of an image is itself an image of one axis, whose k-1 lines
-are channels, and the samples that leave have weight -1.
-
-Other axes are *folded* (im2col): their offsets become channels, and their places samples. These are
-strided axes, the third axis of a `Conv3d`, and those of images that are mostly edge.
+are channels, and whose samples have weight -1 where they leave. Other axes are *folded* (im2col):
+their offsets become channels, and their places samples. These are strided axes, the third axis of
+a `Conv3d`, and those of images that are mostly edge.
 """
 
 from __future__ import annotations
@@ -100,9 +99,8 @@ def _axes(module: Any, space: Sequence[int]) -> list[_Axis]:
 
 
 def _padded(module: Any, x: Tensor) -> Tensor:
-    pad = module._reversed_padding_repeated_twice
-    mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
-    return F.pad(x, pad, mode=mode) if any(pad) else x
+    pad, mode = module._reversed_padding_repeated_twice, module.padding_mode
+    return F.pad(x, pad, "constant" if mode == "zeros" else mode) if any(pad) else x
 
 
 def _pays(slide: Sequence[_Axis], channels: int, groups: int) -> bool:
@@ -117,17 +115,17 @@ def _pays(slide: Sequence[_Axis], channels: int, groups: int) -> bool:
 
 def _folded(x: Tensor, groups: int, axes: Sequence[_Axis], slide: Sequence[_Axis]) -> Tensor:
     """(G, I, I) of padded samples x (B, C, *space): all axes but those of `slide` are folded."""
-    n, fold = len(x), [a for a in axes if a not in slide]
+    fold = [a for a in axes if a not in slide]
     for a in fold:
         x = a.unfold(x)
     x = x.unflatten(1, (groups, -1))  # (B, G, C, *space, *offsets)
-    c, offsets = x.shape[2], range(3 + len(axes), x.ndim)
-    x = x.permute(1, 2, *offsets, 0, *(1 + a.index for a in fold), *(1 + a.index for a in slide))
-    steps = [(1, 1)] * (2 - len(slide)) + [(a.k, a.d) for a in slide]
-    lines = [1] * (2 - len(slide)) + [a.size for a in slide]
-    x = x.reshape(groups, c * prod(a.k for a in fold), n * prod(a.places for a in fold), *lines)
-    second = _moment(x, steps)  # twice (kernel of slide, C, kernel of fold)
+    n, c, offsets = x.shape[0], x.shape[2], range(3 + len(axes), x.ndim)
+    x = x.permute(1, 2, *offsets, 0, *(1 + a.index for a in [*fold, *slide]))
+    none = 2 - len(slide)
+    sizes = [n * prod(a.places for a in fold), *[1] * none, *(a.size for a in slide)]
+    x = x.reshape(groups, c * prod(a.k for a in fold), *sizes)
     held = [*(a.k for a in slide), c, *(a.k for a in fold)]
+    second = _moment(x, [(1, 1)] * none + [(a.k, a.d) for a in slide])
     second = second.reshape(groups, *held, *held)
     where = [len(slide), *([*slide, None, *fold].index(a) for a in axes)]  # twice (C, *kernel)
     second = second.permute(0, *(1 + i for i in where), *(1 + len(held) + i for i in where))
@@ -170,15 +168,13 @@ def _row(near: Tensor, far: Tensor, side: Tensor, signed: Tensor) -> Tensor:
     """
     groups, k, c, _ = far.shape
     out = far.new_empty(groups, k, c, k, c, dtype=compute_dtype(far.dtype))
-    start = near[:, 0]
-    # The tall factor comes first, which makes the faster product.
+    start, symmetric = near[:, 0], near is far or near.shape[1] == 1
+    # The tall factor comes first, which is faster; one offset alone makes a Gram.
     first = products(start if near is far and k == 1 else far.flatten(1, 2), start)
     out[:, 0] = first.mT.unflatten(2, (k, c))
     if k > 1:
-        if near is far or near.shape[1] == 1:
-            out[:, 1:, :, 0] = first.unflatten(1, (k, c))[:, 1:]
-        else:
-            out[:, 1:, :, 0] = products(near.flatten(1, 2)[:, c:], far[:, 0]).unflatten(1, (-1, c))
+        column = first[:, c:] if symmetric else products(near.flatten(1, 2)[:, c:], far[:, 0])
+        out[:, 1:, :, 0] = column.unflatten(1, (k - 1, c))
         change = products(side.flatten(1, 2), signed.flatten(1, 2))
         _slide(out, change.view(groups, k - 1, c, k - 1, c), 2)
     return out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +12,9 @@ from torch import Tensor, nn
 from ..._core.errors import PullbackError
 from ...steps.quadratic import best_factors
 from .damping import Adaptive
+from .ranks import Low
 from .source import Source
+from .sums import Key
 
 if TYPE_CHECKING:
     from .optimizer import KFAC
@@ -146,21 +149,54 @@ def sum_of(x: Mapping[str, Tensor], y: Mapping[str, Tensor], names: Sequence[str
     return torch.stack([torch.sum(x[n].double() * y[n].double()) for n in names]).sum()
 
 
-def finite(tensors: Sequence[Tensor]) -> bool:
-    """Whether all entries are finite: one look at the device."""
+def finite(tensors: Sequence[Tensor]) -> Tensor:
+    """Whether all entries are finite, as a tensor."""
     norms = torch._foreach_norm([t.detach() for t in tensors])
-    return bool(torch.isfinite(torch.stack([n.float().to(norms[0].device) for n in norms])).all())
+    return torch.isfinite(torch.stack([n.float().to(norms[0].device) for n in norms])).all()
 
 
-def broken(loss: float | None, gradients: Sequence[Tensor | None]) -> str:
-    """Why no step can be taken from these, or nothing."""
-    found = [g for g in gradients if g is not None]
-    if not found:
-        raise PullbackError(
-            "There is no gradient to follow",
-            "every parameter's gradient is None",
-            "Call loss.backward() before step()",
-        )
-    if loss is not None and not torch.isfinite(torch.tensor(loss)):
-        return f"the loss is {loss}"
-    return "" if finite(found) else "a gradient is not finite"
+class Look:
+    """Whether a step can be taken from these gradients, and which low-rank ones hold.
+
+    The answer is fetched while the device works on: it is asked for as late as possible.
+    """
+
+    def __init__(
+        self, loss: float | None, gradients: Sequence[Tensor | None], low: Mapping[Key, Low]
+    ) -> None:
+        found = [g for g in gradients if g is not None]
+        if not found:
+            raise PullbackError(
+                "There is no gradient to follow",
+                "every parameter's gradient is None",
+                "Call loss.backward() before step()",
+            )
+        self._loss, self._low = loss, low
+        good = finite(found)
+        flags = torch.stack([good, *(x.holds.to(good.device) for x in low.values())])
+        self._event: torch.cuda.Event | None = None
+        if flags.is_cuda:
+            self._flags = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True)
+            self._flags.copy_(flags, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+        else:
+            self._flags = flags
+
+    def _fetched(self) -> list[bool]:
+        if self._event is not None:
+            self._event.synchronize()
+        return self._flags.tolist()
+
+    def reason(self) -> str:
+        """Why no step can be taken, or nothing."""
+        if self._loss is not None and not isfinite(self._loss):
+            return f"the loss is {self._loss}"
+        return "" if self._fetched()[0] else "a gradient is not finite"
+
+    def low(self) -> dict[Key, Low]:
+        """The low-rank gradients that hold."""
+        if not self._low:
+            return {}
+        holds = self._fetched()[1:]
+        return {k: x for (k, x), held in zip(self._low.items(), holds, strict=True) if held}

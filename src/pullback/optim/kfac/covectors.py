@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ...likelihoods import Likelihood
 from ...metrics import Fisher, Metric
 
 
@@ -57,16 +56,9 @@ def _drawn(
     metric: Metric, z: Tensor, inputs: Tensor | None, generator: torch.Generator | None
 ) -> Tensor:
     if isinstance(metric, Fisher):
-        return score(metric.likelihood, z, generator)
+        return metric.likelihood.score(z, generator)
     factor = metric.factor(z, inputs=inputs)
     shape = (len(z), *factor.white)
     coins = torch.randint(0, 2, shape, device=z.device, generator=generator)
     return factor.apply((2 * coins - 1).to(z.dtype))
 
-
-def score(likelihood: Likelihood, z: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """−∂ log p(y|z)/∂z for y drawn from p(·|z)."""
-    with torch.enable_grad():
-        z = z.detach().requires_grad_()
-        y = likelihood.sample(z.detach(), generator)
-        return torch.autograd.grad(likelihood.nll(z, y).sum(), z)[0]

@@ -2,7 +2,7 @@ r"""The K-FAC metric of a model as it is known so far: averages per block, and t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,11 +52,11 @@ class Average:
             return self.value
         return {n: v / self.mass for n, v in self.value.items()}
 
-    def moved(self, device: torch.device) -> None:
-        """Follow the parameters to another device."""
-        self.value = {n: v.to(device) for n, v in self.value.items()}
+    def moved(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Follow the parameters to another device or dtype."""
+        self.value = {n: v.to(device, dtype) for n, v in self.value.items()}
         if self.mean is not None:
-            self.mean = {n: v.to(device) for n, v in self.mean.items()}
+            self.mean = {n: v.to(device, dtype) for n, v in self.mean.items()}
 
 
 def block_of(key: Key, held: Mapping[str, Tensor]) -> Block:
@@ -139,19 +139,24 @@ class Curvature:
                 self.drop(old)  # a bias was frozen, say, and the weight is by itself now
         for key, new in found.items():
             squares = new.pop("squares") if key.kind == "kronecker" and "squares" in new else None
+            self.follow(key, next(iter(new.values()), None))
             average = self.averages.setdefault(key, Average())
             average.update(new, ema, plain=damping.referenced)
             if squares is not None:
                 self.correct(key, squares, ema, value)
 
     def precondition(
-        self, parameters: Mapping[str, Tensor], wanted: Mapping[str, Tensor]
+        self,
+        parameters: Mapping[str, Tensor],
+        wanted: Mapping[str, Tensor],
+        low: Mapping[Key, Callable[[Inverse], Tensor]],
     ) -> dict[str, Tensor]:
         """F̂⁻¹g block by block; the gradient itself where a parameter has no block.
 
         Args:
             parameters: all of the model's, by name.
             wanted: those with a gradient; where a partner has none, its gradient counts as zero.
+            low: blocks whose gradient is at hand in factors.
         """
         out = {n: p.grad for n, p in wanted.items() if p.grad is not None}
         for key, inverse in self.inverses.items():
@@ -159,11 +164,14 @@ class Curvature:
                 continue
             shape, dtype = self.shape(key)
             like = [parameters[n] for n in key.names]
-            self.follow(key, like[0].device)
-            gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in like]
-            v = arranged(key, [g.to(dtype) for g in gradients], shape)
+            self.follow(key, like[0], dtype=False)
             inverse = self.inverses[key]
-            for name, d in zip(key.names, scattered(key, inverse(v), like), strict=True):
+            if key in low:
+                found = low[key](inverse)
+            else:
+                gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in like]
+                found = inverse(arranged(key, [g.to(dtype) for g in gradients], shape))
+            for name, d in zip(key.names, scattered(key, found, like), strict=True):
                 if name in wanted:
                     out[name] = d
         return out
@@ -317,16 +325,20 @@ class Curvature:
             if item["note"] is not None:
                 self.notes[key] = item["note"]
 
-    def follow(self, key: Key, device: torch.device) -> None:
-        """Move a block to where its parameters are now."""
-        average = self.averages[key]
-        if next(iter(average.value.values())).device == device:
+    def follow(self, key: Key, like: Tensor | None, *, dtype: bool = True) -> None:
+        """Move a block to where its parameters are now, and to the dtype of their statistics."""
+        average = self.averages.get(key)
+        if average is None or not average.value or like is None:
             return
-        average.moved(device)
+        held = next(iter(average.value.values()))
+        to = (like.device, like.dtype if dtype else held.dtype)
+        if (held.device, held.dtype) == to:
+            return
+        average.moved(*to)
         if key in self.corrections:
-            self.corrections[key].moved(device)
-        if (held := self.inverses.get(key)) is not None:
-            moved = {n: None if t is None else t.to(device) for n, t in held.tensors().items()}
+            self.corrections[key].moved(*to)
+        if (inverse := self.inverses.get(key)) is not None:
+            moved = {n: None if t is None else t.to(*to) for n, t in inverse.tensors().items()}
             self.inverses[key] = Inverse(**moved)
 
 

@@ -2,27 +2,41 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from ..._core.capture import Selector, plain, select
 from ..._core.errors import PullbackError
-from ..._core.space import compute_dtype
 from ...maps.layers.moments import Sharing
 from ...metrics import Metric
+from . import outputs
 from .covectors import covectors
 from .curvature import Inverse
-from .plan import Plan
-from .statistics import Pull, pulled, replayed, unexplained
+from .measure import Measure, NotFinite
+from .pending import Again, Pending, Root
+from .statistics import refuse_reentrant
 from .sums import Key, Sums
 from .tape import Tape
-from .watch import Watch, trainable
+from .watch import Watch
+
+#: why a forward pass gave no statistics; of several passes, the one that came farthest tells
+_MISSED = (
+    "the model was not called",
+    "the model was called inside a transform of torch.func",
+    "the model was called without gradients",
+    "the model was in evaluation mode",
+    "the model's output does not depend on its parameters",
+    "no gradient reached the model's output",
+    "the gradient passed the model's output, but not to its parameters",
+)
 
 
 @dataclass(frozen=True)
@@ -45,6 +59,7 @@ class Pool:
     sums: dict[Key, Sums] = field(default_factory=dict)
     samples: Tensor | float = 0.0
     calls: int = 0
+    missed: int = 0
 
 
 class Gatherer:
@@ -52,78 +67,157 @@ class Gatherer:
 
     def __init__(self, model: nn.Module, recipe: Recipe, seed: int) -> None:
         self.model, self.recipe = model, recipe
-        self.due = True
         self.pool = Pool()
-        #: why no statistics were taken, for the error
-        self.missed = "the model was not called"
-        self.reasons: dict[str, str] = {}
-        #: eigenbases in which second moments of gradients are wanted, by block
-        self.bases: Mapping[Key, Inverse] = {}
-        self._plans: dict[Any, Plan] = {}
-        self._open: dict[int, tuple[Tensor, Tape, Any]] = {}
-        self._count = 0
+        self._measure = Measure(recipe.sharing, recipe.joint)
+        self._chosen: dict[str, Tensor] = dict(plain(model).named_parameters())
+        self._flags: tuple[bool, ...] = ()
+        self._open: weakref.WeakSet[Pending] = weakref.WeakSet()
         self._seed, self._generator = seed, None
-        self._known: frozenset[str] = frozenset()
-        self._tape: Tape | None = None
-        self._inputs: Any = None
+        self._now: tuple[Tape | None, Again | None, Any] = (None, None, None)
         self._watch = Watch(self, model)
+
+    @property
+    def due(self) -> bool:
+        """Whether the next forward pass shall give statistics."""
+        return self._watch.due
+
+    @due.setter
+    def due(self, value: bool) -> None:
+        self._watch.due = value
+
+    @property
+    def missed(self) -> str:
+        """Why no statistics were taken."""
+        return _MISSED[self.pool.missed]
+
+    @property
+    def reasons(self) -> dict[str, str]:
+        """Why a parameter is held as a diagonal."""
+        return self._measure.reasons
+
+    @property
+    def bases(self) -> Mapping[Key, Inverse]:
+        """Eigenbases in which second moments of gradients are wanted, by block."""
+        return self._measure.bases
+
+    @bases.setter
+    def bases(self, value: Mapping[Key, Inverse]) -> None:
+        self._measure.bases = value
+
+    def choose(self, names: Iterable[str]) -> None:
+        """Only these parameters take part; the others are constants."""
+        held = dict(plain(self.model).named_parameters())
+        self._chosen, self._flags = {n: held[n] for n in names}, ()
 
     def close(self) -> None:
         """Remove the hooks."""
         self._watch.close()
-        self._open.clear()
+        self.settle()
 
     def clear(self) -> None:
-        """Forget what was gathered: it belonged to gradients that were used or dropped."""
-        self.pool = Pool()
-        self._open.clear()
-        self.missed = "the model was not called"
+        """Forget what was gathered: it belonged to gradients that were dropped."""
+        self.pool = Pool(missed=5 if any(not p.empty for p in self._open) else 0)
+        self._watch.reset()
 
-    def _begin(self, args: Any, kwargs: Any) -> Tape | None:
-        leaves = trainable(self.model)
-        if not self.due and self._known >= leaves.keys():
+    def settle(self) -> None:
+        """Forget the passes that still wait as well: the parameters they used have changed."""
+        for pending in list(self._open):
+            pending.clear()
+        self.pool = Pool()
+        self._watch.reset()
+
+    @property
+    def lacking(self) -> bool:
+        """Whether a parameter was frozen or unfrozen since its block was established."""
+        flags = tuple(p.requires_grad for p in self._chosen.values())
+        if flags == self._flags:
+            return False
+        if not self._measure.knows(self._leaves()):
+            return True
+        self._flags = flags
+        return False
+
+    def _leaves(self) -> dict[str, Tensor]:
+        return {n: p for n, p in self._chosen.items() if p.requires_grad}
+
+    def _miss(self, reason: int) -> None:
+        self.pool.missed = max(self.pool.missed, reason)
+
+    def _wanted(self) -> bool:
+        return self.due or self.lacking
+
+    def _begin(self, args: Any, kwargs: Any, compiled: bool) -> Any:
+        reason = self._unfit()
+        if reason:
+            self._miss(reason)
             return None
+        self._refuse_replaced()
+        tensors = (t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor))
+        tape = None if compiled else Tape(plain(self.model), self._leaves())
+        again = Again(self.model, args, kwargs) if compiled else None
+        self._now = (tape, again, next(tensors, None))
+        return contextlib.nullcontext() if tape is None else tape
+
+    def _unfit(self) -> int:
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            return 1
         if not torch.is_grad_enabled():
-            self.missed = "the model was called without gradients"
-            return None
-        if not self.model.training:
-            self.missed = "the model was in evaluation mode"
-            return None
-        self._inputs = next(
-            (t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)), None
-        )
-        self._tape = Tape(plain(self.model), leaves)
-        return self._tape
+            return 2
+        return 0 if self.model.training else 3
+
+    def _refuse_replaced(self) -> None:
+        now = dict(plain(self.model).named_parameters())
+        for name, p in self._chosen.items():
+            if name in now and now[name] is not p and now[name].requires_grad:
+                raise PullbackError(
+                    f"Parameter {name!r} was replaced",
+                    "the model holds another tensor under its name than the optimizer",
+                    "Build the optimizer again after changing the model",
+                )
 
     def _end(self, output: Any) -> None:
-        tape, self._tape = self._tape, None
-        assert tape is not None
+        (tape, again, inputs), self._now = self._now, (None, None, None)
         z = select(output, self.recipe.output)
         if not z.requires_grad:
-            self.missed = "the model's output does not depend on its parameters"
+            self._miss(4)
             return
-        self.missed = "no gradient reached the model's output"
-        self._count += 1
-        number, me = self._count, weakref.ref(self)
-        self._open[number] = (z, tape, self._inputs)
+        self._miss(5)
+        pending, me = Pending(z, tape, again, inputs), weakref.ref(self)
+        self._open.add(pending)
 
         # the graph holds this function, so it must not hold the graph
         def receive(cotangent: Tensor) -> None:
             gatherer = me()
-            if gatherer is not None and number in gatherer._open:
-                gatherer._take(*gatherer._open.pop(number), cotangent)
+            if gatherer is not None and not pending.empty:
+                _received(gatherer, pending, cotangent)
 
         z.register_hook(receive)
 
-    @torch.no_grad()
-    def _take(self, z: Tensor, tape: Tape, inputs: Any, cotangent: Tensor) -> None:
-        recipe = self.recipe
-        if not tape.entries and not tape.wholes and not trainable(self.model):
+    def _receive(self, pending: Pending, cotangent: Tensor) -> None:
+        leaves, root = self._leaves(), pending.root()
+        if not _accumulates(leaves):  # a gradient by the inputs alone: a penalty, an attack
+            refuse_reentrant(root)
+            self._miss(6)
             return
+        z, tape, inputs = pending.value(), pending.tape, pending.inputs
+        again = pending.call
+        pending.clear()
+        if again is not None:
+            tape = Tape(plain(self.model), leaves)
+            with self._watch.aside():
+                root = select(again(tape), self.recipe.output)
+            z = root.detach()
+        assert tape is not None
+        self._take(root, z, tape, inputs, cotangent.detach())
+
+    @torch.no_grad()
+    def _take(self, root: Root, z: Tensor, tape: Tape, inputs: Any, cotangent: Tensor) -> None:
+        recipe, axis, leaves = self.recipe, self.recipe.batch_dim, self._leaves()
         with torch.autocast(z.device.type, enabled=False):
-            value = self._arranged(z.detach())
-            slope = self._arranged(cotangent.detach())
+            value = outputs.arranged(z, axis)
+            slope = outputs.arranged(cotangent, axis)
             mask = recipe.metric.counted(value, slope)
+            keep = outputs.places(mask, z, axis)
             samples: Tensor | float = recipe.metric.samples(value)
             if mask is not None:
                 samples = samples * mask.to(value.dtype).mean()
@@ -133,73 +227,20 @@ class Gatherer:
                 value,
                 slope,
                 draws=recipe.draws,
-                inputs=self._first(inputs, len(value)),
+                inputs=outputs.first(inputs, len(value), axis),
                 generator=self.random(z.device),
             )
-            first = True
+            sums, first = self.pool.sums, True
             for covector in drawn:
-                covector = covector if mask is None else covector * mask
-                self._pull(z, tape, self._placed(covector, z), self._keep(mask, z), first)
+                covector = outputs.placed(covector if mask is None else covector * mask, z, axis)
+                try:
+                    self._measure.pull(root, covector, tape, leaves, sums, keep, inputs=first)
+                except NotFinite:
+                    samples = torch.nan
+                    break
                 first = False
             self.pool.samples = self.pool.samples + samples
             self.pool.calls += 1
-
-    def _pull(
-        self, z: Tensor, tape: Tape, covector: Tensor, keep: Tensor | None, first: bool
-    ) -> None:
-        leaves = trainable(self.model)
-        signature = (
-            tuple((e.path, tuple(e.names.items())) for e in tape.entries),
-            tuple(w.path for w in tape.wholes),
-            tuple(leaves),
-        )
-        edges: list[Any] = [e.edge for e in tape.entries]
-        for whole in tape.wholes:
-            edges += [e for e in whole.edges if e is not None]
-        plan = self._plans.get(signature)
-        asked = list(leaves) if plan is None else [n for n in plan.plain if n in leaves]
-        found = pulled(z, covector, edges + [leaves[n] for n in asked])
-        deltas, gradients = found[: len(edges)], dict(zip(asked, found[len(edges) :], strict=True))
-        ends = self._ends(tape, deltas[len(tape.entries) :])
-        if plan is None:
-            plan = self._establish(tape, deltas[: len(tape.entries)], ends, gradients)
-            self._plans[signature] = plan
-            self._known = self._known | leaves.keys()
-            self.reasons.update(plan.plain)
-        pull = Pull(tape, plan, self.recipe.sharing, keep, self.bases)
-        if first:
-            pull.inputs(self.pool.sums, deltas[: len(tape.entries)])
-        pull.outputs(self.pool.sums, deltas[: len(tape.entries)])
-        for whole, cotangents in zip(tape.wholes, ends, strict=True):
-            if any(c is not None for c in cotangents):
-                pull.taps(self.pool.sums, whole, cotangents, first)
-        for name, gradient in gradients.items():
-            if name in plan.plain and gradient is not None:
-                flat = gradient.flatten().to(compute_dtype(gradient.dtype))
-                key = Key("diagonal", (name,))
-                squares = flat.square()[:, None, None]
-                self.pool.sums.setdefault(key, Sums()).add_squares(squares)
-
-    @staticmethod
-    def _ends(tape: Tape, found: Sequence[Tensor | None]) -> list[list[Tensor | None]]:
-        """The cotangents at each compound layer's outputs."""
-        pieces = iter(found)
-        return [[None if e is None else next(pieces) for e in w.edges] for w in tape.wholes]
-
-    def _establish(
-        self, tape: Tape, deltas: Sequence[Any], ends: Sequence[list[Any]], truth: dict[str, Any]
-    ) -> Plan:
-        """Which block each parameter gets, by proof."""
-        uses = [(e.names, e.layer.curvature, e.layer.joint) for e in tape.entries]
-        taps = []
-        for whole, cotangents in zip(tape.wholes, ends, strict=True):
-            if any(c is not None for c in cotangents):
-                taps += replayed(whole, cotangents)
-        uses += [
-            ({"weight": tape.name(t.weight), "bias": tape.name(t.bias)}, "kronecker", True)
-            for t, _ in taps
-        ]
-        return Plan(uses, unexplained(tape, deltas, taps, truth), self.recipe.joint)
 
     def random(self, device: torch.device) -> torch.Generator:
         """Draws of their own, so that the training's random numbers stay what they were."""
@@ -207,46 +248,37 @@ class Gatherer:
             self._generator = torch.Generator(device).manual_seed(self._seed)
         return self._generator
 
-    def _arranged(self, z: Tensor) -> Tensor:
-        """Samples first, at least one event axis, in the dtype of linear algebra."""
-        if z.ndim == 0 or z.numel() == 0:
-            raise PullbackError(
-                "The model's output has no samples",
-                f"its shape is {tuple(z.shape)}",
-                "Return one value per sample, and skip empty batches",
-            )
-        z = z.movedim(self.recipe.batch_dim, 0).to(compute_dtype(z.dtype))
-        return z[:, None] if z.ndim == 1 else z
-
-    def _placed(self, covector: Tensor, z: Tensor) -> Tensor:
-        """Back to the layout of the output."""
-        covector = covector.view(len(covector)) if z.ndim == 1 else covector
-        return covector.movedim(0, self.recipe.batch_dim)
-
-    def _keep(self, mask: Tensor | None, z: Tensor) -> Tensor | None:
-        """Which of the output's places count, where the last axis is the event."""
-        if mask is None or mask.shape[-1] != 1 or z.ndim < 2:
-            return None
-        return mask[..., 0].movedim(0, self.recipe.batch_dim)
-
-    def _first(self, inputs: Any, samples: int) -> Any:
-        axis = self.recipe.batch_dim
-        if isinstance(inputs, Tensor) and inputs.ndim > axis and inputs.shape[axis] == samples:
-            return inputs.detach().movedim(axis, 0)
-        return inputs
-
     def state_dict(self) -> dict[str, Any]:
         """The draws' state and what was established."""
         return {
             "generator": None if self._generator is None else self._generator.get_state(),
             "device": None if self._generator is None else str(self._generator.device),
             "reasons": dict(self.reasons),
-            "known": sorted(self._known),
+            "partners": {n: list(names) for n, names in self._measure.partners.items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up a saved state."""
+        self._generator = None
         if state["generator"] is not None:
             self._generator = torch.Generator(state["device"])
             self._generator.set_state(state["generator"].cpu())
-        self.reasons, self._known = dict(state["reasons"]), frozenset(state["known"])
+        self._measure.reasons = dict(state["reasons"])
+        self._measure.partners = {n: tuple(names) for n, names in state["partners"].items()}
+        self._flags = ()
+
+
+@torch._disable_dynamo
+def _received(gatherer: Gatherer, pending: Pending, cotangent: Tensor) -> None:
+    gatherer._receive(pending, cotangent)
+
+
+def _accumulates(leaves: Mapping[str, Tensor]) -> bool:
+    """Whether the backward pass under way is going to reach one of these parameters."""
+    for p in leaves.values():
+        try:
+            if torch._C._will_engine_execute_node(get_gradient_edge(p).node):
+                return True
+        except RuntimeError:  # asked for by autograd.grad
+            return True
+    return False

@@ -17,6 +17,7 @@ class KFACInfo:
         notes: what went wrong or was left out when blocks were inverted, by parameters.
         ratio: actual over predicted reduction, where it was measured.
         step_size, momentum: the model's best factors, where they were computed.
+        low_rank: blocks whose gradient was preconditioned from its factors.
     """
 
     accepted: bool = True
@@ -27,3 +28,4 @@ class KFACInfo:
     ratio: float | None = None
     step_size: float | None = None
     momentum: float | None = None
+    low_rank: int = 0

@@ -15,9 +15,7 @@ def arranged(key: Key, gradients: Sequence[Tensor], shape: tuple[int, ...]) -> T
     """The gradients of a block in its own coordinates."""
     if key.kind == "kronecker":
         groups = shape[0]
-        rows = (
-            gradients[0].numel() if key.bias else len(gradients[0])
-        )  # some are (1, 1, O)
+        rows = gradients[0].numel() if key.bias else len(gradients[0])  # some are (1, 1, O)
         pieces = [gradients[0].reshape(groups, rows // groups, -1)]
         if key.joint:
             pieces.append(gradients[1].reshape(groups, -1, 1))

@@ -19,8 +19,8 @@ from ...metrics import Euclidean, Fisher, Metric, as_metric
 from ...steps import QuadraticModel
 from ..checks import gradient_of, refuse_model, refuse_parameter
 from ..terms import Objective
-from .checks import check
-from .control import Control, broken, finite
+from .checks import check, refuse_empty, refuse_inference
+from .control import Control, Look, finite
 from .coverage import Coverage, Row, described, expected
 from .curvature import Curvature
 from .damping import Adaptive, Damping, as_damping
@@ -28,6 +28,7 @@ from .degenerate import Degenerate, degenerate
 from .gather import Gatherer, Recipe
 from .info import KFACInfo
 from .layout import arranged
+from .ranks import Ranks
 from .source import ClosureSource, ObjectiveSource, Source
 from .sums import Key
 
@@ -99,11 +100,14 @@ class KFAC(Optimizer):
         step: QuadraticModel | None = None,
         seed: int = 0,
     ) -> None:
-        refuse_model(model)
+        refuse_model(
+            model, "KFAC", "its hooks see one process alone, and samples live on several of them"
+        )
         check(
             lr=lr, momentum=momentum, weight_decay=weight_decay, kl_clip=kl_clip, ema=ema,
             statistics_every=statistics_every, invert_every=invert_every, draws=draws,
             fisher=fisher, sharing=sharing, reduction=reduction, max_factor=max_factor,
+            batch_dim=batch_dim, output=output, joint=joint, ekfac=ekfac, seed=seed,
         )  # fmt: skip
         if likelihood is not None and metric is not None:
             raise PullbackError(
@@ -121,10 +125,10 @@ class KFAC(Optimizer):
         self.sharing = Sharing(sharing == "reduce", batch_dim, max_factor)
         self.joint, self.ekfac, self.draws, self.reduction = joint, ekfac, draws, reduction
         self.output, self.batch_dim, self.grad_scaler = output, batch_dim, grad_scaler
-        self.seed = seed
+        self.seed, self._closed = seed, False
+        params = list(plain(model).parameters() if params is None else params)
+        refuse_empty(params)
         self._register()
-        if params is None:
-            params = list(plain(model).parameters())
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
         self.curvature = Curvature()
         self._memory.update(steps=0, taken=0, damping=self.damping.value)
@@ -132,17 +136,21 @@ class KFAC(Optimizer):
     def _register(self) -> None:
         self._by_name = dict(plain(self.model).named_parameters())
         self._names = {id(p): n for n, p in self._by_name.items()}
+        self._shapes = {n: p.shape for n, p in self._by_name.items()}
         recipe = Recipe(
             self.metric, self.fisher, self.sharing, self.joint, self.draws, self.output,
             self.batch_dim,
         )  # fmt: skip
         self._gatherer = Gatherer(self.model, recipe, self.seed)
+        self._ranks = Ranks(self.model)
         #: what the last step did
         self.info = KFACInfo()
 
     def __getstate__(self) -> dict[str, Any]:
         """All but the hooks: a copy or a pickle brings its model along."""
-        own = {n: v for n, v in vars(self).items() if n not in ("_gatherer", "_names", "_by_name")}
+        apart = ("_gatherer", "_ranks", "_names", "_by_name")
+        own = {n: v for n, v in vars(self).items() if n not in apart}
+        own.pop("step", None)  # a scheduler counts calls by a function of its own
         return {**own, "gathered": self._gatherer.state_dict()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -151,8 +159,9 @@ class KFAC(Optimizer):
         super().__setstate__(state)
         if gathered is not None:
             self._register()
+            self._choose()
             self._gatherer.load_state_dict(gathered)
-            self._gatherer.due = self._due()
+            self._resume()
             self.info = info
 
     def __enter__(self) -> KFAC:
@@ -164,7 +173,8 @@ class KFAC(Optimizer):
     def close(self) -> None:
         """Remove the hooks from the model; the optimizer goes on with what it knows."""
         self._gatherer.close()
-        self._memory["closed"] = True
+        self._ranks.close()
+        self._closed = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Take up more of the model's parameters."""
@@ -181,7 +191,13 @@ class KFAC(Optimizer):
                     "Pass parameters of the module given to the optimizer",
                 )
             refuse_parameter(name, p)
+        check(**{n: group[n] for n in ("lr", "momentum", "weight_decay") if n in group})
         super().add_param_group(group)
+        self._choose()
+
+    def _choose(self) -> None:
+        """Only the groups' parameters take part; for the metric the others are constants."""
+        self._gatherer.choose(self._names[id(p)] for g in self.param_groups for p in g["params"])
 
     @property
     def _memory(self) -> dict[str, Any]:
@@ -192,10 +208,15 @@ class KFAC(Optimizer):
         """Clear the gradients, and the statistics of gradients that were never used."""
         super().zero_grad(set_to_none)
         self._gatherer.clear()
+        self._ranks.clear()
+
+    def _forget(self) -> None:
+        """What was seen belonged to gradients that are used or dropped, and to old parameters."""
+        self._gatherer.settle()
+        self._ranks.clear()
 
     def _due(self) -> bool:
-        closed = self._memory.get("closed", False)
-        return not closed and self._memory["steps"] % self.statistics_every == 0
+        return not self._closed and self._memory["steps"] % self.statistics_every == 0
 
     @torch.no_grad()
     def step(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -216,20 +237,26 @@ class KFAC(Optimizer):
             The loss, or None where none was computed here; `info` says what was done. A rejected
             step has changed nothing.
         """
+        refuse_inference()
         source = self._source(closure, objective)
         loss = source.evaluate()
         params = self._active()
-        if reason := broken(source.loss, [p.grad for p in params.values()]):
-            self._gatherer.clear()
-            self.info = KFACInfo(False, reason, self._memory["damping"])
-            return loss
+        low = self._ranks.low(self.curvature.inverses, self._by_name)
+        look = Look(source.loss, [p.grad for p in params.values()], low)
+        learning = self._gatherer.pool.calls > 0 or self._due()
+        if learning and (reason := look.reason()):
+            return self._rejected(reason, loss)
         taken = self._learn(source.found())
         self._invert(taken)
-        directions = self.curvature.precondition(self._by_name, params)
+        low = look.low()
+        directions = self.curvature.precondition(self._by_name, params, low)
+        if not learning and (reason := look.reason()):
+            return self._rejected(reason, loss)
         control = Control(self, params, directions, source)
         accepted, reason = control.move()
         self._memory["steps"] += 1
-        self._gatherer.due = self._due()
+        self._forget()
+        self._gatherer.due = self._due() or self._gatherer.lacking
         self.info = KFACInfo(
             accepted,
             reason,
@@ -238,7 +265,13 @@ class KFAC(Optimizer):
             self._notes(),
             control.ratio,
             *control.factors,
+            len(low),
         )
+        return loss
+
+    def _rejected(self, reason: str, loss: Any) -> Any:
+        self._forget()
+        self.info = KFACInfo(False, reason, self._memory["damping"])
         return loss
 
     def _source(self, closure: Any, objective: Any) -> Source:
@@ -267,16 +300,24 @@ class KFAC(Optimizer):
                 if p.requires_grad and p.grad is not None:
                     name = self._names[id(p)]
                     gradient_of(name, p)
+                    if p.shape != self._shapes[name]:
+                        raise PullbackError(
+                            f"Parameter {name!r} changed its shape",
+                            f"it was {tuple(self._shapes[name])}, and is {tuple(p.shape)} now",
+                            "Build the optimizer again after changing the model",
+                        )
                     out[name] = p
         return out
 
     def _learn(self, found: dict[Key, dict[str, Tensor]] | None) -> bool:
         """Take up the statistics gathered since the last step, if all are finite."""
+        self._skipped = False
         if found is None:
             found = self._gathered()
         if not found:
             return False
-        if not finite([t for held in found.values() for t in held.values()]):
+        self._skipped = not finite([t for held in found.values() for t in held.values()])
+        if self._skipped:
             self._memory["skipped"] = self._memory.get("skipped", 0) + 1
             return False
         self.curvature.take(found, self.ema, self.damping, self._memory["damping"])
@@ -295,7 +336,7 @@ class KFAC(Optimizer):
                     "output before step()",
                 )
             return {}
-        samples = pool.samples
+        samples, self._skipped = pool.samples, not pool.sums  # nothing finite was met
         scale: Any = 1.0 if self.reduction == "mean" else samples
         if self.fisher == "empirical":  # a mean's own cotangents are divided by N
             loss_scale = 1.0 if self.grad_scaler is None else float(self.grad_scaler.get_scale())
@@ -319,7 +360,10 @@ class KFAC(Optimizer):
                 self._gatherer.bases = held.inverses
 
     def _notes(self) -> dict[str, str]:
-        return {", ".join(k.names): note for k, note in self.curvature.notes.items()}
+        notes = {", ".join(k.names): note for k, note in self.curvature.notes.items()}
+        if self._skipped:
+            notes["statistics"] = "they were not finite; the last good ones stay"
+        return notes
 
     def coverage(self) -> Coverage:
         """What every parameter's block is, and why; before any statistics, what is expected."""
@@ -397,12 +441,23 @@ class KFAC(Optimizer):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Resume to the same bits."""
+        if _MEMORY not in state_dict.get("state", {}):
+            raise PullbackError(
+                "The saved state is not KFAC's",
+                "it holds no averages",
+                "Load what KFAC.state_dict() gave",
+            )
         super().load_state_dict(dict(state_dict))
-        memory = copy.deepcopy(state_dict["state"].get(_MEMORY, {}))
+        memory = copy.deepcopy(state_dict["state"][_MEMORY])
         self.curvature.load_state_dict(memory.pop("curvature"))
         self._gatherer.load_state_dict(memory.pop("gathered"))
         self.state[_MEMORY] = memory  # pyright: ignore[reportArgumentType]
+        self._resume()
+
+    def _resume(self) -> None:
         if self.ekfac:
             self._gatherer.bases = self.curvature.inverses
-        self._gatherer.clear()
+        self._gatherer.settle()
         self._gatherer.due = self._due()
+        if self._closed:
+            self.close()

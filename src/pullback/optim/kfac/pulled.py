@@ -31,7 +31,7 @@ def statistics_of(
             covectors = part.factor.apply((2 * coins - 1).to(value.dtype))
         else:
             covectors = part.factor.covectors(value)
-        pulled = part.linear.pullback(covectors)
+        pulled = part.linear.factored(covectors)
         for block in pulled.blocks.values():
             _add(found, block, number, recipe)
     return found

@@ -81,7 +81,8 @@ class ClosureSource(Source):
             gatherer.due = False
             self._before.restore()
             with torch.enable_grad():
-                return float(self._closure())
+                loss = self._closure()
+            return float(loss.detach()) if isinstance(loss, Tensor) else float(loss)
         finally:
             gatherer.due = due
             after.restore()

@@ -44,8 +44,8 @@ class Pull:
             key = self.plan.weight(entry.names)
             if delta is None or key is None or entry.layer.curvature == "units":
                 continue
-            found = entry.layer.inputs(entry.module, entry.input, self.sharing, self.keep)
-            sums.setdefault(key, Sums()).add_inputs(_term(entry), found)
+            sides = entry.layer.inputs(entry.module, entry.input, self.sharing, self.keep)
+            sums.setdefault(key, Sums()).add_inputs(_term(entry), sides)
 
     def outputs(self, sums: dict[Key, Sums], found: Sequence[Tensor | None]) -> None:
         """The output side of every use, from one covector's cotangents."""
@@ -136,21 +136,38 @@ def _tap_outputs(deltas: Sequence[Tensor], sharing: Sharing) -> Tensor:
 
 
 def pulled(
-    z: Tensor, covector: Tensor, targets: Sequence[GradientEdge | Tensor]
+    root: Tensor | GradientEdge, covector: Tensor, targets: Sequence[GradientEdge | Tensor]
 ) -> tuple[Tensor | None, ...]:
     """The covector pulled back to these places of the graph, which stays as it is."""
+    asked: Any = list(targets)
     try:
-        return torch.autograd.grad(
-            z, list(targets), covector.to(z.dtype), retain_graph=True, allow_unused=True
-        )
+        return torch.autograd.grad([root], asked, [covector], retain_graph=True, allow_unused=True)
     except RuntimeError as error:
         if "checkpoint" not in str(error).lower():
             raise
-        raise PullbackError(
-            "The model uses reentrant activation checkpointing",
-            "its graph cannot be asked for the cotangents inside",
-            "Use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)",
-        ) from error
+        raise _reentrant() from error
+
+
+def refuse_reentrant(root: Tensor | GradientEdge) -> None:
+    """Raise where a reentrant checkpoint hides the parameters from the graph."""
+    seen: set[Any] = set()
+    stack: list[Any] = [root.grad_fn if isinstance(root, Tensor) else root.node]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if "CheckpointFunction" in node.name():
+            raise _reentrant()
+        stack.extend(n for n, _ in node.next_functions)
+
+
+def _reentrant() -> PullbackError:
+    return PullbackError(
+        "The model uses reentrant activation checkpointing",
+        "its graph cannot be asked for the cotangents inside",
+        "Use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)",
+    )
 
 
 def unexplained(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -34,6 +34,23 @@ class Tape(Recorder):
         super().__init__(model, leaves)
         self.wholes: list[Whole] = []
 
+    def release(self, node: Any) -> None:
+        """Do not hold this node of the graph; `edges` takes it again."""
+        own = [i for i, e in enumerate(self.entries) if e.edge.node is node]
+        for i in own:
+            held = self.entries[i]
+            self.entries[i] = replace(held, edge=_without(held.edge))
+        for whole in self.wholes:
+            for i, edge in enumerate(whole.edges):
+                if edge is not None and edge.node is node:
+                    whole.edges[i] = _without(edge)
+
+    def edges(self, node: Any) -> list[GradientEdge]:
+        """Where cotangents are wanted: the layers' outputs, then those of compound layers."""
+        found = [e.edge for e in self.entries]
+        found += [e for whole in self.wholes for e in whole.edges if e is not None]
+        return [e if e.node is not None else GradientEdge(node, e.output_nr) for e in found]
+
     def name(self, parameter: Tensor | None) -> str | None:
         """The name of a parameter that takes part."""
         return None if parameter is None else self._names.get(id(parameter))
@@ -59,3 +76,7 @@ class Tape(Recorder):
                 self.wholes.append(whole)
 
         return keep
+
+
+def _without(edge: GradientEdge) -> GradientEdge:
+    return GradientEdge(None, edge.output_nr)  # pyright: ignore[reportArgumentType]

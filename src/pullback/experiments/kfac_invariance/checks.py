@@ -1,0 +1,104 @@
+"""What theory says, as yes or no, with the numbers that decide."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from ..yin_2024.checks import Check, Verdict
+from .methods import INVARIANT, UNDAMPED
+from .nets import NETS
+from .run import Record
+
+SAME, SOUND, APART = 1e-9, 1e6, 1e-3
+
+#: records by network, method's group, and seed or variant
+Found = Mapping[tuple[str, str], Sequence[Record]]
+
+#: the verdicts over seeds 0–9, in the order of the claims
+RECORDED = (True, True, True, True, False, False, False, True, False, True, True, True, False)
+
+
+def claims(found: Found) -> list[Check]:
+    """The theorems on pairs of networks, and what lies just outside of them."""
+    verdicts = [
+        _all_same("K-FAC without damping, KL clip", _of(found, UNDAMPED)),
+        _all_same("K-FAC with invariant damping", _of(found, INVARIANT)),
+        _dead(found),
+        _others(found),
+        _start(found, "zero padding with a shift", "Theorem 4.2 holds with zero padding and γ ≠ 0"),
+        _start(found, "RNN, a₀ kept", "Theorem 5.2 holds with a₀ as it was"),
+        _same(found, "RNN, inputs shifted", "a recurrent net may shift its inputs"),
+        _same(found, "Gauss–Newton, inside", "Gauss–Newton K-FAC is invariant inside the net"),
+        _same(found, "Gauss–Newton, output", "Gauss–Newton K-FAC is invariant at the output"),
+        _same(found, "metric carried over", "it is if the metric is carried over"),
+        _softmax(found),
+        _same(found, "softmax", "with softmax the probabilities agree"),
+        _same(found, "softmax, logits", "with softmax the logits agree"),
+    ]
+    return [
+        Check(claim, holds, was, numbers)
+        for (claim, holds, numbers), was in zip(verdicts, RECORDED, strict=True)
+    ]
+
+
+def sound(records: Iterable[Record]) -> list[Record]:
+    """Those whose factors are conditioned well enough to ask for nine digits."""
+    return [r for r in records if r.condition is not None and r.condition <= SOUND]
+
+
+def _of(found: Found, group: str) -> list[Record]:
+    names = {net.name for net in NETS}
+    return [
+        r for (net, g), records in found.items() if g == group and net in names for r in records
+    ]
+
+
+def _all_same(what: str, records: Sequence[Record]) -> Verdict:
+    kept = sound(records)
+    worst = max(r.worst for r in kept)
+    numbers = f"{worst:.0e} at most in {len(kept)} of {len(records)} runs, the others are singular"
+    claim = f"{what}: the same function to {SAME:.0e} where conditions are at most {SOUND:.0e}"
+    return claim, worst <= SAME, numbers if len(kept) < len(records) else f"{worst:.0e} at most"
+
+
+def _dead(found: Found) -> Verdict:
+    records = [*found["dead inputs", UNDAMPED], *found["dead inputs", INVARIANT]]
+    told = sum(any("input side is singular" in note for note in r.notes) for r in records)
+    worst = max(r.worst for r in records)
+    holds = told == len(records) and worst <= SAME
+    claim = "directions that never occur are left out, reported, and change nothing"
+    return claim, holds, f"{told} of {len(records)} runs report, mismatch {worst:.0e}"
+
+
+def _others(found: Found) -> Verdict:
+    names = {net.name for net in NETS}
+    least = {
+        group: min(
+            r.worst for (net, g), rs in found.items() if g == group and net in names for r in rs
+        )
+        for group in dict.fromkeys(g for _, g in found)
+        if group not in (UNDAMPED, INVARIANT)
+    }
+    numbers = ", ".join(f"{group} at least {value:.0e}" for group, value in least.items())
+    return "the other methods tell the two apart", min(least.values()) > APART, numbers
+
+
+def _start(found: Found, net: str, claim: str) -> Verdict:
+    worst = max(r.mismatch[0] for r in found[net, UNDAMPED])
+    return claim, worst <= SAME, f"before any step {worst:.0e}"
+
+
+def _same(found: Found, net: str, claim: str) -> Verdict:
+    records = [r for (n, g), rs in found.items() if n == net and g in _KFAC for r in rs]
+    worst = max(r.worst for r in records)
+    return claim, worst <= SAME, f"mismatch {worst:.0e}"
+
+
+_KFAC = (UNDAMPED, INVARIANT)
+
+
+def _softmax(found: Found) -> Verdict:
+    records = found["softmax", UNDAMPED]
+    told = sum(any("softmax" in d for d in r.degenerate) for r in records)
+    claim = "the metric of softmax logits is degenerate, and `degenerate()` says so"
+    return claim, told == len(records), f"{told} of {len(records)} runs"

@@ -1,0 +1,45 @@
+"""The model's output as a metric sees it: samples first, with at least one axis of an event."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ..._core.errors import PullbackError
+from ..._core.space import compute_dtype
+
+
+def arranged(z: Tensor, batch_dim: int) -> Tensor:
+    """Samples first, at least one event axis, in the dtype of linear algebra."""
+    if z.ndim <= max(batch_dim, 0) or z.numel() == 0:
+        raise PullbackError(
+            "The model's output has no samples",
+            f"its shape is {tuple(z.shape)}, and samples are counted by axis {batch_dim}",
+            "Return one value per sample, skip empty batches, and set batch_dim=",
+        )
+    z = z.movedim(batch_dim, 0).to(compute_dtype(z.dtype))
+    return z[:, None] if z.ndim == 1 else z
+
+
+def placed(covector: Tensor, z: Tensor, batch_dim: int) -> Tensor:
+    """Back to the layout and the dtype of the output."""
+    covector = covector.view(len(covector)) if z.ndim == 1 else covector
+    return covector.movedim(0, batch_dim).to(z.dtype)
+
+
+def places(mask: Tensor | None, z: Tensor, batch_dim: int) -> Tensor | None:
+    """Which of the output's places count: the mask without the one axis it is constant along."""
+    if mask is None or mask.ndim != z.ndim or z.ndim < 2:
+        return None
+    mask = mask.movedim(0, batch_dim)
+    event = [i for i in range(z.ndim) if mask.shape[i] == 1 and z.shape[i] > 1]
+    return mask.squeeze(event[0]) if len(event) == 1 else None
+
+
+def first(inputs: Any, samples: int, batch_dim: int) -> Any:
+    """The model's input in the same arrangement, where it has it."""
+    if isinstance(inputs, Tensor) and inputs.ndim > batch_dim:
+        if inputs.shape[batch_dim] == samples:
+            return inputs.detach().movedim(batch_dim, 0)
+    return inputs

@@ -1,0 +1,219 @@
+"""The Kronecker Gram: every view is that of ⊕ R ⊗ C, and sides invert safely."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import pullback as pb
+from pullback.grams import Kronecker
+from pullback.grams.kronecker import Pair, Rotated, Units, inverses, merged, sides
+from pullback.testing import assert_close, check_gram
+
+DOUBLE = torch.float64
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=DOUBLE)
+
+
+def symmetric(groups: int, n: int, rank: int | None = None, seed: int = 0) -> Tensor:
+    a = draw(groups, n, n + 2 if rank is None else rank, seed=seed)
+    return a @ a.mT / n
+
+
+def orthogonal(groups: int, n: int, seed: int = 0) -> Tensor:
+    return torch.linalg.qr(draw(groups, n, n, seed=seed))[0]
+
+
+BLOCKS: dict[str, Any] = {
+    "pair": Pair(symmetric(1, 3), symmetric(1, 4, seed=1)),
+    "groups": Pair(symmetric(2, 3), symmetric(2, 2, seed=1)),
+    "diagonal left": Pair(symmetric(2, 3).diagonal(dim1=1, dim2=2), symmetric(2, 2, seed=1)),
+    "diagonal right": Pair(symmetric(1, 3), symmetric(1, 2).diagonal(dim1=1, dim2=2)),
+    "two diagonals": Pair(draw(1, 3).square(), draw(1, 2, seed=1).square()),
+    "singular": Pair(symmetric(1, 4, 2), symmetric(1, 3, 1, seed=1)),
+    "units": Units(symmetric(5, 2)),
+    "single entries": Units(draw(4, 1, 1).square()),
+    "rotated": Rotated(orthogonal(2, 3), orthogonal(2, 2), draw(2, 3, 2).square()),
+    "rotated, one basis": Rotated(None, orthogonal(1, 2), draw(1, 3, 2).square()),
+    "plain matrices": (symmetric(1, 3)[0], symmetric(1, 2, seed=1)[0]),
+    "plain diagonal": (draw(3).square(), symmetric(1, 2, seed=1)[0]),
+}
+
+
+def dense(block: Any) -> Tensor:
+    """Kronecker products by `torch.kron`, entry by entry."""
+    if isinstance(block, Units):
+        return torch.block_diag(*block.matrices)
+    if isinstance(block, Rotated):
+        g, o, i = block.values.shape
+        u = torch.eye(o, dtype=DOUBLE).expand(g, o, o) if block.u is None else block.u
+        w = torch.eye(i, dtype=DOUBLE).expand(g, i, i) if block.w is None else block.w
+        turn = [torch.kron(a.contiguous(), b.contiguous()) for a, b in zip(u, w, strict=True)]
+        pieces = zip(turn, block.values, strict=True)
+        return torch.block_diag(*[t @ torch.diag(v.flatten()) @ t.T for t, v in pieces])
+    left, right = (block.left, block.right) if isinstance(block, Pair) else block
+    left, right = (
+        torch.diag_embed(s) if s.ndim == 2 and s.shape[0] != s.shape[1] else s
+        for s in (left, right)
+    )
+    left, right = (torch.diag(s) if s.ndim == 1 else s for s in (left, right))
+    left, right = (s if s.ndim == 3 else s[None] for s in (left, right))
+    pieces = zip(left.contiguous(), right.contiguous(), strict=True)
+    return torch.block_diag(*[torch.kron(a.contiguous(), b.contiguous()) for a, b in pieces])
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_laws(name: str) -> None:
+    gram = Kronecker([BLOCKS[name]])
+    check_gram(gram)
+    assert_close(gram.dense(), dense(BLOCKS[name]), 1e-12, "dense")
+    assert gram.structure.kronecker
+    assert not gram.structure.exact
+
+
+@pytest.mark.parametrize("damping", [0.0, 1e-3, 1.0])
+@pytest.mark.parametrize("name", BLOCKS)
+def test_solve(name: str, damping: float) -> None:
+    gram, g = Kronecker([BLOCKS[name]]), dense(BLOCKS[name])
+    v = draw(gram.size, seed=5)
+    want = torch.linalg.pinv(
+        g + damping * torch.eye(len(g), dtype=DOUBLE), hermitian=True, rtol=1e-12
+    )
+    assert_close(gram.solve(v, damping), want @ v, 1e-8, "(G + λ)⁺v")
+
+
+def test_blocks_stand_where_the_index_says() -> None:
+    blocks = [BLOCKS["groups"], BLOCKS["units"], BLOCKS["rotated"]]
+    size = sum(len(dense(b)) for b in blocks)
+    index = torch.randperm(size, generator=torch.Generator().manual_seed(0))
+    gram, want = Kronecker(blocks, index), torch.empty(size, size, dtype=DOUBLE)
+    want[index[:, None], index] = torch.block_diag(*map(dense, blocks))
+    check_gram(gram)
+    assert_close(gram.dense(), want, 1e-12, "dense")
+    v = draw(size)
+    assert_close(
+        gram.solve(v, 0.1),
+        torch.linalg.solve(want + 0.1 * torch.eye(size, dtype=DOUBLE), v),
+        1e-9,
+        "solve",
+    )
+
+
+def test_solvers_take_it() -> None:
+    gram = Kronecker([BLOCKS["pair"], BLOCKS["groups"]])
+    v, g = draw(gram.size), gram.dense()
+    solver = pb.solvers.Cholesky()
+    found = solver.solve(solver.init(gram), v, 0.1)
+    assert_close(
+        found.x, torch.linalg.solve(g + 0.1 * torch.eye(len(g), dtype=DOUBLE), v), 1e-9, "Cholesky"
+    )
+
+
+@given(
+    st.integers(1, 3), st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.integers(0, 999)
+)
+@settings(max_examples=60, deadline=None)
+def test_merged_keeps_partial_traces(groups: int, o: int, i: int, roles: int, seed: int) -> None:
+    pairs = [
+        Pair(symmetric(groups, o, seed=seed + 2 * k), symmetric(groups, i, seed=seed + 2 * k + 1))
+        for k in range(roles)
+    ]
+    one = merged(pairs)
+    for g in range(groups):
+        got = torch.kron(one.left[g], one.right[g]).view(o, i, o, i)
+        want = sum(torch.kron(p.left[g], p.right[g]) for p in pairs)
+        want = torch.as_tensor(want).view(o, i, o, i)
+        for axes in ("aibi->ab", "aiaj->ij"):
+            assert_close(torch.einsum(axes, got), torch.einsum(axes, want), 1e-12, axes)
+
+
+def test_merged_of_alike_sides_is_their_sum() -> None:
+    """Σ R_u ⊗ C with one C is a Kronecker product, and found as one; diagonals add to matrices."""
+    c = symmetric(1, 3)
+    pairs = [Pair(symmetric(1, 4, seed=k), c) for k in range(3)]
+    want = sum(p.dense() for p in pairs)
+    assert_close(merged(pairs).dense(), torch.as_tensor(want), 1e-12, "one right side")
+    mixed = merged([pairs[0], Pair(draw(1, 4).square(), c)])
+    want = pairs[0].dense() + Pair(torch.diag_embed(draw(1, 4).square()), c).dense()
+    assert_close(mixed.dense(), want, 1e-12, "a diagonal and a matrix")
+    nothing = merged([Pair(0 * pairs[0].left, c), Pair(0 * pairs[0].left, c)])
+    assert nothing.dense().count_nonzero() == 0
+
+
+def test_sides_invert_together_and_report() -> None:
+    good, other, poor = symmetric(2, 3), symmetric(1, 3, seed=1), symmetric(1, 3, 2, seed=2)
+    line, hole = draw(1, 4).square() + 0.1, torch.tensor([[1.0, 0.0, 2.0]], dtype=DOUBLE)
+    given = [good, line, other, poor, hole]
+    found = inverses(given)
+    assert found.failed == [False, False, False, True, True]
+    assert_close(found.sides[0], torch.linalg.inv(good), 1e-9, "groups")
+    assert_close(found.sides[1], 1 / line, 1e-12, "diagonal")
+    assert_close(found.sides[2], torch.linalg.inv(other), 1e-9, "the same size")
+    found = inverses(given, singular=True)
+    assert found.failed == [False] * 5
+    assert found.ranks[:3] == [None, None, None]
+    assert found.ranks[3] is not None
+    assert found.ranks[3].tolist() == [2]
+    assert_close(found.sides[3], torch.linalg.pinv(poor, hermitian=True), 1e-7, "on the range")
+    assert_close(found.sides[4], torch.tensor([[1.0, 0.0, 0.5]], dtype=DOUBLE), 1e-12, "hole")
+    broken = inverses([torch.full((1, 2, 2), torch.nan, dtype=DOUBLE)], singular=True)
+    assert broken.failed == [True]
+
+
+def test_one_matrix_of_a_group_may_be_singular() -> None:
+    both = torch.cat([symmetric(1, 3), symmetric(1, 3, 1, seed=2)])
+    found = inverses([both], singular=True)
+    assert_close(found.sides[0], torch.linalg.pinv(both, hermitian=True, rtol=1e-12), 1e-7, "range")
+
+
+def test_zero_sides_are_no_trouble() -> None:
+    zero = Pair(torch.zeros(1, 2, 2, dtype=DOUBLE), symmetric(1, 3))
+    v = draw(1, 2, 3)
+    assert zero.solve(v).count_nonzero() == 0
+    assert_close(zero.solve(v, 2.0), v / 2, 1e-12, "only the damping")
+    empty = Units(torch.zeros(3, 1, 1, dtype=DOUBLE))
+    assert empty.solve(draw(3, 1)).count_nonzero() == 0
+
+
+def test_shifted_and_multiply() -> None:
+    v, left, right = draw(2, 3, 4), symmetric(2, 3), symmetric(2, 4, seed=1)
+    by = torch.tensor([0.5, 2.0], dtype=DOUBLE)
+    assert_close(
+        sides.multiply(left, v, right),
+        torch.einsum("gab,gbc,gcd->gad", left, v, right),
+        1e-12,
+        "RVC",
+    )
+    want = left + by[:, None, None] * torch.eye(3, dtype=DOUBLE)
+    assert_close(sides.shifted(left, by), want, 1e-12, "matrix")
+    line = sides.diagonal(left)
+    assert_close(
+        sides.matrix(sides.shifted(line, by)),
+        torch.diag_embed(line + by[:, None]),
+        1e-12,
+        "diagonal",
+    )
+    assert_close(sides.trace(left), torch.einsum("gii->g", left), 1e-12, "trace")
+
+
+@pytest.mark.parametrize(
+    ("block", "what"),
+    [
+        ((symmetric(2, 3), symmetric(1, 3)), "The sides do not fit together"),
+        ((draw(1, 2, 3), symmetric(1, 3)), "A side is not square"),
+        ((symmetric(1, 3),), "A block is not usable"),
+        (3.0, "A block is not usable"),
+        (("R", "C"), "A block is not usable"),
+    ],
+)
+def test_bad_blocks_are_refused(block: Any, what: str) -> None:
+    with pytest.raises(pb.PullbackError) as caught:
+        Kronecker([block])
+    assert caught.value.what == what
