@@ -145,6 +145,9 @@ def test_merged_of_alike_sides_is_their_sum() -> None:
     assert_close(mixed.dense(), want, 1e-12, "a diagonal and a matrix")
     nothing = merged([Pair(0 * pairs[0].left, c), Pair(0 * pairs[0].left, c)])
     assert nothing.dense().count_nonzero() == 0
+    zero = torch.zeros_like(c)
+    crossed = merged([Pair(pairs[0].left, zero), Pair(torch.zeros_like(pairs[0].left), c)])
+    assert crossed.dense().count_nonzero() == 0
 
 
 def test_sides_invert_together_and_report() -> None:

@@ -98,13 +98,18 @@ def refuse_metric(metric: Metric) -> None:
 
 def gradient_of(name: str, p: Tensor) -> Tensor | None:
     """p.grad, if it is dense."""
-    if p.grad is not None and p.grad.layout != torch.strided:
+    refuse_sparse(name, p.grad)
+    return p.grad
+
+
+def refuse_sparse(name: str, gradient: Tensor | None) -> None:
+    """Raise for a gradient that is not dense."""
+    if gradient is not None and gradient.layout != torch.strided:
         raise PullbackError(
             f"Parameter {name!r} has a sparse gradient",
             "the Gram couples all entries",
             "Use Embedding(sparse=False)",
         )
-    return p.grad
 
 
 def refuse_chained(name_of: dict[int, str], inputs: list[Tensor]) -> None:

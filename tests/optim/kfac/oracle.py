@@ -245,7 +245,7 @@ def merged(roles: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Left and right sides with the partial traces of Σ left ⊗ right, in the weight's layout."""
     if len(roles) == 1:
         return roles[0]
-    total = sum(x.trace() * y.trace() for x, y in roles)
+    total = max(float(sum(x.trace() * y.trace() for x, y in roles)), 1e-300)
     left = sum(x * y.trace() for x, y in roles)
     right = sum(y * x.trace() for x, y in roles)
     return torch.as_tensor(left), torch.as_tensor(right / total)
@@ -283,7 +283,7 @@ def kfac(
                 where = torch.cat([where, index[partner].view(len(some.outputs), -1, 1)[g]], 1)
             where = where.flatten()
             out[where[:, None], where] = torch.kron(left.contiguous(), right.contiguous())
-        if both:
+        if both and partner is not None:
             found.biases.pop(partner)
     for bias, second in found.biases.items():
         for g, r in enumerate(second):

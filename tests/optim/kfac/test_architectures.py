@@ -95,6 +95,20 @@ class Fused(nn.Module):
         return y if x.ndim == 3 else y[:, 0]
 
 
+class Plain(nn.Module):
+    """Contiguous cotangents: with other strides torch's batch norm may return wrong gradients."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        if y.requires_grad:
+            y.register_hook(Tensor.contiguous)
+        return y
+
+
 class Pool(nn.Module):
     """(N, C, *space) -> (N, C), or (N, places, C)."""
 
@@ -132,9 +146,9 @@ def features(draw: Any, n: int, depth: int = 0) -> tuple[nn.Module, int]:
     if kind == "activation":
         return draw(st.sampled_from(ACTIVATIONS))(), n
     if kind == "norm":
-        return nn.LayerNorm(n, bias=bias) if n > 1 else nn.RMSNorm(n), n
+        return nn.LayerNorm(n, eps=1e-3, bias=bias), n
     if kind == "rms":
-        return nn.RMSNorm(n), n
+        return nn.RMSNorm(n, eps=1e-3), n
     if kind == "tied":
         return Tied(n), n
     if kind == "attention":
@@ -176,7 +190,7 @@ def spatial(draw: Any, n: int, dims: int) -> tuple[nn.Module, int]:
             "batch": [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d],
         }[which]
         norm = family[dims - 1](n, affine=True)
-        return (norm if which == "instance" else norm.eval()), n
+        return Plain(norm if which == "instance" else norm.eval()), n
     groups = draw(st.sampled_from([g for g in (1, 2, 3) if n % g == 0]))
     out = groups * draw(st.integers(1, 2))
     sizes = {

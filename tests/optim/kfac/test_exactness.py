@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import pullback as pb
+from pullback.grams.kronecker import Rotated
 from pullback.optim.kfac import damping as d
 from pullback.testing import assert_close
 from tests.optim.common import flat, vector
@@ -94,6 +95,7 @@ class Unfolded(nn.Module):
         super().__init__()
         self.how = conv
         self.groups = nn.ModuleList()
+        assert conv.bias is not None
         pieces = zip(conv.weight.chunk(conv.groups), conv.bias.chunk(conv.groups), strict=True)
         for weight, bias in pieces:
             linear = nn.Linear(weight[0].numel(), len(weight))
@@ -190,6 +192,7 @@ def test_corrected_eigenvalues_come_no_farther(case: str, kind: str) -> None:
         held = opt.curvature.inverses[key]
         block = opt.curvature.corrected(key)
         assert block.shape == opt.curvature.block(key).shape
+        assert isinstance(block, Rotated)
         assert held.scale is not None
         assert_close(held.scale, 1 / (block.values + 1e-3), 1e-10, "what the step divides by")
     want = torch.linalg.eigvalsh(opt.gram().dense()).sum()
@@ -342,7 +345,7 @@ class Words(nn.Module):
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "words": (Words, lambda: torch.randint(0, 5, (4, 3))),
-    "convolution": MIXED["convolution"][:1] + (lambda: torch.randn(4, 4, 4, 4),),
+    "convolution": (MIXED["convolution"][0], lambda: torch.randn(4, 4, 4, 4)),
 }
 
 

@@ -149,7 +149,7 @@ NORMS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
         lambda: nn.Sequential(nn.LayerNorm(3), nn.Tanh(), nn.Linear(3, 2)),
         lambda: torch.randn(3, 3),
     ),
-    "LayerNorm of two axes": (lambda: Places(nn.LayerNorm((4, 3)), nn.Tanh()), lambda: images(3)),
+    "LayerNorm of two axes": (lambda: Places(nn.LayerNorm([4, 3]), nn.Tanh()), lambda: images(3)),
     "LayerNorm without bias": (
         lambda: nn.Sequential(nn.LayerNorm(3, bias=False), nn.Tanh(), nn.Linear(3, 2)),
         lambda: torch.randn(2, 4, 3),
@@ -249,7 +249,7 @@ def reindexed(gram: Tensor, model: nn.Module, names: list[str]) -> Tensor:
 
 
 class Recurrent(nn.Module):
-    def __init__(self, kind: type[nn.RNNBase]) -> None:
+    def __init__(self, kind: Any) -> None:
         super().__init__()
         self.rnn, self.head = kind(3, 4, batch_first=True), nn.Linear(4, 2)
 
@@ -263,7 +263,7 @@ class Unrolled(nn.Module):
     def __init__(self, like: Recurrent) -> None:
         super().__init__()
         self.kind = type(like.rnn)
-        gates = like.rnn.weight_ih_l0.shape[0]
+        gates = len(like.rnn.weight_ih_l0)
         self.ih, self.hh, self.head = nn.Linear(3, gates), nn.Linear(4, gates), like.head
         with torch.no_grad():
             for mine, name in ((self.ih, "ih"), (self.hh, "hh")):
@@ -336,7 +336,8 @@ class ByHand(nn.Module):
                 m.weight.copy_(weights[i])
                 if a.in_proj_bias is not None:
                     m.bias.copy_(a.in_proj_bias.chunk(3)[i])
-        self.extra = None if a.bias_k is None else (a.bias_k.detach(), a.bias_v.detach())
+        extra: Any = a.bias_k, a.bias_v
+        self.extra = None if a.bias_k is None else [b.detach() for b in extra]
 
     def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
         y = x if y is None else y

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from ..yin_2024.checks import Check, Verdict
-from .methods import INVARIANT, UNDAMPED
+from .methods import GROUPS, INVARIANT, UNDAMPED
 from .nets import NETS
 from .run import Record
 
@@ -16,6 +16,9 @@ Found = Mapping[tuple[str, str], Sequence[Record]]
 
 #: the verdicts over seeds 0–9, in the order of the claims
 RECORDED = (True, True, True, True, False, False, False, True, False, True, True, True, False)
+
+
+_KFAC = (UNDAMPED, INVARIANT)
 
 
 def claims(found: Found) -> list[Check]:
@@ -47,10 +50,7 @@ def sound(records: Iterable[Record]) -> list[Record]:
 
 
 def _of(found: Found, group: str) -> list[Record]:
-    names = {net.name for net in NETS}
-    return [
-        r for (net, g), records in found.items() if g == group and net in names for r in records
-    ]
+    return [r for net in NETS for r in found[net.name, group]]
 
 
 def _all_same(what: str, records: Sequence[Record]) -> Verdict:
@@ -71,14 +71,8 @@ def _dead(found: Found) -> Verdict:
 
 
 def _others(found: Found) -> Verdict:
-    names = {net.name for net in NETS}
-    least = {
-        group: min(
-            r.worst for (net, g), rs in found.items() if g == group and net in names for r in rs
-        )
-        for group in dict.fromkeys(g for _, g in found)
-        if group not in (UNDAMPED, INVARIANT)
-    }
+    others = [group for group in GROUPS if group not in _KFAC]
+    least = {group: min(r.worst for r in _of(found, group)) for group in others}
     numbers = ", ".join(f"{group} at least {value:.0e}" for group, value in least.items())
     return "the other methods tell the two apart", min(least.values()) > APART, numbers
 
@@ -92,9 +86,6 @@ def _same(found: Found, net: str, claim: str) -> Verdict:
     records = [r for (n, g), rs in found.items() if n == net and g in _KFAC for r in rs]
     worst = max(r.worst for r in records)
     return claim, worst <= SAME, f"mismatch {worst:.0e}"
-
-
-_KFAC = (UNDAMPED, INVARIANT)
 
 
 def _softmax(found: Found) -> Verdict:

@@ -18,6 +18,7 @@ from .nets import EXHIBITS, NETS, Net
 from .run import STEPS, Record, run
 from .store import Store
 
+PAPER = "Luk and Grosse (2018), A Coordinate-Free Construction of Scalable Natural Gradient"
 _QUICK_STEPS, _QUICK_SEEDS = 3, 2
 
 
@@ -28,12 +29,10 @@ class Experiment:
     Attributes:
         paper, figure, claim: what it repeats.
         nets: on which all methods are compared.
-        exhibits: on which only K-FAC runs, undamped and with invariant damping, in two variants each.
+        exhibits: on which only K-FAC runs, undamped and invariantly damped, in two variants each.
     """
 
-    paper: str = (
-        "Luk and Grosse (2018), A Coordinate-Free Construction of Scalable Natural Gradient"
-    )
+    paper: str = PAPER
     figure: str = "Theorems 2.1, 4.2, 5.2"
     claim: str = "K-FAC trains a network and its affinely reparametrized twin alike"
     nets: Sequence[Net] = field(default=NETS)

@@ -38,15 +38,13 @@ class Method:
 def _kfac(
     group: str, damping: float | Damping, momentum: float, ema: float, *, plain: bool = False
 ) -> Method:
-    clip = _CLIP * (1 - momentum) ** 2
-
     def build(side: Side) -> Optimizer:
         return KFAC(
-            side.model, _LR, metric=side.metric, fisher="exact", damping=damping, kl_clip=clip,
+            side.model, _LR, metric=side.metric, fisher="exact", damping=damping, kl_clip=_CLIP,
             momentum=momentum, ema=ema, statistics_every=1, invert_every=1,
         )  # fmt: skip
 
-    about = f"lr {_LR:g}, damping {damping!r}, KL clip {clip:.0e}, exact Fisher at every step"
+    about = f"lr {_LR:g}, damping {damping!r}, KL clip {_CLIP:.0e}, exact Fisher at every step"
     return Method(f"{group}, momentum {momentum:g}, ema {ema:g}", group, about, build, plain)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -89,7 +90,7 @@ def _initialized(model: nn.Module, generator: torch.Generator, gain: float) -> n
 
 def _mlp(sizes: tuple[int, ...], activation: type[nn.Module]) -> nn.Sequential:
     modules: list[nn.Module] = []
-    for one, two in zip(sizes, sizes[1:], strict=False):
+    for one, two in pairwise(sizes):
         modules += [nn.Linear(one, two, dtype=torch.float64), activation()]
     return nn.Sequential(*modules[:-1])
 
@@ -280,8 +281,6 @@ EXHIBITS = (
         _mlp_pair((5, 6, 4), likelihoods.Categorical()),
     ),
     Net("Gauss–Newton, inside", "Euclidean metric, outputs unchanged", _output_pair("inner")),
-    Net(
-        "Gauss–Newton, output", "Euclidean metric in each one's outputs", _output_pair("euclidean")
-    ),
+    Net("Gauss–Newton, output", "Euclidean metric, outputs changed", _output_pair("euclidean")),
     Net("metric carried over", "Bregman metric of the same potential", _output_pair("carried")),
 )

@@ -57,7 +57,7 @@ def run(pair: Pair, method: Method, steps: int = STEPS) -> Record:
             loss.backward()
             optimizer.step()
             if side is pair.one:
-                record.loss.append(_short(float(loss)))
+                record.loss.append(_short(float(loss.detach())))
             if isinstance(optimizer, KFAC):
                 worst = max(worst, condition(optimizer))
         f, g = (_values(side, pair.held) for side in (pair.one, pair.two))

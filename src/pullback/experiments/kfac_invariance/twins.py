@@ -18,7 +18,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-_Layer = TypeVar("_Layer", nn.Linear, nn.Conv2d)
+_Layer = TypeVar("_Layer", bound=nn.Linear | nn.Conv2d)
 
 
 @dataclass(frozen=True)

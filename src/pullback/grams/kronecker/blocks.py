@@ -183,9 +183,9 @@ def merged(pairs: Sequence[Pair]) -> Pair:
     total = sum((x * y for x, y in traces), torch.zeros_like(traces[0][0])).clamp(min=tiny)
     left = reduce(sides.add, [_scaled(p.left, y) for p, (_, y) in zip(pairs, traces, strict=True)])
     right = reduce(
-        sides.add, [_scaled(p.right, x / total) for p, (x, _) in zip(pairs, traces, strict=True)]
+        sides.add, [_scaled(p.right, x) for p, (x, _) in zip(pairs, traces, strict=True)]
     )
-    return Pair(left, right)
+    return Pair(left, _scaled(right, 1 / total))  # in this order: T may be 0 though no trace is
 
 
 def _scaled(side: Tensor, by: Tensor) -> Tensor:

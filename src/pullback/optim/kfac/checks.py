@@ -7,8 +7,12 @@ from math import isfinite
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
 
+from ..._core.capture import plain
 from ..._core.errors import PullbackError
+from ..checks import refuse_parameter
 
 _CHOICES = {
     "fisher": ("mc", "exact", "empirical"),
@@ -45,8 +49,11 @@ def check(**given: Any) -> None:
             raise PullbackError(f"{name}= is not usable", f"got {value!r}", remedy)
 
 
-def refuse_empty(params: Sequence[Any]) -> None:
-    """Raise where there is nothing to optimize."""
+def refuse_unready(model: nn.Module, params: Sequence[Any]) -> None:
+    """Raise where there is nothing to optimize, or not yet."""
+    for name, p in plain(model).named_parameters():
+        if isinstance(p, UninitializedParameter):
+            refuse_parameter(name, p)
     if not params:
         raise PullbackError(
             "There is nothing to optimize",

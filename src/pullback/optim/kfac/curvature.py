@@ -2,7 +2,7 @@ r"""The K-FAC metric of a model as it is known so far: averages per block, and t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...grams.kronecker import Block, Pair, Rotated, Units, inverses, merged, sides
-from ...grams.kronecker.blocks import rotated
 from .damping import Damping
-from .layout import arranged, scattered
+from .inverse import Group, Inverse, turned
 from .sums import Key
 
 _GROWTH, _TRIES = 10.0, 8
@@ -87,38 +86,6 @@ def _widened(side: Tensor, width: int) -> Tensor:
     return F.pad(side, (0, more) if sides.is_diagonal(side) else (0, more, 0, more))
 
 
-@dataclass
-class Inverse:
-    """What a block's gradient is multiplied by.
-
-    `left`, `right` are inverse sides; with `scale` they are eigenvectors instead, and `scale` the
-    reciprocal eigenvalues. Units have `left` alone.
-    """
-
-    left: Tensor | None
-    right: Tensor | None = None
-    scale: Tensor | None = None
-
-    def __call__(self, v: Tensor) -> Tensor:
-        if self.scale is not None:
-            return rotated(
-                self.left, rotated(self.left, v, self.right) * self.scale, self.right, back=True
-            )
-        assert self.left is not None
-        if self.right is None:
-            return (self.left @ v[..., None])[..., 0]
-        return sides.multiply(self.left, v, self.right)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held."""
-        return sum(t.nbytes for t in self.tensors().values() if t is not None)
-
-    def tensors(self) -> dict[str, Tensor | None]:
-        """What is to be saved."""
-        return {"left": self.left, "right": self.right, "scale": self.scale}
-
-
 class Curvature:
     """Averages and inverses of all blocks."""
 
@@ -129,6 +96,7 @@ class Curvature:
         self.corrections: dict[Key, Average] = {}
         #: what went wrong in the last inversion, by block
         self.notes: dict[Key, str] = {}
+        self._groups: list[Group] | None = None
 
     def take(
         self, found: Mapping[Key, dict[str, Tensor]], ema: float, damping: Damping, value: float
@@ -149,7 +117,7 @@ class Curvature:
         self,
         parameters: Mapping[str, Tensor],
         wanted: Mapping[str, Tensor],
-        low: Mapping[Key, Callable[[Inverse], Tensor]],
+        low: Mapping[Key, Callable[[Inverse], Sequence[Tensor]]],
     ) -> dict[str, Tensor]:
         """F̂⁻¹g block by block; the gradient itself where a parameter has no block.
 
@@ -158,23 +126,35 @@ class Curvature:
             wanted: those with a gradient; where a partner has none, its gradient counts as zero.
             low: blocks whose gradient is at hand in factors.
         """
+        for key in self.inverses:
+            self.follow(key, parameters[key.names[0]], dtype=False)
+        if self._groups is None:
+            self._groups = self._grouped()
         out = {n: p.grad for n, p in wanted.items() if p.grad is not None}
+        found: dict[str, Tensor] = {}
+        for group in self._groups:
+            if not low.keys().isdisjoint(group.keys):  # the others of the group by themselves
+                for key in group.keys:
+                    one = Group({key: self.inverses[key]}, {key: self.shape(key)[0]})
+                    if key not in low:
+                        found |= one(parameters, self.shape(key)[1])
+            elif any(n in wanted for k in group.keys for n in k.names):
+                found |= group(parameters, self.shape(group.keys[0])[1])
         for key, inverse in self.inverses.items():
-            if not any(n in wanted for n in key.names):
-                continue
-            shape, dtype = self.shape(key)
-            like = [parameters[n] for n in key.names]
-            self.follow(key, like[0], dtype=False)
-            inverse = self.inverses[key]
             if key in low:
-                found = low[key](inverse)
-            else:
-                gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in like]
-                found = inverse(arranged(key, [g.to(dtype) for g in gradients], shape))
-            for name, d in zip(key.names, scattered(key, found, like), strict=True):
-                if name in wanted:
-                    out[name] = d
-        return out
+                found |= dict(zip(key.names, low[key](inverse), strict=True))
+            elif inverse.scale is not None:
+                found |= turned(key, inverse, parameters, self.shape(key)[0])
+        return {n: found.get(n, g) for n, g in out.items()}
+
+    def _grouped(self) -> list[Group]:
+        """The inverses by kind; eigenbases go one by one."""
+        kinds: dict[tuple[object, ...], dict[Key, Inverse]] = {}
+        for key, inverse in self.inverses.items():
+            if inverse.scale is None:
+                kinds.setdefault((key.kind, *inverse.kind), {})[key] = inverse
+        shapes = {k: self.shape(k)[0] for k in self.inverses}
+        return [Group(members, shapes) for members in kinds.values()]
 
     def block(self, key: Key) -> Block:
         """The Gram of a block, without damping."""
@@ -205,6 +185,7 @@ class Curvature:
         """Forget a block whose parameters belong to another one now."""
         for held in (self.averages, self.inverses, self.corrections, self.notes):
             held.pop(key, None)
+        self._groups = None
 
     def memory(self) -> dict[str, int]:
         """Bytes held, by what for."""
@@ -256,7 +237,7 @@ class Curvature:
             for i, key in enumerate(list(waiting)):
                 if found.failed[2 * i] or found.failed[2 * i + 1]:
                     continue
-                self._accept(key, Inverse(found.sides[2 * i], found.sides[2 * i + 1]))
+                self._accept(key, Inverse.of_sides(key, found.sides[2 * i], found.sides[2 * i + 1]))
                 self._report(key, attempt, now, found.ranks[2 * i], found.ranks[2 * i + 1])
                 del waiting[key]
             if not waiting or value == 0:
@@ -284,7 +265,7 @@ class Curvature:
             return
         values = rows[..., None] * columns[:, None]
         self.corrections.pop(key, None)  # of the old eigenbasis
-        self._accept(key, Inverse(u, w, _reciprocal(values, value)))
+        self._accept(key, Inverse(u, w, scale=_reciprocal(values, value)))
 
     def correct(self, key: Key, values: Tensor, ema: float, damping: float) -> None:
         """Eigenvalues from second moments of the gradient in the eigenbases (EKFAC)."""
@@ -295,6 +276,7 @@ class Curvature:
 
     def _accept(self, key: Key, inverse: Inverse) -> None:
         self.inverses[key] = inverse
+        self._groups = None
 
     def state_dict(self) -> dict[str, Any]:
         """Everything, to resume to the same bits."""
@@ -340,6 +322,7 @@ class Curvature:
         if (inverse := self.inverses.get(key)) is not None:
             moved = {n: None if t is None else t.to(*to) for n, t in inverse.tensors().items()}
             self.inverses[key] = Inverse(**moved)
+            self._groups = None
 
 
 def _reciprocal(values: Tensor, damping: float) -> Tensor:

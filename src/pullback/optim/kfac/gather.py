@@ -19,7 +19,7 @@ from ...maps.layers.moments import Sharing
 from ...metrics import Metric
 from . import outputs
 from .covectors import covectors
-from .curvature import Inverse
+from .inverse import Inverse
 from .measure import Measure, NotFinite
 from .pending import Again, Pending, Root
 from .statistics import refuse_reentrant
@@ -215,6 +215,10 @@ class Gatherer:
         recipe, axis, leaves = self.recipe, self.recipe.batch_dim, self._leaves()
         with torch.autocast(z.device.type, enabled=False):
             value = outputs.arranged(z, axis)
+            self.pool.calls += 1
+            if bool((value.isnan() | value.isposinf()).any()):  # −inf may mask a class
+                self.pool.samples = torch.nan
+                return
             slope = outputs.arranged(cotangent, axis)
             mask = recipe.metric.counted(value, slope)
             keep = outputs.places(mask, z, axis)
@@ -240,7 +244,6 @@ class Gatherer:
                     break
                 first = False
             self.pool.samples = self.pool.samples + samples
-            self.pool.calls += 1
 
     def random(self, device: torch.device) -> torch.Generator:
         """Draws of their own, so that the training's random numbers stay what they were."""

@@ -22,13 +22,18 @@ def arranged(key: Key, gradients: Sequence[Tensor], shape: tuple[int, ...]) -> T
         v = pieces[0] if len(pieces) == 1 else torch.cat(pieces, 2)
     else:
         v = torch.stack([g.flatten() for g in gradients], 1)
-    if tuple(v.shape) != tuple(shape):
+    refuse_shape(key, v.shape, shape)
+    return v
+
+
+def refuse_shape(key: Key, found: Sequence[int], wanted: Sequence[int]) -> None:
+    """Raise where a parameter is no longer what its block was built for."""
+    if tuple(found) != tuple(wanted):
         raise PullbackError(
             f"Parameter {key.names[0]!r} changed its shape",
-            f"its block was built for {tuple(shape)}, the gradient gives {tuple(v.shape)}",
+            f"its block was built for {tuple(wanted)}, the gradient gives {tuple(found)}",
             "Build the optimizer again after changing the model",
         )
-    return v
 
 
 def scattered(key: Key, v: Tensor, like: Sequence[Tensor]) -> list[Tensor]:

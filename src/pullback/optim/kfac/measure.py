@@ -10,10 +10,11 @@ from torch import Tensor
 
 from ..._core.space import compute_dtype
 from ...maps.layers.moments import Sharing
-from .curvature import Inverse
+from ..checks import refuse_sparse
+from .inverse import Inverse
 from .pending import Root
 from .plan import Plan
-from .statistics import Pull, pulled, replayed, unexplained
+from .statistics import Pull, pulled, refuse_reentrant, replayed, unexplained
 from .sums import Key, Sums
 from .tape import Tape
 
@@ -84,9 +85,12 @@ class Measure:
         deltas, gradients = found[: len(edges)], dict(zip(asked, found[len(edges) :], strict=True))
         layers, ends = deltas[: len(tape.entries)], _ends(tape, deltas[len(tape.entries) :])
         if plan is None:
+            if any(g is None for g in gradients.values()):
+                refuse_reentrant(root)
             plan = self._establish(tape, layers, ends, gradients)
             if _settled(plan, gradients):
                 self._plans[signature, met] = plan
+        self._adopt(plan)
         pull = Pull(tape, plan, self._sharing, keep, self.bases)
         if inputs:
             pull.inputs(sums, layers)
@@ -104,6 +108,8 @@ class Measure:
         self, tape: Tape, deltas: Sequence[Any], ends: Sequence[list[Any]], truth: dict[str, Any]
     ) -> Plan:
         """Which block each parameter gets, by proof."""
+        for name, gradient in truth.items():
+            refuse_sparse(name, gradient)
         if not all(torch.isfinite(n) for n in _norms(truth).values()):
             raise NotFinite
         uses = [(e.names, e.layer.curvature, e.layer.joint) for e in tape.entries]
@@ -115,12 +121,14 @@ class Measure:
             ({"weight": tape.name(t.weight), "bias": tape.name(t.bias)}, "kronecker", True)
             for t, _ in taps
         ]
-        plan = Plan(uses, unexplained(tape, deltas, taps, truth), self._joint)
-        for name in truth:
-            self.reasons.pop(name, None)
-        self.reasons.update(plan.plain)
-        self.partners.update({n: key.names for key in plan.keys for n in key.names})
-        return plan
+        return Plan(uses, unexplained(tape, deltas, taps, truth), self._joint)
+
+    def _adopt(self, plan: Plan) -> None:
+        """What holds for the parameters from now on."""
+        new = {n: key.names for key in plan.keys for n in key.names}
+        kept = {n: names for n, names in self.partners.items() if not new.keys() & {*names}}
+        self.partners = {**kept, **new}
+        self.reasons = {n: r for n, r in self.reasons.items() if n not in new} | plan.plain
 
 
 def _ends(tape: Tape, found: Sequence[Tensor | None]) -> list[list[Tensor | None]]:

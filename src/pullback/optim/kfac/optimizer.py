@@ -19,7 +19,7 @@ from ...metrics import Euclidean, Fisher, Metric, as_metric
 from ...steps import QuadraticModel
 from ..checks import gradient_of, refuse_model, refuse_parameter
 from ..terms import Objective
-from .checks import check, refuse_empty, refuse_inference
+from .checks import check, refuse_inference, refuse_unready
 from .control import Control, Look, finite
 from .coverage import Coverage, Row, described, expected
 from .curvature import Curvature
@@ -127,7 +127,7 @@ class KFAC(Optimizer):
         self.output, self.batch_dim, self.grad_scaler = output, batch_dim, grad_scaler
         self.seed, self._closed = seed, False
         params = list(plain(model).parameters() if params is None else params)
-        refuse_empty(params)
+        refuse_unready(model, params)
         self._register()
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
         self.curvature = Curvature()

@@ -39,7 +39,6 @@ def places(mask: Tensor | None, z: Tensor, batch_dim: int) -> Tensor | None:
 
 def first(inputs: Any, samples: int, batch_dim: int) -> Any:
     """The model's input in the same arrangement, where it has it."""
-    if isinstance(inputs, Tensor) and inputs.ndim > batch_dim:
-        if inputs.shape[batch_dim] == samples:
-            return inputs.detach().movedim(batch_dim, 0)
-    return inputs
+    if not isinstance(inputs, Tensor) or inputs.ndim <= batch_dim:
+        return inputs
+    return inputs.detach().movedim(batch_dim, 0) if inputs.shape[batch_dim] == samples else inputs

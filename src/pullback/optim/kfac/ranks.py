@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..._core.capture import plain
 from ..._core.space import tolerance
 from ...grams.kronecker import sides
-from .curvature import Inverse
+from .inverse import Inverse
 from .sums import Key
 
 _GAIN = 2  # how much cheaper the factors must be
@@ -59,14 +59,17 @@ class Low:
     scale: Tensor
     holds: Tensor
 
-    def __call__(self, inverse: Inverse) -> Tensor:
-        """R⁻¹ΔᵀāC⁻¹, (1, O, I or I + 1)."""
-        assert inverse.left is not None
-        assert inverse.right is not None
-        left, right = inverse.left[0], inverse.right[0]
-        d = self.delta * left if left.ndim == 1 else self.delta @ left
-        a = self.inputs * right if right.ndim == 1 else self.inputs @ right
-        return (self.scale * (d.T @ a))[None]
+    def __call__(self, inverse: Inverse) -> list[Tensor]:
+        """R⁻¹ΔᵀāC⁻¹: weight (O, I), and bias (O,) where it is joined."""
+        left, right = inverse.left, inverse.right
+        assert left is not None
+        assert right is not None
+        d = self.scale * (self.delta * left[0] if left.ndim == 2 else self.delta @ left[0])
+        a = self.inputs * right[0] if right.ndim == 2 else self.inputs @ right[0]
+        if inverse.border is None or inverse.corner is None:
+            return [d.T @ a]
+        q, s = inverse.border[0], inverse.corner[0]
+        return [d.T @ (a + q), d.T @ (self.inputs @ q + s)]
 
 
 class Hook:
@@ -145,7 +148,6 @@ def _low(held: Factors, weight: Any, biases: list[Any], dtype: torch.dtype) -> L
     probe = torch.cos(torch.arange(1, inputs.shape[1] + 1, device=delta.device, dtype=dtype))
     want, got = gradient @ probe, delta.T @ (inputs @ probe)
     if biases:
-        inputs = torch.cat([inputs, torch.ones_like(inputs[:, :1])], 1)
         want, got = want + biases[0].to(dtype), got + delta.sum(0)
     tiny = torch.finfo(dtype).tiny
     scale = (want @ got) / (got @ got).clamp(min=tiny)

@@ -22,7 +22,7 @@ from ...maps.layers import AffineBlock, Block, Tap, Use
 from ...maps.layers.moments import Moments, Sharing, moments, second_moment
 from ...maps.layers.scale import Scale
 from ...maps.record import Entry
-from .curvature import Inverse
+from .inverse import Inverse
 from .plan import Plan
 from .sums import Key, Sums, Term
 from .tape import Tape, Whole

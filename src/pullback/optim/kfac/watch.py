@@ -134,8 +134,3 @@ def _remove(handles: Iterable[Any]) -> None:
 def trainable(model: nn.Module) -> dict[str, Tensor]:
     """The parameters that require a gradient, by name, tied ones once."""
     return {n: p for n, p in plain(model).named_parameters() if p.requires_grad}
-
-
-def trainable(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters that require a gradient, by name, tied ones once."""
-    return {n: p for n, p in plain(model).named_parameters() if p.requires_grad}

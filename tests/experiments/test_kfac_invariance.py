@@ -1,0 +1,193 @@
+"""Luk and Grosse (2018): twins compute the same function; records, claims, figure, resuming."""
+
+import io
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+from typer.testing import CliRunner
+
+from pullback import PullbackError
+from pullback.experiments.cli import app
+from pullback.experiments.kfac_invariance import EXPERIMENTS, Experiment, experiment
+from pullback.experiments.kfac_invariance.checks import RECORDED, claims
+from pullback.experiments.kfac_invariance.methods import GROUPS, METHODS, Method
+from pullback.experiments.kfac_invariance.nets import EXHIBITS, NETS, Net, Pair
+from pullback.experiments.kfac_invariance.run import Record, run
+from pullback.experiments.kfac_invariance.store import Store
+from pullback.experiments.kfac_invariance.twins import (
+    Change,
+    Coordinates,
+    changed,
+    drawn,
+    same,
+    tanh_twin,
+    twin,
+    whitening,
+)
+
+PARTED = {"zero padding with a shift", "RNN, a₀ kept"}
+UNLIKE = {*PARTED, "RNN, inputs shifted", "Gauss–Newton, output", "softmax, logits"}
+
+
+def pretended(net: str, group: str) -> Record:
+    """What theory predicts."""
+    kfac = group.startswith("K-FAC")
+    unlike = net in UNLIKE or group in GROUPS[2:]
+    first = 0.5 if net in PARTED else 1e-15
+    return Record(
+        mismatch=[first, 0.5 if unlike else 1e-13],
+        loss=[1.0],
+        condition=1e4 if kfac else None,
+        notes=["0.weight: its input side is singular"] if net == "dead inputs" else [],
+        degenerate=["2.weight: as with softmax logits"] if net == "softmax" else [],
+    )
+
+
+def quiet() -> Console:
+    return Console(file=io.StringIO(), width=150)
+
+
+@pytest.mark.parametrize("net", NETS, ids=lambda net: net.name)
+def test_twins_start_as_one_function_with_other_weights(net: Net) -> None:
+    pair = net.make(1)
+    with torch.no_grad():
+        one, two = (side.seen(side.model(pair.held)) for side in (pair.one, pair.two))
+    torch.testing.assert_close(one, two, rtol=1e-10, atol=1e-11)
+    for p, q in zip(pair.one.model.parameters(), pair.two.model.parameters(), strict=True):
+        assert p.shape == q.shape
+        assert not torch.allclose(p, q)
+
+
+def test_sigmoid_to_tanh_is_the_known_map() -> None:
+    """W† = W/4 and b† = (b + ½W1)/2 inside; W/2, b/2 first; W/2, b + ½W1 last."""
+    torch.manual_seed(0)
+    sizes = ((3, 4), (4, 5), (5, 2))
+    one, two, three = (nn.Linear(*s, dtype=torch.float64) for s in sizes)
+    model = nn.Sequential(one, nn.Sigmoid(), two, nn.Sigmoid(), three)
+    other = tanh_twin(model, same(3))
+    assert [type(m) for m in other] == [nn.Linear, nn.Tanh, nn.Linear, nn.Tanh, nn.Linear]
+    want = [
+        one.weight / 2, one.bias / 2,
+        two.weight / 4, (two.bias + two.weight.sum(1) / 2) / 2,
+        three.weight / 2, three.bias + three.weight.sum(1) / 2,
+    ]  # fmt: skip
+    for p, q in zip(other.parameters(), want, strict=True):
+        torch.testing.assert_close(p, q)
+    x = torch.randn(6, 3, dtype=torch.float64)
+    torch.testing.assert_close(other(x), model(x))
+
+
+def test_a_changed_convolution_sees_changed_channels() -> None:
+    torch.manual_seed(0)
+    layer, generator = nn.Conv2d(2, 3, 3, stride=2).double(), torch.Generator().manual_seed(1)
+    before, after = drawn(2, generator), drawn(3, generator)
+    x = torch.randn(2, 2, 7, 7, dtype=torch.float64)
+
+    def moved(change: Change, a: torch.Tensor) -> torch.Tensor:
+        return torch.einsum("ij,njxy->nixy", change.matrix, a) + change.shift[:, None, None]
+
+    got = moved(after, changed(layer, before, after)(moved(before, x)))
+    torch.testing.assert_close(got, layer(x))
+
+
+def test_whitening_whitens_and_changes_invert() -> None:
+    x = torch.randn(300, 3, dtype=torch.float64) @ torch.tensor(
+        [[2.0, 0, 0], [1, 1, 0], [3, 0, 1]], dtype=torch.float64
+    )
+    change = whitening(x + 5)
+    y = (x + 5) @ change.matrix.T + change.shift
+    torch.testing.assert_close(torch.cov(y.T), torch.eye(3, dtype=torch.float64))
+    torch.testing.assert_close(y.mean(0), torch.zeros(3, dtype=torch.float64), atol=1e-12, rtol=0)
+    back = change.inverse()
+    torch.testing.assert_close(y @ back.matrix.T + back.shift, x + 5)
+
+
+def test_no_change_is_no_module() -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)).double()
+    to = Coordinates([same(2), same(3)], [same(3), same(1)])
+    assert [type(m) for m in twin(model, to)] == [type(m) for m in model]
+
+
+def test_a_run_measures_before_and_after() -> None:
+    record = run(NETS[0].make(0), METHODS[0], 2)
+    assert len(record.mismatch) == 3
+    assert len(record.loss) == 2
+    assert record.worst <= 1e-10
+    assert record.condition is not None
+    assert 1 < record.condition < 1e6
+
+
+def test_a_diverged_run_is_no_agreement() -> None:
+    pair = NETS[0].make(0)
+    with torch.no_grad():
+        for p in pair.two.model.parameters():
+            p.fill_(math.nan)
+    assert run(Pair(pair.one, pair.two, pair.batch, pair.held), METHODS[-1], 1).worst > 1e100
+
+
+def test_claims_are_as_recorded_when_theory_holds() -> None:
+    found = {(n.name, g): [pretended(n.name, g)] for n in (*NETS, *EXHIBITS) for g in GROUPS}
+    checks = claims(found)
+    assert [c.holds for c in checks] == list(RECORDED)
+    found["tanh MLP", GROUPS[0]] = [Record([0.0, 1e-3], condition=10.0)]
+    broken = claims(found)
+    assert not broken[0].holds
+    assert "unlike the record" in str(broken[0])
+    # a run with unsound factors says nothing
+    found["tanh MLP", GROUPS[0]] = [Record([0.0, 1e-3], condition=1e9)]
+    assert claims(found)[0].holds
+
+
+def test_results_are_kept_and_others_refused(tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    store = Store(path, {"steps": 1})
+    store.runs["net", "method", 3] = Record([0.0, 1.0], [2.0], None, ["a"], [])
+    store.save()
+    again = Store(path, {"steps": 1})
+    assert again.runs == store.runs
+    with pytest.raises(PullbackError, match="another configuration"):
+        Store(path, {"steps": 2})
+
+
+def test_the_experiment_writes_record_and_figure_and_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[tuple[Any, str]] = []
+
+    def pretend(net: Any, method: Method, steps: int) -> Record:
+        made.append((net, method.name))
+        return pretended(net, method.group)
+
+    monkeypatch.setattr(experiment, "run", pretend)
+    nets, exhibits = ([named(net) for net in some] for some in (NETS, EXHIBITS))
+    ours = Experiment(nets=nets, exhibits=exhibits)
+    assert ours.run(False, [0, 1], tmp_path, quiet())
+    assert len(made) == 2 * (len(NETS) * len(METHODS) + len(EXHIBITS) * 4)
+    assert (tmp_path / "luk-grosse-2018.png").read_bytes()[:4] == b"\x89PNG"
+    state = json.loads((tmp_path / "luk-grosse-2018.json").read_text("utf-8"))
+    assert len(state["checks"]) == len(RECORDED)
+    assert {"torch", "commit"} <= set(state["environment"])
+    before = len(made)
+    assert ours.run(False, [0, 1], tmp_path, quiet())
+    assert len(made) == before
+    assert ours.run(True, range(10), tmp_path, quiet())
+    quick = json.loads((tmp_path / "luk-grosse-2018-quick.json").read_text("utf-8"))
+    assert {r["seed"] for r in quick["runs"]} == {0, 1}
+
+
+def named(net: Net) -> Net:
+    """The same, whose pair is nothing but its name."""
+    return replace(net, make=lambda seed: net.name)  # pyright: ignore[reportArgumentType]
+
+
+def test_the_command_lists_it() -> None:
+    assert list(EXPERIMENTS) == ["luk-grosse-2018"]
+    done = CliRunner().invoke(app, ["list"])
+    assert "luk-grosse-2018" in done.stdout

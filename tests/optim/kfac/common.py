@@ -1,0 +1,58 @@
+"""Small models and loops for K-FAC."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import pullback as pb
+
+from ..common import vector
+
+DOUBLE = torch.float64
+
+
+def net(dtype: torch.dtype = DOUBLE) -> Any:
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 4)).to(dtype)
+
+
+def batch(samples: int = 8, dtype: torch.dtype = DOUBLE, seed: int = 0) -> tuple[Tensor, Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(samples, 3, generator=g, dtype=dtype)
+    return x, torch.randint(0, 4, (samples,), generator=g)
+
+
+def kfac(model: Any, **options: Any) -> pb.KFAC:
+    settings = {"lr": 0.05, "damping": 0.1, "statistics_every": 2, "invert_every": 4} | options
+    if "metric" not in settings:
+        settings.setdefault("likelihood", pb.likelihoods.Categorical())
+    return pb.KFAC(model, **settings)
+
+
+def train(
+    opt: pb.KFAC, call: Callable[[Tensor], Any], steps: int = 1, start: int = 0, **options: Any
+) -> list[bool]:
+    """An ordinary loop; says at which steps statistics were taken."""
+    taken = []
+    for i in range(start, start + steps):
+        x, y = batch(seed=i, **options)
+        opt.zero_grad()
+        F.cross_entropy(call(x), y).backward()
+        opt.step()
+        taken.append(opt.info.taken)
+    return taken
+
+
+def gram(
+    model: nn.Module, x: Any, y: Tensor, loss: Any = F.cross_entropy, **options: Any
+) -> Tensor:
+    """The Gram of one exact statistics step, which leaves the model as it was."""
+    with kfac(model, fisher="exact", lr=0.0, **options) as opt:
+        loss(model(x), y).backward()
+        opt.step()
+        return opt.gram().dense()
+
+
+__all__ = ["DOUBLE", "batch", "gram", "kfac", "net", "train", "vector"]
