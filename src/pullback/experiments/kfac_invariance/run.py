@@ -15,7 +15,7 @@ from .methods import Method
 from .nets import Pair, Side
 
 STEPS = 10
-_LOST = 1e300  # the mismatch of a network that diverged
+_LOST = 1e300  # of a network that diverged; JSON has no infinity
 
 
 @dataclass
@@ -82,12 +82,11 @@ def _values(side: Side, x: Tensor) -> Tensor:
 
 
 def _relative(difference: Tensor, scale: float) -> float:
-    found = _short(float(difference.norm()) / scale)
-    return found if math.isfinite(found) else _LOST
+    return _short(float(difference.norm()) / scale)
 
 
 def _short(value: float) -> float:
-    return float(f"{value:.3e}")
+    return float(f"{value:.3e}") if math.isfinite(value) else _LOST
 
 
 def condition(optimizer: KFAC) -> float:

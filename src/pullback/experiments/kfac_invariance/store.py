@@ -9,8 +9,9 @@ from typing import Any
 
 from ..._core.errors import PullbackError
 from ..environment import environment
-from ..record import write
 from .run import Record
+
+_TEXT: dict[str, Any] = {"ensure_ascii": False}
 
 #: network, method, seed
 Name = tuple[str, str, int]
@@ -40,10 +41,18 @@ class Store:
             self.runs[name] = Record(**run)
 
     def save(self, checks: Iterable[Any] = ()) -> None:
-        """Write the file."""
-        runs = [
-            {"net": net, "method": method, "seed": seed, **vars(record)}
+        """Write the file in one piece; one line per run."""
+        runs = ",\n".join(
+            "  " + _line({"net": net, "method": method, "seed": seed, **vars(record)})
             for (net, method, seed), record in self.runs.items()
-        ]
-        content = {"config": self.config, "environment": self.environment}
-        write(self.path, {**content, "checks": [vars(c) for c in checks], "runs": runs})
+        )
+        head = {"config": self.config, "environment": self.environment}
+        text = json.dumps({**head, "checks": [vars(c) for c in checks]}, indent=1, **_TEXT)[:-2]
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        draft = self.path.with_suffix(".draft")
+        draft.write_text(f'{text},\n "runs": [\n{runs}\n ]\n}}\n', "utf-8")
+        draft.replace(self.path)
+
+
+def _line(run: dict[str, Any]) -> str:
+    return json.dumps(run, **_TEXT)

@@ -87,7 +87,7 @@ class Control:
             self._combine()
         for group in self._opt.param_groups:
             names = [self._opt._names[id(p)] for p in group["params"]]
-            chosen = [self._params[n] for n in names if n in self._directions]
+            chosen: list[Tensor] = [self._params[n] for n in names if n in self._directions]
             if not chosen:
                 continue
             lr, momentum = float(group["lr"]), float(group["momentum"])

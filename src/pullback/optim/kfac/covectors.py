@@ -61,4 +61,3 @@ def _drawn(
     shape = (len(z), *factor.white)
     coins = torch.randint(0, 2, shape, device=z.device, generator=generator)
     return factor.apply((2 * coins - 1).to(z.dtype))
-

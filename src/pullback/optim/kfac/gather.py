@@ -10,6 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import (
+    peek_interpreter_stack,  # pyright: ignore[reportMissingModuleSource]
+)
 from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
@@ -22,8 +25,8 @@ from .covectors import covectors
 from .inverse import Inverse
 from .measure import Measure, NotFinite
 from .pending import Again, Pending, Root
-from .statistics import refuse_reentrant
 from .sums import Key, Sums
+from .sweep import refuse_reentrant
 from .tape import Tape
 from .watch import Watch
 
@@ -159,7 +162,7 @@ class Gatherer:
         return contextlib.nullcontext() if tape is None else tape
 
     def _unfit(self) -> int:
-        if torch._C._functorch.peek_interpreter_stack() is not None:
+        if peek_interpreter_stack() is not None:
             return 1
         if not torch.is_grad_enabled():
             return 2

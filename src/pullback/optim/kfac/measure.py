@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from ..._core.space import compute_dtype
 from ...maps.layers.moments import Sharing
@@ -14,13 +16,28 @@ from ..checks import refuse_sparse
 from .inverse import Inverse
 from .pending import Root
 from .plan import Plan
-from .statistics import Pull, pulled, refuse_reentrant, replayed, unexplained
+from .proof import Proof
 from .sums import Key, Sums
+from .sweep import Sweep, basis_by, last, pulled, refuse_reentrant, wanted_by
 from .tape import Tape
+from .taps import add_taps, replayed, roles
 
 
 class NotFinite(Exception):
     """The covector met values that are not finite, from which nothing can be learned."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """What was established about one way through the model."""
+
+    plan: Plan
+    #: which uses of layers, and which ends of compound ones, a covector met
+    met: tuple[Any, ...]
+    #: the uses below which there is no other
+    last: list[int]
+    #: whether the proof holds from now on
+    settled: bool
 
 
 class Measure:
@@ -39,8 +56,7 @@ class Measure:
         self.reasons: dict[str, str] = {}
         #: the parameters that share a block with this one
         self.partners: dict[str, tuple[str, ...]] = {}
-        self._plans: dict[Any, Plan] = {}
-        self._last: dict[Any, Any] = {}
+        self._known: dict[Any, Known] = {}
 
     def knows(self, leaves: Mapping[str, Tensor]) -> bool:
         """Whether each of them has a block of parameters among them."""
@@ -74,38 +90,79 @@ class Measure:
             tuple(w.path for w in tape.wholes),
             tuple(leaves),
         )
-        plan = self._plans.get((signature, self._last.get(signature)))
+        known = self._known.get(signature)
+        if known is not None:
+            done = self._sweep(root, covector, tape, leaves, sums, keep, edges, known, inputs)
+            if done:
+                return
+        # the first time, or another way through the same layers
+        known = self._sweep(root, covector, tape, leaves, sums, keep, edges, None, inputs)
+        assert isinstance(known, Known)
+        if known.settled:
+            self._known[signature] = known
+
+    def _sweep(
+        self,
+        root: Root,
+        covector: Tensor,
+        tape: Tape,
+        leaves: Mapping[str, Tensor],
+        sums: dict[Key, Sums],
+        keep: Tensor | None,
+        edges: Sequence[GradientEdge],
+        known: Known | None,
+        inputs: bool,
+    ) -> Known | bool:
+        """One pass; without anything known the structure is proven on the way."""
+        count, plan = len(tape.entries), None if known is None else known.plan
+        proof = Proof() if plan is None else None
+        sweep = Sweep(
+            tape.entries, self._sharing, keep, inputs=inputs, wanted=wanted_by(plan),
+            basis=basis_by(plan, tape.entries, self.bases), proof=proof,
+        )  # fmt: skip
         asked = list(leaves) if plan is None else [n for n in plan.plain if n in leaves]
-        found = pulled(root, covector, edges + [leaves[n] for n in asked])
-        met = tuple(d is not None for d in found[: len(edges)])
-        if plan is not None and met != self._last[signature]:  # other branches than the last time
-            plan, asked = self._plans.get((signature, met)), list(leaves)
-            found = pulled(root, covector, edges + list(leaves.values()))
-        self._last[signature] = met
-        deltas, gradients = found[: len(edges)], dict(zip(asked, found[len(edges) :], strict=True))
-        layers, ends = deltas[: len(tape.entries)], _ends(tape, deltas[len(tape.entries) :])
+        ends = [] if known is None else known.last
+        handles = sweep.hooks(edges[:count])
+        try:
+            targets = [edges[i] for i in ends] + list(edges[count:]) + [leaves[n] for n in asked]
+            found = pulled(root, covector, targets)
+        finally:
+            for handle in handles:
+                handle.remove()
+        for i, delta in zip(ends, found, strict=False):
+            if delta is not None:
+                sweep.consume(i, delta)
+        rest = found[len(ends) :]
+        cotangents, gradients = rest[: len(edges) - count], rest[len(edges) - count :]
+        met = (*sorted(sweep.met), *(c is not None for c in cotangents))
+        if known is not None and met != known.met:
+            return False
+        truth = dict(zip(asked, gradients, strict=True))
+        taps = [
+            replayed(whole, end)
+            for whole, end in zip(tape.wholes, _ends(tape, cotangents), strict=True)
+            if any(c is not None for c in end)
+        ]
         if plan is None:
-            if any(g is None for g in gradients.values()):
+            assert proof is not None
+            if any(g is None for g in gradients):
                 refuse_reentrant(root)
-            plan = self._establish(tape, layers, ends, gradients)
-            if _settled(plan, gradients):
-                self._plans[signature, met] = plan
+            plan = self._establish(tape, proof, taps, truth)
         self._adopt(plan)
-        pull = Pull(tape, plan, self._sharing, keep, self.bases)
-        if inputs:
-            pull.inputs(sums, layers)
-        pull.outputs(sums, layers)
-        for whole, cotangents in zip(tape.wholes, ends, strict=True):
-            if any(c is not None for c in cotangents):
-                pull.taps(sums, whole, cotangents, inputs)
-        for name, gradient in gradients.items():
+        sweep.assign(plan, sums)
+        for one in taps:
+            add_taps(sums, one, plan, self._sharing, tape.name, inputs=inputs)
+        for name, gradient in truth.items():
             if name in plan.plain and gradient is not None:
                 flat = gradient.flatten().to(compute_dtype(gradient.dtype))
                 squares = flat.square()[:, None, None]
                 sums.setdefault(Key("diagonal", (name,)), Sums()).add_squares(squares)
+        if known is not None:
+            return True
+        return Known(plan, met, last(root, edges[:count]), _settled(plan, truth))
 
     def _establish(
-        self, tape: Tape, deltas: Sequence[Any], ends: Sequence[list[Any]], truth: dict[str, Any]
+        self, tape: Tape, proof: Proof, taps: Sequence[Any], truth: dict[str, Any]
     ) -> Plan:
         """Which block each parameter gets, by proof."""
         for name, gradient in truth.items():
@@ -113,15 +170,10 @@ class Measure:
         if not all(torch.isfinite(n) for n in _norms(truth).values()):
             raise NotFinite
         uses = [(e.names, e.layer.curvature, e.layer.joint) for e in tape.entries]
-        taps = []
-        for whole, cotangents in zip(tape.wholes, ends, strict=True):
-            if any(c is not None for c in cotangents):
-                taps += replayed(whole, cotangents)
-        uses += [
-            ({"weight": tape.name(t.weight), "bias": tape.name(t.bias)}, "kronecker", True)
-            for t, _ in taps
-        ]
-        return Plan(uses, unexplained(tape, deltas, taps, truth), self._joint)
+        for one in taps:
+            proof.taps(one, tape.name)
+            uses += [(roles(tap, tape.name), "kronecker", True) for tap, _ in one]
+        return Plan(uses, proof.unexplained(truth), self._joint)
 
     def _adopt(self, plan: Plan) -> None:
         """What holds for the parameters from now on."""

@@ -78,7 +78,7 @@ class Hook:
     def __init__(self, ranks: Ranks | None = None) -> None:
         self._ranks = None if ranks is None else weakref.ref(ranks)
 
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+    def __call__(self, module: Any, args: Any, output: Any) -> None:
         ranks = self._ranks
         if torch.compiler.is_compiling() or ranks is None or len(args) != 1:
             return

@@ -72,6 +72,14 @@ class Sums:
         return out
 
 
+def add_bias(held: Sums, second: Tensor) -> None:
+    """A bias by itself: its input is 1 everywhere."""
+    term = Term("bias", False)
+    ones = torch.ones_like(second[:, :1] if second.ndim == 2 else second[:, 0, :1])
+    held.inputs[term] = Moments(ones, ones, 1.0)
+    held.add_outputs(term, second)
+
+
 def _homogeneous(m: Moments, joint: bool) -> Tensor:
     """mean āāᵀ with ā = (a, 1) for a joint block, else mean aaᵀ; groups may count apart."""
     one = two = m.places
