@@ -3,9 +3,9 @@
     python -m benchmarks.kfac [--device cuda] [--quick] [--only NAME ...] [--out FILE]
 
 A step is zero_grad, forward, backward and the optimizer's step. Three kinds of steps are timed in
-turn with the baseline (SGD on a CPU, fused AdamW on a GPU): plain ones, ones that take statistics, and ones
-that also invert; schedules are combined from them, and one is run as it is. Beside each stands the
-floor: the baseline's time, and the extra products at the rate that this machine has for large ones.
+turn with the baseline (SGD on a CPU, fused AdamW on a GPU): plain ones, ones that take statistics,
+and ones that also invert; schedules are combined from them, and one is run as it is. Beside each
+stands the floor: the baseline's time, and the extra products at this machine's rate for large ones.
 The peer is `naive_kfac`, with the cheaper empirical Fisher.
 """
 

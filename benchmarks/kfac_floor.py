@@ -1,9 +1,9 @@
 """What K-FAC's extra work costs at least: its products at the machine's own rates.
 
 For a layer with weight (O, I) and P places: an extra reverse pass without weight gradients, the
-symmetric products P(O² + I²), inverses O³ + I³, and the apply 2·O·I·(O + I). A convolution of stride 1
-with an odd k×k kernel needs no more than ((2k-1)² + 1)/2 products of C×C blocks for its input side. Bytes: averages are
-read and written and inverses read once each.
+symmetric products P(O² + I²), inverses O³ + I³, and the apply 2·O·I·(O + I). The input side of a
+k×k convolution of stride 1 needs no more than ((2k-1)² + 1)/2 products of C×C blocks. Averages are
+read and written, and inverses read, once each.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ class GPT(nn.Module):
 
     def __init__(
         self,
-        vocabulary: int = 50257,
+        vocabulary: int = 50304,
         length: int = 1024,
         width: int = 768,
         depth: int = 12,

@@ -3,9 +3,10 @@
     python -m benchmarks.kfac_train {autoencoder,vgg,shakespeare} [--device cuda] [--seconds S]
         [--seeds 0 1 2] [--workers K] [--quick] [--out FILE]
 
-Every optimizer has a grid of learning rates (K-FAC also of dampings), decayed linearly to zero. The grid is searched with
-the first seed; the best of each by training loss is then run alone, for every seed, and timed
-without its evaluations. The autoencoder is given epochs (Adam and SGD 100), the others seconds.
+Every optimizer has a grid of learning rates (K-FAC of dampings and KL clips), decayed linearly to
+zero. The grid is searched with the first seed; the best of each by training loss is then run alone,
+for every seed, and timed without its evaluations. The autoencoder is given epochs (Adam and SGD
+100), the others seconds.
 """
 
 from __future__ import annotations
@@ -73,6 +74,9 @@ def compare(task: str, options: dict[str, Any], seeds: list[int], workers: int) 
         ):
             tuned[name] = {"config": config, "best": record["best"]}
     runs: dict[str, list[dict[str, Any]]] = {}
+    if workers > 1:  # this process has not touched the device yet
+        for choice in tuned.values():
+            run(task, {**choice["config"], "epochs": 1}, seeds[0], **options)
     for name, choice in tuned.items():
         # a run that shared the device with others is timed again
         first = [] if workers > 1 else [found[flat.index(choice["config"])]]

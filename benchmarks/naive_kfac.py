@@ -56,7 +56,8 @@ class NaiveKFAC(torch.optim.SGD):
     def _backward(self, module: Any, grad_input: Any, grad_output: Any) -> None:
         if not self._due:
             return
-        a, d = self._held.pop(module).float(), grad_output[0].float()
+        dtype = module.weight.dtype
+        a, d = self._held.pop(module).to(dtype), grad_output[0].to(dtype)
         n = len(a)
         if isinstance(module, nn.Conv2d):
             a = F.unfold(a, module.kernel_size, module.dilation, module.padding, module.stride)  # pyright: ignore[reportArgumentType]

@@ -33,6 +33,7 @@ def test_the_floor_counts_a_linear_layer() -> None:
     assert found.apply == 2 * 16 * 8 + 2 * 10 * 7
 
 
+@pytest.mark.filterwarnings("ignore:Full backward hook")
 def test_the_naive_peer_divides_by_both_factors() -> None:
     torch.manual_seed(0)
     model = nn.Linear(3, 2).double()

@@ -22,7 +22,8 @@ class Bernoulli(Likelihood):
         return F.binary_cross_entropy_with_logits(z, y, reduction="none")
 
     def sample(self, z: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        return torch.bernoulli(torch.sigmoid(z), generator=generator)
+        uniform = torch.rand(z.shape, generator=generator, dtype=z.dtype, device=z.device)
+        return (uniform < torch.sigmoid(z)).to(z.dtype)  # faster than torch.bernoulli on a CPU
 
 
 class Poisson(Likelihood):

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from ..._core.products import full_precision
 
+_LARGE = 128  # from this size on a matrix is inverted by itself on a CPU
+
 
 def is_diagonal(side: Tensor) -> bool:
     """Whether only the diagonal is held."""
@@ -68,7 +70,7 @@ class Inverses:
 
 
 def inverses(sides: Sequence[Tensor], *, singular: bool = False) -> Inverses:
-    """The inverses of many sides, matrices of the same size together.
+    """The inverses of many sides, matrices of the same size together where that is faster.
 
     Args:
         sides: what to invert.
@@ -79,7 +81,7 @@ def inverses(sides: Sequence[Tensor], *, singular: bool = False) -> Inverses:
     failed = [False] * len(sides)
     ranks: list[Tensor | None] = [None] * len(sides)
     for indices in _alike(sides):
-        stacked = torch.cat([sides[i] for i in indices])
+        stacked = sides[indices[0]] if len(indices) == 1 else torch.cat([sides[i] for i in indices])
         counts = [len(sides[i]) for i in indices]
         found, good = (
             _reciprocal(stacked) if stacked.ndim == 2 else _cholesky(stacked, strict=singular)
@@ -95,10 +97,15 @@ def inverses(sides: Sequence[Tensor], *, singular: bool = False) -> Inverses:
 
 
 def _alike(sides: Sequence[Tensor]) -> list[list[int]]:
-    """Indices of the sides by shape and dtype, but for the number of groups."""
+    """Indices of the sides by shape and dtype, but for the number of groups.
+
+    LAPACK takes one matrix after the other, and larger ones leave the cache: each goes alone.
+    """
     groups: dict[tuple[object, ...], list[int]] = {}
     for i, side in enumerate(sides):
-        groups.setdefault((side.ndim, side.shape[-1], side.dtype, side.device), []).append(i)
+        alone = i if side.device.type == "cpu" and side.shape[-1] >= _LARGE else -1
+        kind = (side.ndim, side.shape[-1], side.dtype, side.device, alone)
+        groups.setdefault(kind, []).append(i)
     return list(groups.values())
 
 

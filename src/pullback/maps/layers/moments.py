@@ -55,7 +55,7 @@ class Moments:
 def second_moment(x: Tensor, sharing: Sharing) -> Tensor:
     """Σ_p x xᵀ over the places of (G, P, n), as a diagonal where n is too long."""
     if x.shape[-1] > sharing.longest:
-        return x.to(compute_dtype(x.dtype)).square().sum(1)
+        return torch.linalg.vector_norm(x, dim=1, dtype=compute_dtype(x.dtype)).square()
     if len(x) == 1:
         return moment(x[0])[None]
     x = x.to(compute_dtype(x.dtype))

@@ -21,7 +21,7 @@ a `Conv3d`, and those of images that are mostly edge.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -29,11 +29,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..._core.products import products
+from ..._core.products import moment, products
 from ..._core.space import compute_dtype
 
 _GAIN = 1.5  # saved multiplications that pay for smaller products, one by one
-_CACHE, _MEMORY = 2**24, 2**28  # bytes unfolded at a time, on the CPU and elsewhere
+_CACHE, _MEMORY = 2**24, 2**30  # bytes unfolded at a time, on the CPU and elsewhere
 
 
 def patches(module: Any, x: Tensor) -> Tensor:
@@ -61,7 +61,8 @@ def patch_moment(module: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     first = windows(module, alone).sum(2)[0]  # a is linear in x
     axes = _axes(module, alone.shape[2:])
     free = [a for a in axes if a.k > 1 and a.s == 1][:2]
-    slide = free if _pays(free, x.shape[1], groups) else []
+    # elsewhere than on the CPU one large product beats many small ones
+    slide = free if x.device.type == "cpu" and _pays(free, x.shape[1], groups) else []
     if x.device.type == "cpu":
         x = x.to(dtype)  # half products are slow there
     second = first.new_zeros(*first.shape, first.shape[-1])
@@ -70,7 +71,11 @@ def patch_moment(module: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     # Sums over few samples would move the moments more often than the inputs.
     limit = max(_CACHE if x.device.type == "cpu" else _MEMORY, 4 * second.nbytes)
     for some in x.chunk(max(1, -(-len(x) * copied // limit))):
-        second += _folded(_padded(module, some), groups, axes, slide)
+        some = _padded(module, some)
+        if x.is_cuda and groups == 1:
+            second += _gathered(some, axes)
+        else:
+            second += _folded(some, groups, axes, slide)
     return second, first
 
 
@@ -130,6 +135,17 @@ def _folded(x: Tensor, groups: int, axes: Sequence[_Axis], slide: Sequence[_Axis
     where = [len(slide), *([*slide, None, *fold].index(a) for a in axes)]  # twice (C, *kernel)
     second = second.permute(0, *(1 + i for i in where), *(1 + len(held) + i for i in where))
     return second.flatten(1 + len(held)).flatten(1, len(held))
+
+
+def _gathered(x: Tensor, axes: Sequence[_Axis]) -> Tensor:
+    """(1, I, I) by one copy of all patches with the channels last, which moves whole lines."""
+    x, dims = x.movedim(1, -1).contiguous(), len(axes)
+    for a in axes:
+        x = replace(a, index=a.index - 1).unfold(x)  # (B, *places, C, *offsets)
+    x = x.movedim(1 + dims, -1)
+    k, c = prod(a.k for a in axes), x.shape[-1]
+    second = moment(x.reshape(-1, k * c)).view(k, c, k, c)
+    return second.permute(1, 0, 3, 2).reshape(1, k * c, k * c)
 
 
 def _moment(x: Tensor, steps: Sequence[tuple[int, int]]) -> Tensor:

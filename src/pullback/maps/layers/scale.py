@@ -104,6 +104,22 @@ class BatchNorm(ChannelScale):
             return F.batch_norm(x, None, None, training=True, eps=module.eps)
         return F.batch_norm(x, module.running_mean, module.running_var, eps=module.eps)
 
+    def units(
+        self, module: Any, x: Tensor, delta: Tensor, roles: Sequence[str], sharing: Sharing
+    ) -> Tensor:
+        """From Σδ and Σδx by sample and channel: Σδx̂ = (Σδx − μΣδ)/σ, without forming x̂."""
+        dtype = compute_dtype(delta.dtype)
+        x, delta = (t.to(dtype).reshape(*t.shape[:2], -1) for t in (x, delta))
+        if module.training or module.running_mean is None:
+            variance, mean = torch.var_mean(x, (0, 2), correction=0)
+        else:
+            variance, mean = module.running_var.to(dtype), module.running_mean.to(dtype)
+        shift = delta.sum(2)
+        gain = torch.linalg.vecdot(delta, x) - mean * shift
+        by = {"weight": gain * (variance + module.eps).rsqrt(), "bias": shift}
+        rows = torch.stack([by[r] for r in roles], -1)
+        return torch.einsum("nuk,nul->ukl", rows, rows)
+
 
 @register(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 class InstanceNorm(ChannelScale):

@@ -7,7 +7,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ..._core.space import compute_dtype
 from ...metrics import Fisher, Metric
+
+_ENTRIES = 2**26  # of the output whose scores are drawn at once
 
 
 def covectors(
@@ -56,8 +59,20 @@ def _drawn(
     metric: Metric, z: Tensor, inputs: Tensor | None, generator: torch.Generator | None
 ) -> Tensor:
     if isinstance(metric, Fisher):
-        return metric.likelihood.score(z, generator)
+        return scored(metric, z, generator)
     factor = metric.factor(z, inputs=inputs)
     shape = (len(z), *factor.white)
     coins = torch.randint(0, 2, shape, device=z.device, generator=generator)
     return factor.apply((2 * coins - 1).to(z.dtype))
+
+
+def scored(metric: Fisher, z: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Scores of drawn targets, some samples at a time: in full precision they take much memory."""
+    step = max(1, _ENTRIES * len(z) // max(1, z.numel()))
+    dtype = compute_dtype(z.dtype)
+    if step >= len(z):
+        return metric.likelihood.score(z.to(dtype), generator)
+    out = torch.empty_like(z)
+    for one, some in zip(out.split(step), z.split(step), strict=True):
+        one.copy_(metric.likelihood.score(some.to(dtype), generator))
+    return out

@@ -45,6 +45,23 @@ class Average:
                 for name, v in new.items():
                     self.mean[name].lerp_(v, 1 / self.count)
 
+    def joins(
+        self,
+        new: Mapping[str, Tensor],
+        ema: float,
+        pairs: list[tuple[Tensor, Tensor]],
+        *,
+        plain: bool,
+    ) -> bool:
+        """Whether `update` is but an interpolation, left to be done with those of other blocks."""
+        same = {n: v.shape for n, v in self.value.items()} == {n: v.shape for n, v in new.items()}
+        if plain or not same:
+            return False
+        pairs += [(self.value[n], v) for n, v in new.items()]
+        self.mass = ema * self.mass + 1 - ema
+        self.count += 1
+        return True
+
     def corrected(self) -> dict[str, Tensor]:
         """The average without the weight of the empty beginning."""
         if self.mass == 1.0:
@@ -105,13 +122,17 @@ class Curvature:
         for key in found:
             for old in [k for k in self.averages if k != key and set(k.names) & set(key.names)]:
                 self.drop(old)  # a bias was frozen, say, and the weight is by itself now
+        pairs: list[tuple[Tensor, Tensor]] = []
         for key, new in found.items():
             squares = new.pop("squares") if key.kind == "kronecker" and "squares" in new else None
             self.follow(key, next(iter(new.values()), None))
             average = self.averages.setdefault(key, Average())
-            average.update(new, ema, plain=damping.referenced)
+            if not average.joins(new, ema, pairs, plain=damping.referenced):
+                average.update(new, ema, plain=damping.referenced)
             if squares is not None:
                 self.correct(key, squares, ema, value)
+        if pairs:
+            torch._foreach_lerp_([v for v, _ in pairs], [n for _, n in pairs], 1 - ema)
 
     def precondition(
         self,

@@ -227,7 +227,7 @@ class Gatherer:
             keep = outputs.places(mask, z, axis)
             samples: Tensor | float = recipe.metric.samples(value)
             if mask is not None:
-                samples = samples * mask.to(value.dtype).mean()
+                samples = samples * mask.double().mean()
             drawn = covectors(
                 recipe.metric,
                 recipe.fisher,

@@ -10,7 +10,7 @@ from ..._core.errors import PullbackError
 from ..._core.space import compute_dtype
 
 
-def arranged(z: Tensor, batch_dim: int) -> Tensor:
+def arranged(z: Tensor, batch_dim: int, *, cast: bool = True) -> Tensor:
     """Samples first, at least one event axis, in the dtype of linear algebra."""
     if z.ndim <= max(batch_dim, 0) or z.numel() == 0:
         raise PullbackError(
@@ -18,7 +18,8 @@ def arranged(z: Tensor, batch_dim: int) -> Tensor:
             f"its shape is {tuple(z.shape)}, and samples are counted by axis {batch_dim}",
             "Return one value per sample, skip empty batches, and set batch_dim=",
         )
-    z = z.movedim(batch_dim, 0).to(compute_dtype(z.dtype))
+    z = z.movedim(batch_dim, 0)
+    z = z.to(compute_dtype(z.dtype)) if cast else z
     return z[:, None] if z.ndim == 1 else z
 
 
