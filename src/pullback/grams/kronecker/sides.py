@@ -43,11 +43,11 @@ def add(one: Tensor, two: Tensor) -> Tensor:
     return matrix(one) + matrix(two)
 
 
-def shifted(side: Tensor, by: Tensor) -> Tensor:
-    """side + by·1 with one number per group, (G,)."""
+def shifted(side: Tensor, by: Tensor, *, spare: bool = False) -> Tensor:
+    """side + by·1 with one number per group, (G,); a spare side may be overwritten."""
     if is_diagonal(side):
         return side + by[:, None]
-    out = side.clone()
+    out = side if spare else side.clone()
     out.diagonal(dim1=-2, dim2=-1).add_(by[:, None])
     return out
 
@@ -69,13 +69,14 @@ class Inverses:
     ranks: list[Tensor | None]
 
 
-def inverses(sides: Sequence[Tensor], *, singular: bool = False) -> Inverses:
-    """The inverses of many sides, matrices of the same size together where that is faster.
+def inverses(sides: Sequence[Tensor], *, singular: bool = False, factors: bool = False) -> Inverses:
+    """The inverses of many sides, matrices of the same size together.
 
     Args:
         sides: what to invert.
         singular: whether to invert on the range only (Moore–Penrose) where a matrix is singular to
             working precision; without it such a side has failed.
+        factors: give the lower Cholesky factors of matrices instead, to solve with.
     """
     out: list[Tensor] = list(sides)
     failed = [False] * len(sides)
@@ -84,7 +85,9 @@ def inverses(sides: Sequence[Tensor], *, singular: bool = False) -> Inverses:
         stacked = sides[indices[0]] if len(indices) == 1 else torch.cat([sides[i] for i in indices])
         counts = [len(sides[i]) for i in indices]
         found, good = (
-            _reciprocal(stacked) if stacked.ndim == 2 else _cholesky(stacked, strict=singular)
+            _reciprocal(stacked)
+            if stacked.ndim == 2
+            else _cholesky(stacked, strict=singular, factors=factors)
         )
         for i, inverse, fine in zip(indices, found.split(counts), good.split(counts), strict=True):
             out[i], failed[i] = inverse, not bool(fine.all())
@@ -114,7 +117,7 @@ def _reciprocal(side: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(good, 1 / side, 0.0), good.all(-1)
 
 
-def _cholesky(side: Tensor, *, strict: bool) -> tuple[Tensor, Tensor]:
+def _cholesky(side: Tensor, *, strict: bool, factors: bool) -> tuple[Tensor, Tensor]:
     """S⁻¹ = L⁻ᵀL⁻¹, and where that is to be trusted: pivots above n·ε of their entry.
 
     Round-off may leave large pivots in a singular matrix whose entries differ much; a `strict`
@@ -127,6 +130,8 @@ def _cholesky(side: Tensor, *, strict: bool) -> tuple[Tensor, Tensor]:
     if not bool(good.all()):  # a zero pivot is an error for torch
         eye = torch.eye(side.shape[-1], dtype=side.dtype, device=side.device)
         lower = torch.where(good[:, None, None], lower, eye)
+    if factors:
+        return lower, good
     inverse = _inverse(lower)
     if strict:
         condition = torch.linalg.matrix_norm(side) * torch.linalg.matrix_norm(inverse)

@@ -152,7 +152,9 @@ def sum_of(x: Mapping[str, Tensor], y: Mapping[str, Tensor], names: Sequence[str
 def finite(tensors: Sequence[Tensor]) -> Tensor:
     """Whether all entries are finite, as a tensor."""
     norms = torch._foreach_norm([t.detach() for t in tensors])
-    return torch.isfinite(torch.stack([n.float().to(norms[0].device) for n in norms])).all()
+    if len({(n.dtype, n.device) for n in norms}) > 1:
+        norms = [n.to(norms[0].device, torch.float64) for n in norms]
+    return torch.isfinite(torch.stack(list(norms))).all()
 
 
 class Look:

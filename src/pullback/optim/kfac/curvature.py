@@ -173,7 +173,8 @@ class Curvature:
         kinds: dict[tuple[object, ...], dict[Key, Inverse]] = {}
         for key, inverse in self.inverses.items():
             if inverse.scale is None:
-                kinds.setdefault((key.kind, *inverse.kind), {})[key] = inverse
+                apart = key if inverse.alone else None
+                kinds.setdefault((key.kind, apart, *inverse.kind), {})[key] = inverse
         shapes = {k: self.shape(k)[0] for k in self.inverses}
         return [Group(members, shapes) for members in kinds.values()]
 
@@ -229,8 +230,18 @@ class Curvature:
         block = None if held is None else block_of(key, held)
         return block if isinstance(block, Pair) else None
 
-    def invert(self, damping: Damping, value: float, keys: list[Key], *, eigen: bool) -> None:
-        """New inverses of these blocks; where one fails, the last good one stays."""
+    def invert(
+        self, damping: Damping, value: float, keys: list[Key], *, eigen: bool, once: bool = False
+    ) -> None:
+        """New inverses of these blocks; where one fails, the last good one stays.
+
+        Args:
+            damping: what is added, and how singular sides are treated.
+            value: λ.
+            keys: the blocks.
+            eigen: whether eigenbases are wanted.
+            once: whether they serve one step only, which Cholesky factors then do more cheaply.
+        """
         pairs: dict[Key, Pair] = {}
         for key in keys:
             self.notes.pop(key, None)
@@ -244,25 +255,36 @@ class Curvature:
             for key, pair in pairs.items():
                 self._decompose(key, pair, value)
         else:
-            self._cholesky(damping, value, pairs)
+            self._cholesky(damping, value, pairs, once)
 
-    def _cholesky(self, damping: Damping, value: float, pairs: dict[Key, Pair]) -> None:
+    def _cholesky(self, damping: Damping, value: float, pairs: dict[Key, Pair], once: bool) -> None:
         waiting = dict(pairs)
+        singular = value == 0 or damping.referenced
         for attempt in range(_TRIES):
             now = value * _GROWTH**attempt
             refs = {k: self.reference(k, damping) for k in waiting} if damping.referenced else {}
-            damped = {k: damping.sides(p, refs.get(k), now) for k, p in waiting.items()}
+            damped = {
+                k: damping.sides(p, refs.get(k), now, spare=self.averages[k].mass != 1.0)
+                for k, p in waiting.items()
+            }
             every = [side for both in damped.values() for side in both]
             # without damping, or with an invariant one, a singular side is inverted on its range
-            found = inverses(every, singular=value == 0 or damping.referenced)
+            factors = once and not singular
+            found = inverses(every, singular=singular, factors=factors)
             for i, key in enumerate(list(waiting)):
                 if found.failed[2 * i] or found.failed[2 * i + 1]:
                     continue
-                self._accept(key, Inverse.of_sides(key, found.sides[2 * i], found.sides[2 * i + 1]))
+                both = found.sides[2 * i], found.sides[2 * i + 1]
+                made = Inverse(*both, factors=True) if factors else Inverse.of_sides(key, *both)
+                self._accept(key, made)
                 self._report(key, attempt, now, found.ranks[2 * i], found.ranks[2 * i + 1])
                 del waiting[key]
             if not waiting or value == 0:
                 break
+            for key in waiting:  # the sides may have been overwritten
+                block = self.block(key)
+                assert isinstance(block, Pair)
+                waiting[key] = block
         for key in waiting:
             kept = "the last good inverse stays" if key in self.inverses else "it has none yet"
             self.notes[key] = f"its sides could not be inverted; {kept}"
@@ -306,7 +328,7 @@ class Curvature:
                 {
                     "key": (key.kind, key.names, key.bias),
                     "average": vars(average),
-                    "inverse": inv.tensors() if (inv := self.inverses.get(key)) else None,
+                    "inverse": vars(inv) if (inv := self.inverses.get(key)) else None,
                     "correction": vars(c) if (c := self.corrections.get(key)) else None,
                     "note": self.notes.get(key),
                 }
@@ -341,8 +363,7 @@ class Curvature:
         if key in self.corrections:
             self.corrections[key].moved(*to)
         if (inverse := self.inverses.get(key)) is not None:
-            moved = {n: None if t is None else t.to(*to) for n, t in inverse.tensors().items()}
-            self.inverses[key] = Inverse(**moved)
+            self.inverses[key] = inverse.moved(*to)
             self._groups = None
 
 

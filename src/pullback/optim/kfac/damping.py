@@ -30,8 +30,10 @@ class Damping(ABC):
         self.value = float(value)
 
     @abstractmethod
-    def sides(self, pair: Pair, reference: Pair | None, value: float) -> tuple[Tensor, Tensor]:
-        """The two sides to be inverted."""
+    def sides(
+        self, pair: Pair, reference: Pair | None, value: float, *, spare: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """The two sides to be inverted; those of a spare pair may be overwritten."""
 
     def __repr__(self) -> str:
         fields = ", ".join(f"{k}={v!r}" for k, v in vars(self).items() if not k.startswith("_"))
@@ -45,7 +47,9 @@ class Tikhonov(Damping):
     nothing is added, and singular sides are inverted on their range.
     """
 
-    def sides(self, pair: Pair, reference: Pair | None, value: float) -> tuple[Tensor, Tensor]:
+    def sides(
+        self, pair: Pair, reference: Pair | None, value: float, *, spare: bool = False
+    ) -> tuple[Tensor, Tensor]:
         if value == 0:
             return pair.left, pair.right
         rows, columns = sides.trace(pair.left), sides.trace(pair.right)
@@ -54,7 +58,10 @@ class Tikhonov(Damping):
         pi = ratio.sqrt().clamp(1e-6, 1e6)
         pi = torch.where((rows > tiny) & (columns > tiny), pi, torch.ones_like(pi))
         root = value**0.5
-        return sides.shifted(pair.left, root / pi), sides.shifted(pair.right, root * pi)
+        return (
+            sides.shifted(pair.left, root / pi, spare=spare),
+            sides.shifted(pair.right, root * pi, spare=spare),
+        )
 
 
 class Exact(Damping):
@@ -64,7 +71,9 @@ class Exact(Damping):
 
     exact = True
 
-    def sides(self, pair: Pair, reference: Pair | None, value: float) -> tuple[Tensor, Tensor]:
+    def sides(
+        self, pair: Pair, reference: Pair | None, value: float, *, spare: bool = False
+    ) -> tuple[Tensor, Tensor]:
         return pair.left, pair.right
 
 
@@ -83,7 +92,9 @@ class Invariant(Damping):
         super().__init__(value)
         self.reference = reference
 
-    def sides(self, pair: Pair, reference: Pair | None, value: float) -> tuple[Tensor, Tensor]:
+    def sides(
+        self, pair: Pair, reference: Pair | None, value: float, *, spare: bool = False
+    ) -> tuple[Tensor, Tensor]:
         if reference is None:
             return pair.left, pair.right
         return (
@@ -124,8 +135,10 @@ class Adaptive(Damping):
         self.smallest, self.largest = smallest, largest
         self.exact, self.referenced = self.inner.exact, self.inner.referenced
 
-    def sides(self, pair: Pair, reference: Pair | None, value: float) -> tuple[Tensor, Tensor]:
-        return self.inner.sides(pair, reference, value)
+    def sides(
+        self, pair: Pair, reference: Pair | None, value: float, *, spare: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        return self.inner.sides(pair, reference, value, spare=spare)
 
     def next(self, value: float, ratio: float) -> float:
         """λ after a step with this ratio of actual to predicted reduction."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +28,8 @@ class Inverse:
 
     Kronecker blocks have `left` and `right`, (G, n, n) or diagonals, and where the bias is joined
     its `border` q, (G, I), and `corner` s, (G,). With `scale` the sides are eigenvectors instead
-    (bias included) and `scale` the reciprocal eigenvalues. Units have `left` alone, (U, k, k).
+    (bias included) and `scale` the reciprocal eigenvalues; with `factors` matrices are lower
+    Cholesky factors (bias included) to solve with. Units have `left` alone, (U, k, k).
     """
 
     left: Tensor | None
@@ -35,6 +37,7 @@ class Inverse:
     border: Tensor | None = None
     corner: Tensor | None = None
     scale: Tensor | None = None
+    factors: bool = False
 
     @classmethod
     def of_sides(cls, key: Key, left: Tensor, right: Tensor) -> Inverse:
@@ -46,16 +49,26 @@ class Inverse:
         return cls(left, right[:, :-1, :-1], right[:, :-1, -1], right[:, -1, -1])
 
     def tensors(self) -> dict[str, Tensor | None]:
-        """What is to be saved."""
-        return dict(vars(self))
+        """All that is held."""
+        return {n: t for n, t in vars(self).items() if n != "factors"}
+
+    def moved(self, *to: Any) -> Inverse:
+        """The same on another device or in another dtype."""
+        there = {n: None if t is None else t.to(*to) for n, t in self.tensors().items()}
+        return Inverse(**there, factors=self.factors)
 
     @property
     def kind(self) -> tuple[object, ...]:
         """Inverses of the same kind are applied together."""
-        parts = [
-            None if t is None else (*t.shape[1:], t.dtype, t.device) for t in vars(self).values()
-        ]
-        return tuple(parts)
+        held = self.tensors().values()
+        shapes = [None if t is None else (*t.shape[1:], t.dtype, t.device) for t in held]
+        return (self.factors, *shapes)
+
+    @property
+    def alone(self) -> bool:
+        """Whether it is large enough to be applied by itself: on a CPU stacks are but copies."""
+        first = self.left
+        return first is not None and not first.is_cuda and first.ndim == 3 and first.shape[1] > 64
 
 
 class Group:
@@ -69,7 +82,8 @@ class Group:
         if len(members) == 1:
             self._all = next(iter(members.values()))
             for name, tensor in self._all.tensors().items():
-                setattr(self._all, name, None if tensor is None else tensor.contiguous())
+                if tensor is not None and tensor.is_cuda:  # where products of parts are slower
+                    setattr(self._all, name, tensor.contiguous())
             return
         counts = [shapes[k][0] for k in self.keys]
         stacked: dict[str, Tensor | None] = {}
@@ -82,7 +96,7 @@ class Group:
             stacked[name] = whole
             for member, piece in zip(members.values(), whole.split(counts), strict=True):
                 setattr(member, name, piece)
-        self._all = Inverse(**stacked)
+        self._all = Inverse(**stacked, factors=next(iter(members.values())).factors)
 
     def __call__(self, parameters: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
         """The directions of all members, by name."""
@@ -94,7 +108,7 @@ class Group:
         biases = [g[1].reshape(self._shapes[k][0], -1) for k, g in gradients.items() if k.joint]
         v = weights[0] if len(weights) == 1 else torch.cat(weights)
         b = None if not biases else biases[0] if len(biases) == 1 else torch.cat(biases)
-        weight, bias = applied(self._all, v, b)
+        weight, bias = (solved if self._all.factors else applied)(self._all, v, b)
         out = {}
         for key, w in zip(self.keys, weight.split(counts), strict=True):
             out[key.names[0]] = w.reshape(parameters[key.names[0]].shape)
@@ -148,6 +162,20 @@ def applied(inverse: Inverse, v: Tensor, b: Tensor | None) -> tuple[Tensor, Tens
         return v * right[:, None], b * s[:, None]
     weight = torch.baddbmm(b[..., None] * q[:, None], v, right)
     return weight, torch.baddbmm((b * s[:, None])[..., None], v, q[..., None])[..., 0]
+
+
+def solved(inverse: Inverse, v: Tensor, b: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """The same with Cholesky factors; a diagonal side is its reciprocal."""
+    left, right = inverse.left, inverse.right
+    assert left is not None
+    assert right is not None
+    v = v if b is None else torch.cat([v, b[..., None]], 2)
+    v = left[..., None] * v if sides.is_diagonal(left) else torch.cholesky_solve(v, left)
+    if sides.is_diagonal(right):
+        v = v * right[:, None]
+    else:
+        v = torch.cholesky_solve(v.mT, right).mT
+    return (v, None) if b is None else (v[..., :-1], v[..., -1])
 
 
 def turned(

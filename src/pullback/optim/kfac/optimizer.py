@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from ..._core.capture import Selector, plain
 from ..._core.errors import PullbackError
 from ...grams.kronecker import Kronecker, Pair
+from ...grams.kronecker.sides import diagonal
 from ...likelihoods import Likelihood
 from ...maps.layers.moments import Sharing
 from ...metrics import Euclidean, Fisher, Metric, as_metric
@@ -316,7 +317,8 @@ class KFAC(Optimizer):
             found = self._gathered()
         if not found:
             return False
-        self._skipped = not finite([t for held in found.values() for t in held.values()])
+        # of a second moment the diagonal tells: no entry is larger
+        self._skipped = not finite([diagonal(t) for x in found.values() for t in x.values()])
         if self._skipped:
             self._memory["skipped"] = self._memory.get("skipped", 0) + 1
             return False
@@ -355,7 +357,8 @@ class KFAC(Optimizer):
         else:
             keys = [k for k in held.averages if k not in held.inverses]
         if keys:
-            held.invert(self.damping, self._memory["damping"], keys, eigen=self.ekfac)
+            once = self.invert_every == 1 == self.statistics_every and on_cpu(self._by_name)
+            held.invert(self.damping, self._memory["damping"], keys, eigen=self.ekfac, once=once)
             if self.ekfac:
                 self._gatherer.bases = held.inverses
 
@@ -461,3 +464,8 @@ class KFAC(Optimizer):
         self._gatherer.due = self._due()
         if self._closed:
             self.close()
+
+
+def on_cpu(parameters: Mapping[str, Tensor]) -> bool:
+    """Whether the model is there, where solving with factors is cheaper than inverting them."""
+    return next(iter(parameters.values())).device.type == "cpu"

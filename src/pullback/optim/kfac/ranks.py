@@ -132,7 +132,8 @@ class Ranks:
         for key, inverse in inverses.items():
             weight = parameters[key.names[0]]
             held = self.factors.get(id(weight))
-            usable = key.kind == "kronecker" and inverse.scale is None and weight.grad is not None
+            plain = inverse.scale is None and not inverse.factors
+            usable = key.kind == "kronecker" and plain and weight.grad is not None
             if held is not None and usable and pays(weight, held.places):
                 biases = [parameters[n].grad for n in key.names[1:]]
                 if all(b is not None for b in biases) and inverse.left is not None:

@@ -64,10 +64,10 @@ class Sums:
         """Means over samples (cotangents) and places (inputs), under flat names to be saved."""
         out = {}
         if self.squares is not None:
-            out["squares"] = self.squares * (scale / samples)
+            out["squares"] = self.squares.mul_(scale / samples)
         for term, cotangents in self.outputs.items():
             tag = f"{term.layer}.{'first' if term.input_first else 'last'}"
-            out[f"{tag}.outputs"] = cotangents * (scale / samples)
+            out[f"{tag}.outputs"] = cotangents.mul_(scale / samples)
             out[f"{tag}.inputs"] = _homogeneous(self.inputs[term], joint)
         return out
 

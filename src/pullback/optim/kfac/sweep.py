@@ -142,7 +142,8 @@ class Sweep:
                     held.add_squares(met.squares)
             key = plan.bias(entry.names)
             if key is not None and met.shifts is not None:
-                add_bias(sums.setdefault(key, Sums()), met.shifts)
+                shared = met.shifts is met.outputs
+                add_bias(sums.setdefault(key, Sums()), met.shifts.clone() if shared else met.shifts)
 
 
 def last(root: Roots, edges: Sequence[GradientEdge]) -> list[int]:
