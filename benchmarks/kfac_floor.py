@@ -31,6 +31,12 @@ class Rates:
     full: float
     bytes: float
 
+    def best(self, other: Rates) -> Rates:
+        """The faster of two measurements: a machine that others use is only ever slowed down."""
+        return Rates(
+            max(self.half, other.half), max(self.full, other.full), max(self.bytes, other.bytes)
+        )
+
 
 def rates(device: torch.device, half: torch.dtype | None) -> Rates:
     """Measured: the best of a few large products and copies."""

@@ -29,8 +29,11 @@ class Control:
         params: Mapping[str, nn.Parameter],
         directions: dict[str, Tensor],
         source: Source,
+        broken: Tensor | None = None,
     ) -> None:
         self._opt, self._params, self._source = optimizer, params, source
+        #: 1 where nothing may move, decided on the device
+        self._broken = broken
         self._directions = directions
         #: actual over predicted reduction
         self.ratio: float | None = None
@@ -98,6 +101,9 @@ class Control:
             ]
             if shrink is not None:
                 deltas = torch._foreach_mul(deltas, shrink)
+            if self._broken is not None:
+                self._fused(chosen, list(deltas), group, self._broken)
+                continue
             if group["weight_decay"]:
                 torch._foreach_mul_(chosen, 1 - lr * float(group["weight_decay"]))
             if momentum and self._opt.rule is None:
@@ -106,6 +112,20 @@ class Control:
                 torch._foreach_add_(buffers, deltas)
                 deltas = buffers
             torch._foreach_add_(chosen, deltas, alpha=-lr)
+
+    def _fused(
+        self, chosen: list[Tensor], deltas: list[Tensor], group: dict[str, Any], broken: Tensor
+    ) -> None:
+        """The same in one kernel, which does nothing if `broken` says so."""
+        lr, momentum = float(group["lr"]), float(group["momentum"])
+        if group["weight_decay"]:
+            decay = lr * float(group["weight_decay"])
+            torch._foreach_mul_(chosen, 1 - decay * (1 - broken))
+        buffers = [self._buffer(p) for p in chosen] if momentum else []
+        torch._fused_sgd_(
+            chosen, deltas, buffers, weight_decay=0.0, momentum=momentum, lr=lr, dampening=0.0,
+            nesterov=False, maximize=False, is_first_step=False, grad_scale=None, found_inf=broken,
+        )  # fmt: skip
 
     def _combine(self) -> None:
         """The best αΔ + βm in the plane of direction and last move, by the exact model."""
@@ -174,7 +194,7 @@ class Look:
                 "Call loss.backward() before step()",
             )
         self._loss, self._low = loss, low
-        good = finite(found)
+        self._good = good = finite(found)
         flags = torch.stack([good, *(x.holds.to(good.device) for x in low.values())])
         self._event: torch.cuda.Event | None = None
         if flags.is_cuda:
@@ -184,6 +204,11 @@ class Look:
             self._event.record()
         else:
             self._flags = flags
+
+    @property
+    def broken(self) -> Tensor:
+        """1 on the device where a gradient is not finite, else 0."""
+        return 1 - self._good.float()
 
     def _fetched(self) -> list[bool]:
         if self._event is not None:
@@ -202,3 +227,14 @@ class Look:
             return {}
         holds = self._fetched()[1:]
         return {k: x for (k, x), held in zip(self._low.items(), holds, strict=True) if held}
+
+
+def fusible(params: Mapping[str, Tensor], directions: Mapping[str, Tensor]) -> bool:
+    """Whether one kernel can move them all: on one CUDA device, one dtype, laid out alike."""
+    if len({(p.dtype, p.device) for p in params.values()}) > 1:
+        return False
+    some = next(iter(params.values()))
+    return some.is_cuda and all(
+        p.stride() == directions[n].stride() and p.dtype == directions[n].dtype
+        for n, p in params.items()
+    )

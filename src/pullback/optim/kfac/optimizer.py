@@ -21,7 +21,7 @@ from ...steps import QuadraticModel
 from ..checks import gradient_of, refuse_model, refuse_parameter
 from ..terms import Objective
 from .checks import check, refuse_inference, refuse_unready
-from .control import Control, Look, finite
+from .control import Control, Look, finite, fusible
 from .coverage import Coverage, Row, described, expected
 from .curvature import Curvature
 from .damping import Adaptive, Damping, as_damping
@@ -144,26 +144,27 @@ class KFAC(Optimizer):
         )  # fmt: skip
         self._gatherer = Gatherer(self.model, recipe, self.seed)
         self._ranks = Ranks(self.model)
-        #: what the last step did
-        self.info = KFACInfo()
+        self._info = KFACInfo()
+        self._look: Look | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """All but the hooks: a copy or a pickle brings its model along."""
-        apart = ("_gatherer", "_ranks", "_names", "_by_name")
+        self._settle()
+        apart = ("_gatherer", "_ranks", "_names", "_by_name", "_look")
         own = {n: v for n, v in vars(self).items() if n not in apart}
         own.pop("step", None)  # a scheduler counts calls by a function of its own
         return {**own, "gathered": self._gatherer.state_dict()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         gathered = state.pop("gathered", None)
-        info = state.pop("info", None)
+        info = state.pop("_info", None)
         super().__setstate__(state)
         if gathered is not None:
             self._register()
             self._choose()
             self._gatherer.load_state_dict(gathered)
             self._resume()
-            self.info = info
+            self._info = info
 
     def __enter__(self) -> KFAC:
         return self
@@ -239,6 +240,7 @@ class KFAC(Optimizer):
             step has changed nothing.
         """
         refuse_inference()
+        self._settle()
         source = self._source(closure, objective)
         loss = source.evaluate()
         params = self._active()
@@ -251,14 +253,18 @@ class KFAC(Optimizer):
         self._invert(taken)
         low = look.low()
         directions = self.curvature.precondition(self._by_name, params, low)
-        if not learning and (reason := look.reason()):
+        # between statistics nothing waits for the device: it moves nothing by itself if it must not
+        late = not learning and self.rule is None and not isinstance(self.damping, Adaptive)
+        late = late and fusible(params, directions)
+        if not learning and not late and (reason := look.reason()):
             return self._rejected(reason, loss)
-        control = Control(self, params, directions, source)
+        control = Control(self, params, directions, source, look.broken if late else None)
         accepted, reason = control.move()
         self._memory["steps"] += 1
         self._forget()
         self._gatherer.due = self._due() or self._gatherer.lacking
-        self.info = KFACInfo(
+        self._look = look if late else None
+        self._info = KFACInfo(
             accepted,
             reason,
             self._memory["damping"],
@@ -270,9 +276,23 @@ class KFAC(Optimizer):
         )
         return loss
 
+    @property
+    def info(self) -> KFACInfo:
+        """What the last step did."""
+        self._settle()
+        return self._info
+
+    def _settle(self) -> None:
+        """Take notice of a step that moved nothing, if the last one was such."""
+        look, self._look = self._look, None
+        if look is not None and (reason := look.reason()):
+            self._memory["steps"] -= 1
+            self._gatherer.due = self._due() or self._gatherer.lacking
+            self._info = KFACInfo(False, reason, self._memory["damping"])
+
     def _rejected(self, reason: str, loss: Any) -> Any:
         self._forget()
-        self.info = KFACInfo(False, reason, self._memory["damping"])
+        self._info = KFACInfo(False, reason, self._memory["damping"])
         return loss
 
     def _source(self, closure: Any, objective: Any) -> Source:
@@ -433,6 +453,7 @@ class KFAC(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Param groups, momentum, averages, inverses and the draws' random state."""
+        self._settle()
         out = super().state_dict()
         memory = {
             **self._memory,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -13,6 +14,8 @@ from ...maps.layers.moments import Sharing
 from ...maps.record import Entry
 from .sweep import block_of
 from .taps import Named
+
+_ENTRIES = 2**25  # of cotangents that are looked at together
 
 
 class Proof:
@@ -30,10 +33,15 @@ class Proof:
     def __call__(self, entry: Entry, delta: Tensor) -> None:
         """One use of a layer."""
         self._half = self._half or delta.dtype in (torch.float16, torch.bfloat16)
-        block, samples = block_of(entry, delta, Sharing(), set(entry.names.values()))
-        ones = delta.new_ones(samples, 1, dtype=compute_dtype(delta.dtype))
-        for name, value in block.lift(ones).items():
-            self._add(name, value, delta, entry.input)
+        for x, d in _pieces(entry, delta):
+            block, samples = block_of(replace(entry, input=x), d, Sharing(), self._all(entry))
+            ones = d.new_ones(samples, 1, dtype=compute_dtype(d.dtype))
+            for name, value in block.lift(ones).items():
+                self._add(name, value, d, x)
+
+    @staticmethod
+    def _all(entry: Entry) -> set[str | None]:
+        return set(entry.names.values())
 
     def taps(self, found: Sequence[tuple[Tap, list[Tensor]]], name: Named) -> None:
         """The maps of a compound layer."""
@@ -69,6 +77,16 @@ class Proof:
             if not bool((got - want).norm() <= limit * want.norm() + self._noise[name]):
                 reasons[name] = "it is also used outside its layer, or the layer was changed"
         return reasons
+
+
+def _pieces(entry: Entry, delta: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """The use, some samples at a time where it is large; batch norms need all of them."""
+    whole = entry.layer.curvature == "units" or delta.ndim == entry.features
+    if whole or delta.numel() <= _ENTRIES or len(entry.input) != len(delta):
+        yield entry.input, delta
+        return
+    step = max(1, _ENTRIES * len(delta) // delta.numel())
+    yield from zip(entry.input.split(step), delta.split(step), strict=True)
 
 
 def _norm(x: Tensor) -> Tensor:
