@@ -37,18 +37,22 @@ def mnist(limit: int | None = None) -> Tensor:
 @lru_cache
 def cifar(limit: int | None = None) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Training and test images (N, 3, 32, 32), normalized by channel, and labels."""
-    if _file("cifar10_test.npz") is None:
+    names = [n for n in ("train_a", "train_b", "test") if _file(f"cifar10_{n}.npz")]
+    if "train_a" not in names:
         noise = torch.randn(512, 3, 32, 32), torch.randint(0, 10, (512,))
         return noise, noise
-    parts = [_sheets(f"cifar10_{n}.npz", limit) for n in ("train_a", "train_b", "test")]
     mean = torch.tensor([0.4914, 0.4822, 0.4465]).view(3, 1, 1)
     std = torch.tensor([0.2470, 0.2435, 0.2616]).view(3, 1, 1)
-    found = [
-        ((torch.from_numpy(x).permute(0, 3, 1, 2).float() / 255 - mean) / std, torch.from_numpy(y))
-        for x, y in parts
-    ]
-    (a, la), (b, lb), test = found
-    return (torch.cat([a, b]), torch.cat([la, lb]).long()), (test[0], test[1].long())
+    found = {}
+    for name in names:
+        x, y = _sheets(f"cifar10_{name}.npz", limit)
+        images = torch.from_numpy(x).permute(0, 3, 1, 2).float() / 255
+        found[name] = (images - mean) / std, torch.from_numpy(y).long()
+    x, y = (torch.cat([found[n][i] for n in names if n != "test"]) for i in range(2))
+    if "test" in names:
+        return (x, y), found["test"]
+    cut = len(x) * 9 // 10  # a half of the data without a test set: a tenth of it is held out
+    return (x[:cut], y[:cut]), (x[cut:], y[cut:])
 
 
 def _sheets(name: str, limit: int | None) -> tuple[np.ndarray, np.ndarray]:

@@ -40,9 +40,7 @@ def _spectral(dtype: torch.dtype) -> PseudoInverse:
     return PseudoInverse(rcond=_CUT if dtype == torch.float64 else None, double=True)
 
 
-def _optimizer(
-    trial: Trial, settings: Settings, dtype: torch.dtype
-) -> NaturalGradient | KFAC:
+def _optimizer(trial: Trial, settings: Settings, dtype: torch.dtype) -> NaturalGradient | KFAC:
     if settings.optimizer is not None:
         return settings.optimizer(trial)
     return NaturalGradient(

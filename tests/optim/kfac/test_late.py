@@ -16,7 +16,12 @@ from pullback.optim.kfac.proof import Proof
 def trained(model: nn.Module, steps: int, broken: tuple[int, ...] = (), **options):
     model = copy.deepcopy(model)
     opt = pb.KFAC(
-        model, lr=0.1, likelihood=pb.likelihoods.Categorical(), statistics_every=3, **options
+        model,
+        lr=0.1,
+        likelihood=pb.likelihoods.Categorical(),
+        damping=1.0,
+        statistics_every=3,
+        **options,
     )
     generator = torch.Generator().manual_seed(0)
     accepted = []
