@@ -53,32 +53,57 @@ class TargetRatio(Step):
         radii = radius * self.window**exponents
         dampings = path.damping_for(radii)
         predicted = path.predicted(dampings, local.lr).tolist()
-        losses: list[float] = []
-        best = -1
-        # radii grow, and beyond the first bad one none counts
-        for found in self._trials(local, path, dampings):
-            wanted = predicted[len(losses) : len(losses) + len(found)]
-            pairs = zip(found, wanted, strict=True)
-            good = [_ratio(local.loss - x, y) > self.target for x, y in pairs]
-            losses += found
-            best += good.index(False) if False in good else len(good)
-            if not all(good):
-                break
+        best, loss, trials = self._search(local, path, dampings, predicted)
         if best < 0:
             local.state["radius"] = radius / self.window
             reason = "the loss fell too little, or rose, at every trust radius tried"
-            return Move(solution.x, 0.0, solution, False, None, reason, len(losses))
+            return Move(solution.x, 0.0, solution, False, None, reason, trials)
         x, damping = path.at(dampings[best]), float(dampings[best])
         local.state["radius"] = float(radii[best]) if damping > 0 else float(x.norm())
         chosen = type(solution)(x, damping, solution.rank, None, solution.status)
-        return Move(x, 1.0, chosen, True, losses[best], "", len(losses))
+        return Move(x, 1.0, chosen, True, loss, "", trials)
 
-    def _trials(self, local: Local, path: Path, dampings: Tensor) -> Iterator[list[float]]:
-        """Losses at growing radii."""
-        few = len(dampings) if dampings.is_cuda else TOGETHER  # waiting for a device costs more
-        for some in dampings.split(min(few, width(local.gradient))):
-            for losses in local.in_turn(path.at(some)):
-                yield losses.tolist()
+    def _search(
+        self, local: Local, path: Path, dampings: Tensor, predicted: list[float]
+    ) -> tuple[int, float, int]:
+        """The index of the radius to take (or −1), its loss, and how many were tried.
+
+        The ratio falls with the radius, so where trials are made one by one they start at the last
+        radius: from a good one upwards to the first bad one, from a bad one down to a good one.
+        """
+
+        def good(loss: float, i: int) -> bool:
+            return _ratio(local.loss - loss, predicted[i]) > self.target
+
+        if dampings.is_cuda:  # waiting for a device costs more than trials
+            losses = [x for found in local.in_turn(path.at(dampings)) for x in found.tolist()]
+            flags = [good(x, i) for i, x in enumerate(losses)]
+            best = (flags.index(False) if False in flags else len(flags)) - 1
+            return best, losses[best], len(losses)
+        middle = self.radii // 2
+        best, at, tried = -1, local.loss, 0
+        for i, loss in self._in_turn(local, path, dampings, range(middle, self.radii)):
+            tried += 1
+            if not good(loss, i):
+                break
+            best, at = i, loss
+        if best < 0:
+            for i, loss in self._in_turn(local, path, dampings, range(middle - 1, -1, -1)):
+                tried += 1
+                if good(loss, i):
+                    return i, loss, tried
+        return best, at, tried
+
+    def _in_turn(
+        self, local: Local, path: Path, dampings: Tensor, order: range
+    ) -> Iterator[tuple[int, float]]:
+        """Losses at these radii, in order, as they are asked for."""
+        few = min(TOGETHER, width(local.gradient))
+        for start in range(0, len(order), few):
+            some = list(order)[start : start + few]
+            found = local.in_turn(path.at(dampings[some]))
+            losses = (loss for one in found for loss in one.tolist())
+            yield from zip(some, losses, strict=True)
 
 
 def _ratio(actual: float, predicted: float) -> float:
