@@ -81,7 +81,7 @@ def cases(device: torch.device, quick: bool) -> dict[str, Case]:
                 lambda: autoencoder(widths),
                 lambda: same(torch.rand(n, widths[0])),
                 bernoulli,
-                likelihoods.Bernoulli,
+                lambda: likelihoods.Bernoulli(event=1),
                 {"every step": 3.8, "10/100": 2.1},
             ),
             "convnet": Case(

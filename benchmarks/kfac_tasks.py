@@ -52,7 +52,7 @@ def _autoencoder(device: torch.device, quick: bool) -> Task:
         return chosen, chosen
 
     size = 100 if quick else 1000
-    return Task(model, batch, bernoulli, pb.likelihoods.Bernoulli(), len(x), size, training)
+    return Task(model, batch, bernoulli, pb.likelihoods.Bernoulli(event=1), len(x), size, training)
 
 
 def _vgg(device: torch.device, quick: bool) -> Task:

@@ -11,7 +11,29 @@ from .._core.factor import Diagonal, Factor
 from .base import Likelihood, bounded_exp
 
 
-class Bernoulli(Likelihood):
+class Elementwise(Likelihood):
+    """Every entry is a sample, as torch's means over all entries have it.
+
+    Args:
+        event: how many trailing axes the loss adds up instead, so that one sample is what they
+            hold: a loss that is summed over the pixels and averaged over images has event=1.
+    """
+
+    def __init__(self, event: int = 0) -> None:
+        if not isinstance(event, int) or event < 0:
+            raise PullbackError(
+                "The event axes are not usable", f"got {event!r}", "Use a whole number ≥ 0"
+            )
+        self.event = event
+
+    def _summed(self, nll: Tensor) -> Tensor:
+        return nll.flatten(nll.ndim - self.event).sum(-1) if self.event else nll
+
+    def samples(self, z: Tensor) -> int:
+        return z.shape[: z.ndim - self.event].numel()
+
+
+class Bernoulli(Elementwise):
     """Logits z of independent yes/no outcomes: `F.binary_cross_entropy_with_logits`."""
 
     def factor(self, z: Tensor) -> Factor:
@@ -19,14 +41,14 @@ class Bernoulli(Likelihood):
         return Diagonal((0.5 * (F.logsigmoid(z) + F.logsigmoid(-z))).exp())
 
     def nll(self, z: Tensor, y: Tensor) -> Tensor:
-        return F.binary_cross_entropy_with_logits(z, y, reduction="none")
+        return self._summed(F.binary_cross_entropy_with_logits(z, y, reduction="none"))
 
     def sample(self, z: Tensor, generator: torch.Generator | None = None) -> Tensor:
         uniform = torch.rand(z.shape, generator=generator, dtype=z.dtype, device=z.device)
         return (uniform < torch.sigmoid(z)).to(z.dtype)  # faster than torch.bernoulli on a CPU
 
 
-class Poisson(Likelihood):
+class Poisson(Elementwise):
     """Log-rates z of counts: `F.poisson_nll_loss`."""
 
     def factor(self, z: Tensor) -> Factor:
@@ -34,7 +56,7 @@ class Poisson(Likelihood):
         return Diagonal(bounded_exp(z / 2, 0.25))
 
     def nll(self, z: Tensor, y: Tensor) -> Tensor:
-        return F.poisson_nll_loss(z, y, reduction="none")
+        return self._summed(F.poisson_nll_loss(z, y, reduction="none"))
 
     def sample(self, z: Tensor, generator: torch.Generator | None = None) -> Tensor:
         return torch.poisson(z.exp(), generator=generator)

@@ -18,8 +18,10 @@ class TargetRatio(Step):
 
     The factorization gives every damped solution, so for a geometric window of radii around the
     last one the secular equation ‖x(λ)‖ = radius is solved for all λ together; each trial's true
-    loss gives ρ = actual/predicted reduction, made non-increasing in the radius. If no radius
-    qualifies the step is rejected and the radius shrinks by the window.
+    loss gives ρ = actual/predicted reduction. ρ is taken to fall with the radius: beyond a bad
+    radius none counts, and on a CPU, where trials are made one by one, they start at the last
+    radius and go up or down from there. If none qualifies the step is rejected and the radius
+    shrinks by the window.
 
     Args:
         target: the ratio to exceed; small values keep the steps long. Demanding more, or taking

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..._core.errors import PullbackError
 from ..base import Gram, Structure
 from .blocks import as_block
 
@@ -33,6 +34,8 @@ class Kronecker(Gram):
 
     def __init__(self, blocks: Sequence[Any], index: Tensor | None = None) -> None:
         self.blocks = [as_block(b) for b in blocks]
+        if not self.blocks:
+            raise PullbackError("The Gram has no blocks", "nothing was given", "Pass some")
         self._sizes = [prod(b.shape) for b in self.blocks]
         self.size = self.count = sum(self._sizes)
         like = self.blocks[0].diagonal()

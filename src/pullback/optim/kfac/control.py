@@ -47,8 +47,7 @@ class Control:
             self._apply()
             return True, ""
         before = {n: p.detach().clone() for n, p in self._params.items()}
-        buffers = {n: self._buffer(p).clone() for n, p in self._params.items()}
-        self._apply()
+        self._apply(decay=False)  # which the loss knows nothing of
         moved = {n: before[n] - p for n, p in self._params.items()}
         loss = self._source.again()
         assert self._source.loss is not None
@@ -58,17 +57,25 @@ class Control:
         slope = sum(float(torch.sum(m * self._gradient(n))) for n, m in moved.items())
         predicted = slope - 0.5 * float(self._source.products([moved])[0][0])
         self.ratio = actual / predicted if predicted else float("nan")
-        memory = self._opt._memory
-        memory["damping"] = damping.next(memory["damping"], self.ratio)
-        if not actual >= 0:
-            for name, p in self._params.items():
-                self._opt.state[p]["momentum"] = buffers[name]
-            memory["damping"] = damping.next(memory["damping"], -1.0)
+        memory, rejected = self._opt._memory, not actual >= 0
+        memory["damping"] = damping.next(memory["damping"], -1.0 if rejected else self.ratio)
+        if rejected:
+            for p in self._params.values():
+                self._buffer(p).zero_()  # which no damping makes shorter
             memory["again"] = True
             return False, "the loss rose"
+        self._decay()
         for name, p in self._params.items():
             p.sub_(moved[name])
         return True, ""
+
+    def _decay(self) -> None:
+        """w ← (1 − η·weight_decay)w."""
+        for group in self._opt.param_groups:
+            if group["weight_decay"]:
+                chosen = [p for p in group["params"] if p.grad is not None and p.requires_grad]
+                shrunk = 1 - float(group["lr"]) * float(group["weight_decay"])
+                torch._foreach_mul_(chosen, shrunk)
 
     def _gradient(self, name: str) -> Tensor:
         gradient = self._params[name].grad
@@ -84,8 +91,10 @@ class Control:
             state["momentum"] = state["momentum"].to(p)
         return state["momentum"]
 
-    def _apply(self) -> None:
+    def _apply(self, *, decay: bool = True) -> None:
         shrink = self._shrink()
+        if decay and self._broken is None:
+            self._decay()
         if self._opt.rule is not None:
             self._combine()
         for group in self._opt.param_groups:
@@ -104,8 +113,6 @@ class Control:
             if self._broken is not None:
                 self._fused(chosen, list(deltas), group, self._broken)
                 continue
-            if group["weight_decay"]:
-                torch._foreach_mul_(chosen, 1 - lr * float(group["weight_decay"]))
             if momentum and self._opt.rule is None:
                 buffers = [self._buffer(p) for p in chosen]
                 torch._foreach_mul_(buffers, momentum)
@@ -138,7 +145,9 @@ class Control:
         lengths = [[sum_of(x, y, names) for y in span] for x in span]
         gradients = {n: self._gradient(n) for n in names}
         slopes = [sum_of(gradients, x, names) for x in span]
-        c = best_factors(slopes, products, lengths, self._opt._memory["damping"])
+        # a multiple of references is no multiple of the identity
+        damping = 0.0 if self._opt.damping.referenced else self._opt._memory["damping"]
+        c = best_factors(slopes, products, lengths, damping)
         self._directions = {
             n: sum((f * x[n] for f, x in zip(c[1:], span[1:], strict=True)), c[0] * span[0][n])
             for n in names

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ..._core.errors import PullbackError
 from ..._core.space import compute_dtype
 from ...metrics import Fisher, Metric
 
@@ -38,6 +39,8 @@ def covectors(
     The signs of "exact" and "empirical" covectors are random by sample: it does not matter for
     layers, and makes the square of a summed gradient an estimate of the summed squares.
     """
+    if not isinstance(metric, Fisher) and fisher != "empirical":
+        _refuse_coupled(metric, z, inputs)
     if fisher == "mc":
         for _ in range(draws):
             yield _drawn(metric, z, inputs, generator) / draws**0.5
@@ -47,6 +50,15 @@ def covectors(
         return
     for column in metric.factor(z, inputs=inputs).covectors(z):
         yield column * _signs(z, generator)
+
+
+def _refuse_coupled(metric: Metric, z: Tensor, inputs: Tensor | None) -> None:
+    if metric.factor(z, inputs=inputs).couples_samples:
+        raise PullbackError(
+            "The metric couples the samples of a batch",
+            f"{metric!r} has blocks between samples, and a Kronecker product is summed over them",
+            "Use NaturalGradient with this metric, or KFAC with a metric of single samples",
+        )
 
 
 def _signs(z: Tensor, generator: torch.Generator | None) -> Tensor:

@@ -110,7 +110,8 @@ class Adaptive(Damping):
     r"""Levenberg–Marquardt: λ follows how well the quadratic model predicted the last step.
 
     After a step Δ, ρ = (L(w − Δ) − L(w))/(½ΔᵀFΔ − gᵀΔ). Below `low` λ grows by `factor`, above
-    `high` it shrinks. A step that raises the loss is taken back. Needs `step(closure)`.
+    `high` it shrinks. A step that raises the loss is taken back, its momentum is dropped, and λ
+    grows. Needs `step(closure)`, with a closure that sees the same batch when it is called again.
 
     Args:
         inner: how λ enters a block.

@@ -17,7 +17,6 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from ..._core.capture import Selector, plain, select
-from ..._core.errors import PullbackError
 from ...maps.layers.moments import Sharing
 from ...metrics import Metric
 from . import outputs
@@ -33,7 +32,8 @@ from .watch import Watch
 #: why a forward pass gave no statistics; of several passes, the one that came farthest tells
 _MISSED = (
     "the model was not called",
-    "the model was called inside a transform of torch.func",
+    "the model was called inside a transform of torch.func, or held other parameters than the "
+    "optimizer's",
     "the model was called without gradients",
     "the model was in evaluation mode",
     "the model's output does not depend on its parameters",
@@ -154,7 +154,9 @@ class Gatherer:
         if reason:
             self._miss(reason)
             return None
-        self._refuse_replaced()
+        if self._replaced():
+            self._miss(1)
+            return None
         tensors = (t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor))
         tape = None if compiled else Tape(plain(self.model), self._leaves())
         again = Again(self.model, args, kwargs) if compiled else None
@@ -168,15 +170,10 @@ class Gatherer:
             return 2
         return 0 if self.model.training else 3
 
-    def _refuse_replaced(self) -> None:
+    def _replaced(self) -> bool:
+        """Whether the model holds other tensors, as in `torch.func.functional_call`."""
         now = dict(plain(self.model).named_parameters())
-        for name, p in self._chosen.items():
-            if name in now and now[name] is not p and now[name].requires_grad:
-                raise PullbackError(
-                    f"Parameter {name!r} was replaced",
-                    "the model holds another tensor under its name than the optimizer",
-                    "Build the optimizer again after changing the model",
-                )
+        return any(n in now and now[n] is not p for n, p in self._chosen.items())
 
     def _end(self, output: Any) -> None:
         (tape, again, inputs), self._now = self._now, (None, None, None)

@@ -118,7 +118,7 @@ class Measure:
         proof = Proof() if plan is None else None
         sweep = Sweep(
             tape.entries, self._sharing, keep, inputs=inputs, wanted=wanted_by(plan),
-            basis=basis_by(plan, tape.entries, self.bases), proof=proof,
+            basis=basis_by(tape.entries, self.bases), proof=proof,
         )  # fmt: skip
         asked = list(leaves) if plan is None else [n for n in plan.plain if n in leaves]
         ends = [] if known is None else known.last

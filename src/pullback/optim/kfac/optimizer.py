@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 
 from ..._core.capture import Selector, plain
 from ..._core.errors import PullbackError
-from ...grams.kronecker import Kronecker, Pair
 from ...grams.kronecker.sides import diagonal
 from ...likelihoods import Likelihood
 from ...maps.layers.moments import Sharing
@@ -22,21 +21,19 @@ from ..checks import gradient_of, refuse_model, refuse_parameter
 from ..terms import Objective
 from .checks import check, refuse_inference, refuse_unready
 from .control import Control, Look, finite, fusible
-from .coverage import Coverage, Row, described, expected
 from .curvature import Curvature
 from .damping import Adaptive, Damping, as_damping
-from .degenerate import Degenerate, degenerate
 from .gather import Gatherer, Recipe
 from .info import KFACInfo
-from .layout import arranged
 from .ranks import Ranks
-from .source import ClosureSource, ObjectiveSource, Source
+from .reports import Reports
+from .source import source_of
 from .sums import Key
 
 _MEMORY = "pullback"
 
 
-class KFAC(Optimizer):
+class KFAC(Reports, Optimizer):
     r"""w ← w − η F̂⁻¹∇L with the K-FAC metric F̂ = ⊕_l R_l ⊗ C_l, in an ordinary training loop.
 
     On statistics steps, while the loss's gradient passes the model's output, targets drawn from
@@ -53,7 +50,8 @@ class KFAC(Optimizer):
         damping: λ, or an object: `Tikhonov`, `Exact`, `Invariant`, `Adaptive`.
         momentum: of the preconditioned gradient.
         weight_decay: decoupled, w ← (1 − η·weight_decay)w.
-        kl_clip: δ, such that η²·ΔᵀF̂Δ ≤ δ.
+        kl_clip: δ, such that η²·ΔᵀF̂Δ ≤ δ for the preconditioned gradient Δ, before momentum, and
+            the F̂ of the last inversion.
         ema: the weight of the past in the averages.
         statistics_every, invert_every: steps between statistics and between inversions. Until the
             first `invert_every` steps are done, inverses are also renewed at the first, second,
@@ -61,7 +59,8 @@ class KFAC(Optimizer):
         params: parameters or param groups, by default all of the model's.
         sharing: "expand" or "reduce", how places that share a weight enter (see `moments`).
         joint: whether weight and bias share a block.
-        ekfac: correct the eigenvalues by second moments of the gradient in the eigenbases.
+        ekfac: correct the eigenvalues by second moments of the gradient in the eigenbases; those of
+            linear and convolution layers used once. λ is added to them.
         max_factor: the longest side held as a matrix; longer ones are diagonals.
         draws: targets per sample for fisher="mc".
         reduction: "mean" or "sum" over samples, of the loss and hence of F̂.
@@ -115,6 +114,12 @@ class KFAC(Optimizer):
                 "Both a likelihood and a metric were given",
                 "the likelihood's Fisher information is itself a metric",
                 "Give one of them",
+            )
+        if ekfac and as_damping(damping).referenced:
+            raise PullbackError(
+                "Corrected eigenvalues do not go with this damping",
+                f"{damping!r} adds to the sides, and ekfac=True damps the corrected eigenvalues",
+                "Give a number, or leave ekfac out",
             )
         if likelihood is not None:
             metric = Fisher(likelihood)
@@ -241,7 +246,7 @@ class KFAC(Optimizer):
         """
         refuse_inference()
         self._settle()
-        source = self._source(closure, objective)
+        source = source_of(self, closure, objective)
         loss = source.evaluate()
         params = self._active()
         low = self._ranks.low(self.curvature.inverses, self._by_name)
@@ -250,7 +255,8 @@ class KFAC(Optimizer):
         if learning and (reason := look.reason()):
             return self._rejected(reason, loss)
         taken = self._learn(source.found())
-        self._invert(taken)
+        # corrected eigenvalues belong to the old eigenbases: new ones serve from the next step on
+        self._invert(taken and not self.ekfac)
         low = look.low()
         directions = self.curvature.precondition(self._by_name, params, low)
         # between statistics nothing waits for the device: it moves nothing by itself if it must not
@@ -260,6 +266,8 @@ class KFAC(Optimizer):
             return self._rejected(reason, loss)
         control = Control(self, params, directions, source, look.broken if late else None)
         accepted, reason = control.move()
+        if self.ekfac:
+            self._invert(taken)
         self._memory["steps"] += 1
         self._forget()
         self._gatherer.due = self._due() or self._gatherer.lacking
@@ -294,24 +302,6 @@ class KFAC(Optimizer):
         self._forget()
         self._info = KFACInfo(False, reason, self._memory["damping"])
         return loss
-
-    def _source(self, closure: Any, objective: Any) -> Source:
-        controlled = isinstance(self.damping, Adaptive) or self.rule is not None
-        if objective is not None:
-            if closure is not None:
-                raise PullbackError(
-                    "step() was given a closure and an objective",
-                    "each of them is a loss",
-                    "Give one of them",
-                )
-            return ObjectiveSource(self, objective)
-        if closure is None and controlled:
-            raise PullbackError(
-                "This step needs a closure",
-                "adaptive damping and steps from the quadratic model look at the loss again",
-                "Call step(closure), with a closure that returns the loss",
-            )
-        return Source() if closure is None else ClosureSource(self, closure, controlled)
 
     def _active(self) -> dict[str, nn.Parameter]:
         """The parameters with a gradient, by name, in the order of the groups."""
@@ -387,69 +377,6 @@ class KFAC(Optimizer):
         if self._skipped:
             notes["statistics"] = "they were not finite; the last good ones stay"
         return notes
-
-    def coverage(self) -> Coverage:
-        """What every parameter's block is, and why; before any statistics, what is expected."""
-        blocks = {n: k for k in self.curvature.averages for n in k.names}
-        guess, rows = expected(self.model), []
-        for name, p in plain(self.model).named_parameters():
-            shape = tuple(p.shape)
-            _, kind = guess.get(name, ("", "plain parameter"))
-            if not p.requires_grad:
-                rows.append(Row(name, shape, "none", "frozen"))
-            elif name in blocks:
-                key = blocks[name]
-                block = self.curvature.block(key)
-                sides = (block.left, block.right) if isinstance(block, Pair) else None
-                reason = self._gatherer.reasons.get(name, kind)
-                if key in self.curvature.notes:
-                    reason += f"; {self.curvature.notes[key]}"
-                rows.append(Row(name, shape, described(key, block.shape, sides), reason))
-            elif self._memory["taken"]:
-                why = "no forward pass seen so far used it; its gradient is followed as it is"
-                rows.append(Row(name, shape, "gradient", why))
-            else:
-                held, why = guess.get(
-                    name, ("diagonal", "plain parameter: squares of sampled gradients")
-                )
-                rows.append(Row(name, shape, held, why))
-        return Coverage(rows)
-
-    def gram(self) -> Kronecker:
-        """F̂ without damping, over the parameters that have a block, in the model's order."""
-        held = self.curvature
-        if not held.averages:
-            raise PullbackError(
-                "There are no statistics yet", "no step was taken", "Call step() first"
-            )
-        sizes = {n: p.numel() for n, p in plain(self.model).named_parameters()}
-        covered = {n for k in held.averages for n in k.names}
-        start, offsets = 0, {}
-        for name, size in sizes.items():
-            if name in covered:
-                offsets[name], start = start, start + size
-        index = []
-        for key in held.averages:
-            places = [
-                torch.arange(offsets[n], offsets[n] + sizes[n]).view(self._by_name[n].shape)
-                for n in key.names
-            ]
-            index.append(arranged(key, places, held.shape(key)[0]).flatten())
-        blocks = [held.corrected(k) for k in held.averages]
-        return Kronecker(blocks, torch.cat(index).to(blocks[0].diagonal().device))
-
-    def average(self) -> dict[Key, dict[str, Tensor]]:
-        """The averages as they are, to serve as an `Invariant` damping's reference."""
-        return {k: copy.deepcopy(a.corrected()) for k, a in self.curvature.averages.items()}
-
-    def degenerate(self) -> list[Degenerate]:
-        """Blocks on which F̂ is no metric, and why: directions that change nothing."""
-        return [d for k in self.curvature.averages for d in degenerate(k, self.curvature.block(k))]
-
-    def memory(self) -> dict[str, int]:
-        """Bytes held, by what for."""
-        buffers = [s["momentum"] for s in self.state.values() if "momentum" in s]
-        return {**self.curvature.memory(), "momentum": sum(t.nbytes for t in buffers)}
 
     def state_dict(self) -> dict[str, Any]:
         """Param groups, momentum, averages, inverses and the draws' random state."""

@@ -12,6 +12,7 @@ from ..._core.capture import Call, Capture
 from ..._core.errors import PullbackError
 from ..._core.state import Snapshot
 from ..objective import ObjectiveProblem
+from .damping import Adaptive
 from .exact import products
 from .pulled import statistics_of
 from .sums import Key
@@ -139,3 +140,23 @@ class ObjectiveSource(Source):
         flat = [self._problem.space.flatten(x) for x in span]
         pushed = [torch.cat([part.push(v) for part in parts]) for v in flat]
         return [[a @ b for b in pushed] for a in pushed]
+
+
+def source_of(optimizer: KFAC, closure: Any, objective: Any) -> Source:
+    """What a call of `step` was given."""
+    if objective is not None:
+        if closure is not None:
+            raise PullbackError(
+                "step() was given a closure and an objective",
+                "each of them is a loss",
+                "Give one of them",
+            )
+        return ObjectiveSource(optimizer, objective)
+    controlled = isinstance(optimizer.damping, Adaptive) or optimizer.rule is not None
+    if closure is None and controlled:
+        raise PullbackError(
+            "This step needs a closure",
+            "adaptive damping and steps from the quadratic model look at the loss again",
+            "Call step(closure), with a closure that returns the loss",
+        )
+    return Source() if closure is None else ClosureSource(optimizer, closure, controlled)

@@ -39,7 +39,9 @@ class Met:
     #: Σ rows rowsᵀ of gain and shift, (U, k, k), and their roles
     units: Tensor | None = None
     roles: list[str] = field(default_factory=list)
+    #: second moments in the eigenbases of this block
     squares: Tensor | None = None
+    basis: Key | None = None
 
 
 class Sweep:
@@ -119,8 +121,10 @@ class Sweep:
         found = self._basis(entry)
         if found is not None:
             key, basis = found
+            met.basis = key
             block, _ = block_of(entry, delta, sharing, key.names)
             if isinstance(block, AffineBlock):
+                basis = basis.moved(delta.device, compute_dtype(delta.dtype))
                 met.squares = block.squares(basis.left, basis.right)
 
     def assign(self, plan: Plan, sums: dict[Key, Sums]) -> None:
@@ -138,7 +142,7 @@ class Sweep:
                 if met.inputs is not None:
                     held.add_inputs(term, met.inputs)
                 held.add_outputs(term, met.outputs)
-                if met.squares is not None:
+                if met.squares is not None and met.basis == key:
                     held.add_squares(met.squares)
             key = plan.bias(entry.names)
             if key is not None and met.shifts is not None:
@@ -227,16 +231,14 @@ def wanted_by(plan: Plan | None) -> Callable[[Entry], bool]:
 
 
 def basis_by(
-    plan: Plan | None, entries: Sequence[Entry], bases: Mapping[Key, Inverse]
+    entries: Sequence[Entry], bases: Mapping[Key, Inverse]
 ) -> Callable[[Entry], tuple[Key, Inverse] | None]:
     """The eigenbases of a use's block, where it is the block's only use."""
+    by_weight = {k.names[0]: k for k, b in bases.items() if b.scale is not None and not k.bias}
 
     def basis(entry: Entry) -> tuple[Key, Inverse] | None:
-        key = None if plan is None or not bases else plan.weight(entry.names)
-        found = None if key is None else bases.get(key)
-        if key is None or found is None or found.scale is None:
-            return None
-        uses = sum(e.names.get("weight") == key.names[0] for e in entries)
-        return None if uses > 1 else (key, found)
+        key = by_weight.get(entry.names.get("weight") or "")
+        uses = sum(e.names.get("weight") == entry.names.get("weight") for e in entries)
+        return None if key is None or uses > 1 else (key, bases[key])
 
     return basis
