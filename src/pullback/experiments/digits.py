@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .. import HessianFree, NaturalGradient
+from .. import KFAC, HessianFree, NaturalGradient
 from .._core.errors import PullbackError
 from ..likelihoods import Categorical
 from . import baselines
@@ -16,7 +16,7 @@ from .contender import Contender
 from .problem import Supervised
 
 _TRAIN = 1347  # of 1797 images; the other 450 are for testing
-_BATCH = 64
+_BATCH, _KFAC_BATCH = 64, 256
 
 
 def load() -> tuple[Tensor, Tensor]:
@@ -51,6 +51,7 @@ class Digits(Supervised):
             Contender(
                 "Adam", baselines.adam, {"lr": 0.03}, {"lr": (0.003, 0.01, 0.03, 0.1)}, _BATCH
             ),
+            Contender("K-FAC", _kfac, {"lr": 0.3}, {"lr": (0.03, 0.1, 0.3, 1.0)}, _KFAC_BATCH),
             Contender("Natural gradient", _natural_gradient),
         )
 
@@ -74,3 +75,11 @@ class Digits(Supervised):
 def _natural_gradient(model: nn.Module) -> NaturalGradient:
     """The exact Fisher metric by conjugate gradients, on all images; nothing is tuned."""
     return HessianFree(model, Categorical())
+
+
+def _kfac(model: nn.Module, lr: float) -> KFAC:
+    """Sampled Fisher, statistics every fifth step, inverses every tenth, steps held by a clip."""
+    return KFAC(
+        model, lr, likelihood=Categorical(), damping=1e-3, kl_clip=1e-3,
+        statistics_every=5, invert_every=10,
+    )  # fmt: skip

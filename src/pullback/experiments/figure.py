@@ -20,6 +20,7 @@ _STYLES = {
     "SGD": ("#E69F00", 1.7),
     "Adam": ("#0072B2", 1.7),
     "L-BFGS": ("#009E73", 1.7),
+    "K-FAC": ("#CC79A7", 1.7),
     "Natural gradient": ("#D55E00", 2.8),
 }
 INK, _GRID = "#333333", "#E4E4E4"

@@ -19,6 +19,8 @@ from .registry import Layer, Use, register
 class Conv(Layer):
     """An affine layer on patches; the output's places are the sharing axis."""
 
+    curvature = "kronecker"
+
     def features(self, module: Any, ndim: int) -> int:
         return 1 + len(module.kernel_size)
 

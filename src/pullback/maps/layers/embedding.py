@@ -23,7 +23,7 @@ class Embedding(Layer):
     stands on the left: the weight has a row per index.
     """
 
-    input_first = True
+    curvature, input_first = "kronecker", True
 
     def parameters(self, module: Any) -> dict[str, Tensor | None]:
         return {"weight": module._parameters.get("weight")}

@@ -17,6 +17,8 @@ from .registry import Layer, Use, register
 class Linear(Layer):
     """a (N, T, I), δ (N, R, T, O)."""
 
+    curvature = "kronecker"
+
     def block(self, names: Mapping[str, str | None], uses: Sequence[Use]) -> Block:
         inputs = joined([u.input.reshape(len(u.input), 1, -1, u.input.shape[-1]) for u in uses], 2)
         delta = joined(

@@ -35,8 +35,9 @@ class Layer(ABC):
     and `outputs` give the second moments of one use.
     """
 
-    #: what K-FAC holds for the parameters: "kronecker", or "units" for elementwise gains
-    curvature: str = "kronecker"
+    #: what K-FAC holds for the parameters: "kronecker" (from `inputs` and `outputs`), "units" for
+    #: elementwise gains, or "rows": the layer has but `block`, and its parameters are diagonals
+    curvature: str = "rows"
     #: whether the weight's rows belong to the layer's input, as an embedding's do
     input_first: bool = False
     #: whether weight and bias meet the same cotangents, so that they may share a block

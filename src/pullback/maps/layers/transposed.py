@@ -180,7 +180,7 @@ def _sample_patches(use: Use) -> Tensor:
 class ConvTranspose(Layer):
     """`output_padding` and `output_size` need no care: the cotangent has the output's shape."""
 
-    input_first, joint = True, False
+    curvature, input_first, joint = "kronecker", True, False
 
     def features(self, module: Any, ndim: int) -> int:
         return 1 + len(module.kernel_size)

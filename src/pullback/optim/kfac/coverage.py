@@ -44,7 +44,7 @@ def expected(model: nn.Module) -> dict[str, tuple[str, str]]:
         layer, compound = find(module), find_compound(module)
         kind = type(module).__name__
         if layer is not None:
-            held = "kronecker" if layer.curvature == "kronecker" else "units"
+            held = "diagonal" if layer.curvature == "rows" else layer.curvature
             for p in layer.parameters(module).values():
                 if p is not None and id(p) in names:
                     out.setdefault(names[id(p)], (held, kind))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..._core.capture import detached
-from ...maps.layers import Compound, find_compound
+from ...maps.layers import Compound, Layer, find_compound
 from ...maps.record import Recorder
 
 
@@ -33,6 +33,11 @@ class Tape(Recorder):
     def __init__(self, model: nn.Module, leaves: Mapping[str, Tensor]) -> None:
         super().__init__(model, leaves)
         self.wholes: list[Whole] = []
+
+    def _hook(self, path: str, layer: Layer) -> Any:
+        if layer.curvature == "rows":  # it has no factors to give
+            return lambda *_: None
+        return super()._hook(path, layer)
 
     def release(self, node: Any) -> None:
         """Do not hold this node of the graph; `edges` takes it again."""
