@@ -281,9 +281,6 @@ class NaturalGradient(Optimizer):
             path=precise(lambda: system.path(self.solver, state)),
             image=precise(system.gram.matvec),
             losses=lambda moves: sign * problem.losses(moves, place),
-            trials=lambda moves: (
-                sign * x for x in problem.trials(moves, place, broadcasts=self._retract is None)
-            ),
             lr=lr,
             scaled=lambda v: scale * v,
             names=problem.space.names,

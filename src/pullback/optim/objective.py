@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +14,6 @@ from .._core.state import RandomState
 from ..grams import Part
 from ..maps import ObjectiveMap
 from ..metrics import Metric
-from ..steps.base import TOGETHER
 from .problem import Place, Problem
 from .terms import Objective, Squares
 
@@ -127,18 +126,6 @@ class ObjectiveProblem(Problem):
             except RuntimeError as error:
                 reraise_fatal(error)  # else the objective or retraction branches on its data
                 return torch.stack([loss(move) for move in moves])
-
-    def trials(self, moves: Tensor, place: Place, *, broadcasts: bool = False) -> Iterator[Tensor]:
-        if not self._apart:
-            few = TOGETHER if moves.device.type == "cpu" else len(moves)
-            yield from (self.losses(some, place) for some in moves.split(few))
-            return
-        placed = place(self.params, moves) if broadcasts else {}
-        for i, move in enumerate(moves):
-            with torch.no_grad():  # which must not last while others go on
-                at = {n: p[i] for n, p in placed.items()} or place(self.params, move)
-                loss = self._loss(at)
-            yield loss[None]
 
     def rollback(self) -> None:
         self._random.restore()

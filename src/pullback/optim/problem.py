@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -13,7 +13,6 @@ from .._core.errors import Status
 from .._core.space import ParameterSpace
 from ..grams import Part
 from ..metrics import Metric
-from ..steps.base import TOGETHER
 
 Place = Callable[[Mapping[str, Tensor], Tensor], Mapping[str, Tensor]]
 
@@ -47,17 +46,6 @@ class Problem(ABC):
     @abstractmethod
     def losses(self, moves: Tensor, place: Place) -> Tensor:
         """L at place(w, move) for each row of moves, everything restored afterwards."""
-
-    def trials(self, moves: Tensor, place: Place, *, broadcasts: bool = False) -> Iterator[Tensor]:
-        """The same in order, a few at a time: who stops asking saves the others.
-
-        Args:
-            moves: (k, p).
-            place: of one move.
-            broadcasts: whether it is of many moves at once, too.
-        """
-        for some in moves.split(TOGETHER):
-            yield self.losses(some, place)
 
     @abstractmethod
     def rollback(self) -> None:

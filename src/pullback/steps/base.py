@@ -8,7 +8,7 @@ change the direction that an inner step sees.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,6 @@ from torch import Tensor
 from .._core.errors import PullbackError, Status
 from ..solvers import Damping, Path, Solution
 
-TOGETHER = 8  # trials evaluated at once where fewer may turn out to be needed
 _TRIAL_BYTES = 2**29  # that trial moves may take together
 
 
@@ -46,7 +45,6 @@ class Local:
         path: all solutions over damping, where the solver has them.
         image: v ↦ G v.
         losses: moves (k, p) ↦ L(retract(w − lr·move)), one value each.
-        trials: the same in order, a few at a time, where it may turn out that fewer are needed.
         lr: the learning rate, if it is the same for all parameters, else None.
         scaled: v ↦ lr·v, group by group.
         names: the parameters, in the order of the flat vectors.
@@ -61,15 +59,8 @@ class Local:
     losses: Callable[[Tensor], Tensor]
     lr: float | None
     scaled: Callable[[Tensor], Tensor]
-    trials: Callable[[Tensor], Iterable[Tensor]] | None = None
     names: tuple[str, ...] = ()
     state: dict[str, Any] = field(default_factory=dict)
-
-    def in_turn(self, moves: Tensor) -> Iterable[Tensor]:
-        """Losses of the moves in order, evaluated when they are asked for."""
-        if self.trials is not None:
-            return self.trials(moves)
-        return (self.losses(some) for some in moves.split(TOGETHER))
 
     def loss_at(self, move: Tensor) -> float:
         """L(retract(w − lr·move))."""
@@ -111,12 +102,8 @@ def failed(solution: Solution) -> Move | None:
 
 def in_chunks(losses: Callable[[Tensor], Tensor], values: Tensor, like: Tensor) -> Tensor:
     """losses(values), a few values at a time where their moves would take much memory."""
-    return torch.cat([losses(some) for some in values.split(width(like))])
-
-
-def width(like: Tensor) -> int:
-    """How many moves may be held at once."""
-    return max(1, _TRIAL_BYTES // (like.numel() * like.element_size()))
+    width = max(1, _TRIAL_BYTES // (like.numel() * like.element_size()))
+    return torch.cat([losses(some) for some in values.split(width)])
 
 
 def positive(name: str, value: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from math import inf
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from .._core.errors import PullbackError
 from ..solvers import Path
-from .base import TOGETHER, Local, Move, Step, failed, width
+from .base import Local, Move, Step, failed, in_chunks
 
 
 class TargetRatio(Step):
@@ -18,9 +17,9 @@ class TargetRatio(Step):
 
     The factorization gives every damped solution, so for a geometric window of radii around the
     last one the secular equation ‖x(λ)‖ = radius is solved for all λ together; each trial's true
-    loss gives ρ = actual/predicted reduction. ρ is taken to fall with the radius: beyond a bad
-    radius none counts, and on a CPU, where trials are made one by one, they start at the last
-    radius and go up or down from there. If none qualifies the step is rejected and the radius
+    loss gives ρ = actual/predicted reduction. ρ is taken to fall with the radius: on a CPU, where
+    trials are made one by one, the last good radius is found by bisection; on CUDA all are tried,
+    and beyond the first bad one none counts. If none qualifies the step is rejected and the radius
     shrinks by the window.
 
     Args:
@@ -70,42 +69,29 @@ class TargetRatio(Step):
     ) -> tuple[int, float, int]:
         """The index of the radius to take (or −1), its loss, and how many were tried.
 
-        The ratio falls with the radius, so where trials are made one by one they start at the last
-        radius: from a good one upwards to the first bad one, from a bad one down to a good one.
+        The ratio falls with the radius, so where trials are made one by one the last good radius is
+        found by bisection.
         """
 
         def good(loss: float, i: int) -> bool:
             return _ratio(local.loss - loss, predicted[i]) > self.target
 
         if dampings.is_cuda:  # waiting for a device costs more than trials
-            losses = [x for found in local.in_turn(path.at(dampings)) for x in found.tolist()]
+            found = in_chunks(lambda d: local.losses(path.at(d)), dampings, local.gradient)
+            losses = found.tolist()
             flags = [good(x, i) for i, x in enumerate(losses)]
             best = (flags.index(False) if False in flags else len(flags)) - 1
             return best, losses[best], len(losses)
-        middle = self.radii // 2
-        best, at, tried = -1, local.loss, 0
-        for i, loss in self._in_turn(local, path, dampings, range(middle, self.radii)):
+        low, high, best, tried = -1, self.radii, local.loss, 0  # good below, bad above
+        while high - low > 1:
+            i = (low + high) // 2
+            loss = float(local.losses(path.at(dampings[i : i + 1]))[0])
             tried += 1
-            if not good(loss, i):
-                break
-            best, at = i, loss
-        if best < 0:
-            for i, loss in self._in_turn(local, path, dampings, range(middle - 1, -1, -1)):
-                tried += 1
-                if good(loss, i):
-                    return i, loss, tried
-        return best, at, tried
-
-    def _in_turn(
-        self, local: Local, path: Path, dampings: Tensor, order: range
-    ) -> Iterator[tuple[int, float]]:
-        """Losses at these radii, in order, as they are asked for."""
-        few = min(TOGETHER, width(local.gradient))
-        for start in range(0, len(order), few):
-            some = list(order)[start : start + few]
-            found = local.in_turn(path.at(dampings[some]))
-            losses = (loss for one in found for loss in one.tolist())
-            yield from zip(some, losses, strict=True)
+            if good(loss, i):
+                low, best = i, loss
+            else:
+                high = i
+        return low, best, tried
 
 
 def _ratio(actual: float, predicted: float) -> float:
