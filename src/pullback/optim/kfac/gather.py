@@ -245,6 +245,15 @@ class Gatherer:
                 first = False
             self.pool.samples = self.pool.samples + samples
 
+    def averages(self, reduction: str, loss_scale: float) -> dict[Key, dict[str, Tensor]]:
+        """Means over what was pooled, which is forgotten; "sum" multiplies them by the samples."""
+        pool, samples = self.pool, self.pool.samples
+        scale: Any = 1.0 if reduction == "mean" else samples
+        if self.recipe.fisher == "empirical":  # a mean's own cotangents are divided by N
+            scale = samples ** (2 if reduction == "mean" else 1) / loss_scale**2
+        self.clear()
+        return {k: s.averages(k.joint, samples, scale) for k, s in pool.sums.items()}
+
     def random(self, device: torch.device) -> torch.Generator:
         """Draws of their own, so that the training's random numbers stay what they were."""
         if self._generator is None or self._generator.device != device:

@@ -338,24 +338,18 @@ class KFAC(Reports, Optimizer):
 
     def _gathered(self) -> dict[Key, dict[str, Tensor]]:
         """The averages over what the hooks saw since the last step."""
-        gatherer, pool = self._gatherer, self._gatherer.pool
-        if not pool.calls:
+        if not self._gatherer.pool.calls:
             if self._due():
                 raise PullbackError(
                     "A statistics step saw no layer",
-                    gatherer.missed,
+                    self._gatherer.missed,
                     "Call the module given to KFAC, in training mode, and backpropagate from its "
                     "output before step()",
                 )
             return {}
-        samples, self._skipped = pool.samples, not pool.sums  # nothing finite was met
-        scale: Any = 1.0 if self.reduction == "mean" else samples
-        if self.fisher == "empirical":  # a mean's own cotangents are divided by N
-            loss_scale = 1.0 if self.grad_scaler is None else float(self.grad_scaler.get_scale())
-            scale = samples ** (2 if self.reduction == "mean" else 1) / loss_scale**2
-        found = {k: s.averages(k.joint, samples, scale) for k, s in pool.sums.items()}
-        gatherer.clear()
-        return found
+        self._skipped = not self._gatherer.pool.sums  # nothing finite was met
+        loss_scale = 1.0 if self.grad_scaler is None else float(self.grad_scaler.get_scale())
+        return self._gatherer.averages(self.reduction, loss_scale)
 
     def _invert(self, taken: bool) -> None:
         """Renew inverses when it is time, and make those that are missing."""
