@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -129,3 +130,21 @@ def refuse_chained(name_of: dict[int, str], inputs: list[Tensor]) -> None:
                 "Put both calls into one module and give that to the optimizer",
             )
         stack.extend(n for n, _ in node.next_functions)
+
+
+def own_group(param_group: dict[str, Any], names: Mapping[int, str]) -> dict[str, Any]:
+    """A copy of a param group with a list of parameters, all of them the model's and usable."""
+    group = dict(param_group)
+    given = group["params"]
+    group["params"] = [given] if isinstance(given, Tensor) else list(given)
+    for p in group["params"]:
+        p = p[1] if isinstance(p, tuple) else p
+        name = names.get(id(p))
+        if name is None:
+            raise PullbackError(
+                "A parameter does not belong to the model",
+                f"a tensor of shape {tuple(p.shape)} is not among its parameters",
+                "Pass parameters of the module given to the optimizer",
+            )
+        refuse_parameter(name, p)
+    return group

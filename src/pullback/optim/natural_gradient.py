@@ -18,7 +18,7 @@ from ..grams import FORMS, Part, assemble, coverage
 from ..metrics import Euclidean, Metric, as_metric
 from ..solvers import Cholesky, Solution, Solver
 from ..steps import Constant, Local, Move, Step, retraction
-from .checks import refuse_context, refuse_metric, refuse_model, refuse_parameter
+from .checks import own_group, refuse_context, refuse_metric, refuse_model, refuse_parameter
 from .closure import ClosureProblem
 from .info import StepInfo
 from .objective import ObjectiveProblem
@@ -115,19 +115,7 @@ class NaturalGradient(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Take up more of the model's parameters, with their own lr."""
-        group = dict(param_group)
-        given = group["params"]
-        group["params"] = [given] if isinstance(given, Tensor) else list(given)
-        for p in group["params"]:
-            p = p[1] if isinstance(p, tuple) else p
-            name = self._names.get(id(p))
-            if name is None:
-                raise PullbackError(
-                    "A parameter does not belong to the model",
-                    f"a tensor of shape {tuple(p.shape)} is not among its parameters",
-                    "Pass parameters of the module given to the optimizer",
-                )
-            refuse_parameter(name, p)
+        group = own_group(param_group, self._names)
         if not float(group.get("lr", self.defaults["lr"])) >= 0:
             raise PullbackError(
                 "The learning rate is not usable",

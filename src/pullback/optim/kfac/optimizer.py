@@ -17,7 +17,7 @@ from ...likelihoods import Likelihood
 from ...maps.layers.moments import Sharing
 from ...metrics import Euclidean, Fisher, Metric, as_metric
 from ...steps import QuadraticModel
-from ..checks import gradient_of, refuse_model, refuse_parameter
+from ..checks import gradient_of, own_group, refuse_model
 from ..terms import Objective
 from .checks import check, refuse_inference, refuse_unready
 from .control import Control, Look, finite, fusible
@@ -185,19 +185,7 @@ class KFAC(Reports, Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Take up more of the model's parameters."""
-        group = dict(param_group)
-        given = group["params"]
-        group["params"] = [given] if isinstance(given, Tensor) else list(given)
-        for p in group["params"]:
-            p = p[1] if isinstance(p, tuple) else p
-            name = self._names.get(id(p))
-            if name is None:
-                raise PullbackError(
-                    "A parameter does not belong to the model",
-                    f"a tensor of shape {tuple(p.shape)} is not among its parameters",
-                    "Pass parameters of the module given to the optimizer",
-                )
-            refuse_parameter(name, p)
+        group = own_group(param_group, self._names)
         check(**{n: group[n] for n in ("lr", "momentum", "weight_decay") if n in group})
         super().add_param_group(group)
         self._choose()
@@ -237,8 +225,8 @@ class KFAC(Reports, Optimizer):
         Args:
             closure: clears the gradients, evaluates the loss, calls backward and returns it. Needed
                 where the step is controlled: by `Adaptive` damping, or by `step=`.
-            objective: a loss on derivatives of the network, such as `pde.objective(...)`; its
-                residuals' own metric is used.
+            objective: a loss on derivatives of the network, as terms of
+                an `optim.Objective`; their own metric is used.
 
         Returns:
             The loss, or None where none was computed here; `info` says what was done. A rejected
