@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,8 @@ class Structure:
         exact: whether this is the pullback metric itself and not an approximation of it.
         kronecker: whether it is a sum of Kronecker products per layer.
         low_rank: whether A has fewer rows than columns.
+        closed: whether the model itself gave it in closed form.
+        spectral: whether `spectrum` is cheaper than any factorization of a matrix.
     """
 
     holds: str
@@ -29,6 +32,8 @@ class Structure:
     exact: bool = True
     kronecker: bool = False
     low_rank: bool = False
+    closed: bool = False
+    spectral: bool = False
 
 
 class Gram(ABC):
@@ -87,6 +92,10 @@ class FactoredGram(Gram):
         """A Aᵀ as a matrix (n, n)."""
         a = self.rows()
         return a @ a.T
+
+    def spectrum(self) -> Any:
+        """A = U Σ Vᵀ as an object like `Svd`, where its structure gives it; else None."""
+        return None
 
     def row_norms(self) -> Tensor | None:
         """‖row_i‖ where they are at hand, else None."""

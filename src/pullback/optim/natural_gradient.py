@@ -343,6 +343,7 @@ def _record(
 ) -> StepInfo:
     solution, gram = move.solution, system.gram
     form = "matrix_free" if gram.structure.holds == "operator" else gram.structure.holds
+    form = "closed form" if gram.structure.closed else form
     return StepInfo(
         loss=problem.loss,
         accepted=move.accepted,

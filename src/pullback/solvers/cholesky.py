@@ -10,6 +10,7 @@ from torch import Tensor
 from .._core.errors import Status
 from ..grams import FactoredGram, Gram
 from .base import Damping, Solution, Solver, resolve
+from .pinv import PseudoInverse, Spectrum
 
 _GROWTH, _TRIES = 10.0, 20
 
@@ -38,7 +39,9 @@ class Cholesky(Solver):
     def __init__(self, damping: Damping = 1e-3) -> None:
         self.damping = damping
 
-    def init(self, gram: Gram) -> Factored:
+    def init(self, gram: Gram) -> Factored | Spectrum:
+        if gram.structure.spectral:
+            return PseudoInverse().init(gram)
         if isinstance(gram, FactoredGram) and (
             gram.structure.holds == "kernel" or gram.count < gram.size
         ):
@@ -47,12 +50,15 @@ class Cholesky(Solver):
 
     def solve(
         self,
-        state: Factored,
+        state: Factored | Spectrum,
         rhs: Tensor,
         damping: Damping | None = None,
         *,
         whitened: Tensor | None = None,
     ) -> Solution:
+        if isinstance(state, Spectrum):  # every damping from one spectrum
+            damping = self.damping if damping is None else damping
+            return PseudoInverse().solve(state, rhs, damping, whitened=whitened)
         gram = state.gram
         wanted = resolve(self.damping if damping is None else damping, gram)
         found = self._factor(state, wanted)

@@ -71,6 +71,8 @@ class PseudoInverse(Solver):
     def init(self, gram: Gram) -> Spectrum:
         holds = gram.structure.holds
         if isinstance(gram, FactoredGram) and holds != "dense":
+            if (known := gram.spectrum()) is not None:
+                return self._of(gram, known)
             if holds == "rows":
                 return self._from_rows(gram)
             if gram.count <= gram.size:
@@ -122,6 +124,13 @@ class PseudoInverse(Solver):
         """Which singular values count; after squaring none below the floor can be trusted."""
         rcond = floor if self.rcond is None else max(self.rcond, floor * squared)
         return sigma > rcond * sigma.max() if len(sigma) else sigma > 0
+
+    def _of(self, gram: FactoredGram, whole: Any) -> Spectrum:
+        """From the triples that the Gram knows."""
+        eps = torch.finfo(gram.dtype).eps
+        floor = min(max(gram.count, gram.size) * eps, eps**0.5)
+        part = whole.select(self._keep(whole.sigma, floor, squared=False))
+        return Spectrum(gram, part.sigma, part.left, part.right, part.combine)
 
     def _from_rows(self, gram: FactoredGram) -> Spectrum:
         a = gram.rows()

@@ -1,0 +1,71 @@
+"""What the closed forms ask of their inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .._core.errors import PullbackError
+
+
+def refuse_shape(name: str, got: Tensor, want: Sequence[int | str]) -> None:
+    """Raise unless the tensor has this shape; a letter stands for any length."""
+    fits = got.ndim == len(want) and all(
+        isinstance(w, str) or w == g for g, w in zip(got.shape, want, strict=True)
+    )
+    if not fits:
+        shape = ", ".join(map(str, want)) + ("," if len(want) == 1 else "")
+        raise PullbackError(
+            f"{name} does not fit the model",
+            f"it has shape {tuple(got.shape)}",
+            f"Pass a tensor of shape ({shape})",
+        )
+
+
+def refuse_nonfinite(name: str, value: Tensor) -> None:
+    """Raise where an entry is infinite or not a number."""
+    if not bool(torch.isfinite(value).all()):
+        raise PullbackError(
+            f"{name} is not finite",
+            "it contains infinite entries or entries that are not numbers",
+            "Check the data and the parameters for overflow",
+        )
+
+
+def refuse_data(x: Tensor, y: Tensor, dim: int | None = None) -> None:
+    """Raise unless x is (N, D) and y is (N,), real, finite and not empty."""
+    refuse_shape("The data matrix x", x, ("N", "D" if dim is None else dim))
+    refuse_shape("The labels y", y, (x.shape[0],))
+    if 0 in x.shape:
+        raise PullbackError(
+            "The data is empty", f"x has shape {tuple(x.shape)}", "Pass at least one sample"
+        )
+    if not x.is_floating_point():
+        raise PullbackError(
+            "The data matrix x is not of a float type", f"got {x.dtype}", "Call x.double()"
+        )
+    refuse_nonfinite("The data matrix x", x)
+    refuse_nonfinite("The labels y", y)
+
+
+def signs(y: Tensor, dtype: torch.dtype) -> Tensor:
+    """Labels as ±1 in the given dtype; labels of any other kind are refused."""
+    if not bool((y.abs() == 1).all()):
+        raise PullbackError(
+            "The labels are not signs",
+            f"found values such as {float(y.flatten()[0]):g}",
+            "Encode the two classes as −1 and +1 (2·y − 1 for labels 0 and 1)",
+        )
+    return y.to(dtype)
+
+
+def refuse_zero_tangent(size: Tensor) -> None:
+    """Raise where J = 0, so that no move of the parameters moves β."""
+    if not bool(size > 0):
+        raise PullbackError(
+            "The tangent is zero",
+            "the factors vanish so that no small change of one of them changes their product",
+            "Start from factors of which at most one is zero",
+        )

@@ -1,0 +1,225 @@
+r"""Deep matrix factorization β = W₁W₂⋯W_L with exact natural gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._core.errors import PullbackError
+from .._core.factor import Factor
+from ..grams import FactoredGram
+from ..maps import Linearization
+from .checks import refuse_nonfinite, refuse_shape
+from .grams import Sides, TangentGram, isotropic, proven, tangent_gram
+from .minimum_norm import minimum_norm
+from .parameters import Factored, Source, whole_numbers
+from .spectra import commuting
+from .split import split
+from .tangents import Entries, Grid, Tangent, Term, around
+
+
+class DeepMatrix(Factored):
+    r"""β = W₁W₂⋯W_L, (d₀, d_L), with factors W_i of shape (d_{i−1}, d_i).
+
+    `model()` is β, `model(x)` is xβ for x (..., d₀), and `model(rows, columns)` holds the entries
+    β[rows, columns]. In all three `NaturalGradient` finds the Gram in closed form by itself.
+
+    Args:
+        dims: d₀, d₁, …, d_L.
+        init: the factors themselves, or the gain γ of random ones: entries of W_i are then
+            N(0, γ²/d_{i−1}), which for γ = 1 keeps the size of x through the layers.
+        generator: where random factors come from.
+        seed: the same, as a number.
+        dtype: of the factors; by default torch's default, or that of given factors.
+        device: of the factors.
+
+    >>> model = DeepMatrix([4, 6, 5, 3], seed=0)
+    >>> [tuple(x.shape) for x in model.natural_gradient(torch.ones(4, 3))]
+    [(4, 6), (6, 5), (5, 3)]
+    """
+
+    def __init__(
+        self,
+        dims: Sequence[int],
+        init: float | Sequence[Tensor] = 1.0,
+        *,
+        generator: torch.Generator | None = None,
+        seed: int | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.dims = whole_numbers("dims", list(dims))
+        if len(self.dims) < 2:
+            raise PullbackError(
+                "dims names no factor", f"got {self.dims}", "Pass d₀, …, d_L with L ≥ 1"
+            )
+        source = Source(generator, seed, dtype, device)
+        shapes = list(zip(self.dims, self.dims[1:], strict=False))
+        if isinstance(init, (int, float)):
+            drawn = source.draw(shapes)
+            self._hold([float(init) * w / s[0] ** 0.5 for w, s in zip(drawn, shapes, strict=True)])
+        else:
+            self._hold(source.given(init, shapes))
+
+    @classmethod
+    def of(cls, factors: Sequence[Tensor], **options: Any) -> DeepMatrix:
+        """The network with these factors (copied)."""
+        factors = [torch.as_tensor(w) for w in factors]
+        for i, w in enumerate(factors):
+            before = factors[i - 1].shape[-1] if i else "d"
+            refuse_shape(f"Factor {i}", w, (before, "d"))
+        dims = [w.shape[0] for w in factors] + [w.shape[1] for w in factors[-1:]]
+        return cls(dims, factors, **options)
+
+    @property
+    def beta(self) -> Tensor:
+        """β, (d₀, d_L)."""
+        return self.forward()
+
+    def forward(self, x: Tensor | None = None, columns: Tensor | None = None) -> Tensor:
+        """β, xβ, or the entries β[x, columns] for integer tensors x and columns (n,)."""
+        if x is not None and columns is None:
+            if x.ndim == 0 or x.shape[-1] != self.dims[0]:
+                raise PullbackError(
+                    "The input does not fit the model",
+                    f"its shape is {tuple(x.shape)}, and the first factor has {self.dims[0]} rows",
+                    f"Pass x of shape (..., {self.dims[0]}), or rows and columns of entries",
+                )
+            z = x
+            for w in self.factors:
+                z = z @ w
+            return z
+        beta = self.factors[0]
+        for w in list(self.factors)[1:]:
+            beta = beta @ w
+        if columns is None:
+            return beta.clone() if self.depth == 1 else beta
+        self._refuse_entries(x, columns)
+        return beta[x, columns]
+
+    def _refuse_entries(self, rows: Any, columns: Any) -> None:
+        sizes = self.dims[0], self.dims[-1]
+        for name, index, size in zip(("rows", "columns"), (rows, columns), sizes, strict=True):
+            kind = isinstance(index, Tensor) and not index.is_floating_point()
+            if not kind or index.ndim != 1 or index.dtype == torch.bool:
+                raise PullbackError(
+                    f"The {name} of the entries are not usable",
+                    "they are not an integer tensor of one axis",
+                    "Pass two integer tensors of shape (n,), such as those of mask.nonzero().T",
+                )
+            if len(index) and not 0 <= int(index.min()) <= int(index.max()) < size:
+                raise PullbackError(
+                    f"The {name} of the entries are out of range",
+                    f"found {int(index.min())} to {int(index.max())} for a side of {size}",
+                    f"Use indices from 0 to {size - 1}",
+                )
+        if rows.shape != columns.shape:
+            raise PullbackError(
+                "The entries' rows and columns do not fit each other",
+                f"there are {len(rows)} and {len(columns)}",
+                "Pass one row and one column per entry",
+            )
+
+    def natural_gradient(
+        self,
+        grad: Tensor,
+        *,
+        entries: tuple[Tensor, Tensor] | None = None,
+        damping: float = 0.0,
+        rcond: float | None = None,
+    ) -> tuple[Tensor, ...]:
+        r"""J⁺∇_β: of all moves with J x closest to ∇_β the shortest, one tensor per factor.
+
+        X_i = A_iᵀ Λ B_iᵀ with Σ_i A_iA_iᵀ Λ B_iᵀB_i = ∇_β: for two factors a Sylvester equation,
+        solved by their singular values. Factors may be rank-deficient, and narrow ones give the
+        projection of ∇_β onto the tangent space. With damping λ it is Jᵀ(JJᵀ + λ)⁻¹∇_β.
+
+        Args:
+            grad: ∇_β, (d₀, d_L); with entries the gradient in these, (n,).
+            entries: rows and columns (n,) to which β is restricted: J has only their rows.
+            damping: λ ≥ 0.
+            rcond: singular values of J below rcond·σ_max count as zero.
+        """
+        shape = (self.dims[0], self.dims[-1]) if entries is None else entries[0].shape
+        refuse_shape("The gradient", grad, shape)
+        refuse_nonfinite("The gradient", grad)
+        dtype = torch.promote_types(self.compute_dtype, grad.dtype)
+        factors = self.values(dtype)
+        for w in factors:
+            refuse_nonfinite("A factor", w)
+        if entries is not None:
+            self._refuse_entries(*entries)
+        everyone = list(range(self.depth))
+        tangent = _tangent(factors, everyone, None, entries)
+        spectrum = self._commuting(tangent, everyone, 1.0, whole=entries is None)
+        found = minimum_norm(
+            tangent, spectrum, grad.detach().to(dtype).flatten(), damping=damping, rcond=rcond
+        )
+        return self.like_factors(tangent.split(found))
+
+    def split_natural_gradient(self, grad: Tensor, *, method: str = "pinv") -> tuple[Tensor, ...]:
+        r"""(1/L) A_i⁺ ∇_β B_i⁺ per factor: each factor moves β by ∇_β/L.
+
+        A solution of J x = ∇_β, longer in general than the shortest one (`natural_gradient`); equal
+        to it for orthogonal factors. It exists only where every A_i has full row rank and every B_i
+        full column rank, so that no inner dimension is below max(d₀, d_L): else it is refused.
+
+        Args:
+            grad: ∇_β, (d₀, d_L).
+            method: "pinv", or "qr" for the least-squares solution of A_i X B_i = ∇_β/L from
+                pivoted QR factorizations of A_i and B_iᵀ.
+        """
+        refuse_shape("The gradient", grad, (self.dims[0], self.dims[-1]))
+        dtype = torch.promote_types(self.compute_dtype, grad.dtype)
+        return self.like_factors(split(self.values(dtype), grad.detach().to(dtype), method))
+
+    def pullback_gram(self, linear: Linearization, factor: Factor) -> FactoredGram | None:
+        """G = JᵀMJ in closed form for the calls of `forward`; None where something else was done.
+
+        For a metric that is a multiple of the identity and at most two factors G comes with its
+        spectrum.
+        """
+        found = self.linearized(linear)
+        x, columns = self.arguments(linear)
+        if found is None or (x is not None and columns is None and x.ndim != 2):
+            return None
+        factors, chosen = found
+        entries = None if x is None or columns is None else (x, columns)
+        inputs = x.to(linear.space.dtype) if x is not None and entries is None else None
+        tangent = _tangent(factors, chosen, inputs, entries)
+        sides = Sides(factor, tuple(linear.value.shape))
+        scale = isotropic(factor, linear.value)
+        spectrum = None
+        if scale is not None:
+            spectrum = self._commuting(tangent, chosen, scale, whole=x is None)
+        if spectrum is not None:
+            gram: FactoredGram = TangentGram(tangent, sides, spectrum)
+        else:
+            gram = tangent_gram(tangent, sides)
+        return gram if proven(gram, linear, factor) else None
+
+    def _commuting(self, tangent: Tangent, chosen: list[int], scale: float, *, whole: bool):
+        """The spectrum, where the terms of the tangent have common singular vectors."""
+        pair = whole and self.depth == 2 and chosen == [0, 1]
+        if not isinstance(tangent, Grid) or not (pair or len(chosen) == 1):
+            return None
+        sides = [t.left for t in tangent.terms], [t.right for t in tangent.terms]
+        if not all(bool(torch.isfinite(side).all()) for side in (*sides[0], *sides[1])):
+            return None
+        return commuting(*sides, scale)
+
+
+def _tangent(
+    factors: Sequence[Tensor],
+    chosen: Sequence[int],
+    x: Tensor | None,
+    entries: tuple[Tensor, Tensor] | None,
+) -> Tangent:
+    before, after = around(factors)
+    lefts = before if x is None else [x @ a for a in before]
+    terms = [Term.of(lefts[i], after[i]) for i in chosen]
+    return Grid(terms) if entries is None else Entries(terms, *entries)

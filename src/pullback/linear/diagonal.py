@@ -1,0 +1,191 @@
+r"""Diagonal networks β = w₁∘w₂∘⋯∘w_L and the linear model, with exact natural gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .._core.errors import PullbackError
+from .._core.factor import Factor
+from ..grams import FactoredGram
+from ..maps import Linearization
+from .checks import refuse_nonfinite, refuse_shape, refuse_zero_tangent
+from .grams import CoreGram, Sides, proven
+from .logistic import natural_logit_move
+from .parameters import Factored, Source, whole_numbers
+from .population import population_fisher
+
+
+class DiagonalNetwork(Factored):
+    r"""x ↦ xᵀβ with β = w₁∘⋯∘w_L: logits of shape (N,) for inputs (N, D); `model()` is β, (D,).
+
+    The tangent is dβ = Σ_l c_l∘dw_l with c_l = ∏_{m≠l} w_m. With h = √Σ_l c_l² it is dβ = h∘(E dw)
+    for an E with orthonormal rows, so that everything about the L·D parameters is settled in D
+    coordinates: A = SᵀX diag(h) E for any metric S Sᵀ on the logits.
+
+    Args:
+        dim: D.
+        depth: L.
+        init: the factors themselves (L tensors of D entries, or one of shape (L, D)), a number for
+            every entry, or by default random entries ±U(½, 3/2), which keep clear of zero, where
+            the tangent degenerates.
+        generator: where random factors come from.
+        seed: the same, as a number.
+        dtype: of the factors; by default torch's default, or that of given factors.
+        device: of the factors.
+
+    >>> model = DiagonalNetwork(2, 3, init=2.0)
+    >>> model(torch.tensor([[1.0, 0.5]]))
+    tensor([12.], grad_fn=<...>)
+    >>> [x.tolist() for x in model.natural_gradient(torch.tensor([12.0, 0.0]))]
+    [[1.0, 0.0], [1.0, 0.0], [1.0, 0.0]]
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        depth: int,
+        init: float | Tensor | Sequence[Tensor] | None = None,
+        *,
+        generator: torch.Generator | None = None,
+        seed: int | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        (self.dim, depth) = whole_numbers("dim or depth", [dim, depth])
+        source, shapes = Source(generator, seed, dtype, device), [(dim,)] * depth
+        if init is None:
+            # the sign and the distribution function of a normal number are independent
+            self._hold(
+                [w.sign() * (0.5 + torch.erf(w.abs() / 2**0.5)) for w in source.draw(shapes)]
+            )
+        elif isinstance(init, (int, float)):
+            full = torch.full((dim,), float(init), dtype=torch.float64)
+            self._hold([source.place(full.clone()) for _ in shapes])
+        else:
+            self._hold(source.given(init, shapes))
+
+    @property
+    def beta(self) -> Tensor:
+        """β, (D,)."""
+        return self.forward()
+
+    def forward(self, x: Tensor | None = None) -> Tensor:
+        """Xβ, (..., ) for x (..., D); without an argument β."""
+        beta = self.factors[0]
+        for w in list(self.factors)[1:]:
+            beta = beta * w
+        if x is None:
+            return beta.clone() if self.depth == 1 else beta
+        if x.ndim == 0 or x.shape[-1] != self.dim:
+            raise PullbackError(
+                "The input does not fit the model",
+                f"its shape is {tuple(x.shape)}, and β has {self.dim} entries",
+                f"Pass x of shape (N, {self.dim})",
+            )
+        return x @ beta
+
+    def natural_gradient(self, grad: Tensor, *, damping: float = 0.0) -> tuple[Tensor, ...]:
+        r"""J⁺∇_β, one tensor (D,) per factor: c_l∘∇_β/(h² + λ), with J the tangent of β.
+
+        Coordinates at which two factors vanish do not move (h = 0).
+        """
+        c, h = self._checked(grad)
+        if not damping >= 0:
+            raise PullbackError("The damping is not usable", f"got {damping}", "Use a number ≥ 0")
+        lengths = h.square() + damping
+        return self._moves(c, torch.where(h > 0, grad.detach().to(h.dtype) / lengths, 0.0))
+
+    def logistic_natural_gradient(self, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        r"""F(w)⁺∇_w of L = Σ_n log(1 + e^{−y_n x_nᵀβ}), stable at logits of any size.
+
+        Args:
+            x: inputs (N, D); more or fewer samples than dimensions.
+            y: labels −1 or +1, (N,).
+        """
+        refuse_shape("The data matrix x", x, ("N", self.dim))
+        factors = self.values(torch.promote_types(self.compute_dtype, x.dtype))
+        c, h = tangent(factors)
+        refuse_zero_tangent(h.max())
+        x = x.detach().to(h.dtype)
+        logits = x @ torch.stack(factors).prod(0)
+        along = natural_logit_move(x * h, y, logits)
+        return self._moves(c, torch.where(h > 0, along / h, 0.0))
+
+    def population_natural_gradient(self, grad: Tensor) -> tuple[Tensor, ...]:
+        r"""(JᵀF(β)J)⁺Jᵀ∇_β for the Fisher matrix of inputs x ~ N(0, 1): c_l∘(F⁻¹∇_β)/h².
+
+        `grad` is ∇_β of a loss averaged over samples. Where h vanishes so does β, and F has no
+        entry that ties the coordinate to the others: it is left out.
+        """
+        c, h = self._checked(grad)
+        fisher = population_fisher(torch.stack(self.values(h.dtype)).prod(0))
+        d = fisher.solve(torch.where(h > 0, grad.detach().to(h.dtype), 0.0))
+        return self._moves(c, torch.where(h > 0, d / h.square(), 0.0))
+
+    def _checked(self, grad: Tensor) -> tuple[Tensor, Tensor]:
+        refuse_shape("The gradient", grad, (self.dim,))
+        refuse_nonfinite("The gradient", grad)
+        c, h = tangent(self.values(torch.promote_types(self.compute_dtype, grad.dtype)))
+        refuse_nonfinite("A product of factors", h)
+        refuse_zero_tangent(h.max())
+        return c, h
+
+    def _moves(self, c: Tensor, along: Tensor) -> tuple[Tensor, ...]:
+        return self.like_factors(list(c * along))
+
+    def pullback_gram(self, linear: Linearization, factor: Factor) -> FactoredGram | None:
+        """G = Eᵀdiag(h)XᵀMX diag(h)E for any metric; None where another thing ran."""
+        found = self.linearized(linear)
+        x, _ = self.arguments(linear)
+        if found is None or (x is not None and x.ndim != 2):
+            return None
+        factors, chosen = found
+        c, h = tangent(factors, chosen)
+        j = torch.diag(h) if x is None else x.to(h.dtype) * h
+        core = Sides(factor, tuple(linear.value.shape)).transpose(j.T).T.contiguous()
+        unit = torch.where(h > 0, c / h, 0.0)
+        gram = CoreGram(
+            core,
+            c.numel(),
+            lambda v: (unit * v.view(unit.shape)).sum(0),
+            lambda d: (unit * d[..., None, :]).flatten(-2),
+        )
+        return gram if proven(gram, linear, factor) else None
+
+
+class LinearModel(DiagonalNetwork):
+    """x ↦ xᵀβ with β itself the parameter, from zero unless `init` says otherwise.
+
+    >>> LinearModel(3).natural_gradient(torch.tensor([1.0, 2.0, 3.0]))
+    (tensor([1., 2., 3.]),)
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        init: float | Tensor = 0.0,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        factors = init[None] if isinstance(init, Tensor) else init
+        super().__init__(dim, 1, factors, dtype=dtype, device=device)
+
+
+def tangent(
+    factors: Sequence[Tensor], chosen: Sequence[int] | None = None
+) -> tuple[Tensor, Tensor]:
+    """c_l = ∏_{m≠l} w_m for the chosen factors, (·, D), and h = √Σ c_l²; zeros are no obstacle."""
+    one = torch.ones_like(factors[0])
+    before, after = [one], [one]
+    for w in factors[:-1]:
+        before.append(before[-1] * w)
+    for w in reversed(factors[1:]):
+        after.append(after[-1] * w)
+    products = [a * b for a, b in zip(before, reversed(after), strict=True)]
+    c = torch.stack(products if chosen is None else [products[i] for i in chosen])
+    return c, torch.linalg.vector_norm(c, dim=0)

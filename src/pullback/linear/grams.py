@@ -1,0 +1,176 @@
+r"""Grams G = JᵀMJ of linear networks in closed form.
+
+`CoreGram` keeps a small C with A = C E, E Eᵀ = 1; `TangentGram` keeps the factors alone, and knows
+the spectrum of A where the terms of the tangent commute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .._core.factor import Factor
+from .._core.space import tolerance
+from .._core.svd import svd
+from ..grams import FactoredGram
+from ..grams.base import Structure
+from ..maps import Linearization
+from .spectra import Commuting, Isometric
+from .tangents import Tangent
+
+_CORE_SIDE = 1024  # the smaller side of C up to which its SVD costs less than a few seconds
+_CORE_ENTRIES = 2**25
+
+
+class CoreGram(FactoredGram):
+    """G = EᵀCᵀC E for a matrix C (n, q) and an isometry Eᵀ from R^q into R^p."""
+
+    def __init__(
+        self,
+        core: Tensor,
+        size: int,
+        reduce: Callable[[Tensor], Tensor],
+        expand: Callable[[Tensor], Tensor],
+    ) -> None:
+        self._core, self._reduce, self._expand = core, reduce, expand
+        self.count, self.size = core.shape[0], size
+        self.dtype, self.device = core.dtype, core.device
+        few = core.shape[0] <= core.shape[1]
+        self.structure = Structure(
+            "kernel" if few else "operator",
+            factored=True,
+            low_rank=self.count < self.size,
+            closed=True,
+            spectral=not few,
+        )
+
+    def project(self, v: Tensor) -> Tensor:
+        return self._core @ self._reduce(v)
+
+    def lift(self, c: Tensor) -> Tensor:
+        return self._expand(self._core.T @ c)
+
+    def lift_rows(self, c: Tensor) -> Tensor:
+        return self._expand(c @ self._core)
+
+    def rows(self) -> Tensor:
+        return self._expand(self._core)
+
+    def kernel(self) -> Tensor:
+        return self._core @ self._core.T
+
+    def row_norms(self) -> Tensor:
+        return self._core.norm(dim=1)
+
+    def trace(self) -> Tensor:
+        return self._core.square().sum()
+
+    def spectrum(self) -> Isometric | None:
+        if not bool(torch.isfinite(self._core).all()):
+            return None
+        return Isometric(svd(self._core), self._reduce, self._expand)
+
+
+class Sides:
+    """S and Sᵀ of a metric on flat vectors; without a factor both are the identity."""
+
+    def __init__(self, factor: Factor | None = None, shape: tuple[int, ...] = ()) -> None:
+        self._factor, self._shape = factor, shape
+
+    def transpose(self, v: Tensor) -> Tensor:
+        """Sᵀ on the last axis, (..., n_z) -> (..., n)."""
+        if self._factor is None:
+            return v
+        return self._factor.transpose(v.reshape(*v.shape[:-1], *self._shape)).flatten(v.ndim - 1)
+
+    def apply(self, c: Tensor) -> Tensor:
+        """S c, (n,) -> (n_z,)."""
+        if self._factor is None:
+            return c
+        return self._factor.apply(c.view(self._shape[0], *self._factor.white)).flatten()
+
+    def count(self, rows: int) -> int:
+        """n, for as many rows of J."""
+        if self._factor is None:
+            return rows
+        return self._shape[0] * torch.Size(self._factor.white).numel()
+
+
+class TangentGram(FactoredGram):
+    """G = JᵀMJ by products with the factors; JJᵀ = Σ LLᵀ ⊗ RᵀR where a matrix is asked for."""
+
+    def __init__(self, tangent: Tangent, sides: Sides, spectrum: Commuting | None = None) -> None:
+        self._tangent, self._sides, self._spectrum = tangent, sides, spectrum
+        self.count, self.size = sides.count(tangent.count), tangent.size
+        sample = tangent.terms[0].left
+        self.dtype, self.device = sample.dtype, sample.device
+        self.structure = Structure(
+            "operator",
+            factored=True,
+            low_rank=self.count < self.size,
+            closed=True,
+            spectral=spectrum is not None,
+        )
+
+    def project(self, v: Tensor) -> Tensor:
+        return self._sides.transpose(self._tangent.push(self._tangent.split(v)))
+
+    def lift(self, c: Tensor) -> Tensor:
+        return torch.cat([m.flatten() for m in self._tangent.pull(self._sides.apply(c))])
+
+    def kernel(self) -> Tensor:
+        return self._sides.transpose(self._sides.transpose(self._tangent.kernel()).T)
+
+    def row_norms(self) -> Tensor | None:
+        """From the factors, where S is a multiple of the identity."""
+        if self._spectrum is None:
+            return None
+        return self._spectrum.scale * self._tangent.squares().sqrt()
+
+    def trace(self) -> Tensor:
+        norms = self.row_norms()
+        return self.kernel().diagonal().sum() if norms is None else norms.square().sum()
+
+    def spectrum(self) -> Commuting | None:
+        return self._spectrum
+
+
+def tangent_gram(
+    tangent: Tangent, sides: Sides, side: int = _CORE_SIDE, entries: int = _CORE_ENTRIES
+) -> FactoredGram:
+    """With C kept where its SVD is cheap (its smaller side and its entries), else by products."""
+    shape = tangent.count, tangent.width
+    if min(shape) > side or shape[0] * shape[1] > entries:
+        return TangentGram(tangent, sides)
+    core = sides.transpose(tangent.core().T).T
+    return CoreGram(core.contiguous(), tangent.size, tangent.reduce, tangent.expand)
+
+
+def isotropic(factor: Factor, value: Tensor) -> float | None:
+    """The s with S = s·1, or None; told from one random vector, which is no eigenvector of others.
+
+    A factor that couples samples is never taken for one.
+    """
+    if factor.couples_samples or tuple(factor.white) != tuple(value.shape[1:]):
+        return None
+    c = _probe(value.shape, value)
+    image = factor.apply(c)
+    s = float((c * image).sum() / c.square().sum())
+    wrong = (image - s * c).abs().max()
+    return s if bool(wrong <= 4 * torch.finfo(value.dtype).eps * image.abs().max()) else None
+
+
+def proven(gram: FactoredGram, linear: Linearization, factor: Factor) -> bool:
+    """Whether Aᵀc is what autograd says for a random c: hooks and ties may change a model."""
+    value = linear.value
+    c = _probe((value.shape[0], *factor.white), value)
+    want, got = linear.vjp(factor.apply(c)), gram.lift(c.flatten())
+    graph = getattr(linear, "graph", value)
+    return bool((want - got).norm() <= tolerance(graph.dtype, 10) * want.norm())
+
+
+def _probe(shape: tuple[int, ...], like: Tensor) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(like)

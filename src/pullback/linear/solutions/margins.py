@@ -1,0 +1,194 @@
+r"""Maximum-margin classifiers: min ‖β‖_p subject to y_n x_nᵀβ ≥ 1 for every sample."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from scipy.optimize import linprog, nnls
+from torch import Tensor
+
+from ..._core.errors import PullbackError
+from ..checks import refuse_data, signs
+
+
+@dataclass(frozen=True)
+class Margin:
+    """A separator with y_n x_nᵀβ ≥ 1.
+
+    Attributes:
+        beta: β, (D,).
+        norm: ‖β‖_p, whose inverse is the margin.
+        support: the samples with y_n x_nᵀβ = 1, as indices.
+        kind: "optimum", or "stationary point" where the problem is not convex.
+        gap: a bound on the relative excess of the norm over the optimum, where there is one.
+    """
+
+    beta: Tensor
+    norm: float
+    support: Tensor
+    kind: str = "optimum"
+    gap: float | None = None
+
+
+def l2_max_margin(x: Tensor, y: Tensor) -> Margin:
+    r"""min ‖β‖₂: the hard-margin support vector machine without a bias.
+
+    A least-distance problem (Lawson and Hanson): with Z = y∘X the residual ρ of the nonnegative
+    least squares min ‖[Z 1]ᵀα − (0, 1)‖, α ≥ 0, is a multiple of (β, −1).
+    """
+    z = _signed(x, y)
+    alpha = _nonnegative(z)
+    active = alpha > 0
+    beta = _polished(z, active)
+    scale = alpha.sum()
+    weights = alpha / scale if scale > 0 else alpha  # Σα = 1: ‖Zᵀα‖ bounds the margin from above
+    upper = float(np.linalg.norm(z.T @ weights))
+    norm = float(np.linalg.norm(beta))
+    return _margin(beta, norm, z, x, gap=max(0.0, norm * upper - 1))
+
+
+def l1_max_margin(x: Tensor, y: Tensor) -> Margin:
+    """min ‖β‖₁, by linear programming; a vertex of the optimal face where there are several."""
+    z = _signed(x, y)
+    beta, dual = _weighted_l1(z, np.ones(z.shape[1]))
+    norm = float(np.abs(beta).sum())
+    # α ≥ 0 with ‖Zᵀα‖_∞ ≤ 1 proves ‖β‖₁ ≥ Σα
+    bound = float(dual.sum() / max(1.0, np.abs(z.T @ dual).max()))
+    return _margin(beta, norm, z, x, gap=max(0.0, norm / bound - 1))
+
+
+def lp_max_margin(x: Tensor, y: Tensor, p: float, *, starts: int = 16, seed: int = 0) -> Margin:
+    r"""min ‖β‖_p: for 0 < p < 1 a stationary point, the best found from several starts.
+
+    Gradient descent on a diagonal network of L layers tends to p = 2/L. Below 1 the problem is
+    concave on each orthant, its minima are vertices, and iteratively reweighted linear programs
+    with weights (|β_i| + ε)^{p−1}, ε → 0, descend to one.
+
+    Args:
+        x: inputs, (N, D).
+        y: labels −1 or +1, (N,).
+        p: 2, 1, or between 0 and 1.
+        starts: how many initial weights to try: those of the ℓ1 and ℓ2 solutions, then random ones.
+        seed: of the random ones.
+    """
+    if p in (1, 2):
+        return l2_max_margin(x, y) if p == 2 else l1_max_margin(x, y)
+    if not 0 < p < 1:
+        raise PullbackError(
+            "The norm is not usable", f"got p = {p}", "Use 2, 1, or a number between 0 and 1"
+        )
+    z = _signed(x, y)
+    rng = np.random.default_rng(seed)
+    dim = z.shape[1]
+    points = [_weighted_l1(z, np.ones(dim))[0], _polished(z, _nonnegative(z) > 0)]
+    found = [_reweighted(z, point, p, 1.0) for point in points[: max(1, starts)]]
+    for _ in range(starts - 2):  # far apart, and without the smoothing that leads back to ℓ1
+        found.append(_reweighted(z, np.exp(4 * rng.standard_normal(dim)), p, 1e-3))
+    beta = min(found, key=lambda b: _quasi_norm(b, p))
+    return _margin(beta, _quasi_norm(beta, p), z, x, kind="stationary point")
+
+
+def separates(x: Tensor, y: Tensor) -> bool:
+    """Whether some β has y_n x_nᵀβ > 0 for all n."""
+    refuse_data(x, y)
+    z = (signs(y, x.dtype)[:, None] * x).double().cpu().numpy()
+    return _largest_margin(z) > 0
+
+
+def _signed(x: Tensor, y: Tensor) -> np.ndarray:
+    """Z = y∘X; refused where no β separates."""
+    refuse_data(x, y)
+    z = (signs(y, x.dtype)[:, None] * x.detach()).double().cpu().numpy()
+    if not _largest_margin(z) > 0:
+        raise PullbackError(
+            "The data is not separable",
+            "no β classifies every sample correctly, so there is no margin",
+            "Add dimensions or a constant feature, drop mislabeled samples, or fit a loss instead",
+        )
+    return z
+
+
+def _largest_margin(z: np.ndarray) -> float:
+    """max_t: Zβ ≥ t for rows scaled to unit size, |β_i| ≤ 1; zero below the solver's accuracy."""
+    sizes = np.abs(z).max(1)
+    if not (sizes > 0).all():
+        return 0.0
+    unit = z / sizes[:, None]
+    n, dim = z.shape
+    cost = np.append(np.zeros(dim), -1.0)
+    box = [(-1.0, 1.0)] * dim + [(None, 1.0)]
+    found = linprog(cost, A_ub=np.hstack([-unit, np.ones((n, 1))]), b_ub=np.zeros(n), bounds=box)
+    t = -float(found.fun) if found.success else 0.0
+    return t if t > 1e-9 else 0.0
+
+
+def _nonnegative(z: np.ndarray) -> np.ndarray:
+    """α of the least-distance problem, up to a positive factor."""
+    scale = np.abs(z).max()
+    sides = np.vstack([z.T / scale, np.ones((1, len(z)))])
+    target = np.append(np.zeros(z.shape[1]), 1.0)
+    return nnls(sides, target, maxiter=50 * max(z.shape))[0]
+
+
+def _polished(z: np.ndarray, active: np.ndarray) -> np.ndarray:
+    """The shortest β with Z_aβ = 1 on the support, made feasible for the last digits elsewhere."""
+    beta = np.linalg.lstsq(z[active], np.ones(int(active.sum())), rcond=None)[0]
+    return beta / min(1.0, float((z @ beta).min()))
+
+
+def _weighted_l1(z: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """argmin Σ w_i|β_i| with Zβ ≥ 1, and the multipliers."""
+    cost = np.concatenate([weights, weights])
+    found = linprog(cost, A_ub=np.hstack([-z, z]), b_ub=-np.ones(len(z)), method="highs")
+    if not found.success:
+        raise PullbackError(
+            "The linear program failed", str(found.message).rstrip("."), "Scale the data to size 1"
+        )
+    dim = z.shape[1]
+    beta = found.x[:dim] - found.x[dim:]
+    return beta / float((z @ beta).min()), np.maximum(0.0, -found.ineqlin.marginals)
+
+
+def _reweighted(z: np.ndarray, start: np.ndarray, p: float, smooth: float) -> np.ndarray:
+    """Linear programs with weights (|β| + ε)^{p−1}, ε from smooth·max|β| down."""
+    beta, best = start, start
+    size = smooth * np.abs(start).max()
+    for i, epsilon in enumerate(size * 10.0 ** -np.arange(0, 7)):
+        for _ in range(20):
+            weights = (np.abs(beta) + epsilon) ** (p - 1)
+            moved, _ = _weighted_l1(z, weights / weights.max())
+            done = np.allclose(moved, beta, rtol=1e-9, atol=1e-12)
+            beta = moved
+            if done:
+                break
+        if i == 0 or _quasi_norm(beta, p) < _quasi_norm(best, p):
+            best = beta
+    return best
+
+
+def _quasi_norm(beta: np.ndarray, p: float) -> float:
+    """(Σ|β_i|^p)^{1/p}, with entries of round-off taken for zero."""
+    size = np.abs(beta)
+    size = size[size > 1e-10 * size.max()]
+    return float((size**p).sum() ** (1 / p))
+
+
+def _margin(
+    beta: np.ndarray,
+    norm: float,
+    z: np.ndarray,
+    like: Tensor,
+    kind: str = "optimum",
+    gap: float | None = None,
+) -> Margin:
+    slack = z @ beta - 1
+    support = np.flatnonzero(slack <= 1e-7 * max(1.0, float(np.abs(slack).max())))
+    return Margin(
+        torch.as_tensor(beta).to(like),
+        norm,
+        torch.as_tensor(support, device=like.device),
+        kind,
+        gap,
+    )
