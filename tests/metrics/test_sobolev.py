@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+import warnings
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import pullback as pb
-from pullback.metrics import Sobolev, Weighted
-from pullback.metrics.rkhs import distances, sobolev_kernel
+from pullback.likelihoods import Bernoulli, Categorical
+from pullback.metrics import Euclidean, Fisher, Kernel, Matern, Sobolev, Weighted
+from pullback.metrics.rkhs import Gaussian, distances, sobolev_kernel
 from pullback.testing import assert_close, check_metric, jacobian
 from tests.laws.models import mlp
 from tests.laws.table import FORMS
@@ -51,7 +57,17 @@ def test_distances_do_not_cancel() -> None:
 
 
 @pytest.mark.parametrize("shape", [(4, 3), (4, 2, 3), (4, 1)], ids=str)
-@pytest.mark.parametrize("metric", [Sobolev(1.5), Weighted(Sobolev(1.5), 2.0)], ids=str)
+@pytest.mark.parametrize(
+    "metric",
+    [
+        Sobolev(1.5),
+        Weighted(Sobolev(1.5), 2.0),
+        Sobolev(1.5, order=0.5),
+        Sobolev(kernel=Gaussian(1.5)),
+        Sobolev(1.5, inner=Fisher(Bernoulli())),
+    ],
+    ids=str,
+)
 def test_laws(shape: tuple[int, ...], metric) -> None:
     z = torch.randn(*shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     check_metric(metric, z, points(), tol=1e-11)
@@ -109,7 +125,7 @@ def test_the_function_moves_by_the_kernel_times_the_gradient(form: str) -> None:
     assert opt.step(closure).accepted
     moved = torch.cat([p.detach().flatten() for p in model.parameters()]) - w
     want = -1e-3 * sobolev_kernel(x, x, 1.0) @ (before - t)
-    assert_close((j @ moved).view(4, 2), want, 1e-8, "tangent move = −ηK∇L")
+    assert_close((j @ moved).view(4, 2), want, 1e-9, "tangent move = −ηK∇L")
     assert_close(model(x).detach() - before, want, 1e-2, "the function's own move, to O(η)")
 
 
@@ -170,3 +186,125 @@ def test_several_calls_are_refused() -> None:
 
     with pytest.raises(pb.PullbackError, match="one call"):
         opt.step(closure)
+
+
+def categorical_factor(z: Tensor) -> Tensor:
+    """P, one matrix per sample: diag(√p) − p√pᵀ."""
+    p = z.softmax(1)
+    return torch.diag_embed(p.sqrt()) - p[:, :, None] * p.sqrt()[:, None]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_fisher_weighted_gram(form: str) -> None:
+    """G = Jᵀ P(K⁻¹ ⊗ I)Pᵀ J/N, whatever its form, and the step of the damped system."""
+    model, x = wide(3)
+    y = torch.tensor([0, 2, 1, 2])
+    metric = Sobolev(1.0, jitter=0.0, inner=Fisher(Categorical()))
+    assert metric.samples(model(x)) == 4
+    j = jacobian(model(x), list(model.parameters()))
+    p = torch.block_diag(*categorical_factor(model(x).detach()))
+    inverse = torch.linalg.inv(sobolev_kernel(x, x, 1.0)).contiguous()
+    m = p @ torch.kron(inverse, torch.eye(3).double()) @ p.T
+    g = j.T @ m @ j / 4
+    opt = pb.NaturalGradient(model, metric, pb.solvers.Cholesky(1e-2), lr=1.0, gram=form)
+    before = torch.cat([q.detach().flatten() for q in model.parameters()])
+    loss = torch.nn.functional.cross_entropy(model(x), y)
+    slope = jacobian(loss[None], list(model.parameters()))[0]
+
+    def closure() -> Tensor:
+        opt.zero_grad()
+        loss = torch.nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        return loss
+
+    assert opt.step(closure).accepted
+    moved = torch.cat([q.detach().flatten() for q in model.parameters()]) - before
+    want = -torch.linalg.solve(g + 1e-2 * torch.eye(len(g)).double(), slope)
+    assert_close(moved, want, 1e-8, "the damped step")
+
+
+def test_the_inner_fisher_metric_is_that_of_the_amplitudes() -> None:
+    """Pᵀdz = d(2√p), so M is the Sobolev metric of x ↦ 2√p(x)."""
+    x, z = points(), points(4, 3)
+    v = torch.randn(4, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    move = torch.func.jvp(lambda z: 2 * z.softmax(1).sqrt(), (z,), (v,))[1]
+    metric = Sobolev(1.5, jitter=0.0, inner=Fisher(Categorical()))
+    got = (v * metric.factor(z, inputs=x).matvec(v)).sum()
+    want = (move * torch.linalg.solve(sobolev_kernel(x, x, 1.5), move)).sum()
+    assert_close(got, want, 1e-11, "⟨v, M v⟩")
+
+
+@pytest.mark.filterwarnings("ignore:The Sobolev kernel")
+def test_far_apart_it_is_the_metric_of_single_samples() -> None:
+    x, z, v = 1e3 * points(), points(4, 3), points(4, 3).flip(0)
+    one = Sobolev(1e-3, jitter=0.0).factor(z, inputs=x)
+    assert_close(one.matvec(v), Euclidean().factor(z).matvec(v), 1e-14, "K = I")
+    fisher = Fisher(Categorical())
+    two = Sobolev(1e-3, jitter=0.0, inner=fisher).factor(z, inputs=x)
+    assert_close(two.matvec(v), fisher.factor(z).matvec(v), 1e-14, "K = I, inner Fisher")
+
+
+def test_kernels_of_a_user() -> None:
+    x, z, v = points(), points(4, 3), points(4, 3).flip(0)
+    own = Sobolev(kernel=lambda x, y: 10 * Matern(1.5, 2.0)(x, y), jitter=1e-3).factor(z, inputs=x)
+    same = Sobolev(2.0, jitter=1e-3).factor(z, inputs=x)
+    assert_close(10 * own.matvec(v), same.matvec(v), 1e-12, "degree −1 in K, jitter included")
+    assert isinstance(Sobolev(2.0, order=2.5).kernel_of, Kernel)
+    assert Sobolev(2.0).scale == 2.0
+    assert Sobolev(kernel=lambda x, y: x @ y.T).scale is None
+
+
+BAD_KERNELS = {
+    "shape": (lambda x, y: torch.ones(2, 2), "fit the batch"),
+    "no tensor": (lambda x, y: 1.0, "fit the batch"),
+    "not symmetric": (lambda x, y: torch.eye(4).double() + torch.ones(4, 4).triu(1), "symmetric"),
+    "indefinite": (lambda x, y: torch.ones(4, 4) - 2 * torch.eye(4), "singular"),
+    "nan": (lambda x, y: torch.full((4, 4), torch.nan), "not finite"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_KERNELS)
+def test_kernels_that_are_none(name: str) -> None:
+    kernel, message = BAD_KERNELS[name]
+    with pytest.raises(pb.PullbackError, match=message):
+        Sobolev(kernel=kernel).factor(points(4, 3), inputs=points())
+
+
+def test_unusable_options() -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"kernel": Matern(), "scale": 2.0}, "kernel"),
+        ({"kernel": 3.0}, "kernel"),
+        ({"jitter": -1.0}, "jitter"),
+        ({"jitter": float("nan")}, "jitter"),
+        ({"inner": Euclidean()}, "rotation"),
+        ({"order": 1.0}, "half-integers"),
+    ]
+    for options, message in cases:
+        with pytest.raises(pb.PullbackError, match=message):
+            Sobolev(**options)
+
+
+def test_inputs_that_are_not_finite() -> None:
+    x = points()
+    x[1, 0] = torch.inf
+    with pytest.raises(pb.PullbackError, match="not finite"):
+        Sobolev().factor(points(4, 3), inputs=x)
+
+
+@pytest.mark.parametrize(("scale", "found"), [(1e-3, "identity"), (1e5, "all-ones")])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_scales_that_tell_nothing_warn_once(scale: float, found: str, dtype: torch.dtype) -> None:
+    metric, x, z = Sobolev(scale, jitter=1e-3), points().to(dtype), points(4, 3).to(dtype)
+    with pytest.warns(UserWarning, match=rf"{found}.*median_distance\(inputs\); it is 2\."):
+        metric.factor(z, inputs=x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        metric.factor(z, inputs=x)
+        Sobolev(2.0).factor(z, inputs=x)
+        Sobolev(1e5).factor(z[:1], inputs=x[:1])
+
+
+def test_copies_and_pickles() -> None:
+    metric = Sobolev(2.0, inner=Fisher(Categorical()))
+    assert repr(pickle.loads(pickle.dumps(metric))) == repr(metric)
+    assert repr(copy.deepcopy(metric)) == repr(metric)

@@ -7,6 +7,7 @@ range: the r with S r = g, from which the natural gradient is A⁺r with A = S�
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from copy import copy
 from dataclasses import dataclass
 from math import prod
 
@@ -37,6 +38,8 @@ class Factor(ABC):
 
     #: whether S mixes samples; then rows of J are formed first and S is applied after
     couples_samples: bool = False
+    #: L, where S = P (L⁻ᵀ ⊗ I) with a P that keeps samples apart: then M = P (K⁻¹ ⊗ I) Pᵀ, K = L Lᵀ
+    coupling: Tensor | None = None
     #: per-sample shape of r
     white: tuple[int, ...]
 
@@ -58,6 +61,10 @@ class Factor(ABC):
     def matvec(self, v: Tensor) -> Tensor:
         """M v = S Sᵀ v."""
         return self.apply(self.transpose(v))
+
+    def separate(self) -> Factor:
+        """P: the factor without its coupling between samples."""
+        return self
 
     def covectors(self, value: Tensor) -> Tensor:
         """The columns of S, one per entry of r, for every sample at once: (R, N, *event)."""
@@ -134,6 +141,7 @@ class Scaled(Factor):
     def __init__(self, factor: Factor, weight: Tensor | float, event: tuple[int, ...]) -> None:
         self._factor = factor
         self.white, self.couples_samples = factor.white, factor.couples_samples
+        self.coupling = factor.coupling
         if isinstance(weight, Tensor):
             weight = weight.reshape(*weight.shape, *[1] * (1 + len(event) - weight.ndim))
             self._root: Tensor | float = weight.sqrt()
@@ -149,29 +157,57 @@ class Scaled(Factor):
     def whiten(self, g: Tensor, eps: float | None = None) -> Whitened:
         return self._factor.whiten(torch.where(g == 0, 0.0, g / self._root), eps)
 
+    def separate(self) -> Factor:
+        if self.coupling is None:
+            return self
+        out = copy(self)
+        out._factor, out.coupling, out.couples_samples = self._factor.separate(), None, False
+        return out
+
 
 class Mixed(Factor):
-    """S = L⁻ᵀ over the samples for K = L Lᵀ, so that M = K⁻¹ ⊗ I couples the batch."""
+    """S = P (L⁻ᵀ ⊗ I) over the samples for K = L Lᵀ, so that M = P (K⁻¹ ⊗ I) Pᵀ couples the batch.
+
+    `white` is the shape that L acts beside; P is `inner`, or the identity.
+    """
 
     couples_samples = True
 
-    def __init__(self, cholesky: Tensor, event: tuple[int, ...]) -> None:
-        self._l, self.white = cholesky, event
+    def __init__(
+        self, cholesky: Tensor, white: tuple[int, ...], inner: Factor | None = None
+    ) -> None:
+        self.coupling, self.white, self._inner = cholesky, white, inner
+
+    def separate(self) -> Factor:
+        if self._inner is not None:
+            return self._inner
+        assert self.coupling is not None
+        return Diagonal(self.coupling.new_ones(len(self.coupling), *self.white))
 
     def _over_samples(self, x: Tensor, *, transpose: bool) -> Tensor:
+        assert self.coupling is not None
         axis = x.ndim - 1 - len(self.white)
         flat = x.movedim(axis, 0)
         rhs = flat.reshape(flat.shape[0], -1)
-        matrix = self._l.mT if transpose else self._l
+        matrix = self.coupling.mT if transpose else self.coupling
         out = torch.linalg.solve_triangular(matrix, rhs, upper=transpose)
         return out.view(flat.shape).movedim(0, axis)
 
     def apply(self, r: Tensor) -> Tensor:
-        return self._over_samples(r, transpose=True)
+        out = self._over_samples(r, transpose=True)
+        return out if self._inner is None else self._inner.apply(out)
 
     def transpose(self, v: Tensor) -> Tensor:
-        return self._over_samples(v, transpose=False)
+        return self._over_samples(
+            v if self._inner is None else self._inner.transpose(v), transpose=False
+        )
 
     def whiten(self, g: Tensor, eps: float | None = None) -> Whitened:
-        flat = self._l.mT @ g.reshape(g.shape[0], -1)
+        assert self.coupling is not None
+        if self._inner is not None:
+            found = self._inner.whiten(g, eps)
+            if found.value is None:
+                return found
+            g = found.value
+        flat = self.coupling.mT @ g.reshape(g.shape[0], -1)
         return Whitened.checked(flat.view(g.shape))

@@ -14,6 +14,14 @@ class RandomState:
         self._cpu = torch.get_rng_state()
         self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
+    def unchanged(self) -> bool:
+        """Whether nothing has been drawn since."""
+        now = RandomState(self.device)
+        same = torch.equal(self._cpu, now._cpu)
+        if self._cuda is None or now._cuda is None:
+            return same
+        return same and torch.equal(self._cuda, now._cuda)
+
     def restore(self) -> None:
         """Set the generators back to where they were."""
         torch.set_rng_state(self._cpu)

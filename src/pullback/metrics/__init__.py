@@ -5,6 +5,7 @@ from .base import Custom, Metric, as_metric
 from .bregman import Bregman
 from .euclidean import Euclidean, Weighted
 from .fisher import Fisher
+from .rkhs import Kernel, Matern, median_distance
 from .sobolev import Sobolev
 
 __all__ = [
@@ -15,10 +16,13 @@ __all__ = [
     "Euclidean",
     "Factor",
     "Fisher",
+    "Kernel",
+    "Matern",
     "Metric",
     "Scaled",
     "Sobolev",
     "Weighted",
     "Whitened",
     "as_metric",
+    "median_distance",
 ]

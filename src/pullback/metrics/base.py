@@ -14,6 +14,9 @@ from .._core.factor import Blocks, Factor
 class Metric(ABC):
     """M = S Sᵀ at function values z of shape (N, *event), samples first."""
 
+    #: whether M has blocks between samples
+    couples_samples: bool = False
+
     @abstractmethod
     def factor(self, z: Tensor, *, inputs: Tensor | None = None) -> Factor:
         """S at z; `inputs` are the model's inputs, for metrics that depend on them."""

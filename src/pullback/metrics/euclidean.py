@@ -30,6 +30,11 @@ class Weighted(Metric):
     def __init__(self, metric: Metric, weight: float | Tensor | Callable[[Tensor], Tensor]) -> None:
         self.metric, self.weight = metric, weight
 
+    @property
+    def couples_samples(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether the weighted metric does."""
+        return self.metric.couples_samples
+
     def factor(self, z: Tensor, *, inputs: Tensor | None = None) -> Factor:
         weight = self.weight
         if callable(weight) and not isinstance(weight, Tensor):

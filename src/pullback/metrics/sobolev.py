@@ -2,52 +2,174 @@
 
 from __future__ import annotations
 
+import warnings
+from typing import Any
+from weakref import WeakSet
+
 import torch
 from torch import Tensor
 
 from .._core.errors import PullbackError
 from .._core.factor import Factor, Mixed
 from .base import Metric
-from .rkhs import sobolev_kernel
+from .fisher import Fisher
+from .rkhs import Kernel, KernelLike, Matern, median_distance
 
 _JITTER = {torch.float64: 1e-10, torch.float32: 1e-5}
+_NEAR = 1e-6  # of correlations to 0 or 1
+_WARNED: WeakSet[Any] = WeakSet()
 
 
 class Sobolev(Metric):
-    """M = (K + jitter·I)⁻¹ ⊗ I over the batch, K = e^(−d)(1 + d), d = ‖x − x'‖/scale.
+    r"""M = P (K⁻¹ ⊗ I) Pᵀ over the batch, with the kernel matrix K_ij = K(x_i, x_j) of the inputs.
 
-    With J of full row rank a natural-gradient step moves the function by −ηK∇L on the batch.
+    M is the squared norm in the RKHS of K of the smallest function with given values on the batch.
+    By default P = I and K = e^(−d)(1 + d), d = ‖x − x'‖/scale: the Sobolev space H^s(Rⁿ) with
+    s = (n + 3)/2. With J of full row rank and the loss Σℓ a natural-gradient step moves the
+    function by −ηK∇ℓ on the batch; under means, the loss ℓ̄ = Σℓ/N and the Gram JᵀMJ/N have the
+    same step. At K = I it is the Euclidean metric, or `inner`.
+
+    With `inner=Fisher(likelihood)`, P_i is the likelihood's factor at sample i, PPᵀ its Fisher
+    information. For `Categorical` Pᵀdz = d(2√p): the function measured is x ↦ 2√p(x) on the sphere.
 
     Args:
-        scale: the length in input space beyond which two samples are unrelated.
-        jitter: added to K's unit diagonal, since equal inputs make K singular; 1e-10 in
-            float64 and 1e-5 in float32 unless given.
+        scale: the length in input space beyond which two samples are unrelated; 20 is the same as
+            dividing the inputs by 20. `median_distance(x)` is a good start.
+        jitter: added to K's unit diagonal (times K's mean diagonal where it is another one), since
+            equal inputs make K singular; 1e-10 in float64 and 1e-5 in float32 unless given.
+        order: ν of the Matérn kernel, a half-integer: then s = ν + n/2.
+        kernel: instead of scale and order, a `Kernel` or a function (x, x') ↦ (N, N').
+        inner: the Fisher metric of single samples that the outputs are measured in.
     """
 
-    def __init__(self, scale: float = 1.0, jitter: float | None = None) -> None:
-        if not scale > 0:
-            raise PullbackError("Sobolev's scale is not positive", f"got {scale}", "Use scale > 0")
-        self.scale, self.jitter = scale, jitter
+    couples_samples = True
+
+    def __init__(
+        self,
+        scale: float = 1.0,
+        jitter: float | None = None,
+        *,
+        order: float = 1.5,
+        kernel: KernelLike | None = None,
+        inner: Fisher | None = None,
+    ) -> None:
+        if kernel is not None and (scale != 1.0 or order != 1.5 or not callable(kernel)):
+            raise PullbackError(
+                "Sobolev's kernel is not usable",
+                f"got kernel={kernel!r} with scale={scale!r} and order={order!r}",
+                "Give scale and order, or a kernel that has its own, as a function of two batches",
+            )
+        if jitter is not None and not 0 <= jitter < float("inf"):
+            raise PullbackError("The jitter is not usable", f"got {jitter!r}", "Use a number ≥ 0")
+        if inner is not None and not isinstance(inner, Fisher):
+            raise PullbackError(
+                "Sobolev's inner metric is not a Fisher metric",
+                f"got {inner!r}: a factor that is known up to a rotation by sample cannot be "
+                "compared between samples",
+                "Pass inner=Fisher(likelihood), or leave it out",
+            )
+        self.kernel_of = Matern(order, scale) if kernel is None else kernel
+        self.jitter, self.inner = jitter, inner
+
+    @property
+    def scale(self) -> float | None:
+        """The kernel's length, where it has one."""
+        return getattr(self.kernel_of, "scale", None)
 
     def kernel(self, inputs: Tensor, dtype: torch.dtype) -> Tensor:
         """K + jitter·I on the batch."""
-        k = sobolev_kernel(inputs.to(dtype), inputs.to(dtype), self.scale)
-        jitter = _JITTER.get(dtype, 1e-5) if self.jitter is None else self.jitter
-        return k + jitter * torch.eye(len(k), dtype=dtype, device=k.device)
+        x = inputs.detach().to(dtype)
+        k = self.kernel_of(x, x)
+        if not isinstance(k, Tensor) or k.shape != (len(x), len(x)):
+            got = tuple(k.shape) if isinstance(k, Tensor) else type(k).__name__
+            raise PullbackError(
+                "The kernel does not fit the batch",
+                f"it gave {got} for {len(x)} samples",
+                f"Return the matrix K(x_i, x_j): {(len(x), len(x))}",
+            )
+        k = k.detach().to(x)
+        eye = torch.eye(len(k), dtype=dtype, device=k.device)
+        return k + self._jitter(dtype) * k.diagonal().mean() * eye
+
+    def _jitter(self, dtype: torch.dtype) -> float:
+        return _JITTER.get(dtype, 1e-5) if self.jitter is None else self.jitter
+
+    def cholesky(self, inputs: Tensor, dtype: torch.dtype) -> Tensor:
+        """L with L Lᵀ = K + jitter·I; warns once where K relates nothing, or everything alike."""
+        k = self.kernel(inputs, dtype)
+        if not isinstance(self.kernel_of, Kernel) and bool(
+            (k - k.mT).abs().max() > 1e-4 * k.abs().max()
+        ):
+            raise PullbackError(
+                "The kernel is not symmetric", "K(x, x') ≠ K(x', x)", "Use a reproducing kernel"
+            )
+        lower, info = torch.linalg.cholesky_ex((k + k.mT) / 2)
+        if not bool(torch.isfinite(lower).all() & (info == 0)):
+            raise _unusable(k)
+        if self not in _WARNED:
+            self._judge(k, inputs)
+        return lower
+
+    def _judge(self, k: Tensor, inputs: Tensor) -> None:
+        """Warn where all correlations between samples are 0, or 1."""
+        root = k.diagonal().sqrt()
+        related = k * (1 + self._jitter(k.dtype)) / (root[:, None] * root)
+        eye = torch.eye(len(k), dtype=torch.bool, device=k.device)
+        if len(k) > 1 and bool((related.abs() < _NEAR)[~eye].all()):
+            found, meaning = "the identity", "it relates no two samples, as if there were no kernel"
+        elif len(k) > 1 and bool((related > 1 - _NEAR)[~eye].all()):
+            found, meaning = "all-ones", "no two samples are told apart, and K is nearly singular"
+        else:
+            return
+        _WARNED.add(self)
+        try:
+            hint = f"it is {median_distance(inputs):.3g} here"
+        except PullbackError:
+            hint = "here all inputs coincide"
+        warnings.warn(
+            f"The Sobolev kernel {self.kernel_of!r} is numerically {found} on this batch: "
+            f"{meaning}. Set scale near metrics.median_distance(inputs); {hint}.",
+            stacklevel=2,
+        )
 
     def factor(self, z: Tensor, *, inputs: Tensor | None = None) -> Factor:
-        if inputs is None or not inputs.is_floating_point() or inputs.shape[0] != z.shape[0]:
-            got = "none" if inputs is None else f"{tuple(inputs.shape)} of {inputs.dtype}"
+        if (
+            not isinstance(inputs, Tensor)
+            or not inputs.is_floating_point()
+            or inputs.ndim == 0
+            or inputs.shape[0] != z.shape[0]
+        ):
+            shown = isinstance(inputs, Tensor)
+            got = f"{tuple(inputs.shape)} of {inputs.dtype}" if shown else "none"
             raise PullbackError(
                 "Sobolev needs the model's inputs as points of a vector space",
                 f"got {got} for {z.shape[0]} samples",
                 "Give the model a float tensor with one entry per sample as its first argument",
             )
-        lower, info = torch.linalg.cholesky_ex(self.kernel(inputs, z.dtype))
-        if bool(info > 0):
-            raise PullbackError(
-                "The Sobolev kernel is singular on this batch",
-                "some inputs coincide or lie within round-off of each other",
-                "Raise jitter, or lower scale",
-            )
-        return Mixed(lower, tuple(z.shape[1:]))
+        lower = self.cholesky(inputs.to(z.device), z.dtype)
+        if self.inner is None:
+            return Mixed(lower, tuple(z.shape[1:]))
+        inner = self.inner.factor(z)
+        return Mixed(lower, inner.white, inner)
+
+    def samples(self, z: Tensor) -> int:
+        return z.shape[0] if self.inner is None else self.inner.samples(z)
+
+    def __repr__(self) -> str:
+        fields = f"kernel={self.kernel_of!r}, jitter={self.jitter!r}, inner={self.inner!r}"
+        return f"Sobolev({fields})"
+
+
+def _unusable(k: Tensor) -> PullbackError:
+    """Why K has no Cholesky factor."""
+    if not bool(torch.isfinite(k).all()):
+        return PullbackError(
+            "The Sobolev kernel is not finite",
+            "some inputs, or values of the kernel, are NaN or infinite",
+            "Check the batch",
+        )
+    return PullbackError(
+        "The Sobolev kernel is singular on this batch",
+        "some inputs coincide or lie within round-off of each other",
+        "Raise jitter, or lower scale",
+    )

@@ -177,8 +177,15 @@ def test_invariant_damping_does_not_go_with_corrected_eigenvalues() -> None:
         pb.KFAC(nn.Linear(2, 2), lr=0.1, ekfac=True, damping=pb.optim.kfac.Invariant(0.1))
 
 
-def test_a_metric_that_couples_samples_is_refused() -> None:
+class Undeclared(pb.metrics.Metric):
+    """Blocks between samples which nobody was told of."""
+
+    def factor(self, z: Tensor, *, inputs: Tensor | None = None) -> pb.metrics.Factor:
+        return pb.metrics.Sobolev(2.0).factor(z, inputs=inputs)
+
+
+def test_a_metric_that_couples_samples_and_does_not_declare_it_is_refused() -> None:
     model, x, _ = classifier()
-    opt = pb.KFAC(model, lr=0.1, metric=pb.metrics.Sobolev(2.0))
+    opt = pb.KFAC(model, lr=0.1, metric=Undeclared())
     with opt, pytest.raises(pb.PullbackError, match="couples the samples"):
         model(x).sum().backward()

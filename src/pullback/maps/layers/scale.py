@@ -46,6 +46,13 @@ class Scale(Layer):
         self, module: Any, x: Tensor, delta: Tensor, roles: Sequence[str], sharing: Sharing
     ) -> Tensor:
         """Σ_n rows rowsᵀ of one covector, unit by unit: (U, k, k) for these of gain and shift."""
+        rows = self.unit_rows(module, x, delta, roles, sharing)
+        return torch.einsum("nuk,nul->ukl", rows, rows)
+
+    def unit_rows(
+        self, module: Any, x: Tensor, delta: Tensor, roles: Sequence[str], sharing: Sharing
+    ) -> Tensor:
+        """The rows of one covector, sample by sample and unit by unit: (N, U, k)."""
         features = self.features(module, x.ndim)
         dtype = compute_dtype(delta.dtype)
         x, delta = x.to(dtype), delta.to(dtype)
@@ -53,8 +60,7 @@ class Scale(Layer):
         flat = x.flatten(0, x.ndim - features - 1) if x.ndim > features else x[None]
         x = self.normalized(module, flat).view(shape)
         by = {"weight": delta * x, "bias": delta}
-        rows = torch.stack([self._rows(module, by[r], features, sharing) for r in roles], -1)
-        return torch.einsum("nuk,nul->ukl", rows, rows)
+        return torch.stack([self._rows(module, by[r], features, sharing) for r in roles], -1)
 
     def _rows(self, module: Any, value: Tensor, features: int, sharing: Sharing) -> Tensor:
         """(N, U): added up over the places of a sample, and over the axes that share a gain."""
@@ -104,7 +110,7 @@ class BatchNorm(ChannelScale):
             return F.batch_norm(x, None, None, training=True, eps=module.eps)
         return F.batch_norm(x, module.running_mean, module.running_var, eps=module.eps)
 
-    def units(
+    def unit_rows(
         self, module: Any, x: Tensor, delta: Tensor, roles: Sequence[str], sharing: Sharing
     ) -> Tensor:
         """From Σδ and Σδx by sample and channel: Σδx̂ = (Σδx − μΣδ)/σ, without forming x̂."""
@@ -117,8 +123,7 @@ class BatchNorm(ChannelScale):
         shift = delta.sum(2)
         gain = torch.linalg.vecdot(delta, x) - mean * shift
         by = {"weight": gain * (variance + module.eps).rsqrt(), "bias": shift}
-        rows = torch.stack([by[r] for r in roles], -1)
-        return torch.einsum("nuk,nul->ukl", rows, rows)
+        return torch.stack([by[r] for r in roles], -1)
 
 
 @register(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)

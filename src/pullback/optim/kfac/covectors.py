@@ -7,11 +7,34 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..._core.errors import PullbackError
 from ..._core.space import compute_dtype
 from ...metrics import Fisher, Metric
+from .coupling import Coupling, coupled, refusal
 
 _ENTRIES = 2**26  # of the output whose scores are drawn at once
+
+
+def drawn(
+    metric: Metric,
+    fisher: str,
+    z: Tensor,
+    cotangent: Tensor,
+    *,
+    draws: int,
+    inputs: Tensor | None,
+    generator: torch.Generator,
+    batch_dim: int,
+) -> Iterator[tuple[Tensor, Coupling | None]]:
+    """The covectors, each with the relation of the samples where the metric has one."""
+    if metric.couples_samples:
+        yield from coupled(
+            metric, fisher, z, draws=draws, inputs=inputs, generator=generator, batch_dim=batch_dim
+        )
+        return
+    for covector in covectors(
+        metric, fisher, z, cotangent, draws=draws, inputs=inputs, generator=generator
+    ):
+        yield covector, None
 
 
 def covectors(
@@ -54,11 +77,7 @@ def covectors(
 
 def _refuse_coupled(metric: Metric, z: Tensor, inputs: Tensor | None) -> None:
     if metric.factor(z, inputs=inputs).couples_samples:
-        raise PullbackError(
-            "The metric couples the samples of a batch",
-            f"{metric!r} has blocks between samples, and a Kronecker product is summed over them",
-            "Use NaturalGradient with this metric, or KFAC with a metric of single samples",
-        )
+        raise refusal(metric, "it does not declare them: couples_samples is False")
 
 
 def _signs(z: Tensor, generator: torch.Generator | None) -> Tensor:

@@ -20,7 +20,7 @@ from ..._core.capture import Selector, plain, select
 from ...maps.layers.moments import Sharing
 from ...metrics import Metric
 from . import outputs
-from .covectors import covectors
+from .covectors import drawn
 from .inverse import Inverse
 from .measure import Measure, NotFinite
 from .pending import Again, Pending, Root
@@ -225,7 +225,7 @@ class Gatherer:
             samples: Tensor | float = recipe.metric.samples(value)
             if mask is not None:
                 samples = samples * mask.double().mean()
-            drawn = covectors(
+            found = drawn(
                 recipe.metric,
                 recipe.fisher,
                 value,
@@ -233,12 +233,15 @@ class Gatherer:
                 draws=recipe.draws,
                 inputs=outputs.first(inputs, len(value), axis),
                 generator=self.random(z.device),
+                batch_dim=axis,
             )
             sums, first = self.pool.sums, True
-            for covector in drawn:
+            for covector, coupling in found:
                 covector = outputs.placed(covector if mask is None else covector * mask, z, axis)
                 try:
-                    self._measure.pull(root, covector, tape, leaves, sums, keep, inputs=first)
+                    self._measure.pull(
+                        root, covector, tape, leaves, sums, keep, inputs=first, coupling=coupling
+                    )
                 except NotFinite:
                     samples = torch.nan
                     break

@@ -13,6 +13,7 @@ from torch.autograd.graph import GradientEdge
 from ..._core.space import compute_dtype
 from ...maps.layers.moments import Sharing
 from ..checks import refuse_sparse
+from .coupling import Coupling, apart
 from .inverse import Inverse
 from .pending import Root
 from .plan import Plan
@@ -72,6 +73,7 @@ class Measure:
         keep: Tensor | None,
         *,
         inputs: bool,
+        coupling: Coupling | None = None,
     ) -> None:
         """Pull a covector back from the output and add what the layers meet.
 
@@ -83,20 +85,24 @@ class Measure:
             sums: where to add.
             keep: which places of the output count.
             inputs: whether to add the inputs as well, once per pass.
+            coupling: how the samples are related, where the metric does.
         """
+        split = apart(tape, self._sharing, coupling)
         edges = tape.edges(None if isinstance(root, Tensor) else root.node)
         signature = (
             tuple((e.path, tuple(e.names.items())) for e in tape.entries),
             tuple(w.path for w in tape.wholes),
             tuple(leaves),
+            tuple(split.items()),
         )
+        rest = (keep, edges, inputs, coupling, split)
         known = self._known.get(signature)
         if known is not None:
-            done = self._sweep(root, covector, tape, leaves, sums, keep, edges, known, inputs)
+            done = self._sweep(root, covector, tape, leaves, sums, known, *rest)
             if done:
                 return
         # the first time, or another way through the same layers
-        known = self._sweep(root, covector, tape, leaves, sums, keep, edges, None, inputs)
+        known = self._sweep(root, covector, tape, leaves, sums, None, *rest)
         assert isinstance(known, Known)
         if known.settled:
             self._known[signature] = known
@@ -108,17 +114,19 @@ class Measure:
         tape: Tape,
         leaves: Mapping[str, Tensor],
         sums: dict[Key, Sums],
+        known: Known | None,
         keep: Tensor | None,
         edges: Sequence[GradientEdge],
-        known: Known | None,
         inputs: bool,
+        coupling: Coupling | None,
+        split: Mapping[str, str],
     ) -> Known | bool:
         """One pass; without anything known the structure is proven on the way."""
         count, plan = len(tape.entries), None if known is None else known.plan
         proof = Proof() if plan is None else None
         sweep = Sweep(
-            tape.entries, self._sharing, keep, inputs=inputs, wanted=wanted_by(plan),
-            basis=basis_by(tape.entries, self.bases), proof=proof,
+            tape.entries, self._sharing, keep, inputs=inputs, wanted=wanted_by(plan, split),
+            basis=basis_by(tape.entries, self.bases), proof=proof, coupling=coupling,
         )  # fmt: skip
         asked = list(leaves) if plan is None else [n for n in plan.plain if n in leaves]
         ends = [] if known is None else known.last
@@ -141,28 +149,33 @@ class Measure:
         taps = [
             replayed(whole, end)
             for whole, end in zip(tape.wholes, _ends(tape, cotangents), strict=True)
-            if any(c is not None for c in end)
+            if coupling is None and any(c is not None for c in end)
         ]
         if plan is None:
             assert proof is not None
             if any(g is None for g in gradients):
                 refuse_reentrant(root)
-            plan = self._establish(tape, proof, taps, truth)
+            plan = self._establish(tape, proof, taps, truth, split)
         self._adopt(plan)
         sweep.assign(plan, sums)
         for one in taps:
             add_taps(sums, one, plan, self._sharing, tape.name, inputs=inputs)
-        for name, gradient in truth.items():
-            if name in plan.plain and gradient is not None:
-                flat = gradient.flatten().to(compute_dtype(gradient.dtype))
-                squares = flat.square()[:, None, None]
-                sums.setdefault(Key("diagonal", (name,)), Sums()).add_squares(squares)
+        plain = {n: g for n, g in truth.items() if n in plan.plain}
+        if coupling is not None and plain:  # theirs is another covector
+            found = pulled(root, coupling.related(covector), [leaves[n] for n in plain])
+            plain = dict(zip(plain, found, strict=True))
+        _square(plain, sums)
         if known is not None:
             return True
         return Known(plan, met, last(root, edges[:count]), _settled(plan, truth))
 
     def _establish(
-        self, tape: Tape, proof: Proof, taps: Sequence[Any], truth: dict[str, Any]
+        self,
+        tape: Tape,
+        proof: Proof,
+        taps: Sequence[Any],
+        truth: dict[str, Any],
+        split: Mapping[str, str],
     ) -> Plan:
         """Which block each parameter gets, by proof."""
         for name, gradient in truth.items():
@@ -173,7 +186,7 @@ class Measure:
         for one in taps:
             proof.taps(one, tape.name)
             uses += [(roles(tap, tape.name), "kronecker", True) for tap, _ in one]
-        return Plan(uses, proof.unexplained(truth), self._joint)
+        return Plan(uses, {**proof.unexplained(truth), **split}, self._joint)
 
     def _adopt(self, plan: Plan) -> None:
         """What holds for the parameters from now on."""
@@ -181,6 +194,15 @@ class Measure:
         kept = {n: names for n, names in self.partners.items() if not new.keys() & {*names}}
         self.partners = {**kept, **new}
         self.reasons = {n: r for n, r in self.reasons.items() if n not in new} | plan.plain
+
+
+def _square(gradients: Mapping[str, Tensor | None], sums: dict[Key, Sums]) -> None:
+    """The parameters that are held as diagonals."""
+    for name, gradient in gradients.items():
+        if gradient is not None:
+            flat = gradient.flatten().to(compute_dtype(gradient.dtype))
+            squares = flat.square()[:, None, None]
+            sums.setdefault(Key("diagonal", (name,)), Sums()).add_squares(squares)
 
 
 def _ends(tape: Tape, found: Sequence[Tensor | None]) -> list[list[Tensor | None]]:

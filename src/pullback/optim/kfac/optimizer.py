@@ -21,6 +21,7 @@ from ..checks import gradient_of, own_group, refuse_model
 from ..terms import Objective
 from .checks import check, refuse_inference, refuse_unready
 from .control import Control, Look, finite, fusible
+from .coupling import refuse_options
 from .curvature import Curvature
 from .damping import Adaptive, Damping, as_damping
 from .gather import Gatherer, Recipe
@@ -44,7 +45,8 @@ class KFAC(Reports, Optimizer):
         model: the module that is called in the loop.
         lr: η; schedulers may change it.
         likelihood: whose Fisher information is the metric on outputs, such as `Categorical()`.
-        metric: instead, any metric of the library; by default that of ½‖·‖².
+        metric: instead, any metric of the library; by default that of ½‖·‖². `Sobolev` relates the
+            samples of one forward call by the model's first tensor.
         fisher: "mc" draws targets, "exact" takes the metric as it is (a reverse pass per output),
             "empirical" the loss's own gradient.
         damping: λ, or an object: `Tikhonov`, `Exact`, `Invariant`, `Adaptive`.
@@ -125,6 +127,7 @@ class KFAC(Reports, Optimizer):
             metric = Fisher(likelihood)
         self.model = model
         self.metric = as_metric(Euclidean() if metric is None else metric)
+        refuse_options(self.metric, fisher=fisher, ekfac=ekfac)
         self.fisher, self.damping = fisher, as_damping(damping)
         self.kl_clip, self.ema, self.rule = kl_clip, ema, step
         self.statistics_every, self.invert_every = statistics_every, invert_every

@@ -22,6 +22,7 @@ from ...maps.layers import AffineBlock, Block, Use
 from ...maps.layers.moments import Moments, Sharing
 from ...maps.layers.scale import Scale
 from ...maps.record import Entry
+from .coupling import Coupling
 from .inverse import Inverse
 from .plan import Plan
 from .sums import Key, Sums, Term, add_bias
@@ -55,6 +56,7 @@ class Sweep:
         wanted: whether anything is to be learned from a use.
         basis: eigenbases for the second moments of a use's gradients, or None.
         proof: told of every use and its cotangent, where the structure is yet to be proven.
+        coupling: how the samples are related, where the metric does.
     """
 
     def __init__(
@@ -67,9 +69,11 @@ class Sweep:
         wanted: Callable[[Entry], bool],
         basis: Callable[[Entry], tuple[Key, Inverse] | None],
         proof: Callable[[Entry, Tensor], None] | None,
+        coupling: Coupling | None = None,
     ) -> None:
         self._entries, self._sharing, self._keep = entries, sharing, keep
         self._inputs, self._wanted, self._basis, self._proof = inputs, wanted, basis, proof
+        self._coupling = coupling
         self.met: dict[int, Met] = {}
 
     def hooks(self, edges: Sequence[GradientEdge]) -> list[Any]:
@@ -104,15 +108,23 @@ class Sweep:
 
     def _measure(self, entry: Entry, delta: Tensor, met: Met) -> None:
         module, layer, x, sharing = entry.module, entry.layer, entry.input, self._sharing
+        coupling = self._coupling
         if layer.curvature == "units":
             assert isinstance(layer, Scale)
             met.roles = [r for r, n in entry.names.items() if n is not None]
-            met.units = layer.units(module, x, delta, met.roles, sharing)
+            if coupling is None:
+                met.units = layer.units(module, x, delta, met.roles, sharing)
+            else:
+                met.units = coupling.units(entry, delta, met.roles, sharing)
             return
         if x.is_floating_point() and delta.dtype in (torch.float16, torch.bfloat16):
             x = x.to(delta.dtype)  # as the layer itself saw it
+        if coupling is not None:
+            x, delta = coupling.prepared(entry, delta, sharing)
         if entry.names.get("weight") is not None:
-            if self._inputs:
+            if self._inputs and coupling is not None:
+                met.inputs = coupling.inputs(entry, x, sharing)
+            elif self._inputs:
                 met.inputs = layer.inputs(module, x, sharing, self._keep)
             met.outputs = layer.outputs(module, x, delta, sharing)
         if entry.names.get("bias") is not None:
@@ -223,11 +235,12 @@ def block_of(
     return entry.layer.block(names, [use]), len(delta)
 
 
-def wanted_by(plan: Plan | None) -> Callable[[Entry], bool]:
-    """Whether a use's parameters have a block that it adds to."""
-    if plan is None:
+def wanted_by(plan: Plan | None, apart: Collection[str]) -> Callable[[Entry], bool]:
+    """Whether a use's parameters have a block that it adds to; those of `apart` have none."""
+    plain = {*apart, *(() if plan is None else plan.plain)}
+    if plan is None and not plain:
         return lambda entry: True
-    return lambda entry: any(n is not None and n not in plan.plain for n in entry.names.values())
+    return lambda entry: any(n is not None and n not in plain for n in entry.names.values())
 
 
 def basis_by(
