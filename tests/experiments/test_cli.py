@@ -1,16 +1,21 @@
-"""The command `pullback`: solve and list."""
+"""The command `pullback`."""
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+from click.testing import Result
 from typer.testing import CliRunner
 
 from pullback import pde
-from pullback.experiments import environment
+from pullback.experiments import bench, doctor, environment, registry
 from pullback.experiments.cli import app
+
+from .small import Small, slow
 
 run = CliRunner()
 
@@ -111,13 +116,106 @@ def test_commit_only_of_its_own_source(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_run_repeats_an_experiment(tmp_path: Path) -> None:
-    listed = run.invoke(app, ["list"])
+    listed = run.invoke(app, ["list", "--out", str(tmp_path)])
     assert "yin-2024-shallow" in listed.stdout
     arguments = ["run", "yin-2024-shallow", "--quick", "--seeds", "0", "--out", str(tmp_path)]
     done = run.invoke(app, arguments)
-    assert done.exit_code in (0, 1), done.output  # a few steps of one seed may not agree
-    assert not isinstance(done.exception, Exception) or isinstance(done.exception, SystemExit)
-    assert any(tmp_path.rglob("*.json"))
-    unknown = run.invoke(app, ["run", "nothing"])
-    assert unknown.exit_code == 1
-    assert "yin-2024-deep" in unknown.output
+    assert done.exit_code == 0, done.output
+    assert {p.name for p in tmp_path.iterdir()} == {
+        f"yin-2024-shallow-quick.{kind}" for kind in ("json", "png", "svg")
+    }
+    listed = run.invoke(app, ["list", "--out", str(tmp_path)])
+    assert "s (quick)" in listed.stdout
+    again = run.invoke(app, arguments)
+    assert again.exit_code == 0
+    (tmp_path / "yin-2024-shallow-quick.json").write_text("{")
+    broken = run.invoke(app, arguments)
+    assert broken.exit_code == 1
+    assert "cannot be read" in broken.output
+    assert "unreadable" in run.invoke(app, ["list", "--out", str(tmp_path)]).stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nothing"], "yin-2024-deep"),
+        (["yin-2024-shalow"], "yin-2024-shallow, yin-2024-poisson, yin-2024-deep look most like"),
+        (["yin-2024-deep", "--seeds", "a-b"], "Write 0-9"),
+        (["yin-2024-deep", "--device", "abacus"], "--device cpu"),
+        (["yin-2024-deep", "--out", __file__], "--out"),
+    ],
+)
+def test_run_refuses_with_a_message(
+    arguments: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = run.invoke(app, ["run", *arguments])
+    assert done.exit_code == 1
+    assert words in done.output.replace("\n", " ")
+    assert "Traceback" not in done.output
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> list[Small]:
+    """An experiment that the command knows as "small"."""
+    found = [Small()]
+    monkeypatch.setitem(registry.FOLDERS, "small", ("small",))
+    monkeypatch.setattr(registry, "find", lambda name: found[0])
+    return found
+
+
+def test_run_passes_on_status_and_interruption(small: list[Small], tmp_path: Path) -> None:
+    def invoked(ours: Small, *more: str, out: str = "a") -> Result:
+        small[:] = [ours]
+        return run.invoke(app, ["run", "small", "--out", str(tmp_path / out), *more])
+
+    assert invoked(Small()).exit_code == 0
+    assert invoked(Small(bad=True)).exit_code == 1
+    late = invoked(Small(before=slow), "--seconds", "0.01", out="b")
+    assert late.exit_code == 3
+    assert "the same command goes on" in late.stdout
+
+    def interrupted(key: str, context: object) -> None:
+        if key == "lr 0.5":
+            raise KeyboardInterrupt
+
+    done = invoked(Small(before=interrupted), out="c")
+    assert done.exit_code == 130
+    assert "small.json" in done.stdout.replace("\n", "")
+    assert "Nothing was finished" in invoked(Small(before=at_once), out="d").stdout
+    assert invoked(Small(), out="c").exit_code == 0
+
+
+def at_once(key: str, context: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_doctor_finds_the_numerics_sound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PULLBACK_DATA", "/some/[where]")
+    done = run.invoke(app, ["doctor"])
+    assert done.exit_code == 0, done.output
+    for word in ("torch", "natural gradient", "K-FAC", "/some/[where]", "good"):
+        assert word in done.stdout
+    assert "wrong" not in done.stdout
+
+
+def test_doctor_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(device: torch.device) -> float:
+        raise ValueError("[oh] no")
+
+    checks = (("a", lambda device: 0.1, 1e-3), ("b", broken, 1.0), ("c", lambda d: math.nan, 1.0))
+    monkeypatch.setattr(doctor, "CHECKS", checks)
+    done = run.invoke(app, ["doctor"])
+    assert done.exit_code == 1
+    assert done.stdout.count("wrong") == 3
+    assert "ValueError: [oh] no" in done.stdout
+
+
+def test_bench_times_every_method(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "SIZES", ((4, 3, 2),))
+    monkeypatch.setattr(bench, "_STEPS", 2)
+    table = bench.table(torch.device("cpu"), ((4, 3, 2),))
+    assert table.rows[0][:2] == ["4-3-2", "23"]
+    assert all(isinstance(t, float) and t > 0 for t in table.rows[0][2:])
+    done = run.invoke(app, ["bench", "--device", "abacus"])
+    assert done.exit_code == 1

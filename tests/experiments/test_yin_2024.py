@@ -9,25 +9,24 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from rich.console import Console
 from torch import Tensor
 from torch.func import grad, vmap
 
-from pullback import NaturalGradient, PullbackError
-from pullback.experiments.yin_2024 import EXPERIMENTS, problems, run, seed_range
-from pullback.experiments.yin_2024.checks import Check
+from pullback import NaturalGradient
+from pullback.experiments import yin_2024
+from pullback.experiments.yin_2024 import problems
 from pullback.experiments.yin_2024.methods import Natural
 from pullback.experiments.yin_2024.problems import Fit, Setting
-from pullback.experiments.yin_2024.runs import Record, entries
+from pullback.experiments.yin_2024.runs import entries
 from pullback.experiments.yin_2024.runs import run as run_one
 from pullback.experiments.yin_2024.search import ArgMin, Watch
 from pullback.experiments.yin_2024.statistics import Summary
-from pullback.experiments.yin_2024.store import Store
 from pullback.solvers import OrthogonalGreedy, PseudoInverse, Solution
 from pullback.steps import Clip, Constant, GridLineSearch, Local
 
+EXPERIMENTS = {e.name.removeprefix("yin-2024-"): e for e in yin_2024.EXPERIMENTS}
 FITTED = Setting(problems.least_squares, (2, 4, 1), {"equation": 40})
 PINN = Setting(problems.poisson, (2, 4, 1), {"equation": 30, "dirichlet": 12})
 
@@ -164,46 +163,15 @@ def test_entries_are_few_and_reach_the_end() -> None:
     assert len(entries(2000)) <= 42
 
 
-def test_finished_seeds_are_read_and_other_configurations_refused(tmp_path: Path) -> None:
-    path = tmp_path / "r.json"
-    config = {"points": 3, "methods": {"a": {"steps": 1}}}
-    store = Store(path, config)
-    store.put("a", 4, Record([0, 1], [0.0, 0.1], [2.0, 1.0], [2.0, 1.0]))
-    more = {**config, "methods": {**config["methods"], "b": {"steps": 2}}}
-    again = Store(path, more)
-    assert again.has("a", 4)
-    assert not again.has("b", 4)
-    assert again.of("a", [4])[0].loss == [2.0, 1.0]
-    for other in ({**config, "points": 5}, {**config, "methods": {"a": {"steps": 9}}}):
-        with pytest.raises(PullbackError, match="another configuration"):
-            Store(path, other)
-
-
-def test_a_check_says_when_it_differs_from_the_record() -> None:
-    assert "unlike" in str(Check("c", True, False, "n"))
-    assert "unlike" not in str(Check("c", False, False, "n"))
-
-
-@pytest.mark.parametrize("text", ["", "a", "1-2-3", "-1", "5-2"])
-def test_bad_seeds_are_refused(text: str) -> None:
-    with pytest.raises(PullbackError, match="seeds"):
-        seed_range(text)
-
-
-def test_unknown_experiments_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(PullbackError, match="no experiment 'wave'"):
-        run(True, [0], tmp_path, quiet(), names=["wave"])
-
-
 def test_quick_run_writes_results_and_figure_and_resumes(tmp_path: Path) -> None:
-    console = quiet()
-    assert run(True, [0], tmp_path, console, names=["shallow"])
+    shallow = EXPERIMENTS["shallow"]
+    assert shallow.run(True, [0], tmp_path, quiet()).status == 0
     path = tmp_path / "yin-2024-shallow-quick.json"
     before = json.loads(path.read_text())
-    assert set(before["runs"]) == {m.name for m, _ in EXPERIMENTS["shallow"].methods}
-    assert before["environment"]["torch"] == torch.__version__
+    assert {r["key"][0] for r in before["runs"]} == {m.name for m, _ in shallow.methods}
+    assert before["environments"][0]["torch"] == torch.__version__
     assert (tmp_path / "yin-2024-shallow-quick.png").stat().st_size > 10_000
-    assert run(True, [0], tmp_path, console, names=["shallow"])
+    assert shallow.run(True, [0], tmp_path, quiet()).status == 0
     assert json.loads(path.read_text()) == before
 
 

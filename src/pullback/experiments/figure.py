@@ -9,9 +9,9 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
 
 from .display import shown
+from .plots import INK, dress
 from .problem import Problem
 from .race import Curve
 
@@ -23,7 +23,6 @@ _STYLES = {
     "K-FAC": ("#CC79A7", 1.7),
     "Natural gradient": ("#D55E00", 2.8),
 }
-INK, _GRID = "#333333", "#E4E4E4"
 _APART = 0.115  # least distance of two labels, as a share of the panel's height
 
 Race = tuple[Problem, Sequence[Curve]]
@@ -75,16 +74,3 @@ def _label(axes: Axes, curves: Sequence[Curve]) -> None:
             va="center",
             size=9.5,
         )
-
-
-def dress(axes: Axes) -> None:
-    """Logarithmic, with few ticks and a light grid."""
-    axes.set(xscale="log", yscale="log")
-    axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.yaxis.set_major_locator(LogLocator(numticks=8))
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.grid(True, which="major", color=_GRID, lw=0.7)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(INK)
-    axes.tick_params(colors=INK, which="both")

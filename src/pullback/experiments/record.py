@@ -11,6 +11,7 @@ from rich.table import Table
 from torch import nn
 
 from ..pde import Setup, Solution
+from . import files
 from .environment import environment
 
 
@@ -69,8 +70,7 @@ def report(
 
 def write(path: Path, content: dict[str, Any]) -> None:
     """As JSON; numbers that are not finite become null, which JSON can hold."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(_finite(content), indent=1, ensure_ascii=False) + "\n", "utf-8")
+    files.write_text(path, json.dumps(_finite(content), indent=1, ensure_ascii=False) + "\n")
 
 
 def described(network: nn.Module) -> str:

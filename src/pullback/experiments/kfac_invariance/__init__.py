@@ -19,9 +19,8 @@ What the seeds say is in `docs/reproductions/luk-grosse-2018.md`; the checks rep
 
 from __future__ import annotations
 
-from .experiment import Experiment
+from .experiment import Invariance
 
-__all__ = ["EXPERIMENTS", "Experiment"]
+__all__ = ["EXPERIMENTS", "Invariance"]
 
-#: by name, for the command line
-EXPERIMENTS: dict[str, Experiment] = {"luk-grosse-2018": Experiment()}
+EXPERIMENTS = (Invariance(),)

@@ -4,34 +4,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import median
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from ..figure import INK, dress
+from .. import plots
+from ..plots import INK, PALETTE
 from .checks import SAME, Found
 from .methods import GROUPS
 from .nets import Net
 from .run import Record
 
-# Okabe and Ito's palette, which color-blind readers can tell apart
-_COLORS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00")
 _STYLES = ("-", (0, (4, 2)), "-", "-", "-")  # the first two lie upon each other
 _COLUMNS = 3
 _BOTTOM, _TOP = 1e-16, 1e3
 
 
-def draw(found: Found, nets: Sequence[Net], path: Path) -> Path:
-    """Write the figure and return its path."""
+def draw(found: Found, nets: Sequence[Net]) -> Figure:
+    """One panel per network."""
     rows = math.ceil(len(nets) / _COLUMNS)
-    figure = Figure(figsize=(11, 0.9 + 2.6 * rows), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
+    title = "A network and its affinely reparametrized twin, trained alike"
+    figure = plots.new(11, 0.9 + 2.6 * rows, title)
     grid = figure.subplots(rows, _COLUMNS, squeeze=False, sharex=True, sharey=True)
     for axes, net in zip(grid.flat, nets, strict=False):
-        for color, style, group in zip(_COLORS, _STYLES, GROUPS, strict=True):
+        for color, style, group in zip(PALETTE[: len(GROUPS)], _STYLES, GROUPS, strict=True):
             _band(axes, found[net.name, group], color, style, group)
         _dress(axes, net)
     for axes in list(grid.flat)[len(nets) :]:
@@ -42,11 +39,7 @@ def draw(found: Found, nets: Sequence[Net], path: Path) -> Path:
         row[0].set_ylabel("mismatch", color=INK)
     lines, names = grid[0, 0].get_legend_handles_labels()
     figure.legend(lines, names, loc="outside lower center", ncols=len(names), frameon=False)
-    title = "A network and its affinely reparametrized twin, trained alike"
-    figure.suptitle(title, color=INK, size=12, x=0.01, ha="left")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-    return path
+    return figure
 
 
 def _band(axes: Axes, records: Sequence[Record], color: str, style: object, name: str) -> None:
@@ -66,8 +59,7 @@ def _shown(value: float) -> float:
 
 
 def _dress(axes: Axes, net: Net) -> None:
-    dress(axes)
-    axes.set_xscale("linear")
+    plots.dress(axes, logx=False)
     axes.set_ylim(_BOTTOM, _TOP)
     axes.axhline(SAME, color=INK, lw=0.8, ls=":")
-    axes.set_title(net.name, loc="left", color=INK, weight="bold", size=10)
+    plots.label(axes, title=net.name)

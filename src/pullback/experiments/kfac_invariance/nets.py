@@ -11,16 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from ... import likelihoods, metrics
+from ...geometry.affine import Affine, Change, drawn, whitening
+from ...geometry.twin import random_coordinates, tanh_twin, twin
 from .recurrent import Recurrent, recurrent_twin
-from .twins import (
-    Affine,
-    Change,
-    drawn,
-    random_coordinates,
-    tanh_twin,
-    twin,
-    whitening,
-)
 
 BATCH, HELD = 128, 200
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from ..check import Check, recorded
 from .statistics import Summary
 
 SOLVED = 0.1  # relative error at which a run counts as having got somewhere
@@ -14,34 +14,10 @@ EARLY = 30  # steps
 Verdict = tuple[str, bool, str]
 
 
-@dataclass(frozen=True)
-class Check:
-    """A claim, and what the seeds say.
-
-    Attributes:
-        claim: what the paper says or needs, in our words.
-        holds: whether it does.
-        recorded: whether it did over seeds 0–9 when this was written.
-        numbers: what decided.
-    """
-
-    claim: str
-    holds: bool
-    recorded: bool
-    numbers: str
-
-    def __str__(self) -> str:
-        verdict = "holds" if self.holds else "does not hold"
-        surprise = "" if self.holds == self.recorded else " (unlike the record)"
-        return f"{verdict}{surprise}: {self.claim} ({self.numbers})"
-
-
-def least_squares_claims(
-    found: dict[str, Summary], size: int, recorded: Sequence[bool]
-) -> list[Check]:
+def least_squares_claims(found: dict[str, Summary], size: int, held: Sequence[bool]) -> list[Check]:
     """What section 2.1 shows and section 1.1 promises, for p = size parameters."""
     full, greedy, damped = (found[m] for m in ("NGD", "NGD-OGA", "NGD-OGA, damped"))
-    return _recorded(
+    return recorded(
         [
             _singular(full, size),
             _nearly_best(full),
@@ -52,15 +28,16 @@ def least_squares_claims(
             _never_stuck("NGD-OGA", greedy),
             _never_stuck("NGD-OGA, damped", damped),
         ],
-        recorded,
+        held,
+        ours={7},
     )
 
 
-def poisson_claims(found: dict[str, Summary], size: int, recorded: Sequence[bool]) -> list[Check]:
+def poisson_claims(found: dict[str, Summary], size: int, held: Sequence[bool]) -> list[Check]:
     """What section 2.2 says, for p = size parameters."""
     cut, greedy, plain = (found[m] for m in ("E-NGD", "E-NGD-OGA", "E-NGD, not cut"))
     first, pretrained = cut.first("largest"), found["E-NGD, pre-trained"]
-    return _recorded(
+    return recorded(
         [
             _singular(plain, size),
             ("the first directions are astronomical", first > 1e6, f"an entry of {first:.0e}"),
@@ -75,15 +52,9 @@ def poisson_claims(found: dict[str, Summary], size: int, recorded: Sequence[bool
             _safer("E-NGD, backtracking", found["E-NGD, backtracking"], "E-NGD", cut),
             _safer("E-NGD, from rows", found["E-NGD, from rows"], "E-NGD, not cut", plain),
         ],
-        recorded,
+        held,
+        ours={11},
     )
-
-
-def _recorded(verdicts: Sequence[Verdict], recorded: Sequence[bool]) -> list[Check]:
-    return [
-        Check(claim, holds, was, numbers)
-        for (claim, holds, numbers), was in zip(verdicts, recorded, strict=True)
-    ]
 
 
 def _got(summary: Summary) -> str:

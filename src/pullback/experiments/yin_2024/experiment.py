@@ -1,93 +1,53 @@
-"""An experiment of the paper: its setting, its methods, its claims, and how to run it."""
+"""An experiment of the paper: its setting, its methods and its claims."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-import torch
-from rich.console import Console
-from rich.table import Table
-
-from .checks import Check
+from ..check import Check
+from ..experiment import Context, Experiment, Item
+from ..results import Results
+from ..tabular import Table
 from .methods import Method
 from .problems import Setting
-from .runs import run
+from .runs import Record, run
 from .statistics import Summary
-from .store import Store
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 PAPER = "Yin (2024), Natural Gradient Descent with Orthogonal Greedy Approximation"
+_ABOUT = (
+    "The paper states neither points nor steps. Seconds are CPU time on one thread. The record is "
+    "of seeds 0–9."
+)
 
 
-@dataclass(frozen=True)
-class Experiment:
-    """One figure of the paper.
+@dataclass(frozen=True, kw_only=True)
+class Comparison(Experiment):
+    """One figure of the paper: methods side by side on one problem.
 
     Attributes:
-        name: what the command line calls it.
-        figure: of the paper.
-        claim: what it is said to show, in a sentence.
         setting: problem, network and points.
         methods: each with its number of steps.
         groups: methods that share a row of the figure, by title.
-        judge: (summaries by method, p, recorded) ↦ the claims with their numbers.
-        recorded: which of them held over seeds 0–9 when this was written.
-        paper: where it comes from.
+        claims: (summaries by method, p, held) ↦ the claims with their numbers.
+        held: which of them held over seeds 0–9 when this was written.
     """
 
-    name: str
-    figure: str
-    claim: str
     setting: Setting
     methods: Sequence[tuple[Method, int]]
     groups: Mapping[str, Sequence[str]]
-    judge: Callable[[dict[str, Summary], int, Sequence[bool]], list[Check]]
-    recorded: Sequence[bool]
+    claims: Callable[[dict[str, Summary], int, Sequence[bool]], list[Check]]
+    held: Sequence[bool]
     paper: str = PAPER
-
-    def run(self, quick: bool, seeds: Sequence[int], out: Path, console: Console) -> bool:
-        """Do what is not done yet, write results and figure; whether the checks are as recorded.
-
-        Some claims of the paper do not hold, and the checks know which: what counts is that the
-        seeds say so again. Quick is a few steps of everything, whose numbers are not judged.
-        """
-        store = Store(out / f"{self.stem(quick)}.json", self.config(quick))
-        for seed in seeds:
-            for method, steps in self.methods:
-                if store.has(method.name, seed):
-                    continue
-                with _one_thread():
-                    record = run(self.setting, method, seed, _shortened(steps, quick))
-                store.put(method.name, seed, record)
-                console.print(
-                    f"{self.name}, seed {seed}, {method.name}: {record.steps[-1]} steps in "
-                    f"{record.seconds[-1]:.1f} s, loss {record.loss[-1]:.1e}, "
-                    f"error {record.error[-1]:.1e}{'' if record.stuck is None else ', stuck'}"
-                )
-        found = {m.name: Summary(store.of(m.name, list(seeds))) for m, _ in self.methods}
-        console.print(self._table(found))
-        checks = [] if quick else self.judge(found, self.setting.size, self.recorded)
-        for check in checks:
-            console.print(str(check), soft_wrap=True)
-        store.checks = [vars(check) for check in checks]
-        store.save()
-        from .figure import draw  # matplotlib is slow to import
-
-        path = draw(self, store, list(seeds), out / f"{self.stem(quick)}.png")
-        console.print(f"Figure: {path}", soft_wrap=True)
-        return all(check.holds == check.recorded for check in checks)
-
-    def stem(self, quick: bool) -> str:
-        """The name of its files."""
-        return f"yin-2024-{self.name}" + ("-quick" if quick else "")
+    about: str = _ABOUT
 
     def config(self, quick: bool) -> dict[str, Any]:
-        """Everything that results depend on."""
         return {
-            "experiment": self.name,
             "problem": self.setting.problem().name,
             "layers": list(self.setting.layers),
             "points": dict(self.setting.points),
@@ -97,13 +57,37 @@ class Experiment:
             },
         }
 
-    def _table(self, found: dict[str, Summary]) -> Table:
-        table = Table(title=f"{self.name}: {self.paper}, {self.figure}", title_justify="left")
-        table.add_column("method", no_wrap=True)
-        for column in ("loss", "error", "best", "worst", "stuck", "ms/step"):
-            table.add_column(column, justify="right")
-        for name, s in found.items():
-            table.add_row(
+    def items(self, quick: bool) -> list[Item]:
+        return [
+            Item((method.name,), partial(self._work, method, _shortened(steps, quick)))
+            for method, steps in self.methods
+        ]
+
+    def _work(self, method: Method, steps: int, context: Context) -> dict[str, Any]:
+        return run(self.setting, method, context.seed, steps).as_dict()
+
+    def line(self, record: dict[str, Any]) -> str:
+        r = Record(**record)
+        stuck = "" if r.stuck is None else ", stuck"
+        return f"{r.steps[-1]} steps, loss {r.loss[-1]:.1e}, error {r.error[-1]:.1e}{stuck}"
+
+    def judge(self, results: Results) -> list[Check]:
+        """Some of the claims do not hold, as recorded; a few steps say nothing of them."""
+        if results.quick:
+            return []
+        return self.claims(self._found(results), self.setting.size, self.held)
+
+    def _found(self, results: Results) -> dict[str, Summary]:
+        return {m.name: Summary(records(results, m.name)) for m, _ in self.methods}
+
+    def draw(self, results: Results) -> dict[str, Figure]:
+        from .figure import draw  # matplotlib is slow to import
+
+        return {"": draw(self, results)}
+
+    def tables(self, results: Results) -> list[Table]:
+        rows = [
+            [
                 name,
                 f"{s.loss:.0e}",
                 f"{s.error:.0e}",
@@ -111,19 +95,16 @@ class Experiment:
                 f"{max(s.errors):.0e}",
                 f"{s.stuck}/{len(s)}",
                 f"{1e3 * s.per_step:.0f}",
-            )
-        return table
+            ]
+            for name, s in self._found(results).items()
+        ]
+        columns = ["method", "loss", "error", "best", "worst", "stuck", "ms/step"]
+        return [Table(columns, rows, f"Medians over {len(results.seeds)} seeds")]
 
 
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """CPU seconds mean most on one thread, and such small matrices gain nothing from more."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+def records(results: Results, method: str) -> list[Record]:
+    """The runs of a method, in the order of the seeds."""
+    return [Record(**one) for one in results.of(method)]
 
 
 def _shortened(steps: int, quick: bool) -> int:

@@ -10,7 +10,7 @@ from ...solvers import Cholesky, OrthogonalGreedy, PseudoInverse, Relative, Solv
 from ...steps import Backtracking, Clip, GridLineSearch, Step, TargetRatio
 from . import problems
 from .checks import least_squares_claims, poisson_claims
-from .experiment import Experiment
+from .experiment import Comparison
 from .methods import FirstOrder, Method, Natural
 from .problems import Setting
 from .search import ArgMin
@@ -70,7 +70,7 @@ def _fit(
     steps: int,
     adam: float,
     recorded: tuple[bool, ...],
-) -> Experiment:
+) -> Comparison:
     """Least squares: the loss's own Gram is the L² Gram, so NGD and E-NGD are one method."""
     full, greedy = PseudoInverse, _greedy(k)
     natural = [
@@ -82,8 +82,8 @@ def _fit(
         Natural("NGD-OGA, damped", f"{k} greedy vectors, {_ADDED}", _damped_greedy(k), _grid),
         Natural("NGD, target ratio", "trust radius", full, TargetRatio, gram="rows"),
     ]
-    return Experiment(
-        name=name,
+    return Comparison(
+        name=f"yin-2024-{name}",
         figure=figure,
         claim=f"{k} greedily chosen tangent vectors do the work of the whole natural gradient",
         setting=Setting(problems.least_squares, layers, {"equation": 1000}),
@@ -92,12 +92,12 @@ def _fit(
             "The paper's methods": ["NGD", "NGD-OGA", "NGD, arg-min", "Adam", "SGD"],
             "Beyond the paper": ["NGD", "NGD-OGA", *(m.name for m in natural[3:])],
         },
-        judge=least_squares_claims,
-        recorded=recorded,
+        claims=least_squares_claims,
+        held=recorded,
     )
 
 
-def _poisson(steps: int = 100, k: int = 20, more: int = 100, pretrain: int = 200) -> Experiment:
+def _poisson(steps: int = 100, k: int = 20, more: int = 100, pretrain: int = 200) -> Comparison:
     full, greedy = PseudoInverse, _greedy(k)
     natural = [
         Natural("E-NGD", "cut to ±1000, grid search", full, _cut, greedy=k),
@@ -119,8 +119,8 @@ def _poisson(steps: int = 100, k: int = 20, more: int = 100, pretrain: int = 200
     first = Natural(
         "E-NGD, pre-trained", f"{pretrain} Adam steps, not cut", full, _grid, pretrain=pretrain
     )
-    return Experiment(
-        name="poisson",
+    return Comparison(
+        name="yin-2024-poisson",
         figure="Figure 3",
         claim=f"E-NGD on {k} greedily chosen tangent vectors gets on where E-NGD sticks",
         setting=Setting(problems.poisson, (2, 20, 20, 1), {"equation": 600, "dirichlet": 120}),
@@ -148,16 +148,13 @@ def _poisson(steps: int = 100, k: int = 20, more: int = 100, pretrain: int = 200
                 "E-NGD, target ratio",
             ],
         },
-        judge=poisson_claims,
-        recorded=_POISSON,
+        claims=poisson_claims,
+        held=_POISSON,
     )
 
 
-EXPERIMENTS: dict[str, Experiment] = {
-    e.name: e
-    for e in (
-        _fit("shallow", "Figure 1", (2, 30, 1), 10, 150, 3e-2, _SHALLOW),
-        _fit("deep", "Figure 2", (2, 20, 20, 1), 20, 100, 1e-2, _DEEP),
-        _poisson(),
-    )
-}
+EXPERIMENTS: tuple[Comparison, ...] = (
+    _fit("shallow", "Figure 1", (2, 30, 1), 10, 150, 3e-2, _SHALLOW),
+    _fit("deep", "Figure 2", (2, 20, 20, 1), 20, 100, 1e-2, _DEEP),
+    _poisson(),
+)

@@ -1,0 +1,19 @@
+"""Whether torch can use a device here."""
+
+from __future__ import annotations
+
+import torch
+
+from .._core.errors import PullbackError
+
+
+def usable(device: str | torch.device) -> torch.device:
+    """The device, or a refusal."""
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        why = str(error).splitlines()[0].rstrip(".")
+        raise PullbackError(
+            f"The device {str(device)!r} cannot be used", why, "Use --device cpu"
+        ) from None
+    return torch.device(device)

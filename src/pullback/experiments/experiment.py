@@ -1,0 +1,164 @@
+"""What an experiment is: its words, its items, its judgment. `runner.py` runs it."""
+
+from __future__ import annotations
+
+import math
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.console import Console
+
+from .check import Check, Verdict, concluded
+from .plain import Record
+from .results import Results
+from .store import Key
+from .tabular import Table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from .outcome import Outcome
+
+
+class Paused(Exception):
+    """An item stops here: its time is over and its checkpoint is saved."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """What an item may know of the run that it is part of.
+
+    Attributes:
+        seed: of this item; 0 where it is done once for all seeds.
+        device: where to compute.
+        quick: whether this is the short version.
+        place: folder of this item's checkpoints, kept until it is finished; `folder()` makes it.
+        done: what is finished, so that an item can build on one before it.
+        deadline: when the time is over, by `time.monotonic()`, or None.
+        watch: (share done, a few words) ↦ nothing; shown as progress.
+    """
+
+    seed: int
+    device: torch.device
+    quick: bool
+    place: Path
+    done: Results
+    deadline: float | None = None
+    watch: Callable[[float, str], None] = field(default=lambda share, words: None)
+
+    def folder(self) -> Path:
+        """The folder of checkpoints."""
+        self.place.mkdir(parents=True, exist_ok=True)
+        return self.place
+
+    @property
+    def left(self) -> float:
+        """Seconds until the time is over, ∞ where there is no end."""
+        return math.inf if self.deadline is None else self.deadline - time.monotonic()
+
+    @property
+    def due(self) -> bool:
+        """Whether the time is over: save a checkpoint and `raise Paused`."""
+        return self.left <= 0
+
+
+@dataclass(frozen=True)
+class Item:
+    """A piece of work that is done for every seed, and kept once it is done.
+
+    Attributes:
+        key: words that name it, such as (network, method).
+        work: context ↦ record; depends on nothing but the configuration and the context.
+        once: done once, before the seeds: a search for settings, a reference solution.
+        resumable: goes on from its checkpoint after `Paused`, so it may start at any time.
+    """
+
+    key: Key
+    work: Callable[[Context], Mapping[str, Any]]
+    once: bool = False
+    resumable: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment(ABC):
+    """One figure, table or theorem of a paper, to be repeated.
+
+    Subclasses say three things: what results depend on (`config`), what there is to do (`items`),
+    and what the results say (`judge`). Most also `draw` and give `tables`.
+
+    Attributes:
+        name: what the command line calls it.
+        paper, figure, claim: what it repeats, and what that is said to show, in a sentence.
+        about: what else a reader of its results must know.
+        seeds, quick_seeds: where nothing else is asked for.
+        open_parts: parts of the configuration whose entries may come and go, such as methods.
+        threads: of the CPU while an item works; None for torch's own.
+    """
+
+    name: str
+    paper: str
+    figure: str
+    claim: str
+    about: str = ""
+    seeds: Sequence[int] = tuple(range(10))
+    quick_seeds: Sequence[int] = (0,)
+    open_parts: frozenset[str] = frozenset({"methods"})
+    threads: int | None = 1
+
+    @abstractmethod
+    def config(self, quick: bool) -> dict[str, Any]:
+        """Everything that results depend on, as JSON can hold it."""
+
+    @abstractmethod
+    def items(self, quick: bool) -> Iterable[Item]:
+        """What there is to do; an item runs for every seed before the next seed starts."""
+
+    @abstractmethod
+    def judge(self, results: Results) -> list[Check]:
+        """The claims with their numbers; empty where this run cannot tell."""
+
+    def draw(self, results: Results) -> Mapping[str, Figure]:
+        """Figures by what is added to the experiment's name, "" for the only one."""
+        return {}
+
+    def tables(self, results: Results) -> list[Table]:
+        """The numbers for people."""
+        return []
+
+    def verdict(self, checks: Sequence[Check]) -> Verdict | None:
+        """Reproduced, differs, or not reproduced, and why; by the paper's claims that hold."""
+        return concluded(checks)
+
+    def line(self, record: Record) -> str:
+        """What to say when an item is done."""
+        return ""
+
+    def stem(self, quick: bool) -> str:
+        """The name of its files."""
+        return self.name + ("-quick" if quick else "")
+
+    def run(
+        self,
+        quick: bool = False,
+        seeds: Sequence[int] | None = None,
+        out: Path = Path("results"),
+        console: Console | None = None,
+        *,
+        device: str | torch.device = "cpu",
+        seconds: float | None = None,
+    ) -> Outcome:
+        """Do what is missing, judge, draw and save; see `runner.run`."""
+        from .runner import run
+
+        return run(self, quick, seeds, out, console, device=device, seconds=seconds)
+
+    def chosen(self, seeds: Sequence[int] | None, quick: bool) -> list[int]:
+        """The seeds of a run."""
+        if seeds is None:
+            return list(self.quick_seeds if quick else self.seeds)
+        return list(dict.fromkeys(seeds))

@@ -1,0 +1,44 @@
+"""Experiments by name. A new one is a folder with a tuple `EXPERIMENTS`, and a line here.
+
+Only the folder of the experiment that is asked for is imported.
+"""
+
+from __future__ import annotations
+
+import difflib
+from importlib import import_module
+
+from .._core.errors import PullbackError
+from .experiment import Experiment
+
+#: the names in each folder's `EXPERIMENTS`
+FOLDERS: dict[str, tuple[str, ...]] = {
+    "kfac_invariance": ("luk-grosse-2018",),
+    "yin_2024": ("yin-2024-shallow", "yin-2024-deep", "yin-2024-poisson"),
+}
+
+
+def names() -> list[str]:
+    """All that can be run."""
+    return [name for there in FOLDERS.values() for name in there]
+
+
+def find(name: str) -> Experiment:
+    """The experiment of this name, or a refusal that offers the nearest ones."""
+    for folder, there in FOLDERS.items():
+        if name in there:
+            found = import_module(f".{folder}", __package__).EXPERIMENTS
+            return next(e for e in found if e.name == name)
+    raise PullbackError(f"There is no experiment {name!r}", *offered(name, names()))
+
+
+def offered(name: str, known: list[str]) -> tuple[str, str]:
+    """Why a name is refused, and the nearest ones.
+
+    >>> offered("poison", ["poisson", "heat"])
+    ('poisson looks most like it', 'Name one of poisson, heat')
+    """
+    close = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.4)
+    verb = "looks" if len(close) == 1 else "look"
+    why = f"{', '.join(close)} {verb} most like it" if close else "nothing is called like it"
+    return why, f"Name one of {', '.join(known)}"

@@ -1,0 +1,56 @@
+"""A PDE in one line of the terminal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from .. import pde
+from .device import usable
+from .files import folder
+from .record import report, summary, write
+
+
+def solved(
+    name: str,
+    seed: int,
+    given: dict[str, Any],
+    device: str,
+    out: Path,
+    fresh: bool,
+    console: Console,
+) -> bool:
+    """Solve a set-up, from its checkpoint where there is one; whether it was interrupted.
+
+    `given` are options that replace the set-up's own, None where they do not.
+    """
+    found = pde.setup(name)
+    usable(device)
+    folder(out)
+    kept = out / f"{name}-seed{seed}.pt"
+    if fresh:
+        for file in checkpoints(kept):
+            file.unlink()
+    elif checkpoints(kept):
+        console.print(f"Going on from {kept} (--fresh starts over)", highlight=False)
+    options = {**found.options, **{k: v for k, v in given.items() if v is not None}}
+    try:
+        solution = found.solve(seed, **options, device=device, checkpoint=kept)
+    except KeyboardInterrupt:
+        where = f"The run so far is in {kept}; the same command goes on from there."
+        left = where if checkpoints(kept) else "Nothing was saved yet."
+        console.print(f"Interrupted. {left}", highlight=False)
+        return True
+    console.print(summary(solution))
+    picture, record = out / f"{name}.png", out / f"{name}.json"
+    solution.plot(picture)
+    write(record, report(name, found, seed, device, options, solution))
+    console.print(f"Written: {picture}, {record}, {kept}", highlight=False, soft_wrap=True)
+    return False
+
+
+def checkpoints(path: Path) -> list[Path]:
+    """The files of a run: slabs of time have one each, with their number behind the name."""
+    return [p for p in path.parent.glob(f"{path.name}*") if p.suffix != ".part"]

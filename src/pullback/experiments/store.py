@@ -1,0 +1,240 @@
+"""Results on disk: one JSON file per experiment, an npz for each item that has arrays.
+
+    NAME.json             configuration, environments, items, then checks, tables, figures
+    NAME.arrays/*.npz     arrays of the items
+
+Every save replaces the file in one piece, so that an interruption or a full disk leaves what was
+finished before. A file of another configuration is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .._core.errors import PullbackError
+from . import files, plain
+from .plain import Record
+
+FORMAT = "pullback results 1"
+
+#: the words that name an item, such as network and method
+Key = tuple[str, ...]
+#: an item and its seed, or None of an item that is done once for all seeds
+Name = tuple[Key, int | None]
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The content of a results file; refused where it is none."""
+    remedy = "Use another folder (--out), or move the file away"
+    try:
+        state = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise PullbackError(f"{path} cannot be read", str(error), remedy) from None
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
+        why = f'its "format" is not {FORMAT!r}'
+        raise PullbackError(f"{path} holds no results of an experiment", why, remedy)
+    try:
+        kinds = {"config": dict, "environments": list, "about": dict, "summary": dict}
+        if wrong := [k for k, kind in kinds.items() if not isinstance(state[k], kind)]:
+            raise TypeError(f"{', '.join(wrong)} malformed")
+        for run in state["runs"]:
+            _verify(run, len(state["environments"]))
+    except (KeyError, TypeError, ValueError) as error:
+        why = f"it is incomplete or was changed by hand ({error})"
+        raise PullbackError(f"{path} cannot be read", why, remedy) from None
+    return state
+
+
+class Store:
+    """Records by item and seed, for one configuration.
+
+    Args:
+        path: of the JSON file.
+        config: everything that records depend on.
+        about: what the experiment is, in words.
+        open_parts: mappings of the configuration whose entries may come and go, such as methods;
+            entries on both sides must agree.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        config: Mapping[str, Any],
+        about: Mapping[str, Any] | None = None,
+        open_parts: frozenset[str] = frozenset(),
+    ) -> None:
+        self.path, self.about = path, dict(about or {})
+        self.config = _settled(config)
+        self.environments: list[dict[str, Any]] = []
+        self.summary: dict[str, Any] = {}
+        self.open_parts = open_parts
+        self._runs: dict[Name, dict[str, Any]] = {}
+        self._lines: dict[Name, str] = {}
+        self._seen: object = None
+        self._merge()
+
+    def _merge(self) -> None:
+        """Take over what is on disk, another process's items included."""
+        if not self.path.exists() or self._stamp() == self._seen:
+            return
+        state = read(self.path)
+        old, whose = state["config"], state["about"].get("name")
+        if whose != self.about.get("name"):
+            raise PullbackError(
+                f"{self.path} holds results of another experiment",
+                f"they are of {whose!r}",
+                "Use another folder (--out), or move the file away",
+            )
+        if differ := changed(old, self.config, self.open_parts):
+            raise PullbackError(
+                f"{self.path} holds results of another configuration",
+                f"{', '.join(differ)} differ, so the runs cannot be compared",
+                "Use another folder (--out), or move the file away",
+            )
+        for part in self.open_parts & old.keys() & self.config.keys():
+            self.config[part] = {**old[part], **self.config[part]}
+        first = not self._runs
+        if first:
+            self.environments, self.summary = state["environments"], state["summary"]
+        places = [self._place(e) for e in state["environments"]]
+        for run in state["runs"]:
+            name = _name(run)
+            if name not in self._runs:
+                self._keep(name, {**run, "environment": places[run["environment"]]})
+        self._seen = self._stamp()
+
+    def _stamp(self) -> object:
+        at = self.path.stat()
+        return at.st_mtime_ns, at.st_size, at.st_ino
+
+    def _place(self, environment: dict[str, Any]) -> int:
+        if environment not in self.environments:
+            self.environments.append(environment)
+        return self.environments.index(environment)
+
+    def _keep(self, name: Name, run: dict[str, Any]) -> None:
+        self._runs[name] = run
+        self._lines[name] = json.dumps(run, ensure_ascii=False, allow_nan=False)
+
+    def __contains__(self, name: Name) -> bool:
+        return name in self._runs
+
+    def __len__(self) -> int:
+        return len(self._runs)
+
+    def took(self, name: Name) -> float | None:
+        """Seconds of an item, None where they are not known."""
+        return self._runs[name]["took"]
+
+    def record(self, name: Name) -> Record:
+        """What an item gave."""
+        run = self._runs[name]
+        return plain.join(run["record"], self._arrays(run["arrays"]) if "arrays" in run else {})
+
+    def _arrays(self, file: str) -> dict[str, np.ndarray]:
+        path = self._folder / Path(file).name
+        try:
+            with np.load(path, allow_pickle=False) as held:
+                return {k: held[k] for k in held.files}
+        except (OSError, ValueError, zipfile.BadZipFile) as error:
+            raise PullbackError(
+                f"{path} cannot be read", str(error), f"Restore it, or move {self.path} away"
+            ) from None
+
+    @property
+    def _folder(self) -> Path:
+        return self.path.with_suffix(".arrays")
+
+    def put(
+        self, name: Name, record: Mapping[str, Any], took: float, environment: dict[str, Any]
+    ) -> None:
+        """Keep an item, on disk as well: its arrays first, then the file that names them."""
+        content, arrays = plain.split(record)
+        key, seed = name
+        run: dict[str, Any] = {"key": list(key), "seed": seed, "took": round(took, 4)}
+        run["environment"] = self._place(environment)
+        if arrays:
+            run["arrays"] = f"{slug(name)}.npz"
+            # under names of its own: savez gives some names a meaning
+            files.write(self._folder / run["arrays"], lambda f: _savez(f, arrays))
+        self._keep(name, {**run, "record": content})
+        self.save()
+
+    def save(self) -> None:
+        """Write the file in one piece; one line per item."""
+        self._merge()
+        head = {
+            "format": FORMAT,
+            "about": self.about,
+            "config": self.config,
+            "environments": self.environments,
+            "summary": self.summary,
+        }
+        text = json.dumps(head, indent=1, ensure_ascii=False, allow_nan=False)[:-2]
+        lines = ",\n".join(f"  {line}" for line in self._lines.values())
+        files.write_text(self.path, f'{text},\n "runs": [\n{lines}\n ]\n}}\n')
+        self._seen = self._stamp()
+
+
+def _savez(file: Any, arrays: dict[str, np.ndarray]) -> None:
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as held:
+        for place, array in arrays.items():
+            with held.open(f"{place}.npy", "w", force_zip64=True) as entry:
+                np.lib.format.write_array(entry, np.asanyarray(array), allow_pickle=False)
+
+
+def slug(name: Name) -> str:
+    """A file name for an item, unique although words are simplified.
+
+    >>> slug((("tanh MLP", "K-FAC, undamped"), 3))
+    'tanh-mlp-k-fac-undamped-seed3-...'
+    """
+    key, seed = name
+    words = re.sub(r"[^a-z0-9]+", "-", " ".join(key).lower()).strip("-")[:60]
+    digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:6]
+    return f"{words}{'' if seed is None else f'-seed{seed}'}-{digest}"
+
+
+def _name(run: dict[str, Any]) -> Name:
+    seed = run["seed"]
+    return tuple(map(str, run["key"])), None if seed is None else int(seed)
+
+
+def _verify(run: dict[str, Any], environments: int) -> None:
+    """Refuse an item without name, record, time or environment."""
+    key, _ = _name(run)
+    sound = key and isinstance(run["record"], dict) and run["environment"] in range(environments)
+    if not sound or not isinstance(run["took"], (int, float, type(None))):
+        raise TypeError(f"the item {key} is malformed")
+
+
+def _settled(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration as it comes back from a file."""
+    content, arrays = plain.split(config)
+    if arrays:
+        raise PullbackError(
+            "The configuration cannot be saved",
+            f"{', '.join(arrays)} are arrays",
+            "Say how they are made instead",
+        )
+    return json.loads(json.dumps(content))
+
+
+def changed(old: dict[str, Any], new: dict[str, Any], open_parts: frozenset[str]) -> list[str]:
+    """What differs, by name."""
+    out = []
+    for part in sorted(old.keys() | new.keys()):
+        one, two = old.get(part), new.get(part)
+        if part in open_parts and isinstance(one, dict) and isinstance(two, dict):
+            out += sorted(f"{part} {k!r}" for k in one.keys() & two.keys() if one[k] != two[k])
+        elif one != two:
+            out.append(part)
+    return out

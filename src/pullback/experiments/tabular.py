@@ -1,0 +1,65 @@
+"""A table that a terminal, a web page and a file can all show."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.table import Table as RichTable
+from rich.text import Text
+
+#: what a table shows in one place
+Cell = str | int | float | None
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows under a heading; the first column names the row.
+
+    Attributes:
+        columns: their names.
+        rows: one cell for each column; numbers are written with three digits.
+        title: above it.
+        text: how many columns from the left hold words and are set flush left.
+    """
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+    title: str = ""
+    text: int = 1
+
+    def lines(self) -> list[list[str]]:
+        """The cells as they are shown.
+
+        >>> Table(["net", "loss"], [["a", 0.00012345], ["b", None]]).lines()
+        [['a', '0.000123'], ['b', '–']]
+        """
+        return [[shown(cell) for cell in row] for row in self.rows]
+
+    def rich(self) -> RichTable:
+        """For a terminal."""
+        # as texts, since brackets in a string would be markup
+        table = RichTable(title=Text(self.title) if self.title else None, title_justify="left")
+        for place, name in enumerate(self.columns):
+            words = place < self.text
+            table.add_column(Text(name), justify="left" if words else "right", no_wrap=place == 0)
+        for line in self.lines():
+            table.add_row(*(Text(cell) for cell in line))
+        return table
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain lists, to save."""
+        return {
+            "title": self.title,
+            "columns": list(self.columns),
+            "rows": self.lines(),
+            "text": self.text,
+        }
+
+
+def shown(cell: Cell) -> str:
+    """A cell in a few characters."""
+    if cell is None:
+        return "–"
+    return f"{cell:.3g}" if isinstance(cell, float) else str(cell)

@@ -1,0 +1,47 @@
+"""The folder of checkpoints of items that are under way, for one configuration."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from .._core.errors import PullbackError
+from . import files
+from .store import Store, changed
+
+_CONFIG = "configuration"
+
+
+@contextmanager
+def workshop(store: Store) -> Iterator[Path]:
+    """NAME.work beside NAME.json; refused where its checkpoints are of another configuration.
+
+    It goes once there are no checkpoints in it.
+    """
+    place = store.path.with_suffix(".work")
+    _check(place, store)
+    files.write_text(place / _CONFIG, json.dumps(store.config, ensure_ascii=False))
+    try:
+        yield place
+    finally:
+        if not any(p.is_dir() for p in place.iterdir()):
+            shutil.rmtree(place, ignore_errors=True)
+
+
+def _check(place: Path, store: Store) -> None:
+    if not any(p.is_dir() for p in place.glob("*")):
+        return
+    try:
+        old = json.loads((place / _CONFIG).read_text("utf-8"))
+        differ = changed(old, store.config, store.open_parts)
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        differ = [str(error)]
+    if differ:
+        raise PullbackError(
+            f"{place} holds checkpoints of another configuration",
+            f"{', '.join(differ)} differ",
+            "Move it away to start these items over",
+        )

@@ -1,0 +1,59 @@
+"""Checks, verdicts and tables."""
+
+import numpy as np
+import pytest
+
+from pullback import PullbackError
+from pullback.experiments import Check, Table, recorded, seed_range
+from pullback.experiments.check import concluded
+
+
+def test_a_check_says_when_it_differs_from_the_record() -> None:
+    assert "unlike" in str(Check("c", True, "n", recorded=False))
+    assert "unlike" not in str(Check("c", False, "n", recorded=False))
+
+
+@pytest.mark.parametrize(
+    ("held", "outcome"),
+    [
+        ((True, True), "reproduced"),
+        ((True, False), "differs"),
+        ((False, False), "not reproduced"),
+    ],
+)
+def test_verdicts(held: tuple[bool, ...], outcome: str) -> None:
+    checks = [Check(f"c{i}", h, "n") for i, h in enumerate(held)]
+    ours = Check("ours", False, "n", of_paper=False)
+    verdict = concluded([*checks, ours])
+    assert verdict is not None
+    assert verdict.outcome == outcome
+    assert "ours" not in verdict.why
+    assert concluded([ours]) is None
+
+
+def test_what_an_array_says_is_a_plain_boolean() -> None:
+    assert Check("c", np.float64(1) < 2, "n").holds is True  # pyright: ignore[reportArgumentType]
+
+
+def test_records_are_beside_the_claims() -> None:
+    checks = recorded([("a", True, "1"), ("b", False, "2")], [True, True], ours={1})
+    assert [c.agrees for c in checks] == [True, False]
+    assert [c.of_paper for c in checks] == [True, False]
+    with pytest.raises(ValueError, match="zip"):
+        recorded([("a", True, "1")], [True, True])
+
+
+def test_a_table_shows_brackets_as_they_are() -> None:
+    from rich.console import Console
+
+    console = Console(width=80)
+    with console.capture() as got:
+        console.print(Table(["a"], [["[bold]x[/bold]"], [None]], "T").rich())
+    assert "[bold]x[/bold]" in got.get()
+    assert "–" in got.get()
+
+
+@pytest.mark.parametrize("text", ["", "a", "1-2-3", "-1", "5-2", "²"])
+def test_bad_seeds_are_refused(text: str) -> None:
+    with pytest.raises(PullbackError, match="seeds"):
+        seed_range(text)

@@ -1,0 +1,413 @@
+"""Experiments run, resume, refuse and stop as promised."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+import pytest
+import torch
+
+from pullback import PullbackError
+from pullback.experiments import (
+    Context,
+    Item,
+    Paused,
+    experiment,
+    files,
+    progress,
+    registry,
+    runner,
+)
+from pullback.experiments.outcome import UNFINISHED
+from pullback.experiments.store import Store
+
+from .small import Small, quiet, said
+
+
+def state(out: Path, name: str = "small") -> dict:
+    return json.loads((out / f"{name}.json").read_text("utf-8"))
+
+
+def test_a_run_leaves_results_figures_and_a_verdict(tmp_path: Path) -> None:
+    console = quiet()
+    done = Small(drawn=True).run(out=tmp_path, console=console)
+    assert done.status == 0
+    assert (done.done, done.total, done.seeds) == (6, 6, (0, 1, 2))
+    assert done.verdict is not None
+    assert done.verdict.outcome == "reproduced"
+    names = {p.name for p in done.files}
+    assert names == {f"small{x}" for x in (".json", ".png", ".svg", "-again.png", "-again.svg")}
+    assert (tmp_path / "small.png").read_bytes()[:4] == b"\x89PNG"
+    assert b"<svg" in (tmp_path / "small.svg").read_bytes()
+    held = state(tmp_path)
+    assert {"torch", "commit", "threads"} <= set(held["environments"][0])
+    assert held["summary"]["complete"] == [0, 1, 2]
+    assert held["summary"]["seconds"] >= 0
+    assert all(run["took"] >= 0 for run in held["runs"])
+    assert "faster <i>indeed</i>" in said(console)
+    assert "Ends [of] runs" in said(console)
+
+
+def test_finished_items_are_not_done_again_and_more_seeds_are_added(tmp_path: Path) -> None:
+    first = Small()
+    first.run(seeds=[0, 1], out=tmp_path)
+    again = Small()
+    assert again.run(seeds=[1, 2], out=tmp_path).status == 0
+    assert again.made == [("lr 0.1", 2), ("lr 0.5", 2)]
+    held = state(tmp_path)
+    assert len(held["runs"]) == 6
+    assert held["summary"]["asked"] == [1, 2]
+
+
+def test_what_a_seed_gives_does_not_depend_on_the_order(tmp_path: Path) -> None:
+    Small().run(out=tmp_path / "a")
+    torch.manual_seed(99)
+    Small().run(seeds=[2], out=tmp_path / "b")
+    one = {(r["key"][0], r["seed"]): r["record"] for r in state(tmp_path / "a")["runs"]}
+    two = {(r["key"][0], r["seed"]): r["record"] for r in state(tmp_path / "b")["runs"]}
+    assert two == {k: v for k, v in one.items() if k[1] == 2}
+
+
+def test_items_leave_the_callers_random_numbers_and_threads_alone(tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    want = torch.rand(1)
+    torch.manual_seed(5)
+    threads = torch.get_num_threads()
+    Small().run(out=tmp_path)
+    assert torch.rand(1) == want
+    assert torch.get_num_threads() == threads
+
+
+def test_status_says_whether_checks_are_as_recorded(tmp_path: Path) -> None:
+    done = Small(bad=True).run(out=tmp_path)
+    assert done.status == 1
+    assert done.verdict is not None
+    assert done.verdict.outcome == "not reproduced"
+
+
+def test_another_configuration_is_refused_and_methods_may_come_and_go(tmp_path: Path) -> None:
+    Small().run(out=tmp_path)
+    with pytest.raises(PullbackError, match=r"another configuration: steps differ"):
+        Small(steps=9).run(out=tmp_path)
+    more = Small(rates=(0.1, 0.3, 0.5))
+    assert more.run(out=tmp_path).status == 0
+    assert {name for name, _ in more.made} == {"lr 0.3"}
+    fewer = Small(rates=(0.1, 0.3))
+    assert fewer.run(out=tmp_path).status == 0
+    assert not fewer.made
+    assert set(state(tmp_path)["config"]["methods"]) == {"lr 0.1", "lr 0.3", "lr 0.5"}
+
+
+def test_a_changed_method_is_refused(tmp_path: Path) -> None:
+    Store(tmp_path / "r.json", {"methods": {"a": 1}}, {}, frozenset({"methods"})).save()
+    with pytest.raises(PullbackError, match="methods 'a' differ"):
+        Store(tmp_path / "r.json", {"methods": {"a": 2}}, {}, frozenset({"methods"}))
+    with pytest.raises(PullbackError, match="methods differ"):
+        Store(tmp_path / "r.json", {"methods": {"a": 1, "b": 2}})
+
+
+def test_quick_is_kept_apart(tmp_path: Path) -> None:
+    done = Small().run(True, out=tmp_path)
+    assert done.seeds == (0,)
+    assert (tmp_path / "small-quick.json").exists()
+    assert not (tmp_path / "small.json").exists()
+
+
+def test_an_item_done_once_comes_first_and_is_seen_by_others(tmp_path: Path) -> None:
+    ours = Small(once=True)
+    assert ours.run(out=tmp_path).status == 0
+    assert ours.made[0] == ("reference", 0)
+    assert [name for name, _ in ours.made].count("reference") == 1
+    plain = Small()
+    plain.run(out=tmp_path / "b")
+    (one,) = [r for r in state(tmp_path)["runs"] if r["key"] == ["lr 0.1"] and r["seed"] == 1]
+    (two,) = [r for r in state(tmp_path / "b")["runs"] if r["key"] == ["lr 0.1"] and r["seed"] == 1]
+    assert one["record"]["loss"][0] == pytest.approx(9 * two["record"]["loss"][0])
+
+
+class Clock:
+    """Time that passes only where somebody says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def second(self, key: str, context: Context) -> None:
+        """An item that takes a second."""
+        self.now += 1
+
+    def parts(self, count: int) -> Callable[[str, Context], None]:
+        """An item of so many seconds that saves after each, and pauses where the time is over."""
+
+        def work(key: str, context: Context) -> None:
+            file = context.folder() / "part"
+            part = int(file.read_text()) if file.exists() else 0
+            while part < count:
+                self.now += 1
+                part += 1
+                file.write_text(str(part))
+                context.watch(part / count, f"part {part}")
+                if context.due and part < count:
+                    raise Paused
+
+        return work
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    found = Clock()
+    for module in (runner, experiment, progress):
+        monkeypatch.setattr(module, "time", found)
+    return found
+
+
+def test_the_time_may_run_out_between_items(tmp_path: Path, clock: Clock) -> None:
+    console = quiet()
+    done = Small(before=clock.second).run(out=tmp_path, console=console, seconds=3.5)
+    assert done.status == UNFINISHED
+    # the fourth would end after 4 s, and items are known to take one
+    assert done.done == 3
+    assert "Unfinished: 3 of 6 items, 1 of 3 seeds" in said(console)
+    assert state(tmp_path)["summary"]["items"] == [3, 6]
+    # the seed that is complete is judged
+    assert done.seeds == (0,)
+    assert len(done.checks) == 1
+    assert state(tmp_path)["summary"]["complete"] == [0]
+    rest = Small()
+    assert rest.run(out=tmp_path, seconds=60).status == 0
+    assert len(rest.made) == 3
+
+
+def test_every_slice_gets_on_even_if_it_is_short(tmp_path: Path, clock: Clock) -> None:
+    for done in range(1, 4):
+        assert Small(before=clock.second).run(out=tmp_path, seconds=0.1).done == done
+
+
+def test_an_item_with_checkpoints_goes_on_where_it_was(tmp_path: Path, clock: Clock) -> None:
+    class Long(Small):
+        def items(self, quick: bool) -> list[Item]:
+            return [replace(item, resumable=True) for item in super().items(quick)]
+
+    statuses = []
+    for _ in range(3):
+        ours = Long(before=clock.parts(4))
+        statuses.append(ours.run(seeds=[0], out=tmp_path, seconds=3).status)
+    # 3 of the first; its last and 2 of the second; its last 2
+    assert statuses == [UNFINISHED, UNFINISHED, 0]
+    assert [run["took"] for run in state(tmp_path)["runs"]] == [4, 4]
+    assert not (tmp_path / "small.work").exists()
+
+
+def test_checkpoints_of_another_configuration_are_refused(tmp_path: Path, clock: Clock) -> None:
+    ours = Small(rates=(0.1,), before=clock.parts(50))
+    assert ours.run(seeds=[0], out=tmp_path, seconds=5).status == UNFINISHED
+    (tmp_path / "small.json").unlink()
+    with pytest.raises(PullbackError, match=r"checkpoints of another configuration: steps differ"):
+        replace(ours, steps=9).run(seeds=[0], out=tmp_path)
+    (tmp_path / "small.work" / "configuration").write_text("{")
+    with pytest.raises(PullbackError, match=r"checkpoints of another configuration"):
+        ours.run(seeds=[0], out=tmp_path)
+
+
+def test_arrays_are_no_configuration(tmp_path: Path) -> None:
+    with pytest.raises(PullbackError, match="configuration cannot be saved: a are arrays"):
+        Store(tmp_path / "r.json", {"a": np.zeros(3)})
+    Store(tmp_path / "r.json", {"a": (1, np.float64(2)), "b": float("inf")}).save()
+    Store(tmp_path / "r.json", {"a": [1, 2.0], "b": float("inf")})
+
+
+def test_an_interruption_leaves_finished_items(tmp_path: Path) -> None:
+    def interrupted(key: str, context: Context) -> None:
+        if (key, context.seed) == ("lr 0.5", 1):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Small(before=interrupted).run(out=tmp_path)
+    assert len(state(tmp_path)["runs"]) == 3
+    rest = Small()
+    assert rest.run(out=tmp_path).status == 0
+    assert len(rest.made) == 3
+
+
+def test_a_killed_process_leaves_finished_items(tmp_path: Path) -> None:
+    """Without any chance to clean up."""
+    code = (
+        "import os, sys; from pathlib import Path; from tests.experiments.small import Small\n"
+        "def die(key, context):\n    if context.seed == 1: os._exit(9)\n"
+        "Small(before=die).run(out=Path(sys.argv[1]))"
+    )
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=root, check=False)
+    assert done.returncode == 9
+    rest = Small()
+    assert rest.run(out=tmp_path).status == 0
+    assert len(rest.made) == 4
+
+
+def test_a_full_disk_leaves_the_previous_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Small(drawn=True).run(seeds=[0], out=tmp_path)
+    before = {p: p.read_bytes() for p in tmp_path.iterdir() if p.is_file()}
+
+    def full(file: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(PullbackError, match=r"No space left on device.*--out"):
+            Small().run(seeds=[0, 1], out=tmp_path)
+    assert {p: p.read_bytes() for p in tmp_path.iterdir() if p.is_file()} == before
+    assert Small().run(seeds=[0, 1], out=tmp_path).status == 0
+
+
+def test_a_file_that_cannot_be_completed_is_not_there(tmp_path: Path) -> None:
+    def halfway(file: IO[bytes]) -> None:
+        file.write(b"x" * 100_000)
+        raise OSError(28, "No space left on device")
+
+    (tmp_path / "x").write_text("before")
+    with pytest.raises(PullbackError, match="could not be written: No space left"):
+        files.write(tmp_path / "x", halfway)
+    assert [p.read_text() for p in tmp_path.iterdir()] == ["before"]
+    with pytest.raises(PullbackError, match="could not be written"):
+        files.write(tmp_path / "x" / "y", halfway)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("", "cannot be read"),
+        ("{", "cannot be read"),
+        ("[1]", "holds no results"),
+        ('{"config": {}, "runs": []}', "holds no results"),
+        ('{"format": "pullback results 1", "runs": [{}]}', "changed by hand"),
+        ('{"format": "pullback results 1", "runs": 3}', "changed by hand"),
+        (
+            '{"format": "pullback results 1", "about": {}, "config": {}, "environments": [], '
+            '"summary": {}, "runs": [{"key": ["a"], "seed": 0, "took": 1, "environment": 0, '
+            '"record": {}}]}',
+            "malformed",
+        ),
+        (b"\xff\xfe\x00", "cannot be read"),
+    ],
+)
+def test_unreadable_and_foreign_files_are_refused(
+    content: str | bytes, words: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "small.json"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    before = path.read_bytes()
+    with pytest.raises(PullbackError, match=words):
+        Small().run(out=tmp_path)
+    assert path.read_bytes() == before
+
+
+def test_results_of_another_experiment_are_refused(tmp_path: Path) -> None:
+    Small().run(out=tmp_path)
+    (tmp_path / "small.json").rename(tmp_path / "other.json")
+    with pytest.raises(PullbackError, match="another experiment: they are of 'small'"):
+        Small(name="other").run(out=tmp_path)
+
+
+def test_lost_arrays_are_named(tmp_path: Path) -> None:
+    Small().run(out=tmp_path)
+    victim = next((tmp_path / "small.arrays").iterdir())
+    victim.write_bytes(b"nothing")
+    with pytest.raises(PullbackError, match=victim.name):
+        Small().run(out=tmp_path)
+
+
+def test_arrays_come_back_as_they_were(tmp_path: Path) -> None:
+    store = Store(tmp_path / "r.json", {})
+    record = {
+        "file": np.arange(6, dtype=np.float32).reshape(2, 3),  # a name that savez takes itself
+        "deep": [{"x": torch.eye(2)}, np.int64(3), float("nan"), float("-inf")],
+        "none": None,
+        "words": ("a", True),
+    }
+    store.put((("k", "é/.."), 1), record, 0.5, {"torch": "2"})
+    got = Store(tmp_path / "r.json", {}).record((("k", "é/.."), 1))
+    np.testing.assert_array_equal(got["file"], record["file"])
+    assert got["file"].dtype == np.float32
+    np.testing.assert_array_equal(got["deep"][0]["x"], np.eye(2))
+    assert got["deep"][1] == 3
+    assert np.isnan(got["deep"][2])
+    assert got["deep"][3] == -np.inf
+    assert got["words"] == ["a", True]
+    assert [p.parent for p in tmp_path.rglob("*.npz")] == [tmp_path / "r.arrays"]
+
+
+@pytest.mark.parametrize("record", [{"a": object()}, {1: 2}, {"a": {"float": 1}}, {"a": {1, 2}}])
+def test_records_that_no_file_can_hold_are_refused(record: dict, tmp_path: Path) -> None:
+    store = Store(tmp_path / "r.json", {})
+    with pytest.raises(PullbackError, match="cannot be saved"):
+        store.put((("k",), 1), record, 0.0, {})
+    assert not (tmp_path / "r.json").exists()
+
+
+def test_two_processes_may_share_a_folder(tmp_path: Path) -> None:
+    one, two = (Store(tmp_path / "r.json", {"a": 1}) for _ in range(2))
+    one.put((("k",), 0), {"x": 1}, 1.0, {"host": "one"})
+    two.put((("k",), 1), {"x": 2}, 1.0, {"host": "two"})
+    one.put((("k",), 2), {"x": 3}, 1.0, {"host": "one"})
+    held = json.loads((tmp_path / "r.json").read_text())
+    assert {r["seed"] for r in held["runs"]} == {0, 1, 2}
+    hosts = {r["seed"]: held["environments"][r["environment"]]["host"] for r in held["runs"]}
+    assert hosts == {0: "one", 1: "two", 2: "one"}
+
+
+def test_items_need_names_of_their_own(tmp_path: Path) -> None:
+    with pytest.raises(PullbackError, match="share a name"):
+        Small(rates=(0.1, 0.1)).run(out=tmp_path)
+
+
+def test_no_such_device_and_no_such_folder(tmp_path: Path) -> None:
+    with pytest.raises(PullbackError, match="--device cpu"):
+        Small().run(out=tmp_path, device="abacus")
+    if not torch.cuda.is_available():
+        with pytest.raises(PullbackError, match="'cuda' cannot be used"):
+            Small().run(out=tmp_path, device="cuda")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(PullbackError, match="--out"):
+        Small().run(out=tmp_path / "file")
+
+
+def test_the_registry_names_what_folders_hold() -> None:
+    for folder, names in registry.FOLDERS.items():
+        found = __import__(f"pullback.experiments.{folder}", fromlist=["x"]).EXPERIMENTS
+        assert tuple(e.name for e in found) == names
+        for one in found:
+            assert registry.find(one.name) is one
+            for quick in (True, False):
+                json.dumps(one.config(quick))
+                assert list(one.items(quick))
+
+
+def test_nearest_names_are_offered() -> None:
+    with pytest.raises(PullbackError, match=r"luk-grosse-2018 looks most like it"):
+        registry.find("luk-gros-2018")
+    with pytest.raises(PullbackError, match="nothing is called like it"):
+        registry.find("xyzzy!")
+
+
+def test_start_up_imports_no_experiment() -> None:
+    code = (
+        "import sys, pullback.experiments.cli as c; heavy = "
+        "[m for m in sys.modules if 'yin_2024' in m or 'kfac_invariance' in m or 'matplotlib' in m]"
+        "; print(heavy); sys.exit(bool(heavy))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_run_is_the_same_from_the_module(tmp_path: Path) -> None:
+    assert runner.run(Small(), out=tmp_path).status == 0

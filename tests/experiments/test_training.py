@@ -1,0 +1,171 @@
+"""The training loop: what it records, that it goes on to the same bits, that any optimizer fits."""
+
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import LBFGS, SGD, Adam, Optimizer
+
+from pullback import KFAC, NaturalGradient, PullbackError
+from pullback.experiments import Context, Paused, Results, data, schedules
+from pullback.experiments.evaluation import Seen, accuracy
+from pullback.experiments.store import Store
+from pullback.experiments.training import fit
+from pullback.likelihoods import Categorical
+from pullback.metrics import Fisher
+from pullback.solvers import Cholesky
+from pullback.steps import Constant
+
+DATA = data.generated(shape=(6,), classes=3, samples=60).to("cpu", torch.float64)
+
+
+def context(place: Path, **given: Any) -> Context:
+    done = Results(Store(place / "r.json", {}), [0], False)
+    return Context(3, torch.device("cpu"), False, place / "item", done, **given)
+
+
+def net(dropout: float = 0.0) -> nn.Module:
+    torch.manual_seed(1)
+    parts = [nn.Linear(6, 8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 3)]
+    return nn.Sequential(*parts).double()
+
+
+def natural(m: nn.Module) -> Optimizer:
+    return NaturalGradient(
+        m, metric=Fisher(Categorical()), solver=Cholesky(0.1), step=Constant(0.5)
+    )
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
+    "sgd": lambda m: SGD(m.parameters(), 0.1, momentum=0.9),
+    "adam": lambda m: Adam(m.parameters(), 0.03),
+    "lbfgs": lambda m: LBFGS(m.parameters(), 0.3, max_iter=2),
+    "kfac": lambda m: KFAC(
+        m, 0.1, likelihood=Categorical(), damping=0.1, statistics_every=2, invert_every=4
+    ),
+    "natural": natural,
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_learns_and_is_recorded(name: str, tmp_path: Path) -> None:
+    model = net()
+    batch = None if name == "lbfgs" else 20
+    watched: list[float] = []
+    here = context(tmp_path, watch=lambda share, words: watched.append(share))
+    epochs = 4 if name in ("kfac", "natural", "lbfgs") else 8
+    record = fit(
+        model, OPTIMIZERS[name](model), DATA, F.cross_entropy, here, epochs=epochs, batch=batch
+    )
+    assert {len(v) for v in record.values()} == {epochs + 1}
+    assert record["epoch"] == list(range(epochs + 1))
+    assert record["step"][-1] == epochs * (3 if batch else 1)
+    assert record["train loss"][-1] < 0.6 * record["train loss"][0]
+    assert record["test accuracy"][-1] > 0.8
+    assert record["seconds"] == sorted(record["seconds"])
+    assert watched[-1] == 1.0
+    with torch.no_grad():
+        assert record["test loss"][-1] == pytest.approx(
+            float(F.cross_entropy(model(DATA.test_x), DATA.test_y)), rel=1e-12
+        )
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam", "kfac"])
+def test_a_paused_run_goes_on_to_the_same_bits(name: str, tmp_path: Path) -> None:
+    def run(place: Path, deadline: float | None) -> tuple[dict, Tensor]:
+        torch.manual_seed(7)
+        model = net(dropout=0.3)
+        torch.manual_seed(7)
+        record = fit(
+            model, OPTIMIZERS[name](model), DATA, F.cross_entropy,
+            context(place, deadline=deadline), epochs=4, batch=20, schedule=schedules.cosine,
+        )  # fmt: skip
+        return record, torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    want, ends = run(tmp_path / "whole", None)
+    for _ in range(3):
+        with pytest.raises(Paused):
+            run(tmp_path / "slices", time.monotonic())
+    got, end = run(tmp_path / "slices", None)
+    assert torch.equal(end, ends)
+    for key in want.keys() - {"seconds"}:
+        assert got[key] == want[key], key
+
+
+def test_a_lost_run_ends(tmp_path: Path) -> None:
+    model = net()
+    record = fit(
+        model, SGD(model.parameters(), math.inf), DATA, F.cross_entropy, context(tmp_path), epochs=9
+    )
+    assert not math.isfinite(record["train loss"][-1])
+    assert record["epoch"][-1] < 9
+
+
+def test_augmentation_schedule_and_regression(tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    def augment(x: Tensor, generator: torch.Generator) -> Tensor:
+        seen.append(len(x))
+        return x + 0.01 * torch.randn(x.shape, generator=generator, dtype=x.dtype)
+
+    targets = data.DataSet(DATA.x, DATA.x[:, :3], DATA.test_x[:0], DATA.test_x[:0, :3])
+    model = net()
+    record = fit(
+        model, SGD(model.parameters(), 0.1), targets, F.mse_loss, context(tmp_path),
+        epochs=2, batch=25, schedule=schedules.linear, augment=augment,
+    )  # fmt: skip
+    assert seen == [25] * 4  # the incomplete batch is left out
+    assert record["lr"] == pytest.approx([0.1, 0.1 * 0.75, 0.1 * 0.25])
+    assert not any(k.startswith("test") or "accuracy" in k for k in record)
+
+
+def test_half_precision_is_only_on_the_way(tmp_path: Path) -> None:
+    model = net().float()
+    record = fit(
+        model, SGD(model.parameters(), 0.1), DATA.to("cpu", torch.float32), F.cross_entropy,
+        context(tmp_path), epochs=1, batch=20, half=torch.bfloat16,
+    )  # fmt: skip
+    assert math.isfinite(record["train loss"][-1])
+    assert next(model.parameters()).dtype == torch.float32
+
+
+def test_evaluation_is_a_mean_over_all_samples_and_keeps_the_mode() -> None:
+    model = net(dropout=0.5)
+    found = Seen(model, DATA, {"accuracy": accuracy}, most=7).now()
+    model.eval()
+    with torch.no_grad():
+        want = (model(DATA.test_x).argmax(1) == DATA.test_y).double().mean()
+    assert found["test accuracy"] == pytest.approx(float(want))
+    model.train()
+    Seen(model, DATA, {"accuracy": accuracy}, most=7).now()
+    assert model.training
+
+
+@pytest.mark.parametrize("given", [{"epochs": -1}, {"epochs": 1, "batch": 0}])
+def test_nothing_to_train_on_is_refused(given: dict[str, int], tmp_path: Path) -> None:
+    model = net()
+    with pytest.raises(PullbackError, match="nothing to train on"):
+        fit(
+            model, SGD(model.parameters(), 0.1), DATA, F.cross_entropy, context(tmp_path),
+            **given,  # pyright: ignore[reportArgumentType]
+        )  # fmt: skip
+
+
+def test_a_foreign_checkpoint_is_refused(tmp_path: Path) -> None:
+    here = context(tmp_path)
+    (here.folder() / "training.pt").write_bytes(b"junk")
+    model = net()
+    with pytest.raises(PullbackError, match="Delete it"):
+        fit(model, SGD(model.parameters(), 0.1), DATA, F.cross_entropy, here, epochs=1)
+
+
+def test_schedules() -> None:
+    assert schedules.falls([0.5, 0.75], 0.5)(0.8) == 0.25
+    assert schedules.warmed(schedules.constant, 0.5)(0.25) == 0.5
+    assert schedules.warmed(schedules.linear, 0.0)(0.0) == 1.0
