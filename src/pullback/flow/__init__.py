@@ -1,0 +1,19 @@
+"""Natural and Euclidean gradient flow of any map and metric."""
+
+from .events import BlowUp, Converged, Event, Separated, State
+from .integrate import METHODS, integrate
+from .supervised import Supervised
+from .trajectory import Trajectory
+
+__all__ = [
+    "integrate",
+    "Trajectory",
+    "Supervised",
+    # what may happen on the way
+    "Event",
+    "Separated",
+    "Converged",
+    "BlowUp",
+    "State",
+    "METHODS",
+]

@@ -1,0 +1,134 @@
+"""A likelihood on data as the loss of a flow, exact where its logits diverge."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._core.capture import Selector
+from .._core.errors import PullbackError
+from .._core.factor import Factor
+from ..grams import Part, assemble
+from ..likelihoods import Bernoulli, Categorical, Likelihood
+from ..maps import Call, Linearization, ModuleMap
+from ..metrics import Fisher, Metric
+from ..solvers import PseudoInverse, Solver
+from .field import ClosureField, Local
+from .scores import Score, bernoulli, categorical
+
+
+@dataclass(frozen=True)
+class Supervised:
+    """L = Σ −log p(y | model(x)), or its mean, with the Fisher metric of p.
+
+    For `Bernoulli` and `Categorical` the natural flow works in log domain and follows logits of any
+    size; a closure's gradient p − y rounds to zero from logits of about 37 on.
+
+    Args:
+        inputs: x, a tensor or a tuple of arguments.
+        targets: y, as the likelihood takes them.
+        likelihood: p.
+        reduction: "mean" or "sum", for loss and metric alike; the natural flow is the same.
+    """
+
+    inputs: Any
+    targets: Tensor
+    likelihood: Likelihood
+    reduction: str = "mean"
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """The model's arguments."""
+        return self.inputs if isinstance(self.inputs, tuple) else (self.inputs,)
+
+
+class SupervisedField(ClosureField):
+    """The flow of `Supervised`; by the closure of its loss where there is no closed form."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        data: Supervised,
+        kind: str,
+        *,
+        metric: Metric | None = None,
+        solver: Solver | None = None,
+        output: Selector = None,
+        memory: int = 2**30,
+        **options: Any,
+    ) -> None:
+        if not isinstance(data.likelihood, Likelihood) or data.reduction not in ("mean", "sum"):
+            raise PullbackError(
+                "The data has no usable likelihood",
+                f"got {data.likelihood!r} with reduction={data.reduction!r}",
+                'Pass one of pullback.likelihoods, and "mean" or "sum"',
+            )
+        self._data, self._output, self._memory = data, output, memory
+        self._plans: dict[Any, Any] = {}
+        chosen = Fisher(data.likelihood) if metric is None else metric
+        if kind == "natural":
+            options |= {"reduction": data.reduction, "solver": solver, "metric": chosen}
+            options |= {"output": output, "memory": memory}
+        super().__init__(model, self._total, kind, **options)
+        own = isinstance(chosen, Fisher) and type(chosen.likelihood) is type(data.likelihood)
+        plain = isinstance(solver, PseudoInverse)
+        self._solver = solver if kind == "natural" and own and plain else None
+
+    def _total(self) -> Tensor:
+        z = self._map().value(self.host.model(*self._data.arguments))
+        return self._reduced(z)
+
+    def _reduced(self, z: Tensor) -> Tensor:
+        data = self._data
+        y = data.targets
+        if not isinstance(data.likelihood, Categorical) and y.numel() == z.numel():
+            y = y.to(z).reshape(z.shape)
+        nll = data.likelihood.nll(z, y)
+        return nll.sum() if data.reduction == "sum" else nll.sum() / data.likelihood.samples(z)
+
+    def _map(self) -> ModuleMap:
+        call = Call.of(*self._data.arguments)
+        return ModuleMap(self.host.model, call, output=self._output, plans=self._plans)
+
+    def local(self, flat: Tensor) -> Local:
+        if self._solver is None:
+            return super().local(flat)
+        with self.host.at(flat):
+            linear = self._map().linearize(self.space.split(flat))
+            score = self._score(linear.value)
+            if score is None:
+                return super().local(flat)
+            loss = float(self._reduced(linear.value))
+            count = self._data.likelihood.samples(linear.value)
+            mean = 1 / count if self._data.reduction == "mean" else 1.0
+            with torch.no_grad():
+                gradient = mean * linear.vjp(score.slope)
+                return Local.checked(loss, gradient, -self._natural(linear, score))
+
+    def _score(self, z: Tensor) -> Score | None:
+        likelihood, y = self._data.likelihood, self._data.targets.to(z.device)
+        if isinstance(likelihood, Bernoulli):
+            return bernoulli(z, y)
+        if not isinstance(likelihood, Categorical) or z.ndim != 2:
+            return None
+        return None if bool((y == likelihood.ignore_index).any()) else categorical(z, y)
+
+    def _natural(self, linear: Linearization, score: Score) -> Tensor:
+        """(QᵀJ)⁺Qᵀv if its rows are independent, else (S̃ᵀJ)⁺r̃."""
+        v = score.basis_velocity
+        if bool(torch.isfinite(v).all()):
+            x, rank = self._solved(linear, score.basis, v)
+            if rank == v.numel():
+                return x
+        return self._solved(linear, score.pairs, score.white)[0]
+
+    def _solved(self, linear: Linearization, factor: Factor, r: Tensor) -> tuple[Tensor, int]:
+        assert self._solver is not None
+        part = Part(linear, factor)
+        gram = assemble([part], "auto", self._memory, self._solver.prefers)
+        state = self._solver.init(gram)
+        found = self._solver.solve(state, part.pull(r.flatten()), whitened=r.flatten())
+        return found.x, found.rank or 0

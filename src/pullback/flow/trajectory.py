@@ -1,0 +1,131 @@
+"""A solved flow: parameters, function values and loss at any time, and why it ended."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from .._core.capture import plain
+from .._core.errors import PullbackError
+from .field import Field
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """θ(t) from t[0] to t[-1].
+
+    Attributes:
+        t: the accepted times of the integrator, or the `at=` times that were reached.
+        points: θ at these times, flat, (len(t), p).
+        status: "finished", "event", "failed" or "budget".
+        reason: why it ended, as a sentence.
+        events: the times at which each named event happened.
+        evaluations: of the velocity.
+        steps: accepted by the integrator.
+    """
+
+    t: Tensor
+    points: Tensor
+    status: str
+    reason: str
+    events: Mapping[str, tuple[float, ...]]
+    evaluations: int
+    steps: int
+    _field: Field
+    _pieces: Sequence[Any]
+    _end: tuple[float, Tensor]
+
+    @property
+    def ok(self) -> bool:
+        """Whether it ran to the end of its time, or to an event that was asked for."""
+        return self.status in ("finished", "event")
+
+    @property
+    def end(self) -> float:
+        """The last time that was reached."""
+        return self._end[0]
+
+    def flat(self, t: float | Tensor | None = None) -> Tensor:
+        """θ(t), (p,) for one time and (k, p) for k; at the end by default."""
+        if t is None:
+            return self._end[1].clone()
+        times = torch.as_tensor(t, dtype=torch.float64)
+        if times.ndim:
+            return torch.stack([self.flat(float(x)) for x in times])
+        return self._one(float(times))
+
+    def _one(self, t: float) -> Tensor:
+        if t == self.end:
+            return self._end[1].clone()
+        hits = (self.t == t).nonzero()
+        if len(hits):
+            return self.points[int(hits[0])].clone()
+        first = float(self.t[0]) if len(self.t) else self.end
+        if not self._pieces:
+            raise PullbackError(
+                f"θ({t:.6g}) was not kept",
+                "with at= only those times are",
+                "Ask for one of trajectory.t, or integrate without at=",
+            )
+        if not first <= t <= self.end:
+            raise PullbackError(
+                f"t = {t:.6g} is outside the trajectory",
+                f"it covers {first:.6g} to {self.end:.6g}; it ended because {self.reason}",
+                "Ask within, or integrate further",
+            )
+        ends = [piece.t for piece in self._pieces]
+        piece = self._pieces[min(int(np.searchsorted(ends, t)), len(ends) - 1)]
+        return torch.from_numpy(np.array(piece(t))).to(self.points)
+
+    def parameters(self, t: float | None = None) -> Any:
+        """θ(t) by name (or in the form of start=); at the end by default."""
+        return self._field.like(self.flat(t))
+
+    def loss(self, t: float | Tensor | None = None) -> Tensor:
+        """L(θ(t)), one number per time."""
+        flat = self.flat(t)
+        losses = [self._field.loss(x) for x in flat.reshape(-1, flat.shape[-1])]
+        return flat.new_tensor(losses).reshape(flat.shape[:-1])
+
+    def values(self, t: float | Tensor | None = None, *inputs: Any) -> Tensor:
+        """The function values at θ(t): those of the loss, or the model's at other inputs."""
+        flat = self.flat(t)
+        if flat.ndim > 1:
+            return torch.stack([self._values(x, inputs) for x in flat])
+        return self._values(flat, inputs)
+
+    def _values(self, flat: Tensor, inputs: tuple[Any, ...]) -> Tensor:
+        if not inputs:
+            return self._field.values(flat)
+        model = getattr(getattr(self._field, "host", None), "model", None)
+        if model is None:
+            raise PullbackError(
+                "There is no model to evaluate", "the flow is of a function", "Call φ yourself"
+            )
+        with torch.no_grad():
+            return functional_call(model, self._field.space.split(flat), inputs)
+
+    def load_(self, model: nn.Module, t: float | None = None) -> None:
+        """Write θ(t) into a module's parameters; the end point by default."""
+        params = dict(plain(model).named_parameters())
+        with torch.no_grad():
+            for name, value in self._field.space.split(self.flat(t)).items():
+                if name not in params or params[name].shape != value.shape:
+                    raise PullbackError(
+                        f"The module has no parameter {name!r} of shape {tuple(value.shape)}",
+                        "it is not the one whose flow this is",
+                        "Pass the same model, or a copy of it",
+                    )
+                params[name].copy_(value)
+
+    def __repr__(self) -> str:
+        return (
+            f"Trajectory(t={float(self.t[0]) if len(self.t) else self.end:.6g} to {self.end:.6g}, "
+            f"{self.status}: {self.reason}, steps={self.steps}, evaluations={self.evaluations})"
+        )

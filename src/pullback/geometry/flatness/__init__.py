@@ -1,0 +1,5 @@
+"""How much room a minimum has, measured in function space."""
+
+from .flatness import Flatness, flatness
+
+__all__ = ["Flatness", "flatness"]

@@ -1,0 +1,416 @@
+"""Events with known times, reasons to stop, bad input, and a model that is left alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import log
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import pullback as pb
+from pullback import PullbackError, flow
+from pullback.likelihoods import Bernoulli, Categorical
+from pullback.metrics import Fisher
+
+DTYPE = torch.float64
+Y = torch.tensor([1.0, -1.0, 1.0], dtype=DTYPE)
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=DTYPE)
+
+
+def tensor(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=DTYPE)
+
+
+def problem() -> tuple[nn.Module, Tensor, Callable[[], Tensor]]:
+    torch.manual_seed(0)
+    model, x = nn.Linear(5, 1, bias=False).double(), draw(3, 5)
+    return model, x, lambda: F.softplus(-Y * model(x)[:, 0]).mean()
+
+
+def grows(z: Tensor) -> Tensor:
+    return -(z**3).sum() / 3
+
+
+def test_separation_and_convergence_at_their_exact_times() -> None:
+    model, x, closure = problem()
+    c = torch.log1p(torch.exp(Y * model(x)[:, 0].detach()))
+    events = [flow.Separated(Y), flow.Converged(loss=1e-2)]
+    found = flow.integrate(model, closure, Fisher(Bernoulli()), (0, 50), events=events)
+    assert found.status == "event"
+    assert "converged" in found.reason
+    assert abs(found.events["separated"][0] - (log(2) - float(c.min()))) < 1e-8
+    # the loss of a sample is −log(1 − e^(−t−c))
+    end = found.events["converged"][0]
+    assert end == found.end
+    assert abs(float(-torch.log1p(-torch.exp(-end - c)).mean()) / 1e-2 - 1) < 1e-7
+    assert abs(float(found.loss()) / 1e-2 - 1) < 1e-8
+    with pytest.raises(PullbackError, match="outside the trajectory"):
+        found.values(found.end + 1)
+
+
+def test_an_event_that_holds_at_the_start() -> None:
+    model, _, closure = problem()
+    found = flow.integrate(
+        model, closure, Fisher(Bernoulli()), (0, 5), events=[flow.Converged(loss=100.0)]
+    )
+    assert found.status == "event"
+    assert found.end == 0
+    assert found.steps == 0
+    assert found.t.tolist() == [0.0]
+
+
+def test_classes_are_separated_too() -> None:
+    torch.manual_seed(0)
+    model, x, y = nn.Linear(6, 3).double(), draw(4, 6), torch.tensor([0, 1, 2, 1])
+    found = flow.integrate(
+        model,
+        flow.Supervised(x, y, Categorical()),
+        t=(0, 30),
+        events=[flow.Separated(y, stop=True)],
+    )
+    assert found.status == "event"
+    z = found.values()
+    others = z.scatter(1, y[:, None], -torch.inf).amax(1)
+    assert abs(float((z.gather(1, y[:, None])[:, 0] - others).min())) < 1e-7
+
+
+def test_an_event_of_ones_own() -> None:
+    turn = flow.Event(lambda s: float(s.parameters[0]), "crossing", stop=False)
+
+    def height(z: Tensor) -> Tensor:
+        return z.sum()
+
+    found = flow.integrate(
+        lambda x: x, height, torch.eye(2, dtype=DTYPE), (0, 3), start=tensor(1, 2), events=[turn]
+    )
+    assert found.events == {"crossing": (0.0,)}  # positive from the start, then falling
+    up = flow.Event(lambda s: -float(s.parameters[0]), "fell", stop=False)
+    found = flow.integrate(lambda x: x, height, None, (0, 3), start=tensor(1, 2), events=[up])
+    assert abs(found.events["fell"][0] - 1) < 1e-9
+
+
+def test_blow_up_ends_with_a_reason() -> None:
+    """θ' = θ² from 1 is 1/(1 − t)."""
+    found = flow.integrate(
+        lambda x: x,
+        grows,
+        t=(0, 2),
+        start=tensor(1),
+        kind="euclidean",
+        max_evaluations=20_000,
+        rtol=1e-8,
+    )
+    assert found.status == "event"
+    assert "blow-up" in found.reason
+    assert abs(found.end - 1) < 1e-6
+    assert bool(torch.isfinite(found.points).all())
+    limited = flow.integrate(
+        lambda x: x,
+        grows,
+        t=(0, 2),
+        start=tensor(1),
+        kind="euclidean",
+        events=[flow.BlowUp(1e3)],
+    )
+    assert abs(limited.end - 0.999) < 1e-8
+
+
+@pytest.mark.parametrize("method", ["DOP853", "LSODA", "BDF"])
+def test_a_loss_that_ends_ends_the_flow(method: str) -> None:
+    """θ' = 1/√(1 − θ) reaches 1, beyond which the loss is NaN, at t = 2/3."""
+    found = flow.integrate(
+        lambda x: x,
+        lambda z: 2 * (1 - z).sqrt().sum(),
+        t=(0, 2),
+        start=tensor(0),
+        kind="euclidean",
+        method=method,
+        rtol=1e-6,
+        atol=1e-8,
+    )
+    assert found.status == "failed"
+    assert not found.ok
+    assert "not finite" in found.reason
+    assert 0.5 < found.end < 0.7
+    assert bool(torch.isfinite(found.points).all())
+    assert bool(torch.isfinite(found.flat(0.3)).all())
+
+
+def test_nan_at_the_start() -> None:
+    found = flow.integrate(
+        lambda x: x, lambda z: z.log().sum(), t=(0, 1), start=tensor(-1), kind="euclidean"
+    )
+    assert found.status == "failed"
+    assert "at the start" in found.reason
+    assert found.flat().tolist() == [-1.0]
+    model, x, _ = problem()
+    with pytest.raises(PullbackError, match="not finite"):
+        flow.integrate(model, lambda: (model(x) * torch.nan).sum(), t=(0, 1))
+
+
+def test_a_budget_and_a_stiff_problem() -> None:
+    scales = tensor(1, 1e6)
+
+    def loss(z: Tensor) -> Tensor:
+        return 0.5 * (scales * (z - 1) ** 2).sum()
+
+    def run(method: str) -> flow.Trajectory:
+        return flow.integrate(
+            lambda x: x,
+            loss,
+            t=(0, 5),
+            start=tensor(0, 0),
+            kind="euclidean",
+            method=method,
+            rtol=1e-6,
+            atol=1e-8,
+            max_evaluations=1500,
+        )
+
+    explicit, implicit = run("DOP853"), run("LSODA")
+    assert explicit.status == "budget"
+    assert "evaluations" in explicit.reason
+    assert explicit.evaluations < 1600
+    assert implicit.status == "finished"
+    assert abs(float(implicit.flat()[0]) - (1 - float(torch.exp(tensor(-5))))) < 1e-4
+
+
+def test_the_natural_flow_through_a_loss_of_rank_ends_finite() -> None:
+    """φ = θ³ from 1 towards z = −1: the Gram vanishes on the way, at θ = 0."""
+    found = flow.integrate(
+        lambda x: x**3,
+        lambda z: 0.5 * ((z + 1) ** 2).sum(),
+        t=(0, 5),
+        start=tensor(1),
+        max_evaluations=400,
+    )
+    assert bool(torch.isfinite(found.points).all())
+    assert found.status in ("failed", "budget", "finished")
+    assert found.reason
+
+
+def test_a_closure_whose_gradient_rounds_to_zero_stops_and_says_so() -> None:
+    model, x, _ = problem()
+    closure = lambda: F.binary_cross_entropy_with_logits(model(x)[:, 0], (1 + Y) / 2)  # noqa: E731
+    s0 = Y * tensor(5, 18, 22)
+    with torch.no_grad():
+        model.weight.copy_((torch.linalg.pinv(x) @ s0)[None])  # pyright: ignore
+    found = flow.integrate(model, closure, Fisher(Bernoulli()), (0, 60))
+    assert found.status == "failed"
+    assert "Supervised" in found.reason
+    assert 10 < found.end < 17
+    c = torch.log1p(torch.exp(Y * s0))
+    for t in (5.0, 10.0):  # at 32 three digits are left of p − y
+        truth = Y * (t + c + torch.log(-torch.expm1(-(t + c))))
+        assert float((found.values(t)[:, 0] - truth).abs().max()) < 1e-8
+
+
+def test_the_model_is_left_alone() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1)).double()
+    model.eval()
+    x = draw(3, 5)
+    frozen = model[0].bias
+    frozen.requires_grad_(False)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    before = {n: v.clone() for n, v in model.state_dict().items()}
+    random = torch.get_rng_state()
+
+    def closure() -> Tensor:
+        loss = F.softplus(-Y * model(x)[:, 0]).mean()
+        loss.backward()
+        return loss
+
+    found = flow.integrate(model, closure, Fisher(Bernoulli()), (0, 1))
+    found.values(0.5)
+    found.loss(0.5)
+    assert all(torch.equal(v, before[n]) for n, v in model.state_dict().items())
+    assert all(bool((p.grad == 1).all()) for p in model.parameters() if p.grad is not None)
+    assert torch.equal(random, torch.get_rng_state())
+    values = found.values()
+    found.load_(model)
+    assert float((model(x) - values).abs().max()) < 1e-14
+    assert torch.equal(model[0].bias, before["0.bias"])
+    assert "0.bias" not in found.parameters()
+    found.load_(model, 0.0)
+    assert all(torch.equal(v, before[n]) for n, v in model.state_dict().items())
+    with pytest.raises(PullbackError, match="no parameter"):
+        found.load_(nn.Linear(2, 2))
+
+
+def test_a_failing_closure_leaves_the_model_alone_too() -> None:
+    model, x, _ = problem()
+    before = model.weight.detach().clone()  # pyright: ignore
+    calls = []
+
+    def closure() -> Tensor:
+        calls.append(1)
+        if len(calls) > 20:
+            raise KeyError("user code")
+        return F.softplus(-Y * model(x)[:, 0]).mean()
+
+    with pytest.raises(KeyError):
+        flow.integrate(model, closure, Fisher(Bernoulli()), (0, 1))
+    assert torch.equal(model.weight, before)  # pyright: ignore
+
+
+def test_kept_times() -> None:
+    model, _, closure = problem()
+    dense = flow.integrate(model, closure, Fisher(Bernoulli()), (0, 2.5))
+    kept = flow.integrate(model, closure, Fisher(Bernoulli()), (0, 2.5), at=[0.0, 0.5, 2.0])
+    assert kept.t.tolist() == [0.0, 0.5, 2.0]
+    assert kept.points.shape == (3, 5)
+    assert torch.equal(kept.points, dense.flat(kept.t))
+    assert dense.values(kept.t).shape == (3, 3, 1)
+    assert dense.loss(kept.t).shape == (3,)
+    assert kept.end == 2.5
+    assert torch.equal(kept.flat(), dense.flat())
+    with pytest.raises(PullbackError, match="not kept"):
+        kept.flat(1.0)
+    early = flow.integrate(
+        model,
+        closure,
+        Fisher(Bernoulli()),
+        (0, 30),
+        at=[0.0, 1.0, 29.0],
+        events=[flow.Converged(loss=0.05)],
+    )
+    assert early.t.tolist() == [0.0, 1.0]
+    assert "finished" in repr(dense)
+
+
+def float_model() -> nn.Module:
+    return nn.Linear(5, 1)
+
+
+def run(**changes: object) -> object:
+    model, _, closure = problem()
+    arguments = {
+        "model": model,
+        "closure_or_objective": closure,
+        "metric": Fisher(Bernoulli()),
+        "t": (0, 1),
+        **changes,
+    }
+    return flow.integrate(**arguments)  # pyright: ignore
+
+
+BAD: dict[str, tuple[dict[str, object], str]] = {
+    "float32": ({"model": float_model()}, "float64"),
+    "float32 start": ({"model": lambda x: x, "start": torch.ones(2), "metric": None}, "float64"),
+    "kind": ({"kind": "riemannian"}, "kind"),
+    "method": ({"method": "Euler"}, "method"),
+    "euclidean with a metric": ({"kind": "euclidean"}, "no metric"),
+    "euclidean with a solver": (
+        {"kind": "euclidean", "metric": None, "solver": pb.solvers.Cholesky()},
+        "no metric",
+    ),
+    "backwards": ({"t": (1, 0)}, "time span"),
+    "endless": ({"t": (0, float("inf"))}, "time span"),
+    "no span": ({"t": 3}, "time span"),
+    "times outside": ({"at": [0.5, 2.0]}, "at="),
+    "times out of order": ({"at": [0.5, 0.2]}, "at="),
+    "no times": ({"at": []}, "at="),
+    "tolerance": ({"rtol": 0.0}, "tolerances"),
+    "budget": ({"max_evaluations": 0}, "tolerances"),
+    "no event": ({"events": [3]}, "event"),
+    "no loss": ({"closure_or_objective": 3}, "no loss"),
+    "start of a module": ({"start": tensor(1)}, "start"),
+    "function without start": ({"model": lambda x: x}, "start"),
+    "empty start": ({"model": lambda x: x, "start": tensor()}, "start"),
+    "metric of another size": (
+        {
+            "model": lambda x: x,
+            "start": tensor(1, 2),
+            "closure_or_objective": lambda z: z.sum(),
+            "metric": torch.eye(3, dtype=DTYPE),
+        },
+        "fit",
+    ),
+    "indefinite metric": (
+        {
+            "model": lambda x: x,
+            "start": tensor(1, 2),
+            "closure_or_objective": lambda z: z.sum(),
+            "metric": torch.diag(tensor(1, -1)),
+        },
+        "semidefinite",
+    ),
+    "no tensor": (
+        {"model": lambda x: 1.0, "start": tensor(1), "closure_or_objective": lambda z: z},
+        "point of Z",
+    ),
+    "closure without a loss": ({"closure_or_objective": lambda: None}, "return the loss"),
+    "a metric with residuals": (
+        {"closure_or_objective": lambda params: params["weight"]},
+        "metric",
+    ),
+    "two reductions": (
+        {
+            "closure_or_objective": flow.Supervised(draw(3, 5), (1 + Y) / 2, Bernoulli()),
+            "reduction": "sum",
+        },
+        "reductions",
+    ),
+    "signs as labels": (
+        {"closure_or_objective": flow.Supervised(draw(3, 5), Y, Bernoulli())},
+        "labels",
+    ),
+    "no likelihood": (
+        {"closure_or_objective": flow.Supervised(draw(3, 5), Y, "bernoulli")},  # pyright: ignore
+        "likelihood",
+    ),
+    "labels of another size": ({"events": [flow.Separated(tensor(1, 1))]}, "do not fit"),
+    "labels that are no signs": ({"events": [flow.Separated(tensor(0, 1, 1))]}, "signs"),
+    "an event that is NaN": ({"events": [flow.Event(lambda s: float("nan"))]}, "NaN"),
+}
+
+
+@pytest.mark.parametrize(("changes", "match"), BAD.values(), ids=BAD)
+def test_bad_input(changes: dict[str, object], match: str) -> None:
+    with pytest.raises(PullbackError, match=match):
+        run(**changes)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: flow.Converged(),
+        lambda: flow.Converged(gradient=0.0),
+        lambda: flow.BlowUp(0.0),
+        lambda: flow.Event(3),  # pyright: ignore
+    ],
+)
+def test_bad_events(make: Callable[[], object]) -> None:
+    with pytest.raises(PullbackError):
+        make()
+
+
+def test_a_stochastic_loss_is_refused() -> None:
+    model, x, _ = problem()
+    generator = torch.Generator().manual_seed(0)
+
+    def closure() -> Tensor:
+        noise = torch.rand(3, generator=generator, dtype=DTYPE)
+        return (noise * model(x)[:, 0] ** 2).sum()
+
+    with pytest.raises(PullbackError, match="stochastic"):
+        flow.integrate(model, closure, t=(0, 1))
+
+
+def test_dropout_is_one_fixed_mask() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.5), nn.Linear(8, 1)).double()
+    x = draw(3, 5)
+    closure = lambda: F.softplus(-Y * model(x)[:, 0]).mean()  # noqa: E731
+    found = flow.integrate(model, closure, kind="euclidean", t=(0, 1))
+    assert found.ok
+    assert float(found.loss(1.0)) < float(found.loss(0.0))

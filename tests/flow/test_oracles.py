@@ -1,0 +1,282 @@
+"""Flows with known solutions: logistic margins, least squares, softmax, diverging logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import pullback as pb
+from pullback import flow
+from pullback.likelihoods import Bernoulli, Categorical, Gaussian
+from pullback.metrics import Euclidean, Fisher
+
+DTYPE = torch.float64
+Y = torch.tensor([1.0, -1.0, 1.0, 1.0, -1.0], dtype=DTYPE)
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=DTYPE)
+
+
+def margins(s0: Tensor, y: Tensor, t: float) -> Tensor:
+    """s(t) = y log(e^(t + c) − 1), c = log(1 + e^(y s₀)), where e^(t + c) may overflow."""
+    c = torch.log1p(torch.exp(y * s0))
+    return y * (t + c + torch.log(-torch.expm1(-(t + c))))
+
+
+def linear(features: int = 8) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Linear(features, 1, bias=False).double()
+
+
+def net(features: int = 8) -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(features, 10), nn.Tanh(), nn.Linear(10, 1)).double()
+
+
+def logistic(model: nn.Module, x: Tensor, y: Tensor, reduction: str) -> Callable[[], Tensor]:
+    def closure() -> Tensor:
+        losses = F.softplus(-y * model(x)[:, 0])
+        return losses.mean() if reduction == "mean" else losses.sum()
+
+    return closure
+
+
+@pytest.mark.parametrize("make", [linear, net])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_logistic_margins(make: Callable[[], nn.Module], reduction: str) -> None:
+    model, x = make(), draw(5, 8)
+    s0 = model(x)[:, 0].detach()
+    found = flow.integrate(
+        model, logistic(model, x, Y, reduction), Fisher(Bernoulli()), (0, 3), reduction=reduction
+    )
+    assert found.status == "finished"
+    for t in (0.0, 0.3, 1.7, 3.0):
+        assert float((found.values(t)[:, 0] - margins(s0, Y, t)).abs().max()) < 1e-8
+        truth = F.softplus(-Y * margins(s0, Y, t))
+        truth = truth.mean() if reduction == "mean" else truth.sum()
+        assert abs(float(found.loss(t) - truth)) < 1e-8
+
+
+def test_a_summed_loss_with_a_mean_metric_is_n_times_faster() -> None:
+    model, x = linear(), draw(5, 8)
+    s0 = model(x)[:, 0].detach()
+    found = flow.integrate(model, logistic(model, x, Y, "sum"), Fisher(Bernoulli()), (0, 1))
+    for t in (0.2, 1.0):
+        assert float((found.values(t)[:, 0] - margins(s0, Y, 5 * t)).abs().max()) < 1e-8
+
+
+@pytest.mark.parametrize(
+    ("s0", "y", "t", "truth"), [(0.0, 1.0, 1.0, 1.4898801256), (-1.0, -1.0, 2.0, -3.2761855192)]
+)
+def test_known_margins(s0: float, y: float, t: float, truth: float) -> None:
+    found = flow.integrate(
+        lambda s: s,
+        lambda z: F.softplus(-y * z).sum(),
+        Fisher(Bernoulli()),
+        (0, t),
+        start=torch.tensor([s0], dtype=DTYPE),
+    )
+    assert abs(float(found.values()) - truth) < 1e-9
+    assert abs(float(found.parameters()) - truth) < 1e-9
+
+
+def test_discrete_steps_of_a_linear_model() -> None:
+    """s ← s + η y (1 + e^(−ys)); from 0 with η = ½: 1, 1.6839397206."""
+    model, x = linear(), draw(5, 8)
+    nn.init.zeros_(model.weight)  # pyright: ignore
+    opt = pb.NaturalGradient(
+        model, Fisher(Bernoulli()), pb.solvers.PseudoInverse(), pb.steps.Constant(0.5)
+    )
+    inner = logistic(model, x, Y, "mean")
+
+    def closure() -> Tensor:
+        opt.zero_grad()
+        loss = inner()
+        loss.backward()
+        return loss
+
+    s = torch.zeros(5, dtype=DTYPE)
+    for expected in (1.0, 1.6839397206):
+        opt.step(closure)
+        s = s + 0.5 * Y * (1 + torch.exp(-Y * s))
+        assert float((model(x)[:, 0] - s).abs().max()) < 1e-10
+        assert abs(float(s[0]) - expected) < 1e-9
+
+
+@pytest.mark.parametrize(("make", "last"), [(linear, 800.0), (net, 100.0)])
+def test_logits_of_eight_hundred(make: Callable[[], nn.Module], last: float) -> None:
+    model, x = make(), draw(5, 8)
+    s0 = model(x)[:, 0].detach()
+    data = flow.Supervised(x, (1 + Y) / 2, Bernoulli())
+    found = flow.integrate(model, data, t=(0, last))
+    assert found.status == "finished"
+    for t in (1.0, 50.0, last):
+        assert float((found.values(t)[:, 0] - margins(s0, Y, t)).abs().max()) < 1e-8
+    assert float(found.loss()) < 1e-40
+
+
+def test_softmax_logits() -> None:
+    """z_y − z_k = d_k + u with e^u = (1 + C)e^t − C, C = Σ e^(−d_k): all classes recede alike."""
+    x, y = draw(5, 8), torch.tensor([0, 2, 1, 1, 0])
+    torch.manual_seed(0)
+    model = nn.Linear(8, 3).double()
+    z0 = model(x).detach()
+    data = flow.Supervised(x, y, Categorical())
+    found = flow.integrate(model, data, t=(0, 60), at=[0.5, 2.0, 60.0])
+    closure = flow.integrate(
+        model, lambda: F.cross_entropy(model(x), y), Fisher(Categorical()), (0, 2), at=[0.5, 2.0]
+    )
+    gap = z0.gather(1, y[:, None]) - z0
+    c = torch.exp(-gap).sum(1, keepdim=True) - 1
+    for t in (0.5, 2.0, 60.0):
+        u = t + torch.log(1 + c - c * torch.exp(torch.tensor(-t, dtype=DTYPE)))
+        truth = torch.where(gap == 0, 0.0, gap + u)
+        for one in (found, closure) if t <= 2 else (found,):
+            z = one.values(t)
+            assert float((z.gather(1, y[:, None]) - z - truth).abs().max()) < 1e-8
+
+
+@pytest.mark.parametrize("classes", [2, 3])
+def test_more_samples_than_parameters(classes: int) -> None:
+    """No margins of their own: the log-domain velocity is the dense weighted one."""
+    torch.manual_seed(0)
+    x, y = draw(30, 3), torch.randint(0, classes, (30,))
+    model = nn.Linear(3, 1 if classes == 2 else 3).double()
+    metric: pb.metrics.Metric
+    if classes == 2:
+        data = flow.Supervised(x, y, Bernoulli())
+        metric, loss = Fisher(Bernoulli()), F.binary_cross_entropy_with_logits
+        closure = lambda: loss(model(x)[:, 0], y.to(DTYPE))  # noqa: E731
+    else:
+        data = flow.Supervised(x, y, Categorical())
+        metric = Fisher(Categorical())
+        closure = lambda: F.cross_entropy(model(x), y)  # noqa: E731
+    one = flow.integrate(model, data, t=(0, 2))
+    two = flow.integrate(model, closure, metric, (0, 2))
+    assert one.ok
+    assert two.ok
+    for t in (0.5, 2.0):
+        assert float((one.values(t) - two.values(t)).abs().max()) < 1e-7
+        assert abs(float(one.loss(t) - two.loss(t))) < 1e-8
+
+
+@pytest.mark.parametrize("shift", [0.0, 800.0, -300.0])
+def test_the_velocity_far_out_is_the_weighted_least_squares_solution(shift: float) -> None:
+    """N > D with margins around `shift`: min Σ φ(u)φ(−u)(x̃ᵀΔ − 1/φ(u))², weights in log domain."""
+    from pullback.flow.supervised import SupervisedField
+
+    x = torch.cat([torch.ones(12, 1, dtype=DTYPE), 0.3 * draw(12, 2)], 1)
+    beta = torch.tensor([shift, 1.0, -2.0], dtype=DTYPE)
+    y = torch.ones(12, dtype=DTYPE)
+    model = nn.Linear(3, 1, bias=False).double()
+    data = flow.Supervised(x, (1 + y) / 2, Bernoulli())
+    field = SupervisedField(model, data, "natural", solver=pb.solvers.PseudoInverse())
+    local = field.local(beta)
+    assert not local.reason
+    u = x @ beta
+    ld = F.logsigmoid(u) + F.logsigmoid(-u)
+    c = ld.max()
+    rows = torch.exp((ld - c) / 2)[:, None] * x
+    targets = torch.exp(F.logsigmoid(-u) - (ld + c) / 2)
+    truth = torch.linalg.lstsq(rows, targets[:, None], driver="gelsd").solution[:, 0]
+    assert float((local.velocity - truth).norm()) < 1e-9 * float(truth.norm())
+
+
+def test_least_squares_decays_at_one_rate_naturally_and_by_the_kernel_euclideanly() -> None:
+    model, x, y = linear(), draw(5, 8), draw(5, 1, seed=3)
+    r0 = (model(x) - y).detach()
+
+    def residuals(params: dict[str, Tensor]) -> Tensor:
+        return x @ params["weight"].T - y
+
+    natural = flow.integrate(model, residuals, t=(0, 3))
+    kernel = x @ x.T / 5
+    euclidean = flow.integrate(model, residuals, t=(0, 3), kind="euclidean")
+    data = flow.Supervised(x, y, Gaussian())
+    supervised = flow.integrate(model, data, t=(0, 3))
+    for t in (0.7, 3.0):
+        shrunk = torch.exp(torch.tensor(-t, dtype=DTYPE)) * r0
+        assert float((natural.values(t, x) - y - shrunk).abs().max()) < 1e-8
+        assert float((supervised.values(t) - y - shrunk).abs().max()) < 1e-8
+        assert abs(float(natural.loss(t) - 0.5 * shrunk.square().mean())) < 1e-9
+        turned = torch.linalg.matrix_exp(-t * kernel) @ r0
+        assert float((euclidean.values(t, x) - y - turned).abs().max()) < 1e-8
+        assert float((euclidean.values(t) * 5**0.5 - turned[:, 0]).abs().max()) < 1e-8
+
+
+def test_natural_flow_is_invariant_under_reparametrization_and_euclidean_is_not() -> None:
+    b, c = draw(3, 6, seed=1), draw(4, 3, seed=2)
+    g = torch.diag(torch.tensor([1.0, 2.0, 0.5, 3.0], dtype=DTYPE))
+
+    def phi(w: Tensor) -> Tensor:
+        return torch.tanh(c @ (b @ w)) + c @ (b @ w)
+
+    def psi(v: Tensor) -> Tensor:
+        return phi(torch.sinh(v) + v.flip(0) ** 3)
+
+    def loss(z: Tensor) -> Tensor:
+        return 0.5 * ((z - 1) ** 2).sum()
+
+    v0 = 0.3 * draw(6, seed=5)
+    w0 = torch.sinh(v0) + v0.flip(0) ** 3
+    ends = {}
+    for kind, metric, last in (("natural", g, 1.0), ("euclidean", None, 0.03)):
+        one = flow.integrate(phi, loss, metric, (0, last), start=w0, kind=kind)
+        two = flow.integrate(psi, loss, metric, (0, last), start=v0, kind=kind)
+        assert one.ok
+        assert two.ok
+        gaps = [(one.values(s * last) - two.values(s * last)).norm() for s in (0.0, 0.6, 1.0)]
+        ends[kind] = float(max(gaps))
+    assert ends["natural"] < 1e-7
+    assert ends["euclidean"] > 1e-2
+
+
+def test_a_metric_that_moves_and_a_dict_of_coordinates() -> None:
+    """θ' = −θ/M(θ) for φ = id: with M = θ it is θ' = −1."""
+    start = {"a": torch.tensor([2.0], dtype=DTYPE), "b": torch.tensor([3.0], dtype=DTYPE)}
+    found = flow.integrate(
+        lambda w: torch.cat([w["a"], w["b"]]),
+        lambda z: 0.5 * (z**2).sum(),
+        lambda z: torch.diag(z),
+        (0, 1),
+        start=start,
+    )
+    end = found.parameters()
+    assert abs(float(end["a"]) - 1) < 1e-9
+    assert abs(float(end["b"]) - 2) < 1e-9
+    assert float(start["a"]) == 2.0
+
+
+@pytest.mark.parametrize("method", flow.METHODS)
+def test_every_method(method: str) -> None:
+    model, x = linear(), draw(5, 8)
+    s0 = model(x)[:, 0].detach()
+    data = flow.Supervised(x, (1 + Y) / 2, Bernoulli())
+    found = flow.integrate(model, data, t=(0, 2), method=method, rtol=1e-6, atol=1e-8)
+    assert found.status == "finished"
+    for t in (0.7, 2.0):
+        assert float((found.values(t)[:, 0] - margins(s0, Y, t)).abs().max()) < 1e-3
+
+
+def test_damped_flow_and_the_euclidean_metric() -> None:
+    """With M = I and damping λ: s' = K(K + λ)⁻¹∂, K = JJᵀ."""
+    model, x, y = linear(), draw(5, 8), draw(5, 1, seed=3)
+    r0 = (model(x) - y).detach()
+    found = flow.integrate(
+        model,
+        lambda: 0.5 * (model(x) - y).square().sum(),
+        Euclidean(),
+        (0, 1),
+        solver=pb.solvers.Cholesky(damping=0.5),
+        reduction="sum",
+    )
+    k = x @ x.T
+    rate = k @ torch.linalg.inv(k + 0.5 * torch.eye(5).to(k))
+    truth = torch.linalg.matrix_exp(-rate) @ r0
+    assert float((found.values() - y - truth).abs().max()) < 1e-8

@@ -1,0 +1,330 @@
+"""The audit's numbers against runs by hand, its tables and figures, and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, Optimizer
+
+import pullback as pb
+from pullback import PullbackError
+from pullback.geometry.audit import audit
+from pullback.geometry.audit_optimizers import Contender
+from pullback.geometry.audit_table import Audit
+from pullback.geometry.audit_verdict import Measure, Seen, Verdict
+from pullback.geometry.diffeomorphism import Elementwise, sinh
+from pullback.geometry.mixing import Coupling, Mixing
+from pullback.geometry.transformations import Affine, NeuronPermutation, NeuronRescaling, Whitening
+
+Batch = tuple[Tensor, Tensor]
+
+
+def network(activation: type[nn.Module] = nn.ReLU) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(3, 5), activation(), nn.Linear(5, 4), activation(), nn.Linear(4, 2)
+    ).double()
+
+
+def data(count: int = 30, seed: int = 1) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    x, y = (torch.randn(count, n, generator=generator, dtype=torch.float64) for n in (3, 2))
+    return x, y
+
+
+def sgd(model: nn.Module) -> Optimizer:
+    return SGD(model.parameters(), lr=0.1)
+
+
+def by_hand(model: nn.Module, batch: Batch, lr: float, steps: int) -> Tensor:
+    """Plain gradient descent with autograd alone, and the outputs it ends with."""
+    model, (x, y) = copy.deepcopy(model), batch
+    for _ in range(steps):
+        loss = 0.5 * (model(x) - y).square().sum() / len(x)
+        params = list(model.parameters())
+        with torch.no_grad():
+            for p, g in zip(params, torch.autograd.grad(loss, params), strict=True):
+                p -= lr * g
+    return model(x).detach()
+
+
+def test_mismatches_are_those_of_runs_by_hand() -> None:
+    model, batch = network(), data()
+    found = audit(sgd, model, batch, [Affine(3)], steps=3, sizes=(1, 0.1)).rows[0]
+    twin = Affine(3).twin(model, batch[0]).model
+    start = model(batch[0]).detach()
+    for seen, size in zip(found.batch.steps, (1, 0.1), strict=True):
+        one, two = (by_hand(m, batch, 0.1 * size, 1) for m in (model, twin))
+        want = float((one - two).norm() / (one - start).norm())
+        assert seen.mismatch == pytest.approx(want, rel=1e-6)
+    for seen, steps in zip(found.batch.finite, (1, 2, 3), strict=True):
+        one, two = (by_hand(m, batch, 0.1, steps) for m in (model, twin))
+        want = float((one - two).norm() / (one - start).norm())
+        assert seen.mismatch == pytest.approx(want, rel=1e-6)
+
+
+def test_the_direction_is_that_of_definitions_5_and_6() -> None:
+    """SGD under w = Mθ: df·O(ψ) = MMᵀ∇ against ∇, and J of both, with a dense Jacobian."""
+    model, batch = network(nn.Tanh), data()
+    size = sum(p.numel() for p in model.parameters())
+    m = torch.eye(size, dtype=torch.float64) + 0.2 * torch.randn(size, size, dtype=torch.float64)
+    found = audit(sgd, model, batch, {"mixing": Mixing(m)}, steps=0).rows[0]
+    params = dict(model.named_parameters())
+
+    def outputs(p: dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(model, p, (batch[0],)).flatten()
+
+    j = torch.cat([r.flatten(1) for r in torch.func.jacrev(outputs)(params).values()], 1).detach()
+    g = j.T @ (outputs(params).detach() - batch[1].flatten()) / len(batch[0])
+    other = m @ m.T @ g
+    want = float((other - g).norm() / g.norm())
+    assert found.parameters.direction.mismatch == pytest.approx(want, rel=1e-8)
+    want = float((j @ (other - g)).norm() / (j @ g).norm())
+    assert found.batch.direction.mismatch == pytest.approx(want, rel=1e-8)
+
+
+def test_the_model_and_the_random_state_stay_as_they_were() -> None:
+    model, batch = network(), data()
+    model(batch[0]).sum().backward()
+    before = copy.deepcopy(model.state_dict())
+    grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    state = torch.get_rng_state()
+    one = audit(sgd, model, batch)
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(torch.equal(p, before[n]) for n, p in model.state_dict().items())
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), grads, strict=True))  # pyright: ignore[reportArgumentType]
+    assert not model._forward_hooks
+    assert one.records() == audit(sgd, model, batch).records()
+
+
+def test_orthogonal_mixing_is_exact_for_sgd_and_not_for_adam() -> None:
+    model, batch = network(nn.Tanh), data()
+    size = sum(p.numel() for p in model.parameters())
+    turn = Mixing(torch.linalg.qr(torch.randn(size, size, dtype=torch.float64))[0])
+    makes = {"sgd": sgd, "adam": lambda m: Adam(m.parameters(), lr=1e-2)}
+    found = audit(makes, model, batch, {"turn": turn}).verdicts()
+    assert found == {("sgd", "turn"): Verdict.EXACT, ("adam", "turn"): Verdict.NOT}
+
+
+@pytest.mark.parametrize("f", [sinh(), Coupling(2), Elementwise(torch.sinh)])
+def test_natural_gradients_are_first_order_under_nonlinear_maps(f: Any) -> None:
+    """m(η) ∝ η: Theorem 2, and that finite steps differ in any case."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2)).double()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(2)  # units that differ: J is of full column rank by far
+    for count in (6, 60):
+
+        def make(m: nn.Module) -> Optimizer:
+            return pb.NaturalGradient(m, solver=pb.solvers.PseudoInverse(), lr=1e-3)
+
+        row = audit(make, model, data(count), {"f": f}, steps=1).rows[0]
+        assert row.verdict is Verdict.FIRST_ORDER
+        assert row.batch.order == pytest.approx(1, abs=0.05)
+        full = count == 60
+        assert row.parameters.verdict is (Verdict.FIRST_ORDER if full else Verdict.NOT)
+
+
+def test_kfac_with_a_pseudo_inverse_of_few_samples_is_first_order_on_them_only() -> None:
+    def make(m: nn.Module) -> Optimizer:
+        return pb.KFAC(
+            m, 1e-2, fisher="exact", damping=0.0, momentum=0.0, statistics_every=1, invert_every=1
+        )
+
+    row = audit(make, network(nn.Tanh), data(3), [Affine()], probes=data(20, 5)[0], steps=1).rows[0]
+    assert row.probes is not None
+    assert row.probes.verdict is Verdict.NOT
+    assert row.batch.verdict is not Verdict.EXACT
+
+
+def test_state_closures_and_lists_of_optimizers() -> None:
+    model, batch = network(), data()
+    makes: dict[str, Callable[[nn.Module], Any]] = {
+        "momentum": lambda m: SGD(m.parameters(), lr=0.01, momentum=0.9, nesterov=True),
+        "groups": lambda m: SGD([{"params": [p], "lr": 0.01} for p in m.parameters()]),
+        "tensor lr": lambda m: Adam(m.parameters(), lr=torch.tensor(0.01)),
+        "wolfe": lambda m: torch.optim.LBFGS(m.parameters(), line_search_fn="strong_wolfe"),
+        "two": lambda m: [SGD(list(m.parameters())[:2], 0.01), SGD(list(m.parameters())[2:], 0.01)],
+        "mc": lambda m: pb.KFAC(m, 0.01, damping=pb.optim.kfac.Invariant(1e-2)),
+    }
+    found = audit(makes, model, batch, [NeuronPermutation()])
+    assert {o for o, _ in found.verdicts()} == set(makes)
+    assert found.verdicts().pop(("wolfe", "neuron permutation")) in Verdict
+    others = {o: v for (o, _), v in found.verdicts().items() if o != "wolfe"}
+    assert set(others.values()) == {Verdict.EXACT}, others
+
+
+def test_classes_and_a_loss_of_ones_own() -> None:
+    model, (x, _) = network(), data()
+    y = torch.randint(0, 2, (len(x),))
+
+    def make(m: nn.Module) -> Optimizer:
+        return pb.NaturalGradient(
+            m, pb.metrics.Fisher(pb.likelihoods.Categorical()), pb.solvers.PseudoInverse(), lr=0.01
+        )
+
+    one = audit(make, model, (x, y), [NeuronRescaling()]).rows[0]
+    assert one.verdict is Verdict.NOT  # logits: the Fisher metric is blind to a common shift
+    own = audit(sgd, model, (x, y), [NeuronPermutation()], loss_fn=nn.CrossEntropyLoss()).rows[0]
+    assert own.verdict is Verdict.EXACT
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_round_off_is_measured_in_any_precision(dtype: torch.dtype) -> None:
+    model, (x, y) = network().to(dtype), data()
+    batch = x.to(dtype), y.to(dtype)
+    found = audit(sgd, model, batch)
+    assert found.row("neuron permutation").verdict is Verdict.EXACT
+    assert found.row("entry permutation").verdict is Verdict.EXACT
+    assert found.row("per-layer affine").verdict is Verdict.NOT
+    assert found.row("elementwise").verdict is Verdict.NOT
+
+
+def test_lower_precision_needs_its_resolution() -> None:
+    """Muon rounds to bfloat16; other coordinates round elsewhere."""
+
+    class Rounded(SGD):
+        def step(self, closure: Any = None) -> Any:
+            loss = closure()
+            with torch.no_grad():
+                for p in (p for g in self.param_groups for p in g["params"]):
+                    noise = 1 + 1e-3 * torch.sin(1e5 * p.flatten()[:1])
+                    p -= self.param_groups[0]["lr"] * noise * p.grad
+            return loss
+
+    def make(m: nn.Module) -> Optimizer:
+        return Rounded(m.parameters(), lr=0.1)
+
+    model, batch, kinds = network(), data(), [NeuronPermutation()]
+    assert audit(make, model, batch, kinds).rows[0].verdict is Verdict.NOT
+    assert audit(make, model, batch, kinds, resolution=1e-4).rows[0].verdict is Verdict.EXACT
+    coarse = audit(Contender("coarse", make, resolution=0.1), model, batch, kinds)
+    assert coarse.rows[0].verdict is Verdict.UNDECIDED
+
+
+def test_standard_transformations_that_do_not_fit_are_named() -> None:
+    found = audit(sgd, network(nn.Tanh), data())
+    (left,) = found.skipped
+    assert left.transformation == "neuron rescaling"
+    assert "Tanh" in left.reason
+    assert "left out: neuron rescaling" in str(found)
+    with pytest.raises(PullbackError, match="Tanh"):
+        audit(sgd, network(nn.Tanh), data(), [NeuronRescaling()])
+    with pytest.raises(PullbackError, match="no row"):
+        found.row("nothing")
+
+
+def test_batch_norm_in_training_mode() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 2)).double()
+    found = audit(sgd, model, data())
+    assert found.row("entry permutation").verdict is Verdict.EXACT
+    assert found.row("elementwise").verdict is Verdict.NOT
+    assert int(model[1].num_batches_tracked) == 0  # pyright: ignore[reportArgumentType]
+
+
+def test_a_twin_that_diverges_is_not_invariant() -> None:
+    def make(m: nn.Module) -> Optimizer:
+        return SGD(m.parameters(), lr=0.3)
+
+    kind = {"stiff": Elementwise(lambda t: 1e4 * t, lambda w: w / 1e4)}
+    row = audit(make, network(nn.ReLU), data(), kind, steps=8).rows[0]
+    assert row.verdict is Verdict.NOT
+    assert row.batch.finite[-1].mismatch > 1e3
+
+
+def test_tables_records_and_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    makes = {"one": sgd, "two": lambda m: Adam(m.parameters())}
+    both = audit(makes, network(), data(), [Whitening(), NeuronPermutation(), torch.sinh])
+    assert both.optimizers == ("one", "two")
+    assert both.transformations == ("input whitening", "neuron permutation", "sinh")
+    for found in (both, Audit(both.rows[:3])):
+        text = str(found)
+        assert all(name in text for name in (*found.transformations, "exact", "not invariant"))
+        path = found.plot(tmp_path / f"{len(found.rows)}.png")
+        assert path.stat().st_size > 5000
+    records = both.records()
+    assert len(records) == 12
+    assert records[0]["verdict"] == "not invariant"
+    assert {"mismatch 1", "round-off 0.001", "direction", "order"} <= set(records[0])
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    assert both.frame() == records
+
+    class Pandas:
+        DataFrame = staticmethod(lambda rows: ("frame", len(rows)))
+
+    monkeypatch.setitem(sys.modules, "pandas", Pandas)  # pyright: ignore[reportArgumentType]
+    assert both.frame() == ("frame", 12)
+    assert str(Audit(())) != ""
+
+
+def test_verdicts() -> None:
+    def verdict(direction: float, steps: tuple[float, ...], off: float = 1e-14) -> Verdict:
+        seen = tuple(Seen(m, off) for m in steps)
+        return Measure((1.0, 0.1), seen, Seen(direction, off), seen).verdict
+
+    assert verdict(1e-13, (1e-13, 1e-13)) is Verdict.EXACT
+    assert verdict(1e-13, (0.3, 0.03)) is Verdict.FIRST_ORDER
+    assert verdict(0.2, (0.3, 0.2)) is Verdict.NOT
+    assert verdict(math.inf, (math.inf, math.inf)) is Verdict.NOT
+    assert verdict(0.2, (0.3, 0.2), off=0.1) is Verdict.UNDECIDED
+
+
+class Fails(SGD):
+    def step(self, closure: Any = None) -> Any:
+        raise ValueError("no such thing")
+
+
+class Random(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.randn_like(x)
+
+
+class Rateless(Optimizer):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+
+OTHER = nn.Linear(3, 2).double()
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "optimizer raises": ({"make_optimizer": lambda m: Fails(m.parameters())}, "no such thing"),
+    "factory raises": ({"make_optimizer": lambda m: 1 / 0}, "ZeroDivisionError"),
+    "no optimizer": ({"make_optimizer": lambda m: None}, "made no optimizer"),
+    "no function": ({"make_optimizer": 3}, "no optimizer to audit"),
+    "another model": ({"make_optimizer": lambda m: SGD(OTHER.parameters(), 0.1)}, "not move"),
+    "no lr": ({"make_optimizer": lambda m: Rateless(m.parameters())}, "no lr"),
+    "zero lr": ({"make_optimizer": lambda m: SGD(m.parameters(), 0.0)}, "not move"),
+    "diverges": ({"make_optimizer": lambda m: SGD(m.parameters(), 1e200)}, "smaller lr"),
+    "dropout": ({"model": nn.Sequential(network(), nn.Dropout(0.5))}, "not deterministic"),
+    "random": ({"model": nn.Sequential(network(), Random())}, "not deterministic"),
+    "no module": ({"model": lambda x: x}, "needs a module"),
+    "nothing to train": ({"model": network().requires_grad_(False)}, "nothing to optimize"),
+    "nan loss": ({"batch": (data()[0], data()[1] * torch.nan)}, "not finite"),
+    "nan inputs": ({"batch": (data()[0] * torch.nan, data()[1])}, "not finite"),
+    "no pair": ({"batch": data()[0]}, "no pair"),
+    "empty": ({"batch": (torch.zeros(0, 3).double(), torch.zeros(0, 2).double())}, "empty"),
+    "shapes": ({"batch": (data()[0], data()[1][:, :1])}, "do not fit"),
+    "vector loss": ({"loss_fn": lambda z, y: (z - y).square()}, "no scalar"),
+    "one size": ({"sizes": (1.0,)}, "two different"),
+    "sizes": ({"sizes": (1.0, -1.0)}, "not usable"),
+    "steps": ({"steps": -1}, "not usable"),
+    "not invertible": ({"transformations": [lambda t: t**2]}, "inverted"),
+    "no transformation": ({"transformations": [3]}, "no transformation"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_refused(name: str) -> None:
+    given, words = BAD[name]
+    arguments = {"make_optimizer": sgd, "model": network(), "batch": data(), **given}
+    with pytest.raises(PullbackError, match=words):
+        audit(**arguments)

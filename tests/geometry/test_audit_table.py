@@ -1,0 +1,78 @@
+"""The table of the documentation: what each optimizer is invariant to, and what not."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+from pullback.geometry.audit import audit
+from pullback.geometry.audit_optimizers import optimizers
+from pullback.geometry.audit_table import Audit
+
+E, F, N = "exact", "first order", "not invariant"
+NAMES = ("input whitening", "per-layer affine", "neuron rescaling", "neuron permutation",
+         "entry permutation", "elementwise")  # fmt: skip
+ORDERS = (N, N, N, E, E, N)  # orders of entries, and nothing else
+#: on a ReLU network, whose rescaling symmetry makes parameters superfluous
+RELU = {
+    "SGD": ORDERS,
+    "Adam": ORDERS,
+    "L-BFGS": ORDERS,
+    "Muon": (N, N, N, E, N, N),
+    "NGD, pseudo-inverse": (F, F, F, E, E, F),
+    "NGD, damped": ORDERS,
+    "K-FAC, undamped": (E, E, E, E, N, N),
+    "K-FAC, invariant": (E, E, E, E, N, N),
+    "K-FAC, Tikhonov": (N, N, N, E, N, N),
+}
+#: where a tanh network of full column rank says something else; it has no rescaling
+TANH = {**RELU, "NGD, pseudo-inverse": (E, E, None, E, E, F)}
+MAKES = {c.name: c for c in optimizers()}
+
+
+@functools.cache
+def found(name: str, kind: type[nn.Module]) -> Audit:
+    torch.manual_seed(5)
+    model, teacher = (
+        nn.Sequential(nn.Linear(4, 5), kind(), nn.Linear(5, 4), kind(), nn.Linear(4, 2)).double()
+        for _ in range(2)
+    )
+    x = torch.randn(40, 4).double() @ torch.randn(4, 4).double() + 0.5
+    with torch.no_grad():
+        y = teacher(x) + 0.1 * torch.randn(40, 2).double()
+    probes = torch.randn(9, 4).double()
+    return audit(MAKES[name], model, (x, y), steps=2, sizes=(1, 0.01), probes=probes)
+
+
+@pytest.mark.parametrize("kind", [nn.ReLU, nn.Tanh])
+@pytest.mark.parametrize("name", RELU)
+def test_verdicts(name: str, kind: type[nn.Module]) -> None:
+    expected = (RELU if kind is nn.ReLU else TANH)[name]
+    table = found(name, kind)
+    got = {t: str(v) for (_, t), v in table.verdicts().items()}
+    want = dict(zip(NAMES, expected, strict=True))
+    if kind is nn.Tanh:
+        want.pop("neuron rescaling")
+        assert [s.transformation for s in table.skipped] == ["neuron rescaling"]
+    assert got == want
+
+
+def test_every_optimizer_of_the_table_is_expected_and_explained() -> None:
+    assert set(MAKES) == set(RELU)
+    assert all(c.about for c in MAKES.values())
+
+
+@pytest.mark.parametrize("kind", [nn.ReLU, nn.Tanh])
+def test_definition_6_implies_definition_5_and_not_conversely(kind: type[nn.Module]) -> None:
+    for name in MAKES:
+        table = found(name, kind)
+        rank = {E: 2, F: 1, N: 0}
+        for place in ("batch", "probes"):
+            for key, verdict in table.verdicts(place).items():
+                assert rank[str(verdict)] >= rank[str(table.verdicts("parameters")[key])]
+    relu = found("NGD, pseudo-inverse", nn.ReLU)
+    assert str(relu.row("neuron rescaling").verdict) == F
+    assert str(relu.row("neuron rescaling").parameters.verdict) == N

@@ -1,0 +1,225 @@
+"""Twins of networks: one function, ordinary layers, weights that map back; what does not fit."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pullback import PullbackError
+from pullback.geometry.affine import Change, Coordinates, changed, drawn, layers, same, whitening
+from pullback.geometry.mixing import Coupling
+from pullback.geometry.neurons import Neurons, neuron_twin
+from pullback.geometry.reparametrize import Reparametrized
+from pullback.geometry.transformations import (
+    Affine,
+    NeuronPermutation,
+    NeuronRescaling,
+    Parameters,
+    Transformation,
+    Whitening,
+    as_transformation,
+    standard,
+)
+from pullback.geometry.twin import sigmoid_twin, tanh_twin, twin
+
+
+class Residual(nn.Module):
+    """Layers in a way of their own, and one used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.inner, self.leave = nn.Linear(4, 5), nn.Linear(5, 5), nn.Linear(5, 2)
+        self.norm = nn.LayerNorm(5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a = torch.tanh(self.enter(x))
+        a = self.norm(a + torch.relu(self.inner(a)))
+        return self.leave(a + torch.relu(self.inner(a)))
+
+
+def mlp(activation: type[nn.Module] = nn.ReLU, bias: bool = True) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(4, 6, bias=bias), activation(),
+        nn.Sequential(nn.Linear(6, 5, bias=bias), activation()), nn.Linear(5, 2, bias=bias),
+    )  # fmt: skip
+
+
+def convnet(padding: int = 1, mode: str = "zeros") -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=padding, padding_mode=mode), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(4, 3, 2, stride=1, bias=False), nn.LeakyReLU(), nn.Flatten(),
+        nn.Linear(3 * (1 + padding) ** 2, 2),
+    )  # fmt: skip
+
+
+def flat(count: int = 40) -> Tensor:
+    return torch.randn(count, 4) @ torch.randn(4, 4) + 1
+
+
+def images(count: int = 40) -> Tensor:
+    return torch.randn(count, 2, 6, 6) + 0.5
+
+
+def sequences(count: int = 40) -> Tensor:
+    return torch.randn(count, 3, 4)
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
+    "relu": (mlp, flat),
+    "tanh": (lambda: mlp(nn.Tanh), flat),
+    "no bias": (lambda: mlp(bias=False), flat),
+    "over sequences": (mlp, sequences),
+    "padded conv": (convnet, images),
+    "conv": (lambda: convnet(0), images),
+    "circular conv": (lambda: convnet(1, "circular"), images),
+    "residual": (Residual, flat),
+    "one layer": (lambda: nn.Linear(4, 2), flat),
+}
+NEURONS = ("neuron rescaling", "neuron permutation")
+REFUSED = {
+    *((m, n) for m in ("residual", "one layer") for n in NEURONS),
+    ("tanh", "neuron rescaling"),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("kind", standard(), ids=lambda t: t.name)
+@pytest.mark.parametrize("name", MODELS)
+def test_twins_are_one_function(name: str, kind: Transformation, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    build, draw = MODELS[name]
+    model, x = build().to(dtype), draw().to(dtype)
+    before = copy.deepcopy(model.state_dict())
+    if (name, kind.name) in REFUSED:
+        with pytest.raises(PullbackError):
+            kind.twin(model, x)
+        return
+    found = kind.twin(model, x)
+    limit = 1e-11 if dtype == torch.float64 else 1e-3
+    torch.testing.assert_close(found.model(x), model(x), rtol=limit, atol=limit)
+    assert all(torch.equal(p, before[n]) for n, p in model.state_dict().items())
+    back = found.weights(found.model)
+    assert set(back) == {n for n, _ in model.named_parameters()}
+    for n, p in model.named_parameters():
+        torch.testing.assert_close(back[n], p, rtol=limit, atol=limit)
+    pairs = zip(found.model.parameters(), model.parameters(), strict=True)
+    assert not all(torch.allclose(p, q) for p, q in pairs)
+    ordinary = not isinstance(found.model, Reparametrized)
+    assert ordinary == (kind.name in {"input whitening", "per-layer affine", *NEURONS})
+    if ordinary:
+        assert [type(m) for m in layers(found.model)] == [type(m) for m in layers(model)]
+
+
+def test_whitening_whitens_what_the_first_layer_sees() -> None:
+    torch.manual_seed(1)
+    for build, draw, centered in ((mlp, flat, True), (lambda: mlp(bias=False), flat, False)):
+        model, x = build().double(), draw().double()
+        found, seen = Whitening().twin(model, x).model, []
+        layers(found)[0].register_forward_pre_hook(lambda _, args, seen=seen: seen.append(args[0]))
+        found(x)
+        (a,) = seen
+        want = torch.eye(4, dtype=torch.float64)
+        torch.testing.assert_close(torch.cov(a.T) if centered else a.T @ a / len(a), want)
+
+
+def test_neurons_against_explicit_matrices() -> None:
+    """W† = M W and W†_next = W_next M⁻¹ for M = diag(s)P."""
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)).double()
+    order, scale = torch.tensor([2, 0, 3, 1]), torch.tensor([0.5, 2.0, 3.0, 1.0]).double()
+    found = neuron_twin(model, [Neurons(order, scale)])
+    m = torch.diag(scale) @ torch.eye(4, dtype=torch.float64)[order]
+    one, two = layers(model)
+    new, last = layers(found)
+    assert one.bias is not None
+    torch.testing.assert_close(new.weight, m @ one.weight)
+    torch.testing.assert_close(new.bias, m @ one.bias)
+    torch.testing.assert_close(last.weight, two.weight @ torch.linalg.inv(m))
+    torch.testing.assert_close(last.bias, two.bias)
+    x = torch.randn(5, 3).double()
+    torch.testing.assert_close(found(x), model(x))
+
+
+def test_sigmoid_and_tanh_are_each_other() -> None:
+    torch.manual_seed(3)
+    x = flat().double()
+    model = mlp(nn.Sigmoid).double()
+    other = tanh_twin(model, whitening(x))
+    torch.testing.assert_close(other(x), model(x))
+    assert not any(isinstance(m, nn.Sigmoid) for m in other.modules())
+    again = sigmoid_twin(tanh_twin(model))
+    assert not any(isinstance(m, nn.Tanh) for m in again.modules())
+    for p, q in zip(again.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(p, q)
+    torch.testing.assert_close(sigmoid_twin(mlp(nn.Tanh).double())(x).shape, model(x).shape)
+    with pytest.raises(PullbackError, match="no Sigmoid network"):
+        tanh_twin(mlp(nn.ReLU))
+    with pytest.raises(PullbackError, match="no layers"):
+        tanh_twin(nn.Sequential(nn.Sigmoid()))
+
+
+def test_a_layer_in_other_coordinates_against_explicit_matrices() -> None:
+    torch.manual_seed(4)
+    layer, generator = nn.Linear(3, 2).double(), torch.Generator().manual_seed(1)
+    one, two = drawn(3, generator), drawn(2, generator)
+    new = changed(layer, one, two)
+    back = torch.linalg.inv(two.matrix)
+    w = back @ layer.weight @ torch.linalg.inv(one.matrix)
+    torch.testing.assert_close(new.weight, w)
+    torch.testing.assert_close(new.bias, back @ (layer.bias - two.shift) - w @ one.shift)
+
+
+SINGULAR = Change(torch.ones(4, 4).double(), torch.zeros(4).double())
+BAD: dict[str, tuple[Callable[[], object], str]] = {
+    "singular": (lambda: changed(nn.Linear(4, 2), SINGULAR, same(2)), "not invertible"),
+    "size": (lambda: changed(nn.Linear(4, 2), same(3), same(2)), "4 inputs"),
+    "count": (lambda: twin(mlp(), Coordinates([same(4)], [same(6)])), "3 linear"),
+    "few samples": (lambda: Whitening().twin(mlp(), flat(3)), "cannot be whitened"),
+    "constant": (lambda: Whitening().twin(mlp(), torch.ones(9, 4)), "cannot be whitened"),
+    "nan inputs": (lambda: Whitening().twin(mlp(), flat() * torch.nan), "cannot be whitened"),
+    "no layers": (lambda: Affine().twin(nn.LayerNorm(4), flat()), "no layers"),
+    "grouped": (
+        lambda: Affine().twin(nn.Conv2d(2, 2, 1, groups=2), images()),
+        "no ungrouped convolution",
+    ),
+    "smooth": (lambda: NeuronRescaling().twin(mlp(nn.GELU), flat()), "GELU"),
+    "norm": (
+        lambda: NeuronPermutation().twin(
+            nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3), nn.Linear(3, 1)), flat()
+        ),
+        "LayerNorm",
+    ),
+    "order": (lambda: NeuronPermutation().twin(Residual(), flat()), "nn.Sequential"),
+    "scale": (
+        lambda: neuron_twin(mlp(), [Neurons(torch.arange(n), -torch.ones(n)) for n in (6, 5)]),
+        "positive",
+    ),
+    "no permutation": (
+        lambda: neuron_twin(mlp(), [Neurons(torch.zeros(n).long(), torch.ones(n)) for n in (6, 5)]),
+        "permutation",
+    ),
+    "changes": (lambda: neuron_twin(mlp(), []), "2 hidden"),
+    "no transformation": (lambda: as_transformation(3), "no transformation"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_does_not_fit_is_refused(name: str) -> None:
+    make, words = BAD[name]
+    with pytest.raises(PullbackError, match=words):
+        make()
+
+
+def test_shared_weights_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3))
+    model[2].weight = model[0].weight  # pyright: ignore[reportArgumentType]
+    for kind in (Affine(), NeuronRescaling(), NeuronPermutation()):
+        with pytest.raises(PullbackError, match="shared"):
+            kind.twin(model, torch.randn(9, 3))
+    found = Parameters(Coupling(), "flow").twin(model, torch.randn(9, 3)).model
+    x = torch.randn(5, 3)
+    torch.testing.assert_close(found(x), model(x), rtol=1e-4, atol=1e-5)

@@ -1,0 +1,212 @@
+"""ε-flatness: volumes with closed forms, invariance, and what is refused."""
+
+from __future__ import annotations
+
+from math import asinh, gamma, inf, pi, sqrt
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pullback import PullbackError, metrics
+from pullback.geometry.flatness import flatness
+
+
+def zeros(n: int) -> Tensor:
+    return torch.zeros(n, dtype=torch.float64)
+
+
+def paraboloid(w: Tensor) -> Tensor:
+    return torch.stack([w[0], w[1], w[0] * w[1]])
+
+
+def squared(z: Tensor) -> Tensor:
+    return z[0] ** 2 + z[1] ** 2
+
+
+def norm(z: Tensor) -> Tensor:
+    return z.square().sum()
+
+
+SADDLE = 2 * pi * (2 * sqrt(2) - 1) / 3  # ∫ over the unit disk of √(1 + |w|²)
+
+
+def chart(theta: Tensor) -> Tensor:
+    return paraboloid(torch.stack([torch.sinh(theta[0]), theta[1] + theta[1] ** 3]))
+
+
+@pytest.mark.parametrize("phi", [paraboloid, chart])
+def test_volume_of_a_surface_in_two_charts(phi):
+    found = flatness(phi, squared, zeros(2), epsilon=1.0)
+    assert found.method == "grid"
+    assert found.volume == pytest.approx(SADDLE, rel=1e-4)
+    assert abs(found.volume - SADDLE) <= 2 * found.error + 1e-4
+
+
+def test_euclidean_volume_depends_on_the_chart():
+    one, two = (flatness(phi, squared, zeros(2), epsilon=1.0) for phi in (paraboloid, chart))
+    assert one.euclidean == pytest.approx(pi, rel=1e-4)
+    assert two.euclidean < 0.7 * one.euclidean
+
+
+@pytest.mark.parametrize("phi", [paraboloid, chart])
+def test_chains_agree_with_the_closed_form(phi):
+    found = flatness(phi, squared, zeros(2), epsilon=1.0, method="hit-and-run", chains=32, moves=24)
+    assert 0 < found.error < 0.2 * found.volume
+    assert abs(found.volume - SADDLE) < 4 * found.error
+
+
+def test_a_stretched_ball_in_many_dimensions():
+    # rescaling parameters by 10^±2 stretches the set, and the function's volume stays
+    d, stretch = 6, torch.logspace(-2, 2, 6, dtype=torch.float64)
+    found = flatness(
+        lambda w: stretch * w,
+        lambda z: z.square().sum(),
+        zeros(d),
+        epsilon=1.0,
+        chains=48,
+        moves=32,
+    )
+    assert found.method == "hit-and-run"
+    assert abs(found.volume - pi ** (d / 2) / gamma(d / 2 + 1)) < 4 * found.error
+
+
+def parabola(w: Tensor) -> Tensor:
+    return torch.cat([w, w**2])
+
+
+def test_a_metric_scales_the_volume():
+    eye = torch.eye(2, dtype=torch.float64)
+    plain = flatness(parabola, lambda z: z[0] ** 2, zeros(1), epsilon=1.0)
+    assert plain.volume == pytest.approx(sqrt(5) + asinh(2) / 2, rel=1e-6)  # its arc length
+    double = flatness(parabola, lambda z: z[0] ** 2, zeros(1), epsilon=1.0, metric=4 * eye)
+    assert double.volume == pytest.approx(2 * plain.volume, rel=1e-9)
+    varying = flatness(
+        parabola, lambda z: z[0] ** 2, zeros(1), epsilon=1.0, metric=lambda z: (1 + z @ z) * eye
+    )
+    assert varying.volume > plain.volume
+
+
+def product(w: Tensor) -> Tensor:
+    return (w[0] * w[1])[None]
+
+
+def distance(z: Tensor) -> Tensor:
+    return (z - 1).square().sum()
+
+
+def test_a_rescaling_symmetry_has_no_volume():
+    one = torch.ones(2, dtype=torch.float64)
+    with pytest.raises(PullbackError, match="rank 1"):
+        flatness(product, distance, one, epsilon=0.25)
+
+
+@pytest.mark.parametrize("scale", [1.0, 100.0, 1e-3])
+def test_on_a_slice_dinhs_rescaling_changes_nothing(scale):
+    # z from ½ to 3/2 has length 1 wherever on the orbit the slice is laid
+    w = torch.tensor([scale, 1 / scale], dtype=torch.float64)
+    for basis in ("tangent", torch.eye(2, dtype=torch.float64)[:, :1]):
+        found = flatness(product, distance, w, epsilon=0.25, basis=basis)
+        assert found.dimension == found.rank == 1
+        assert found.volume == pytest.approx(1.0, rel=1e-5)
+
+
+def test_unbounded_sets_are_reported():
+    def arms(w: Tensor) -> Tensor:
+        return torch.stack([w[0] * w[1], 0.1 * torch.atan(w[0] - 1)])
+
+    one = torch.ones(2, dtype=torch.float64)
+    found = flatness(arms, lambda z: (z[0] - 1).square(), one, epsilon=0.25)
+    assert not found.bounded
+    assert found.volume == inf
+    strip = flatness(lambda w: w, lambda z: z[0] ** 2, zeros(2), epsilon=0.25)
+    assert not strip.bounded
+    far = flatness(
+        lambda w: w, lambda z: z[0] ** 2, zeros(2), epsilon=0.25, method="hit-and-run", moves=4
+    )
+    assert not far.bounded
+
+
+def test_only_the_component_of_the_minimum_counts():
+    found = flatness(
+        lambda w: w, lambda z: ((z**2 - 1) ** 2).sum(), torch.ones(1).double(), epsilon=0.25
+    )
+    assert found.volume == pytest.approx(sqrt(1.5) - sqrt(0.5), rel=1e-5)
+
+
+def test_a_network_and_its_rescaled_twin():
+    torch.manual_seed(0)
+    x = torch.randn(20, 1, dtype=torch.float64)
+    model = nn.Sequential(nn.Linear(1, 1), nn.Tanh(), nn.Linear(1, 1, bias=False)).double()
+    target = model(x).detach()
+
+    class Scaled(nn.Module):
+        """The same functions, with parameters a hundred times as small."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(
+                torch.cat([p.detach().flatten() for p in model.parameters()]) / 100
+            )
+
+        def forward(self, x: Tensor) -> Tensor:
+            w, b, v = 100 * self.w
+            return v * torch.tanh(w * x + b)
+
+    def loss(z: Tensor) -> Tensor:
+        return (z - target).square().mean()
+
+    one, two = (flatness(m, loss, inputs=x, epsilon=1e-4) for m in (model, Scaled()))
+    assert one.bounded
+    assert one.volume == pytest.approx(two.volume, rel=2e-2)
+    assert one.euclidean == pytest.approx(1e6 * two.euclidean, rel=2e-2)
+
+
+def test_a_relu_network_needs_a_slice():
+    torch.manual_seed(0)
+    x = torch.randn(30, 2, dtype=torch.float64)
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.ReLU(), nn.Linear(2, 1, bias=False))
+    model = model.double()
+    target = model(x).detach()
+
+    def loss(z: Tensor) -> Tensor:
+        return (z - target).square().mean()
+
+    with pytest.raises(PullbackError, match="slice"):
+        flatness(model, loss, inputs=x, epsilon=1e-4)
+    found = flatness(model, loss, inputs=x, epsilon=1e-4, basis="tangent", chains=16, moves=8)
+    assert found.dimension == found.rank == 4
+    assert found.bounded
+    assert found.volume > 0
+
+
+def test_fisher_metric_of_the_library():
+    x = torch.randn(5, 1, dtype=torch.float64)
+    model = nn.Linear(1, 1).double()
+    target = model(x).detach()
+    found = flatness(
+        model,
+        lambda z: (z - target).square().mean(),
+        inputs=x,
+        epsilon=0.01,
+        metric=metrics.Euclidean(),
+    )
+    # in the metric ‖·‖²/N of outputs the set is the ball of radius 0.1 in the plane of outputs
+    assert found.volume == pytest.approx(pi * 0.01, rel=1e-3)
+
+
+def test_bad_input():
+    with pytest.raises(PullbackError, match="epsilon"):
+        flatness(paraboloid, squared, zeros(2), epsilon=0.0)
+    with pytest.raises(PullbackError, match="method"):
+        flatness(paraboloid, squared, zeros(2), epsilon=1.0, method="guess")
+    with pytest.raises(PullbackError, match="basis"):
+        flatness(paraboloid, squared, zeros(2), epsilon=1.0, basis=torch.ones(3, 1))
+    with pytest.raises(PullbackError, match="chains"):
+        flatness(paraboloid, squared, zeros(2), epsilon=1.0, chains=1)
+    with pytest.raises(PullbackError, match="number"):
+        flatness(paraboloid, lambda z: z, zeros(2), epsilon=1.0)
+    with pytest.raises(PullbackError, match="finite"):
+        flatness(paraboloid, lambda z: z.sum() * torch.nan, zeros(2), epsilon=1.0)
+    with pytest.raises(PullbackError, match="dimensions"):
+        flatness(lambda w: w, lambda z: z.square().sum(), zeros(4), epsilon=1.0, method="grid")

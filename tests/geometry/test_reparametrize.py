@@ -1,0 +1,284 @@
+"""ψ = φ∘f: the same function, gradients pulled back, Theorem 2 against dense pseudo-inverses."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, jacrev
+
+import pullback as pb
+from pullback import PullbackError
+from pullback.geometry.diffeomorphism import Composed, Custom, Elementwise, cubic, sinh
+from pullback.geometry.mixing import Coupling, EntryPermutation, Mixing
+from pullback.geometry.reparametrize import Reparametrized, reparametrize
+from pullback.maps import Call, ModuleMap
+
+SIZE = 26
+
+
+def network(dtype: torch.dtype = torch.float64) -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).to(dtype)
+
+
+def inputs(count: int = 9, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(count, 3, generator=torch.Generator().manual_seed(1), dtype=dtype)
+
+
+def matrix(size: int, seed: int = 5) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.eye(size, dtype=torch.float64) + 0.3 * torch.randn(
+        size, size, generator=generator, dtype=torch.float64
+    )
+
+
+def summed(params: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Every tensor shifted by a function of all of them: no inverse in closed form."""
+    total = sum(t.sum() for t in params.values())
+    return {n: t + 0.1 * torch.tanh(total) + 0.1 * t**3 for n, t in params.items()}
+
+
+CASES: dict[str, Callable[[], Any]] = {
+    "sinh": sinh,
+    "torch.sinh, inverted numerically": lambda: torch.sinh,
+    "cubic": cubic,
+    "a pair": lambda: (torch.sinh, torch.asinh),
+    "falling": lambda: lambda t: -2 * t - t**5,
+    "some names": lambda: Elementwise(torch.sinh, names=["0.weight"]),
+    "mixing of all": lambda: Mixing(matrix(SIZE), torch.ones(SIZE)),
+    "mixing of one": lambda: Mixing(matrix(12), names=["0.weight"]),
+    "entries": lambda: EntryPermutation(4),
+    "coupling": lambda: Coupling(1, layers=3),
+    "composed": lambda: Composed(cubic(), Coupling(2), EntryPermutation()),
+    "a function of the dict": lambda: summed,
+}
+
+
+def dense(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    """J (n, p) by autograd, and the parameters, flat."""
+    params = {n: p.detach() for n, p in model.named_parameters()}
+    rows = jacrev(lambda p: functional_call(model, p, (x,)).flatten())(params)
+    flat = torch.cat([p.flatten() for p in params.values()])
+    return torch.cat([r.flatten(1) for r in rows.values()], 1), flat
+
+
+def differential(twin: Reparametrized) -> Tensor:
+    """F = df_θ, (p, p)."""
+    theta = {n: getattr(twin, twin._own[n]).detach() for n in twin.names}
+    rows = jacrev(
+        lambda t: torch.cat([w.flatten() for w in twin.diffeomorphism.forward(t).values()])
+    )
+    return torch.cat([r.flatten(1) for r in rows(theta).values()], 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("name", CASES)
+def test_the_function_is_the_same_and_the_model_as_it_was(name: str, dtype: torch.dtype) -> None:
+    model, x = network(dtype), inputs(dtype=dtype)
+    before = copy.deepcopy(model.state_dict())
+    twin = reparametrize(model, CASES[name]())
+    limit = 1e-13 if dtype == torch.float64 else 2e-5
+    torch.testing.assert_close(twin(x), model(x), rtol=limit, atol=limit)
+    assert all(torch.equal(p, before[n]) for n, p in model.state_dict().items())
+    assert {p.data_ptr() for p in twin.parameters()}.isdisjoint(
+        p.data_ptr() for p in model.parameters()
+    )
+    assert [p.shape for p in twin.parameters()] == [p.shape for p in model.parameters()]
+    assert all(p.dtype == dtype and p.is_leaf and p.requires_grad for p in twin.parameters())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_are_pulled_back(name: str) -> None:
+    """∇_θL = Fᵀ∇_wL and J_θ = J_w F."""
+    model, x = network(), inputs()
+    twin = reparametrize(model, CASES[name]())
+    f = differential(twin)
+    assert torch.linalg.matrix_rank(f) == SIZE
+    torch.testing.assert_close(dense(twin, x)[0], dense(model, x)[0] @ f, rtol=1e-9, atol=1e-11)
+    for m in (model, twin):
+        m(x).square().sum().backward()
+    one, two = (torch.cat([p.grad.flatten() for p in m.parameters()]) for m in (model, twin))  # pyright: ignore[reportOptionalMemberAccess]
+    torch.testing.assert_close(two, f.T @ one, rtol=1e-9, atol=1e-11)
+    v = {n: torch.randn_like(p) for n, p in twin.named_parameters()}
+    theta = {n: p.detach() for n, p in twin.named_parameters()}
+    pushed = torch.cat([t.flatten() for t in twin.push(theta, v).values()])
+    want = f @ torch.cat([t.flatten() for t in v.values()])
+    torch.testing.assert_close(pushed, want, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("count", [5, 40])
+@pytest.mark.parametrize("name", ["sinh", "mixing of all", "coupling", "a function of the dict"])
+def test_theorem_2_on_the_model_and_formula_31_on_the_parameters(name: str, count: int) -> None:
+    """dψ G_θ⁺∇ = dφ G_w⁺∇, while df G_θ⁺∇ = F(FᵀGF)⁺Fᵀ∇, another vector if p > rank."""
+    model, x = network(), inputs(count)
+    twin = reparametrize(model, CASES[name]())
+    f, (j, _) = differential(twin), dense(model, x)
+    r = torch.randn(2 * count, dtype=torch.float64)
+    direct = j @ torch.linalg.pinv(j) @ r
+
+    def closure(m: nn.Module) -> Callable[[], Tensor]:
+        def run() -> Tensor:
+            m.zero_grad()
+            loss = (m(x).flatten() * r).sum() / count
+            loss.backward()
+            return loss
+
+        return run
+
+    moves = []
+    for m in (model, twin):
+        opt = pb.NaturalGradient(m, solver=pb.solvers.PseudoInverse())
+        moves.append(opt.direction(closure(m)).x)
+    torch.testing.assert_close(dense(model, x)[0] @ moves[0], direct, rtol=1e-7, atol=1e-8)
+    torch.testing.assert_close(dense(twin, x)[0] @ moves[1], direct, rtol=1e-7, atol=1e-8)
+    want = f @ torch.linalg.pinv(j @ f) @ r
+    torch.testing.assert_close(f @ moves[1], want, rtol=1e-6, atol=1e-7)
+    apart = float((f @ moves[1] - moves[0]).norm() / moves[0].norm())
+    assert apart > 1e-2 if count == 5 else apart < 1e-7
+
+
+def test_example_a3_in_exact_numbers() -> None:
+    """y_Ξ = (3, 3) and y_Θ = (24/5, 6/5) at θ = (1, 1), ξ = (2, 1)."""
+
+    def phi(xi: Tensor) -> Tensor:
+        return torch.stack([xi[0] + xi[1], torch.zeros_like(xi[0])])
+
+    scale = torch.tensor([2.0, 1.0], dtype=torch.float64)
+    xi = torch.tensor([2.0, 1.0], dtype=torch.float64)
+    psi = reparametrize(phi, lambda t: scale * t, params=xi)
+    torch.testing.assert_close(psi.start, torch.ones(2, dtype=torch.float64))
+    torch.testing.assert_close(psi.weights(psi.start), xi)
+    gradient = torch.tensor([6.0, 0.0], dtype=torch.float64)  # of x² at x = 3
+    one, two = torch.func.jacrev(phi)(xi), torch.func.jacrev(psi)(psi.start)
+    y_xi = torch.linalg.pinv(one) @ gradient
+    y_theta = scale * (torch.linalg.pinv(two) @ gradient)
+    torch.testing.assert_close(y_xi, torch.tensor([3.0, 3.0], dtype=torch.float64))
+    torch.testing.assert_close(y_theta, torch.tensor([4.8, 1.2], dtype=torch.float64))
+    torch.testing.assert_close(one @ y_xi, one @ y_theta)
+
+
+def test_a_function_of_a_dict() -> None:
+    x = inputs()
+    point = {"a": torch.randn(3, 2).double(), "b": torch.tensor(0.3).double()}
+
+    def phi(p: dict[str, Tensor]) -> Tensor:
+        return torch.tanh(x @ p["a"]) + p["b"]
+
+    for f in (torch.sinh, summed, Coupling(), EntryPermutation()):
+        psi = reparametrize(phi, f, params=point)
+        torch.testing.assert_close(psi(psi.start), phi(point))
+        assert set(psi.start) == {"a", "b"}
+
+
+@pytest.mark.parametrize("name", ["sinh", "mixing of all", "coupling"])
+def test_a_map_of_the_pipeline(name: str) -> None:
+    """Products with J_w F against the dense matrices."""
+    model, x = network(), inputs(4)
+    params = {n: p.detach() for n, p in model.named_parameters()}
+    psi = reparametrize(ModuleMap(model, Call.of(x)), CASES[name](), params=params)
+    found = psi.linearize(psi.start)
+    want = dense(model, x)[0] @ differential(reparametrize(model, CASES[name]()))
+    torch.testing.assert_close(found.value, model(x).detach())
+    torch.testing.assert_close(found.rows(), want)
+    torch.testing.assert_close(found.kernel(), want @ want.T)
+    v, u = torch.randn(SIZE).double(), torch.randn(4, 2).double()
+    torch.testing.assert_close(found.jvp(v).flatten(), want @ v)
+    torch.testing.assert_close(found.vjp(u), want.T @ u.flatten())
+
+
+def test_frozen_tied_and_buffered_models() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(3, 3, bias=False), nn.Linear(3, 3)
+            self.two.weight = self.one.weight
+            self.norm = nn.BatchNorm1d(3).eval()
+            self.norm.weight.requires_grad_(False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(self.two(torch.tanh(self.one(x))))
+
+    model = Tied().double().eval()
+    twin = reparametrize(model, torch.sinh)
+    assert not twin.training
+    torch.testing.assert_close(twin(inputs()), model(inputs()))
+    assert sorted(twin.names) == ["norm.bias", "one.weight", "two.bias"]
+    assert [n for n, p in twin.named_parameters() if not p.requires_grad] == ["inner.norm.weight"]
+    again = copy.deepcopy(twin)
+    again.load_state_dict(twin.state_dict())
+    torch.testing.assert_close(again(inputs()), model(inputs()))
+
+
+def test_recurrent_layers() -> None:
+    torch.manual_seed(0)
+    model = nn.LSTM(3, 4, batch_first=True).double()
+    twin = reparametrize(model, Coupling(3))
+    x = torch.randn(2, 5, 3, dtype=torch.float64)
+    torch.testing.assert_close(twin(x)[0], model(x)[0])
+    twin(x)[0].sum().backward()
+    assert all(p.grad is not None for p in twin.parameters())
+
+
+def test_numerical_roots_are_the_closed_forms() -> None:
+    w = {"w": torch.linspace(-30, 30, 41, dtype=torch.float64)}
+    torch.testing.assert_close(Elementwise(torch.sinh).inverse(w)["w"], torch.asinh(w["w"]))
+    falling = Elementwise(lambda t: -(t**3) - 1e-3 * t).pulled_back(w)["w"]
+    torch.testing.assert_close(-(falling**3) - 1e-3 * falling, w["w"])
+    m = matrix(41)
+    got = Custom(lambda p: {"w": m @ p["w"]}).pulled_back(w)["w"]
+    torch.testing.assert_close(got, torch.linalg.solve(m, w["w"]))
+
+
+def cube_root(w: Tensor) -> Tensor:
+    return w.sign() * w.abs() ** (1 / 3)
+
+
+BAD: dict[str, tuple[Callable[[], Any], str]] = {
+    "square": (lambda: lambda t: t**2, "could not be inverted"),
+    "range": (lambda: torch.exp, "could not be inverted"),
+    "constant": (lambda: lambda t: 0 * t, "could not be inverted"),
+    "not monotone": (lambda: lambda t: t**3 - 0.4 * t, "diffeomorphism"),
+    "wrong inverse": (lambda: (torch.sinh, torch.sinh), "not invertible"),
+    "shapes": (lambda: lambda d: {n: t.flatten() for n, t in d.items()}, "shapes"),
+    "singular dict": (lambda: lambda d: {n: 0 * t for n, t in d.items()}, "singular"),
+    "nan": (lambda: (lambda t: t * torch.nan, lambda t: t), "not invertible"),
+    "singular matrix": (lambda: Mixing(torch.ones(SIZE, SIZE)), "not invertible"),
+    "no square": (lambda: Mixing(torch.ones(2, 3)), "square matrix"),
+    "wrong side": (lambda: Mixing(torch.eye(3)), "26 entries"),
+    "unknown names": (lambda: Elementwise(torch.sinh, names=["nothing"]), "not there"),
+    "no function": (lambda: 3, "no diffeomorphism"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_is_no_diffeomorphism_is_refused(name: str) -> None:
+    make, words = BAD[name]
+    with pytest.raises(PullbackError, match=words):
+        reparametrize(network(), make())
+
+
+def test_a_derivative_that_vanishes_at_a_weight_is_refused() -> None:
+    """θ³ is a bijection, but no diffeomorphism where a bias is zero."""
+    model = network()
+    reparametrize(model, (lambda t: t**3, cube_root))
+    nn.init.zeros_(model[0].bias)  # pyright: ignore[reportArgumentType]
+    for f in (lambda t: t**3, (lambda t: t**3, cube_root)):
+        with pytest.raises(PullbackError, match="derivative is singular"):
+            reparametrize(model, f)
+
+
+def test_nothing_to_reparametrize() -> None:
+    with pytest.raises(PullbackError, match="nothing to reparametrize"):
+        reparametrize(nn.Tanh(), torch.sinh)
+    with pytest.raises(PullbackError, match="nothing to reparametrize"):
+        reparametrize(network().requires_grad_(False), torch.sinh)
+    with pytest.raises(PullbackError, match="needs its parameters"):
+        reparametrize(lambda p: p, torch.sinh)  # pyright: ignore[reportCallIssue, reportArgumentType]
+    big = {"w": torch.zeros(3000, dtype=torch.float64)}
+    with pytest.raises(PullbackError, match="Give the inverse"):
+        reparametrize(lambda p: p["w"], lambda p: {"w": p["w"] + 1}, params=big)
