@@ -1,8 +1,23 @@
 """Natural gradients for PyTorch: pull a metric back through your model, solve, and step."""
 
-from . import grams, likelihoods, maps, metrics, optim, pde, solvers, steps
+from . import (
+    flow,
+    geometry,
+    grams,
+    kernels,
+    likelihoods,
+    linear,
+    maps,
+    metrics,
+    optim,
+    pde,
+    solvers,
+    steps,
+    symmetry,
+)
 from ._core.errors import PullbackError, Status
 from .optim import KFAC, GaussNewton, HessianFree, LevenbergMarquardt, NaturalGradient, StepInfo
+from .symmetry import SliceSGD
 
 __version__ = "0.1.0"
 
@@ -17,12 +32,18 @@ __all__ = [
     "optim",
     # readers of the pipeline
     "pde",
+    "geometry",
+    "kernels",
+    "symmetry",
+    "flow",
+    "linear",
     # what most people need
     "NaturalGradient",
     "KFAC",
     "GaussNewton",
     "LevenbergMarquardt",
     "HessianFree",
+    "SliceSGD",
     "StepInfo",
     "PullbackError",
     "Status",

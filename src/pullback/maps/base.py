@@ -65,6 +65,11 @@ class Pulled:
         blocks = [b.narrow(start, stop) for b in self.blocks.values()]
         return Pulled(self.space, (stop - start, self.shape[1]), blocks, self.coverage)
 
+    def traced(self) -> Pulled:
+        """For `kernel` alone, one covector a sample whose kernel is the trace over all R."""
+        blocks = [b.traced() for b in self.blocks.values()]
+        return Pulled(self.space, (self.shape[0], 1), blocks, self.coverage)
+
     def kernel(self, other: Pulled | None = None, *, budget: int = 2**30) -> Tensor:
         """A A'ᵀ without A: (N·R, N'·R'), with temporaries of at most `budget` bytes."""
         other = self if other is None else other

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from math import prod
 from typing import Any
 
 import torch
@@ -224,6 +225,14 @@ class ModuleLinearization(Linearization):
             if plan.settled:
                 self.map.plans[key] = plan
         return plan.pullback(self, self._recorder, covectors)
+
+    @property
+    def footprint(self) -> int:
+        """Entries that pulling one covector a sample back holds, roughly: at layers, or as rows."""
+        entries = self._recorder.entries
+        known = {name for e in entries for name in e.names.values()}
+        rest = sum(p.numel() for n, p in self._leaves.items() if n not in known)
+        return sum(prod(e.shape) for e in entries) + self.value.shape[0] * rest
 
     @property
     def leaves(self) -> dict[str, Tensor]:

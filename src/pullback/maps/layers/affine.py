@@ -19,7 +19,8 @@ from torch import Tensor
 
 from ..._core.products import cross
 from .base import Block
-from .hadamard import hadamard
+from .contracted import contracted
+from .hadamard import hadamard, heights_only, inner
 
 _SQUARES = 2**24  # entries of samples' gradients held at once
 
@@ -56,6 +57,11 @@ class AffineBlock(Block):
 
         return AffineBlock(self._weight, self._bias, inputs, shape, delta, self._h)
 
+    def traced(self) -> Block:
+        """The covectors become output features: Σ_r δ_r·δ'_r is one product."""
+        delta = self._delta.permute(0, 2, 3, 1, 4).flatten(3).unsqueeze(1)
+        return AffineBlock(self._weight, self._bias, self._inputs_of, self.shape, delta, self._h)
+
     def _shifts(self) -> Tensor:
         """Σ_t h_t δ_t, the cotangents of the bias: (N, R, G, O)."""
         if self._h is None:
@@ -67,15 +73,19 @@ class AffineBlock(Block):
         return self._route(self)
 
     def _route(self, other: AffineBlock) -> str:
-        """The cheaper of Hadamard-of-Grams and materialized rows, by operation count."""
+        """The cheapest of Hadamard-of-Grams, contraction and materialized rows, by operations."""
         n, g, t, i = self.shape
         n2, _, t2, _ = other.shape
         r, r2, o = self._delta.shape[1], other._delta.shape[1], self._delta.shape[-1]
         pairs = n * r * n2 * r2
         sweep = 40 if t * t2 > 1 else 4  # multiply-adds in the time of passing over an entry
-        hadamard = g * t * t2 * (n * n2 * i + pairs * (o + sweep))
-        materialized = g * o * i * (pairs + t * (n * r + n2 * r2))
-        return "hadamard" if hadamard <= materialized or self._weight is None else "materialized"
+        passing = 400 if self._delta.is_cuda else 8  # the same for one pass out and back
+        costs = {
+            "hadamard": g * t * t2 * (n * n2 * i + pairs * (o + sweep)),
+            "materialized": g * o * i * (pairs + t * (n * r + n2 * r2)),
+            "contracted": g * t * (n * n2 * (t2 * i + r2 * o * (2 * t2 + passing)) + 2 * pairs * o),
+        }
+        return "hadamard" if self._weight is None else min(costs, key=lambda way: costs[way])
 
     def rows(self) -> dict[str, Tensor]:
         out = {}
@@ -158,11 +168,12 @@ class AffineBlock(Block):
 
     def gram(self, other: Block, budget: int) -> Tensor:
         assert isinstance(other, AffineBlock)
-        if self._route(other) == "hadamard":
-            return self._hadamard(other, budget)
-        return self._materialized(other, budget)
+        route = self._route(other)
+        if route == "materialized":
+            return self._materialized(other, budget)
+        return self._hadamard(other, budget, contract=route == "contracted")
 
-    def _hadamard(self, other: AffineBlock, budget: int) -> Tensor:
+    def _hadamard(self, other: AffineBlock, budget: int, *, contract: bool = False) -> Tensor:
         """Σ_g Σ_tt' (ā ā'ᵀ) ∘ (δ δ'ᵀ)."""
         total: Tensor | None = None
         x = self._inputs() if self._weight is not None else None
@@ -172,10 +183,13 @@ class AffineBlock(Block):
             d2 = d1 if other is self else other._delta[:, :, g]
             weights = None
             if x is not None and y is not None:
-                weights = partial(_inner, x[:, g], y[:, g], self._heights(other))
+                weights = partial(inner, x[:, g], y[:, g], self._heights(other))
             elif self._h is not None:
-                weights = partial(_heights_only, d1, self._heights(other))
-            share = hadamard(d1, d2, weights, budget)
+                weights = partial(heights_only, d1, self._heights(other))
+            if contract and weights is not None:
+                share = contracted(d1, d2, weights, budget)
+            else:
+                share = hadamard(d1, d2, weights, budget)
             total = share if total is None else total.add_(share)
         assert total is not None
         return total
@@ -222,19 +236,3 @@ def _rows(delta: Tensor, inputs: Tensor) -> Tensor:
     n, r, _, o = delta.shape
     left = delta.permute(0, 1, 3, 2).reshape(n, r * o, -1)
     return (left @ inputs).view(n * r, o * inputs.shape[-1])
-
-
-def _inner(x: Tensor, y: Tensor, heights: Tensor | None, one: slice, two: slice) -> Tensor:
-    """ā_t·ā'_t' for slices of samples, (n, T, n', T')."""
-    left = x[one].flatten(0, 1)
-    same = x.data_ptr() == y.data_ptr() and one == two
-    out = cross(left, left if same else y[two].flatten(0, 1))
-    out = out.view(*x[one].shape[:2], *y[two].shape[:2])
-    return out if heights is None else out.add_(heights)
-
-
-def _heights_only(delta: Tensor, heights: Tensor | None, one: slice, two: slice) -> Tensor:
-    """The same for a bias alone."""
-    assert heights is not None
-    n, n2 = len(range(delta.shape[0])[one]), two.stop - two.start
-    return heights.expand(n, heights.shape[0], n2, heights.shape[2])

@@ -36,6 +36,10 @@ class Block(ABC):
     def narrow(self, start: int, stop: int) -> Block:
         """The same block for the samples in [start, stop)."""
 
+    def traced(self) -> Block:
+        """For `gram` alone, one covector whose products are Σ_r of the products of all R."""
+        return RowsBlock({n: rows.flatten(1)[:, None] for n, rows in self.rows().items()})
+
     def gram(self, other: Block, budget: int) -> Tensor:
         """A Aᵀ of this block against `other` of the same parameters: (N·R, N'·R')."""
         total: Tensor | float = 0.0

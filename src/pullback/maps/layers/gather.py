@@ -27,6 +27,10 @@ class GatherBlock(Block):
         index, delta = self._index[start:stop], self._delta[start:stop]
         return GatherBlock(self._name, self._table, index, delta)
 
+    def traced(self) -> Block:
+        delta = self._delta.transpose(1, 2).flatten(2).unsqueeze(1)
+        return GatherBlock(self._name, self._table, self._index, delta)
+
     def rows(self) -> dict[str, Tensor]:
         n, r, _, d = self._delta.shape
         size = self._table[0]

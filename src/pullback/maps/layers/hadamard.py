@@ -44,3 +44,19 @@ def _panel(d1: Tensor, d2: Tensor, weights: Weights | None, one: slice, two: sli
     if t * t2 > 1:
         out = out.sum((2, 5))
     return out.view(rows * r, columns * r2)
+
+
+def inner(x: Tensor, y: Tensor, heights: Tensor | None, one: slice, two: slice) -> Tensor:
+    """ā_t·ā'_t' for slices of samples, (n, T, n', T')."""
+    left = x[one].flatten(0, 1)
+    same = x.data_ptr() == y.data_ptr() and one == two
+    out = cross(left, left if same else y[two].flatten(0, 1))
+    out = out.view(*x[one].shape[:2], *y[two].shape[:2])
+    return out if heights is None else out.add_(heights)
+
+
+def heights_only(delta: Tensor, heights: Tensor | None, one: slice, two: slice) -> Tensor:
+    """The same for a bias alone."""
+    assert heights is not None
+    n, n2 = len(range(delta.shape[0])[one]), two.stop - two.start
+    return heights.expand(n, heights.shape[0], n2, heights.shape[2])

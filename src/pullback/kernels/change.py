@@ -1,0 +1,104 @@
+r"""Moves of the function, known before a step is taken: Δf(x*) at any x*."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._core.errors import PullbackError
+from .tangent import Tangent, arguments, part
+
+_SAMPLES = 1024  # of x* at a time
+
+
+@dataclass(frozen=True)
+class FunctionChange:
+    """The tangent vector dφ·v: x* ↦ J(x*) v, (N, *event).
+
+    `direction` is v, flat over the parameters. A descent step w ← w − ηv moves the function by −η
+    times this to first order; `actual` says by how much it moves it.
+    """
+
+    tangent: Tangent
+    direction: Tensor
+
+    def __call__(self, x: Any) -> Tensor:
+        """J(x) v."""
+        return self._by_chunks(x, lambda args: self.tangent.at(args).jvp(self.direction))
+
+    def actual(self, x: Any) -> Tensor:
+        """φ(w + v)(x) − φ(w)(x), to compare the prediction with."""
+        here = self.tangent
+        there = Tangent(here.model, here.moved(self.direction), output=here.output)
+        return self._by_chunks(x, lambda args: there.at(args).value - here.at(args).value)
+
+    def _by_chunks(self, x: Any, function: Callable[[Any], Tensor]) -> Tensor:
+        args = arguments(x)
+        starts = range(0, len(args[0]), _SAMPLES)
+        with torch.no_grad():
+            return torch.cat([function(part(args, a, a + _SAMPLES)) for a in starts])
+
+    def parameters(self) -> dict[str, Tensor]:
+        """v by the parameters' names."""
+        return self.tangent.space.split(self.direction)
+
+    def __mul__(self, scale: float) -> FunctionChange:
+        return replace(self, direction=scale * self.direction)
+
+    __rmul__ = __mul__
+
+    def __neg__(self) -> FunctionChange:
+        return -1.0 * self
+
+    def __add__(self, other: FunctionChange) -> FunctionChange:
+        if other.tangent is not self.tangent:
+            raise PullbackError(
+                "These moves belong to different tangent spaces",
+                "their directions have no sum",
+                "Build both from one Tangent",
+            )
+        return replace(self, direction=self.direction + other.direction)
+
+
+@dataclass(frozen=True)
+class Expansion:
+    r"""f = Σ_i K(·, x_i) c_i in the RKHS of a kernel; coefficients c are (N, *event).
+
+    ⟨f, f'⟩ = Σ_ij c_i·K(x_i, x'_j) c'_j. The kernel is a function of two batches that gives (N, N')
+    for all outputs alike, or (N, N', m, m).
+    """
+
+    kernel: Callable[[Any, Any], Tensor]
+    points: Any
+    coefficients: Tensor
+
+    def __call__(self, x: Any) -> Tensor:
+        """f(x), (N', *event)."""
+        event = self.coefficients.shape[1:]
+        return _applied(self.kernel(x, self.points), self.coefficients).unflatten(1, event)
+
+    def inner(self, other: Expansion) -> Tensor:
+        """⟨f, f'⟩, a number."""
+        c = self.coefficients.flatten(1)
+        return (c * _applied(self.kernel(self.points, other.points), other.coefficients)).sum()
+
+    def norm(self) -> Tensor:
+        """‖f‖."""
+        return self.inner(self).clamp(min=0).sqrt()
+
+
+def _applied(kernel: Tensor, c: Tensor) -> Tensor:
+    """Σ_j K_ij c_j, (N, m)."""
+    flat = c.flatten(1)
+    if kernel.ndim not in (2, 4) or kernel.shape[1] != len(c):
+        raise PullbackError(
+            "The kernel does not fit its coefficients",
+            f"kernel {tuple(kernel.shape)}, coefficients {tuple(c.shape)}",
+            "Let it return (N, N') or (N, N', m, m), and give one coefficient per point",
+        )
+    flat = flat.to(kernel.dtype)
+    return kernel @ flat if kernel.ndim == 2 else torch.einsum("ijab,jb->ia", kernel, flat)

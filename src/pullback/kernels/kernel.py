@@ -1,0 +1,192 @@
+r"""Tangent kernels K(x, x') = J(x) B J(x')ᵀ with a positive semidefinite B on the parameters.
+
+    B = I             the neural tangent kernel Θ
+    B = C Cᵀ          the generalized tangent kernel of the basis {dφ·c_i}
+    B = (JᵀMJ)⁺       the projected kernel K_f of the metric M
+
+Each makes {dφ·c_i}, with B = C Cᵀ, an orthonormal basis of its own RKHS.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._core.errors import PullbackError
+from ..maps import Linearization
+from .change import FunctionChange
+from .layouts import Layout, as_layout
+from .operator import KernelOperator
+from .tangent import Model, Tangent, arguments, as_tangent, part
+from .tiles import MEMORY, assembled
+
+
+class TangentKernel(ABC):
+    """A kernel on inputs that a model's tangent space has."""
+
+    def __init__(self, tangent: Tangent) -> None:
+        self.tangent = tangent
+
+    @abstractmethod
+    def raised(self, v: Tensor) -> Tensor:
+        """B v, (p,): the gradient that belongs to the differential v."""
+
+    @abstractmethod
+    def __call__(
+        self,
+        x: Any,
+        x2: Any = None,
+        *,
+        layout: str = "full",
+        chunk: int | None = None,
+        memory: int = MEMORY,
+    ) -> Tensor:
+        """K(x, x2), or K(x, x); not divided by the number of samples."""
+
+    def expand(self, x: Any, cotangents: Tensor) -> FunctionChange:
+        """Σ_i K(·, x_i) c_i for cotangents c (N, *event): the tangent vector dφ·B Jᵀc."""
+        linear = self.tangent.at(x)
+        c = fitted(cotangents, linear)
+        return FunctionChange(self.tangent, self.raised(linear.vjp(c)))
+
+    def operator(self, x: Any, x2: Any = None, *, chunk: int = 1024) -> KernelOperator:
+        """K(x, x2) by its products alone."""
+        return KernelOperator(self, x, x2, chunk)
+
+
+class NTK(TangentKernel):
+    """Θ(x, x') = J(x) J(x')ᵀ."""
+
+    def raised(self, v: Tensor) -> Tensor:
+        return v
+
+    def __call__(
+        self,
+        x: Any,
+        x2: Any = None,
+        *,
+        layout: str = "full",
+        chunk: int | None = None,
+        memory: int = MEMORY,
+    ) -> Tensor:
+        return assembled(self.tangent, x, _other(x, x2), as_layout(layout), chunk, memory)
+
+
+class FeatureKernel(TangentKernel):
+    """K = H H'ᵀ from features that are formed: H(x) of shape (N, m, k)."""
+
+    @abstractmethod
+    def features(self, linear: Linearization) -> Tensor:
+        """H(x), (N, m, k), of a batch."""
+
+    @property
+    @abstractmethod
+    def width(self) -> int:
+        """Entries that the features of one output need, J's row included where it is formed."""
+
+    def __call__(
+        self,
+        x: Any,
+        x2: Any = None,
+        *,
+        layout: str = "full",
+        chunk: int | None = None,
+        memory: int = MEMORY,
+    ) -> Tensor:
+        x2 = _other(x, x2)
+        h = self.features_at(x, chunk, memory)
+        h2 = h if x2 is None else self.features_at(x2, chunk, memory)
+        if h.shape[1] != h2.shape[1]:
+            raise PullbackError(
+                "x and x2 give outputs of different shapes",
+                f"{h.shape[1]} and {h2.shape[1]} entries",
+                "Pass inputs for which the model has the same number of outputs",
+            )
+        return self.joined(as_layout(layout), h, h2, x, x2, chunk, memory)
+
+    def joined(
+        self, layout: Layout, h: Tensor, h2: Tensor, x: Any, x2: Any, chunk: Any, memory: int
+    ) -> Tensor:
+        """The kernel from its features."""
+        return layout.of_features(h, h2)
+
+    def features_at(self, x: Any, chunk: int | None = None, memory: int = MEMORY) -> Tensor:
+        """H(x), in chunks of samples that fit the memory."""
+        args = arguments(x)
+        n = len(args[0])
+        _, event = self.tangent.probe(args)
+        held = event.numel() * self.width * torch.finfo(self.tangent.space.dtype).bits // 8
+        step = max(1, min(n, memory // held)) if chunk is None else chunk
+        with torch.no_grad():
+            pieces = [
+                self.features(self.tangent.at(part(args, a, a + step))) for a in range(0, n, step)
+            ]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+def ntk(
+    model: Model | Tangent,
+    x: Any,
+    x2: Any = None,
+    *,
+    layout: str = "full",
+    params: Mapping[str, Tensor] | None = None,
+    chunk: int | None = None,
+    memory: int = MEMORY,
+) -> Tensor:
+    r"""The empirical neural tangent kernel Θ = J(x) J(x2)ᵀ, without J where layers have structure.
+
+    For a linear layer with inputs ā and output cotangents δ the share is (ā ā'ᵀ) ∘ (δ δ'ᵀ).
+
+    Args:
+        model: a module with one output per sample, of any shape (m entries), or a function of
+            (parameter dict, inputs) with `params`.
+        x: inputs, samples first; a tuple for models of several arguments.
+        x2: other inputs, by default x itself: then half of the work is done, and K is symmetric.
+        layout: "full" (N, N2, m, m), "diagonal" (N, N2, m), or "trace" (N, N2), the sum over
+            outputs, not divided by m.
+        params: the parameters to differentiate by, and where; by default those that require
+            gradients.
+        chunk: samples pulled back at a time; by default what fits the memory.
+        memory: bytes for temporaries, beside the kernel itself.
+
+    >>> model = torch.nn.Linear(2, 3)
+    >>> x = torch.tensor([[1.0, 0.0], [0.0, 2.0]])
+    >>> ntk(model, x).shape, ntk(model, x, layout="trace")
+    (torch.Size([2, 2, 3, 3]), tensor([[ 6.,  3.],
+            [ 3., 15.]]))
+    """
+    return NTK(as_tangent(model, params))(x, x2, layout=layout, chunk=chunk, memory=memory)
+
+
+def ntk_operator(
+    model: Model | Tangent,
+    x: Any,
+    x2: Any = None,
+    *,
+    params: Mapping[str, Tensor] | None = None,
+    chunk: int = 1024,
+) -> KernelOperator:
+    """Θ(x, x2) by products: `matvec(u)` is one reverse and one forward pass."""
+    return NTK(as_tangent(model, params)).operator(x, x2, chunk=chunk)
+
+
+def fitted(cotangents: Tensor, linear: Linearization) -> Tensor:
+    """One cotangent per entry of the output, in its shape."""
+    shape = linear.value.shape
+    if cotangents.numel() != shape.numel() or len(cotangents) != len(linear.value):
+        raise PullbackError(
+            "The cotangents do not fit the model's output",
+            f"{tuple(cotangents.shape)} for values of shape {tuple(shape)}",
+            "Pass ∂ℓ/∂f, one number per entry of the output",
+        )
+    return cotangents.detach().reshape(shape).to(linear.value)
+
+
+def _other(x: Any, x2: Any) -> Any:
+    """None where x2 is x."""
+    return None if x2 is x else x2

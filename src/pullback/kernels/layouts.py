@@ -1,0 +1,141 @@
+r"""What of the m×m block K(x_i, x'_j) is kept: all of it, its diagonal, or its trace.
+
+    full        (N, N', m, m)   K_ij = J_i J'_jᵀ
+    diagonal    (N, N', m)      the entries (o, o) of each block
+    trace       (N, N')         their sum Σ_o, not divided by m
+
+m counts the entries of one output, flattened. neural-tangents' `trace_axes=(-1,)` is the trace
+divided by m, its `diagonal_axes=(-1,)` the diagonal, and `trace_axes=()` the full kernel.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from .._core.errors import PullbackError
+from .._core.products import cross
+from ..maps import Linearization, Pulled, identity_covectors
+
+
+class Layout(ABC):
+    """One way to keep a kernel; J never is."""
+
+    @abstractmethod
+    def pull(self, linear: Linearization) -> list[Pulled]:
+        """What a batch contributes to its tiles."""
+
+    @abstractmethod
+    def tile(self, one: list[Pulled], two: list[Pulled], budget: int) -> Tensor:
+        """The kernel of two batches; the symmetry is used where they are one."""
+
+    @abstractmethod
+    def of_features(self, h: Tensor, h2: Tensor) -> Tensor:
+        """The kernel H H'ᵀ of features (N, m, k) and (N', m, k)."""
+
+    @abstractmethod
+    def shape(self, n: int, n2: int, m: int) -> tuple[int, ...]:
+        """The kernel's shape."""
+
+    def empty(self, n: int, n2: int, m: int, like: Tensor) -> Tensor:
+        """Room for a kernel."""
+        return like.new_empty(self.shape(n, n2, m))
+
+    def flip(self, tile: Tensor) -> Tensor:
+        """K(x', x) from K(x, x')."""
+        return tile.transpose(0, 1)
+
+
+class Full(Layout):
+    """(N, N', m, m), as a view of the matrix (N·m, N'·m)."""
+
+    def pull(self, linear: Linearization) -> list[Pulled]:
+        return [linear.pullback(identity_covectors(linear.value))]
+
+    def tile(self, one: list[Pulled], two: list[Pulled], budget: int) -> Tensor:
+        k = _kernel(one[0], two[0], budget)
+        return k.view(*one[0].shape, *two[0].shape).transpose(1, 2)
+
+    def of_features(self, h: Tensor, h2: Tensor) -> Tensor:
+        flat = h.flatten(0, 1)
+        k = cross(flat, flat if h2 is h else h2.flatten(0, 1))
+        return k.view(*h.shape[:2], *h2.shape[:2]).transpose(1, 2)
+
+    def shape(self, n: int, n2: int, m: int) -> tuple[int, ...]:
+        return n, n2, m, m
+
+    def empty(self, n: int, n2: int, m: int, like: Tensor) -> Tensor:
+        return like.new_empty(n, m, n2, m).transpose(1, 2)
+
+    def flip(self, tile: Tensor) -> Tensor:
+        return tile.permute(1, 0, 3, 2)
+
+
+class Trace(Layout):
+    """(N, N'): one product per layer, m times cheaper than the full kernel."""
+
+    def pull(self, linear: Linearization) -> list[Pulled]:
+        return [linear.pullback(identity_covectors(linear.value)).traced()]
+
+    def tile(self, one: list[Pulled], two: list[Pulled], budget: int) -> Tensor:
+        return _kernel(one[0], two[0], budget)
+
+    def of_features(self, h: Tensor, h2: Tensor) -> Tensor:
+        flat = h.flatten(1)
+        return cross(flat, flat if h2 is h else h2.flatten(1))
+
+    def shape(self, n: int, n2: int, m: int) -> tuple[int, ...]:
+        return n, n2
+
+
+class Diagonal(Layout):
+    """(N, N', m): one kernel (N, N') per output."""
+
+    def pull(self, linear: Linearization) -> list[Pulled]:
+        covectors = identity_covectors(linear.value)
+        return [linear.pullback(covectors[o : o + 1]) for o in range(len(covectors))]
+
+    def tile(self, one: list[Pulled], two: list[Pulled], budget: int) -> Tensor:
+        return torch.stack([_kernel(a, b, budget) for a, b in zip(one, two, strict=True)], -1)
+
+    def of_features(self, h: Tensor, h2: Tensor) -> Tensor:
+        return (h.transpose(0, 1) @ h2.permute(1, 2, 0)).permute(1, 2, 0)
+
+    def shape(self, n: int, n2: int, m: int) -> tuple[int, ...]:
+        return n, n2, m
+
+
+LAYOUTS: dict[str, Layout] = {"full": Full(), "trace": Trace(), "diagonal": Diagonal()}
+
+
+def as_layout(layout: str) -> Layout:
+    """The layout of this name."""
+    if layout not in LAYOUTS:
+        raise PullbackError(
+            f"Unknown layout {layout!r}",
+            "it is not one of the layouts",
+            f"Use one of {tuple(LAYOUTS)}",
+        )
+    return LAYOUTS[layout]
+
+
+def as_matrix(kernel: Tensor, outputs: int) -> Tensor:
+    """A kernel as a matrix (N·m, N'·m): a scalar one, (N, N'), acts on each output alone."""
+    if kernel.ndim == 2:
+        eye = torch.eye(outputs, dtype=kernel.dtype, device=kernel.device)
+        return kernel if outputs == 1 else torch.kron(kernel, eye)
+    if kernel.ndim == 3:
+        kernel = torch.diag_embed(kernel)
+    if kernel.ndim != 4 or kernel.shape[2:] != (outputs, outputs):
+        raise PullbackError(
+            "The kernel does not fit the values",
+            f"it has shape {tuple(kernel.shape)} for {outputs} outputs",
+            "Give (N, N'), (N, N', m) or (N, N', m, m)",
+        )
+    return kernel.transpose(1, 2).flatten(2).flatten(0, 1)
+
+
+def _kernel(one: Pulled, two: Pulled, budget: int) -> Tensor:
+    return one.kernel(None if two is one else two, budget=budget)

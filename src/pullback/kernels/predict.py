@@ -1,0 +1,150 @@
+r"""Kernel and Gaussian-process prediction with a tangent kernel.
+
+Training the linearized network by gradient flow on ½·mean(f − y)² from f₀ for a time t gives
+
+    f_t(x*) = f₀(x*) + T (y − f₀(x)),     T = K(x*, x) (K + λ)⁻¹ (1 − e^(−η t (K + λ)/n))
+
+with n = N·m numbers in the mean; as t → ∞ this is kernel regression. Over an ensemble whose
+initial functions are a Gaussian process with mean zero and covariance K₀, and targets with noise of
+variance λ, the mean of f_t is T y and its covariance
+
+    Σ_t = K₀(x*, x*) − T K₀(x, x*) − K₀(x*, x) Tᵀ + T (K₀ + λ) Tᵀ,
+
+which for K₀ = K and t → ∞ is the posterior of the Gaussian process with covariance K.
+
+K is the kernel of one network of finite width. Kernels in the limit of infinite width, and with
+them NNGP priors in closed form, are out of scope: pass an empirical estimate of K₀ as `prior`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._core.errors import PullbackError
+from ..solvers import Relative
+from .layouts import as_matrix
+
+Kernel = Callable[[Any, Any], Tensor]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Mean (N*, *event), and the covariance (N*, N*, m, m) where it was asked for."""
+
+    mean: Tensor
+    covariance: Tensor | None = None
+
+
+def predict(
+    kernel: Kernel,
+    x: Any,
+    y: Tensor,
+    x_test: Any,
+    *,
+    t: float | None = None,
+    lr: float = 1.0,
+    f0: Callable[[Any], Tensor] | None = None,
+    diag_reg: float | Relative = 0.0,
+    covariance: bool = False,
+    prior: Kernel | None = None,
+    reduction: str = "mean",
+) -> Prediction:
+    """f_t at new points.
+
+    Args:
+        kernel: K, such as `NTK(Tangent(model))`, or any function of two batches; (N, N') acts on
+            each output alone, (N, N', m, m) on all.
+        x: training inputs.
+        y: targets (N, *event).
+        x_test: where to predict.
+        t: training time; None for the end of training.
+        lr: η.
+        f0: the initial function, for one network (the model itself); None for zero, the mean of an
+            ensemble.
+        diag_reg: λ added to the diagonal, absolute; `Relative(c)` is c times the mean diagonal.
+        covariance: whether the covariance is wanted.
+        prior: K₀, by default K.
+        reduction: of the loss: "mean" over all numbers, or "sum".
+
+    >>> x, y = torch.tensor([[0.0], [1.0]]), torch.tensor([[1.0], [3.0]])
+    >>> linear = lambda a, b: a @ b.T + 1
+    >>> predict(linear, x, y, torch.tensor([[2.0]])).mean
+    tensor([[5.0000]])
+    """
+    targets, event = _targets(y)
+    m = targets.shape[1]
+    k, across = as_matrix(kernel(x, x), m), as_matrix(kernel(x_test, x), m)
+    _refuse_broken(k, across, targets)
+    targets = targets.to(k)
+    reg = _regularization(diag_reg, k)
+    if reduction not in ("mean", "sum") or (t is not None and not t >= 0) or not lr > 0:
+        raise PullbackError(
+            "The training is not determined",
+            f"t={t}, lr={lr}, reduction={reduction!r}",
+            'Use t ≥ 0 or None, lr > 0 and reduction "mean" or "sum"',
+        )
+    rate = lr / (targets.numel() if reduction == "mean" else 1)
+    response = _response(k, across, reg, None if t is None else rate * t)
+    start, ahead = targets * 0, None
+    if f0 is not None:
+        with torch.no_grad():
+            start, ahead = (f0(points).detach().to(k).flatten(1) for points in (x, x_test))
+    mean = (response @ (targets - start).flatten()).view(-1, m)
+    mean = (mean if ahead is None else mean + ahead).unflatten(1, event)
+    spread = _covariance(prior or kernel, x, x_test, m, response, reg) if covariance else None
+    return Prediction(mean, spread)
+
+
+def _response(k: Tensor, across: Tensor, reg: float, time: float | None) -> Tensor:
+    """T, from one eigendecomposition; directions that K does not know stay as they are."""
+    values, u = torch.linalg.eigh((k + k.T) / 2)
+    values = values.clamp(min=0) + reg
+    known = values > len(values) * torch.finfo(k.dtype).eps * values.max()
+    if time is None:
+        gain = torch.where(known, 1 / values, 0.0)
+    else:  # (1 − e^(−τλ))/λ → τ as λ → 0
+        gain = torch.where(known, -torch.expm1(-time * values) / values, time)
+    return ((across @ u) * gain) @ u.T
+
+
+def _covariance(prior: Kernel, x: Any, x_test: Any, m: int, response: Tensor, reg: float) -> Tensor:
+    k, across = as_matrix(prior(x, x), m), as_matrix(prior(x_test, x), m)
+    out = as_matrix(prior(x_test, x_test), m)
+    mixed = response @ across.T
+    inside = response @ k @ response.T + reg * (response @ response.T)
+    out = out - mixed - mixed.T + inside
+    n = len(out) // m
+    return ((out + out.T) / 2).view(n, m, n, m).transpose(1, 2)
+
+
+def _targets(y: Tensor) -> tuple[Tensor, torch.Size]:
+    if not isinstance(y, Tensor) or not y.ndim or not len(y):
+        raise PullbackError("There are no targets", f"got {y!r}", "Pass y of shape (N, *event)")
+    y = y.detach()
+    return (y[:, None], torch.Size((1,))) if y.ndim == 1 else (y.flatten(1), y.shape[1:])
+
+
+def _regularization(diag_reg: float | Relative, k: Tensor) -> float:
+    if isinstance(diag_reg, Relative):
+        return diag_reg.value * float(k.diagonal().mean())
+    if not 0 <= diag_reg < float("inf"):
+        raise PullbackError("diag_reg is not usable", f"got {diag_reg}", "Use a number ≥ 0")
+    return float(diag_reg)
+
+
+def _refuse_broken(k: Tensor, across: Tensor, y: Tensor) -> None:
+    if k.shape[0] != y.numel() or across.shape[1] != len(k):
+        raise PullbackError(
+            "The targets do not fit the kernel",
+            f"{y.numel()} numbers for kernels {tuple(k.shape)} and {tuple(across.shape)}",
+            "Pass one target per training input and output",
+        )
+    if not all(bool(torch.isfinite(v).all()) for v in (k, across, y)):
+        raise PullbackError(
+            "Kernel or targets are not finite", "they contain NaN or infinity", "Check the data"
+        )

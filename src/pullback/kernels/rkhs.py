@@ -1,0 +1,147 @@
+r"""Inner products of finite-dimensional function spaces, in the RKHS of their kernel.
+
+On a finite set X of points a function is its vector of values f, and with K = B Bᵀ
+
+    ⟨f, g⟩_K = fᵀ K⁺ g = (B⁺f)·(B⁺g)
+
+for f and g in the range of K; outside it there is no such function in the space.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._core.errors import PullbackError
+from .._core.svd import svd
+from .kernel import ntk
+from .layouts import as_matrix
+from .tangent import Model, Tangent, as_tangent
+
+
+def rkhs_inner(
+    f: Tensor,
+    g: Tensor | None = None,
+    *,
+    kernel: Tensor | None = None,
+    basis: Tensor | None = None,
+    rcond: float | None = None,
+) -> Tensor:
+    """⟨f, g⟩ of functions given by their values; for batches (k, n) and (k', n) their Gram (k, k').
+
+    Args:
+        f: values (n,), or (k, n) for k functions; n = N·m with the outputs of one point together.
+        g: the same, by default f.
+        kernel: K on the points: (n, n), or (N, N, m, m) as `ntk` gives it.
+        basis: B, (n, k), in place of K = B Bᵀ; its condition is not squared.
+        rcond: singular values below rcond·σ_max count as zero, by default n·ε for B as for K.
+
+    Any basis is orthonormal for its own kernel:
+
+    >>> b = torch.tensor([[1.0, 1.0], [0.0, 2.0], [3.0, 1.0]])
+    >>> torch.allclose(rkhs_inner(b.T, basis=b), torch.eye(2), atol=1e-5)
+    True
+    """
+    whitener = _whitener(kernel, basis, rcond)
+    n = whitener.shape[1]
+    one, left = _coordinates(f, whitener, n)
+    two, right = (one, left) if g is None else _coordinates(g, whitener, n)
+    out = left @ right.T
+    out = out[0] if one else out
+    return out[..., 0] if two else out
+
+
+def pushforward_metric(
+    model: Model | Tangent,
+    x: Any,
+    f: Tensor,
+    g: Tensor | None = None,
+    *,
+    params: Mapping[str, Tensor] | None = None,
+    immersion: bool = False,
+    rcond: float | None = None,
+) -> Tensor:
+    """(φ_*g_E)(f, g) = ⟨dφ⁻¹f, dφ⁻¹g⟩ of tangent functions, by their values (N, *event) at x.
+
+    In this metric the standard gradient is the natural gradient. dφ⁻¹ takes the shortest preimage,
+    so that directions which leave the function unchanged on x do not count: where dφ is not
+    injective it is the metric of the quotient by them. `immersion=True` refuses that case.
+    """
+    tangent = as_tangent(model, params)
+    theta = ntk(tangent, x)
+    n = theta.shape[0] * theta.shape[2]
+    whitener = _whitener(theta, None, rcond)
+    if immersion and len(whitener) < tangent.space.size:
+        raise PullbackError(
+            "The model is no immersion on these points",
+            f"dφ has rank {len(whitener)} for {tangent.space.size} parameters",
+            "Add points, remove symmetries, or measure the quotient with immersion=False",
+        )
+    values = [v.reshape(1, n) for v in (f, f if g is None else g)]
+    left, right = (_coordinates(v, whitener, n)[1] for v in values)
+    return (left * right).sum()
+
+
+def _whitener(kernel: Tensor | None, basis: Tensor | None, rcond: float | None) -> Tensor:
+    """W, (rank, n), with fᵀK⁺g = (W f)·(W g)."""
+    if (kernel is None) == (basis is None):
+        raise PullbackError(
+            "The function space is not determined",
+            "it takes one of kernel= and basis=",
+            "Pass the kernel's matrix on the points, or the basis' values there",
+        )
+    given = kernel if basis is None else basis
+    assert given is not None
+    _refuse_broken(given)
+    cut = max(given.shape) * torch.finfo(given.dtype).eps if rcond is None else rcond
+    if basis is not None:
+        whole = svd(basis)
+        part = whole.select(whole.sigma > cut * whole.sigma.max())
+        eye = torch.eye(len(basis), dtype=basis.dtype, device=basis.device)
+        return torch.stack([part.left(e) for e in eye], 1) / part.sigma[:, None]
+    k = given if given.ndim == 2 else as_matrix(given, given.shape[-1])
+    if k.shape[0] != k.shape[1] or not bool((k - k.T).norm() <= 1e-3 * k.norm()):
+        raise PullbackError(
+            "The kernel is not symmetric",
+            f"its matrix has shape {tuple(k.shape)}, or differs from its transpose",
+            "Pass K(x, x) on one set of points",
+        )
+    values, u = torch.linalg.eigh((k + k.T) / 2)
+    keep = values > (len(k) * torch.finfo(k.dtype).eps if rcond is None else rcond) * values.max()
+    return u[:, keep].T / values[keep].sqrt()[:, None]
+
+
+def _coordinates(f: Tensor, whitener: Tensor, n: int) -> tuple[bool, Tensor]:
+    """Whether f is one function, and W f as (k, rank); f must lie in the range."""
+    single = f.ndim == 1 or (f.ndim > 1 and f.shape[-1] != n and f.numel() == n)
+    flat = f.reshape(1, -1) if single else f.reshape(-1, f.shape[-1])
+    if flat.shape[1] != n:
+        raise PullbackError(
+            "The function does not fit the points",
+            f"its values have shape {tuple(f.shape)} where the kernel has {n} rows",
+            f"Pass {n} values, or one row of {n} per function",
+        )
+    flat = flat.to(whitener)
+    w = flat @ whitener.T
+    # W⁺ = Wᵀ(W Wᵀ)⁻¹, and W's rows are orthogonal
+    back = (w / whitener.square().sum(1)) @ whitener
+    limit = torch.finfo(flat.dtype).eps ** 0.5 * flat.norm(dim=1)
+    if not bool(((back - flat).norm(dim=1) <= limit).all()):
+        raise PullbackError(
+            "A function lies outside the space",
+            "its values are not in the range of the kernel, where its norm would be infinite",
+            "Project it first (kernels.project), or lower rcond",
+        )
+    return single, w
+
+
+def _refuse_broken(matrix: Tensor) -> None:
+    if matrix.ndim < 2 or not matrix.numel() or not bool(torch.isfinite(matrix).all()):
+        raise PullbackError(
+            "The kernel or basis is not usable",
+            f"its shape is {tuple(matrix.shape)}, or it is not finite",
+            "Pass a finite matrix with one row per value",
+        )

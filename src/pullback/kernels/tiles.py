@@ -1,0 +1,141 @@
+r"""The NTK by tiles: batches of x against batches of x', the lower half alone where x' is x."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._core.errors import PullbackError
+from .._core.products import full_precision
+from ..maps import Pulled
+from .layouts import Full, Layout
+from .tangent import Tangent, arguments, part
+
+MEMORY = 2**30  # bytes for what is pulled back and for temporaries; the kernel itself is beside it
+
+
+class Batch:
+    """One argument of the kernel, in chunks whose pulled-back covectors fit the memory."""
+
+    def __init__(self, tangent: Tangent, x: Any, layout: Layout, chunk: int | None, memory: int):
+        self.args = arguments(x)
+        self.count = len(self.args[0])
+        self._tangent, self._layout = tangent, layout
+        entries, self.event = tangent.probe(self.args)
+        held = entries * self.event.numel() * torch.finfo(tangent.space.dtype).bits // 8
+        self._keep = 2 * self.count * held <= memory
+        self._kept: dict[int, list[Pulled]] = {}
+        # two chunks at a time
+        self._step = max(1, min(self.count, memory // (4 * held))) if chunk is None else chunk
+
+    def slices(self) -> list[slice]:
+        """The chunks."""
+        step = self._step
+        return [slice(a, min(a + step, self.count)) for a in range(0, self.count, step)]
+
+    def pull(self, some: slice) -> list[Pulled]:
+        """A chunk's covectors, pulled back; all chunks are kept if they fit the memory."""
+        if some.start in self._kept:
+            return self._kept[some.start]
+        pulled = self._layout.pull(self._tangent.at(part(self.args, some.start, some.stop)))
+        if self._keep:
+            self._kept[some.start] = pulled
+        return pulled
+
+
+def tiles(
+    tangent: Tangent, x: Any, x2: Any, layout: Layout, chunk: int | None, memory: int
+) -> Iterator[tuple[slice, slice, Tensor]]:
+    """(rows, columns, K of these samples); with x2 = None only those on and below the diagonal."""
+    if memory <= 0 or (chunk is not None and chunk < 1):
+        raise PullbackError(
+            "The tiles have no size", f"chunk={chunk}, memory={memory}", "Use positive numbers"
+        )
+    one = Batch(tangent, x, layout, chunk, memory)
+    two = one if x2 is None else Batch(tangent, x2, layout, chunk, memory)
+    lines, columns = one.slices(), two.slices()
+    if one.event != two.event:
+        raise PullbackError(
+            "x and x2 give outputs of different shapes",
+            f"{tuple(one.event)} and {tuple(two.event)}",
+            "Pass inputs for which the model has the same number of outputs",
+        )
+    with torch.no_grad(), full_precision(tangent.space.device):
+        for rows in lines:
+            left = one.pull(rows)
+            for some in columns:
+                if two is one and some.start > rows.start:
+                    break
+                right = left if two is one and some == rows else two.pull(some)
+                yield rows, some, layout.tile(left, right, memory)
+
+
+def assembled(
+    tangent: Tangent, x: Any, x2: Any, layout: Layout, chunk: int | None, memory: int
+) -> Tensor:
+    """The tiles as one tensor; a single tile is not copied."""
+    n = len(arguments(x)[0])
+    n2 = n if x2 is None else len(arguments(x2)[0])
+    out: Tensor | None = None
+    for rows, some, tile in tiles(tangent, x, x2, layout, chunk, memory):
+        if rows == slice(0, n) and some == slice(0, n2):
+            return tile
+        if out is None:
+            out = layout.empty(n, n2, tile.shape[-1] if tile.ndim > 2 else 1, tile)
+        out[rows, some] = tile
+        if x2 is None and some != rows:
+            out[some, rows] = layout.flip(tile)
+    assert out is not None
+    return out
+
+
+class SymmetricTiles:
+    """K(x, x) in the full layout by its tiles on and below the diagonal: half of the memory.
+
+    >>> from torch import nn
+    >>> k = ntk_tiles(nn.Linear(2, 1), torch.ones(3, 2), chunk=1)
+    >>> len(k.tiles), k.matvec(torch.ones(3))
+    (6, tensor([9., 9., 9.]))
+    """
+
+    def __init__(self, tiles: dict[tuple[int, int], tuple[slice, slice, Tensor]]) -> None:
+        self.tiles = tiles
+        _, _, last = list(tiles.values())[-1]
+        self.samples = max(rows.stop for rows, _, _ in tiles.values())
+        self.outputs = last.shape[-1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return sum(tile.nbytes for _, _, tile in self.tiles.values())
+
+    def matvec(self, v: Tensor) -> Tensor:
+        """K v for v of shape (N·m,)."""
+        v = v.view(self.samples, self.outputs)
+        out = torch.zeros_like(v)
+        for rows, some, tile in self.tiles.values():
+            out[rows] += torch.einsum("ijab,jb->ia", tile, v[some])
+            if rows != some:
+                out[some] += torch.einsum("ijab,ia->jb", tile, v[rows])
+        return out.flatten()
+
+    def dense(self) -> Tensor:
+        """K as (N, N, m, m)."""
+        _, _, like = next(iter(self.tiles.values()))
+        out = Full().empty(self.samples, self.samples, self.outputs, like)
+        for rows, some, tile in self.tiles.values():
+            out[rows, some] = tile
+            out[some, rows] = Full().flip(tile)
+        return out
+
+
+def ntk_tiles(
+    model: Any, x: Any, *, params: Any = None, chunk: int | None = None, memory: int = MEMORY
+) -> SymmetricTiles:
+    """The NTK Θ(x, x) held by half, for as many inputs as the machine can hold."""
+    tangent = model if isinstance(model, Tangent) else Tangent(model, params)
+    found = tiles(tangent, x, None, Full(), chunk, memory)
+    return SymmetricTiles({(a.start, b.start): (a, b, tile) for a, b, tile in found})

@@ -1,0 +1,53 @@
+"""The Gram of rows by contraction of one side first, against the rows themselves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from pullback.maps.layers import AffineBlock
+from pullback.maps.layers import contracted as module
+from pullback.testing import assert_close
+
+
+def block(n: int, seed: int, *, bias: bool = True, height: Tensor | None = None) -> AffineBlock:
+    generator = torch.Generator().manual_seed(seed)
+    r, g, t, i, o = 3, 2, 4, 5, 6
+    x = torch.randn(n, g, t, i, generator=generator, dtype=torch.float64)
+    delta = torch.randn(n, r, g, t, o, generator=generator, dtype=torch.float64)
+    name = "b" if bias else None
+    return AffineBlock("w", name, x.__getitem__, (n, g, t, i), delta, height)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("jet", [True, False])
+@pytest.mark.parametrize("cache", [1, 400, 2**20])
+def test_it_is_the_gram_of_rows(
+    bias: bool, jet: bool, cache: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_CACHE", cache)
+    monkeypatch.setattr(AffineBlock, "_route", lambda self, other: "contracted")
+    height = torch.tensor([1.0, 0.0, 0.0, 2.0], dtype=torch.float64) if jet else None
+    a, b = block(5, 0, bias=bias, height=height), block(4, 1, bias=bias, height=height)
+    rows = [torch.cat(list(x.rows().values()), -1).flatten(0, 1) for x in (a, b)]
+    assert_close(a.gram(b, 2**30), rows[0] @ rows[1].T, 1e-13, "two blocks")
+    own = a.gram(a, 2**30)
+    assert_close(own, rows[0] @ rows[0].T, 1e-13, "one block")
+    assert torch.equal(own, own.T)
+
+
+def test_few_places_and_many_covectors_choose_it() -> None:
+    x = torch.zeros(64, 1, 16, 256)
+    delta = torch.zeros(64, 10, 1, 16, 256)
+    chosen = AffineBlock("w", "b", x.__getitem__, (64, 1, 16, 256), delta)
+    assert chosen.route == "contracted"
+    assert torch.equal(chosen.gram(chosen, 2**30), torch.zeros(640, 640))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_trace_over_covectors(bias: bool) -> None:
+    a, b = block(5, 0, bias=bias), block(4, 1, bias=bias)
+    whole = a.gram(b, 2**30).view(5, 3, 4, 3)
+    want = torch.einsum("iaja->ij", whole)
+    assert_close(a.traced().gram(b.traced(), 2**30), want, 1e-13, "Σ_r")
