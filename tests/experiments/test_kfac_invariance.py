@@ -19,8 +19,8 @@ from pullback.experiments.kfac_invariance.checks import RECORDED, claims
 from pullback.experiments.kfac_invariance.methods import GROUPS, METHODS, Method
 from pullback.experiments.kfac_invariance.nets import EXHIBITS, NETS, Net, Pair
 from pullback.experiments.kfac_invariance.run import Record, run
-from pullback.geometry.affine import Change, Coordinates, changed, drawn, same, whitening
-from pullback.geometry.twin import tanh_twin, twin
+from pullback.geometry.charts.affine import Change, Coordinates, changed, drawn, same, whitening
+from pullback.geometry.charts.twin import tanh_twin, twin
 
 PARTED = {"zero padding with a shift", "RNN, a₀ kept"}
 UNLIKE = {*PARTED, "RNN, inputs shifted", "Gauss–Newton, output", "softmax, logits"}

@@ -16,13 +16,18 @@ from torch.optim import SGD, Adam, Optimizer
 
 import pullback as pb
 from pullback import PullbackError
-from pullback.geometry.audit import audit
-from pullback.geometry.audit_optimizers import Contender
-from pullback.geometry.audit_table import Audit
-from pullback.geometry.audit_verdict import Measure, Seen, Verdict
-from pullback.geometry.diffeomorphism import Elementwise, sinh
-from pullback.geometry.mixing import Coupling, Mixing
-from pullback.geometry.transformations import Affine, NeuronPermutation, NeuronRescaling, Whitening
+from pullback.geometry.charts.diffeomorphism import Elementwise, sinh
+from pullback.geometry.charts.mixing import Coupling, Mixing
+from pullback.geometry.charts.transformations import (
+    Affine,
+    NeuronPermutation,
+    NeuronRescaling,
+    Whitening,
+)
+from pullback.geometry.invariance.audit import audit
+from pullback.geometry.invariance.optimizers import Contender
+from pullback.geometry.invariance.table import Audit
+from pullback.geometry.invariance.verdict import Measure, Seen, Verdict
 
 Batch = tuple[Tensor, Tensor]
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from pullback.geometry.audit import audit
-from pullback.geometry.audit_optimizers import optimizers
-from pullback.geometry.audit_table import Audit
+from pullback.geometry.invariance.audit import audit
+from pullback.geometry.invariance.optimizers import optimizers
+from pullback.geometry.invariance.table import Audit
 
 E, F, N = "exact", "first order", "not invariant"
 NAMES = ("input whitening", "per-layer affine", "neuron rescaling", "neuron permutation",

@@ -10,11 +10,19 @@ import torch
 from torch import Tensor, nn
 
 from pullback import PullbackError
-from pullback.geometry.affine import Change, Coordinates, changed, drawn, layers, same, whitening
-from pullback.geometry.mixing import Coupling
-from pullback.geometry.neurons import Neurons, neuron_twin
-from pullback.geometry.reparametrize import Reparametrized
-from pullback.geometry.transformations import (
+from pullback.geometry.charts.affine import (
+    Change,
+    Coordinates,
+    changed,
+    drawn,
+    layers,
+    same,
+    whitening,
+)
+from pullback.geometry.charts.mixing import Coupling
+from pullback.geometry.charts.neurons import Neurons, neuron_twin
+from pullback.geometry.charts.reparametrize import Reparametrized
+from pullback.geometry.charts.transformations import (
     Affine,
     NeuronPermutation,
     NeuronRescaling,
@@ -24,7 +32,7 @@ from pullback.geometry.transformations import (
     as_transformation,
     standard,
 )
-from pullback.geometry.twin import sigmoid_twin, tanh_twin, twin
+from pullback.geometry.charts.twin import sigmoid_twin, tanh_twin, twin
 
 
 class Residual(nn.Module):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pullback import PullbackError, metrics
-from pullback.geometry.flatness import flatness
+from pullback.geometry import flatness
 
 
 def zeros(n: int) -> Tensor:

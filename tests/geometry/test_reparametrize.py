@@ -13,9 +13,9 @@ from torch.func import functional_call, jacrev
 
 import pullback as pb
 from pullback import PullbackError
-from pullback.geometry.diffeomorphism import Composed, Custom, Elementwise, cubic, sinh
-from pullback.geometry.mixing import Coupling, EntryPermutation, Mixing
-from pullback.geometry.reparametrize import Reparametrized, reparametrize
+from pullback.geometry.charts.diffeomorphism import Composed, Custom, Elementwise, cubic, sinh
+from pullback.geometry.charts.mixing import Coupling, EntryPermutation, Mixing
+from pullback.geometry.charts.reparametrize import Reparametrized, reparametrize
 from pullback.maps import Call, ModuleMap
 
 SIZE = 26

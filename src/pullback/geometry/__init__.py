@@ -1,30 +1,10 @@
 """The geometry of a parametrized model φ: Ξ → (Z, g), overparametrized or not."""
 
 from ..solvers import PseudoInverse as MoorePenrose
-from .audit import audit
-from .audit_optimizers import Contender, optimizers
-from .audit_table import Audit
-from .audit_verdict import Verdict
-from .diffeomorphism import Diffeomorphism, Elementwise, cubic, sinh
-from .flatness import Flatness, flatness
-from .functions import (
-    decompose,
-    gram,
-    natural_parameter_gradient,
-    project,
-    pushforward,
-    rank,
-    residual,
-)
-from .inverses import Damped, Generalized, RandomInverse, WeightedNorm
-from .mixing import Coupling, EntryPermutation, Mixing
-from .occurrence import Occurrence, occurrence
-from .point import Decomposition, Point
-from .proper import Properness, is_proper, properness
-from .reparametrize import reparametrize
-from .scan import SingularPoint, singular_points
-from .spectrum import Rank
-from .transformations import (
+from .charts.diffeomorphism import Diffeomorphism, Elementwise, cubic, sinh
+from .charts.mixing import Coupling, EntryPermutation, Mixing
+from .charts.reparametrize import reparametrize
+from .charts.transformations import (
     Affine,
     NeuronPermutation,
     NeuronRescaling,
@@ -33,7 +13,27 @@ from .transformations import (
     Whitening,
     standard,
 )
-from .twin import sigmoid_twin, tanh_twin
+from .charts.twin import sigmoid_twin, tanh_twin
+from .invariance.audit import audit
+from .invariance.optimizers import Contender, optimizers
+from .invariance.table import Audit
+from .invariance.verdict import Verdict
+from .local.functions import (
+    decompose,
+    gram,
+    natural_parameter_gradient,
+    project,
+    pushforward,
+    rank,
+    residual,
+)
+from .local.inverses import Damped, Generalized, RandomInverse, WeightedNorm
+from .local.occurrence import Occurrence, occurrence
+from .local.point import Decomposition, Point
+from .local.proper import Properness, is_proper, properness
+from .local.scan import SingularPoint, singular_points
+from .local.spectrum import Rank
+from .volume import Flatness, flatness
 
 __all__ = [
     # one point

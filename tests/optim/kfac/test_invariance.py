@@ -14,8 +14,8 @@ import pullback as pb
 from pullback.experiments.kfac_invariance.nets import EXHIBITS, NETS, Pair, Side
 from pullback.experiments.kfac_invariance.recurrent import Recurrent, recurrent_twin
 from pullback.experiments.kfac_invariance.run import condition
-from pullback.geometry.affine import Change, drawn, layers
-from pullback.geometry.twin import random_coordinates, twin
+from pullback.geometry.charts.affine import Change, drawn, layers
+from pullback.geometry.charts.twin import random_coordinates, twin
 from pullback.optim.kfac import Exact, Invariant, Tikhonov
 
 BY_NAME = {net.name: net for net in (*NETS, *EXHIBITS)}

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ... import likelihoods, metrics
-from ...geometry.affine import Affine, Change, drawn, whitening
-from ...geometry.twin import random_coordinates, tanh_twin, twin
+from ...geometry.charts.affine import Affine, Change, drawn, whitening
+from ...geometry.charts.twin import random_coordinates, tanh_twin, twin
 from .recurrent import Recurrent, recurrent_twin
 
 BATCH, HELD = 128, 200

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ...geometry.affine import Affine, Change, changed, drawn, same
+from ...geometry.charts.affine import Affine, Change, changed, drawn, same
 
 
 class Recurrent(nn.Module):

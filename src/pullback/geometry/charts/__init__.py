@@ -1,0 +1,1 @@
+"""Other coordinates for the same functions: reparametrizations, affine twins, neurons."""

@@ -1,0 +1,201 @@
+r"""ψ = φ∘f: the same function of other parameters, w = f(θ) with θ₀ = f⁻¹(w₀).
+
+This is the setting of van Oostrum, Müller and Ay (2023), Definitions 5 and 6: two parametrizations
+with ψ = φ∘f for a diffeomorphism f, compared at θ = f⁻¹(ξ).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any, overload
+
+from torch import Tensor, nn
+from torch.func import functional_call, jvp
+
+from ..._core.errors import PullbackError
+from ...maps import Map
+from .diffeomorphism import Custom, Diffeomorphism, Elementwise, Params
+from .reparametrized_map import ReparametrizedMap
+
+Given = Diffeomorphism | Callable[[Any], Any] | tuple[Callable[[Any], Any], Callable[[Any], Any]]
+_ONLY = "parameters"
+
+
+class Reparametrized(nn.Module):
+    """model(x) at w = f(θ), with θ as its only trainable parameters.
+
+    Frozen parameters and buffers stay as they are. The original is copied; its weights are gone
+    from the copy, whose layers receive f(θ) at each call.
+    """
+
+    def __init__(self, model: nn.Module, f: Diffeomorphism) -> None:
+        super().__init__()
+        start = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
+        _refuse_empty(start)
+        theta = f.pulled_back(start)
+        self.diffeomorphism = f
+        #: the model's trainable parameters, by name
+        self.names = tuple(start)
+        self._own = {n: f"theta_{n.replace('.', '_')}" for n in self.names}
+        if len(set(self._own.values())) < len(self.names):
+            self._own = {n: f"theta_{i}" for i, n in enumerate(self.names)}
+        self.inner, self._slots = _emptied(model, self.names)
+        for name, value in theta.items():
+            self.register_parameter(self._own[name], nn.Parameter(value))
+        self.train(model.training)
+
+    def weights(self) -> Params:
+        """w = f(θ), by the model's own names."""
+        return self.diffeomorphism.forward({n: getattr(self, self._own[n]) for n in self.names})
+
+    def push(self, theta: Params, v: Params) -> Params:
+        """df_θ v, for θ and v by this module's names; by the model's own names."""
+        names = {own: n for n, own in self._own.items()}
+        at, by = ({names[own]: t for own, t in d.items()} for d in (theta, v))
+        return jvp(self.diffeomorphism.forward, (at,), (by,))[1]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output at w = f(θ)."""
+        w = self.weights()
+        tensors = {slot: w[n] for n, slots in self._slots.items() for slot in slots}
+        return functional_call(self.inner, tensors, args, kwargs, tie_weights=False)
+
+
+class ReparametrizedFunction:
+    """θ ↦ φ(f(θ)) for a function φ of a dict of parameters, or of one tensor.
+
+    Attributes:
+        start: θ₀ = f⁻¹(w₀), a dict or a tensor as w₀ was.
+    """
+
+    def __init__(
+        self,
+        function: Callable[[Any], Any],
+        f: Diffeomorphism,
+        params: Mapping[str, Tensor] | Tensor,
+    ) -> None:
+        self.function, self.diffeomorphism = function, f
+        self._single = isinstance(params, Tensor)
+        point = {_ONLY: params} if isinstance(params, Tensor) else dict(params)
+        _refuse_empty(point)
+        theta = f.pulled_back({n: p.detach() for n, p in point.items()})
+        self.start: Any = theta[_ONLY] if self._single else theta
+
+    def weights(self, theta: Any) -> Any:
+        """w = f(θ), a dict or a tensor as θ is."""
+        if self._single:
+            return self.diffeomorphism.forward({_ONLY: theta})[_ONLY]
+        return self.diffeomorphism.forward(dict(theta))
+
+    def __call__(self, theta: Any) -> Any:
+        return self.function(self.weights(theta))
+
+
+@overload
+def reparametrize(model: nn.Module, f: Given) -> Reparametrized: ...
+@overload
+def reparametrize(model: Map, f: Given, *, params: Mapping[str, Tensor]) -> ReparametrizedMap: ...
+@overload
+def reparametrize(
+    model: Callable[[Any], Any], f: Given, *, params: Mapping[str, Tensor] | Tensor
+) -> ReparametrizedFunction: ...
+def reparametrize(
+    model: nn.Module | Map | Callable[[Any], Any],
+    f: Given,
+    *,
+    params: Mapping[str, Tensor] | Tensor | None = None,
+) -> Reparametrized | ReparametrizedMap | ReparametrizedFunction:
+    r"""The same function in other parameters: ψ(θ) = φ(f(θ)), at θ₀ = f⁻¹(w₀).
+
+    Args:
+        model: a module, which is copied and never changed; a `maps.Map`; or a function φ of a
+            dict of parameters or of one tensor.
+        f: a `Diffeomorphism`; or a function of one tensor (applied to each parameter by entry) or
+            of the dict of parameters; or a pair of such a function and its inverse. An inverse
+            that is not given is found numerically.
+        params: w₀, for a map or a function.
+
+    Raises:
+        PullbackError: where f(f⁻¹(w₀)) is not w₀ or f's derivative has no inverse there.
+
+    >>> import torch
+    >>> model = nn.Linear(3, 2)
+    >>> twin = reparametrize(model, torch.sinh)
+    >>> x = torch.randn(5, 3)
+    >>> bool(torch.allclose(twin(x), model(x), atol=1e-5))
+    True
+    """
+    if isinstance(model, nn.Module):
+        trainable = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
+        _refuse_empty(trainable)
+        return Reparametrized(model, as_diffeomorphism(f, trainable))
+    if params is None:
+        raise PullbackError(
+            "A map or a function needs its parameters",
+            "w₀ is not known, so there is no θ₀ = f⁻¹(w₀)",
+            "Pass params=, a dict of tensors or one tensor",
+        )
+    single = isinstance(params, Tensor)
+    point = {_ONLY: params} if isinstance(params, Tensor) else dict(params)
+    chosen = as_diffeomorphism(f, point, single=single)
+    if isinstance(model, Map):
+        return ReparametrizedMap(model, chosen, point)
+    return ReparametrizedFunction(model, chosen, params)
+
+
+def as_diffeomorphism(f: Given, params: Params, *, single: bool = False) -> Diffeomorphism:
+    """f itself, or a plain function made one: of each tensor if it takes no dict.
+
+    `single` means that the parameters are one tensor, of which f is any function.
+    """
+    if isinstance(f, Diffeomorphism):
+        return f
+    pair: tuple[Any, Any] = f if isinstance(f, tuple) and len(f) == 2 else (f, None)
+    function: Any = pair[0]
+    inverse: Any = pair[1]
+    if not all(callable(g) for g in pair if g is not None) or function is None:
+        raise PullbackError(
+            "This is no diffeomorphism",
+            f"got {f!r}",
+            "Give a function, a pair of a function and its inverse, or a Diffeomorphism",
+        )
+    if single:
+        back = None if inverse is None else _keyed(inverse)
+        return Custom(_keyed(function), back)
+    try:
+        takes_dict = isinstance(function(dict(params)), dict)
+    except (TypeError, AttributeError):
+        takes_dict = False
+    return (Custom if takes_dict else Elementwise)(function, inverse)
+
+
+def _keyed(f: Callable[[Tensor], Tensor]) -> Callable[[Params], Params]:
+    return lambda params: {_ONLY: f(params[_ONLY])}
+
+
+def _emptied(model: nn.Module, names: tuple[str, ...]) -> tuple[nn.Module, dict[str, list[str]]]:
+    """A copy without the named parameters, and the slots of each of them.
+
+    Empty buffers keep the slots open; other parameters of the model are all that the copy has.
+    """
+    inner = copy.deepcopy(model)
+    by_id = {id(p): n for n, p in inner.named_parameters() if n in names}
+    slots: dict[str, list[str]] = {n: [] for n in names}
+    for path, module in inner.named_modules():
+        for key, held in list(module._parameters.items()):
+            if held is None or id(held) not in by_id:
+                continue
+            slots[by_id[id(held)]].append(f"{path}.{key}" if path else key)
+            del module._parameters[key]
+            module.register_buffer(key, held.detach().new_zeros(0), persistent=False)
+    return inner, slots
+
+
+def _refuse_empty(params: Mapping[str, Tensor]) -> None:
+    if not any(p.numel() for p in params.values()):
+        raise PullbackError(
+            "There is nothing to reparametrize",
+            "no parameter requires a gradient",
+            "Unfreeze at least one parameter or pass others",
+        )

@@ -1,0 +1,253 @@
+r"""Transformations of a model that leave its function as it is: what an audit runs through.
+
+Each gives a *twin*: a module with parameters θ of its own and w = f(θ), so ψ = φ∘f at θ₀ = f⁻¹(w₀).
+Changes of activations and of neurons give ordinary networks of `Linear` and `Conv` layers; a
+diffeomorphism of the parameters gives a `Reparametrized` module, in which no layer has a weight of
+its own.
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..._core.errors import PullbackError
+from . import diffeomorphism
+from .affine import Change, Coordinates, Layer, changed, drawn, is_layer, layers, same, whitening
+from .diffeomorphism import Diffeomorphism, Params
+from .mixing import EntryPermutation
+from .neurons import ALIKE, HOMOGENEOUS, Neurons, hidden, neuron_twin, refuse_others
+from .reparametrize import Reparametrized, reparametrize
+from .twin import twin
+
+
+@dataclass(frozen=True)
+class Twin:
+    """A model's twin.
+
+    Attributes:
+        model: ψ, with its own parameters θ.
+        weights: w = f(θ) of (a copy of) the twin, by the original's parameter names.
+        push: (θ, v) ↦ df_θ v, by the twin's and the original's names; None where f is affine.
+    """
+
+    model: nn.Module
+    weights: Callable[[nn.Module], Params]
+    push: Callable[[Params, Params], Params] | None = None
+
+
+class Transformation(ABC):
+    """A way to make a twin.
+
+    Attributes:
+        name: as tables show it.
+        about: what changes, in one line.
+    """
+
+    name: str
+    about: str
+
+    @abstractmethod
+    def twin(self, model: nn.Module, x: Tensor) -> Twin:
+        """The twin of a model; x are inputs, for transformations that depend on them."""
+
+    def __repr__(self) -> str:
+        return f"<{self.name}: {self.about}>"
+
+
+class Affine(Transformation):
+    """Random Ω, γ of each layer's input and Φ, τ of its output, of condition at most `condition`.
+
+    Shifts are left out where the function would change: of layers without a bias, and of the
+    inputs of zero-padded convolutions, since the padding would have to be γ.
+    """
+
+    name, about = "per-layer affine", "a† = Ωa + γ and z = Φz† + τ in every layer"
+
+    def __init__(self, seed: int = 0, condition: float = 10.0) -> None:
+        self.seed, self.condition = seed, condition
+
+    def twin(self, model: nn.Module, x: Tensor) -> Twin:
+        generator = torch.Generator().manual_seed(self.seed)
+        inputs, outputs = list[Change](), list[Change]()
+        for layer in _some_layers(model):
+            one, two = (drawn(n, generator, self.condition) for n in layer.weight.shape[1::-1])
+            inputs.append(one if _shifts(layer) else one.linear())
+            outputs.append(two if layer.bias is not None else two.linear())
+        return _affine_twin(model, Coordinates(inputs, outputs))
+
+
+class Whitening(Transformation):
+    """The first layer sees inputs of mean zero and covariance 1 (over x, and over positions).
+
+    Without a bias, or with zero padding, the mean stays and the second moment is 1.
+    """
+
+    name, about = "input whitening", "the inputs' covariance becomes 1"
+
+    def twin(self, model: nn.Module, x: Tensor) -> Twin:
+        every, (first, seen) = _some_layers(model), _first(model, x)
+        rows = seen if isinstance(first, nn.Linear) else seen.movedim(1, -1)
+        change = whitening(rows.reshape(-1, rows.shape[-1]), centered=_shifts(first))
+        inputs = [change if m is first else same(m.weight.shape[1]) for m in every]
+        outputs = [same(m.weight.shape[0]) for m in every]
+        return _affine_twin(model, Coordinates(inputs, outputs))
+
+
+class NeuronRescaling(Transformation):
+    """Hidden neurons times s = e^u with u uniform in ±`spread`, undone by the next layer."""
+
+    name, about = "neuron rescaling", "a†_i = s_i a_i with s > 0, in ReLU networks"
+
+    def __init__(self, seed: int = 0, spread: float = 1.5) -> None:
+        self.seed, self.spread = seed, spread
+
+    def twin(self, model: nn.Module, x: Tensor) -> Twin:
+        refuse_others(model, HOMOGENEOUS, "rescaled")
+        generator = torch.Generator().manual_seed(self.seed)
+
+        def change(n: int) -> Neurons:
+            u = 2 * torch.rand(n, generator=generator, dtype=torch.float64) - 1
+            return Neurons(torch.arange(n), (self.spread * u).exp())
+
+        return _neuron_twin(model, change)
+
+
+class NeuronPermutation(Transformation):
+    """Hidden neurons in a random order."""
+
+    name, about = "neuron permutation", "rows and the next layer's columns in another order"
+
+    def __init__(self, seed: int = 0) -> None:
+        self.seed = seed
+
+    def twin(self, model: nn.Module, x: Tensor) -> Twin:
+        refuse_others(model, ALIKE, "permuted")
+        generator = torch.Generator().manual_seed(self.seed)
+
+        def change(n: int) -> Neurons:
+            ones = torch.ones(n, dtype=torch.float64)
+            return Neurons(torch.randperm(n, generator=generator), ones)
+
+        return _neuron_twin(model, change)
+
+
+class Parameters(Transformation):
+    """w = f(θ) for a diffeomorphism of all parameters, or what `reparametrize` takes for one."""
+
+    def __init__(self, f: Any, name: str | None = None, about: str | None = None) -> None:
+        self.f = f
+        self.name = name or getattr(f, "__name__", None) or type(f).__name__
+        self.about = about or "w = f(θ)"
+
+    def twin(self, model: nn.Module, x: Tensor) -> Twin:
+        def weights(module: nn.Module) -> Params:
+            assert isinstance(module, Reparametrized)
+            return {**dict(module.inner.named_parameters()), **module.weights()}
+
+        twin = reparametrize(model, self.f)
+        return Twin(twin, weights, twin.push)
+
+
+def standard(seed: int = 0) -> list[Transformation]:
+    """The six that an audit runs through by default."""
+    return [
+        Whitening(),
+        Affine(seed),
+        NeuronRescaling(seed),
+        NeuronPermutation(seed),
+        Parameters(EntryPermutation(seed), "entry permutation", "each tensor's entries reordered"),
+        Parameters(diffeomorphism.cubic(), "elementwise", "w = θ + θ³"),
+    ]
+
+
+def as_transformation(given: Any, name: str | None = None) -> Transformation:
+    """The transformation itself, or `Parameters` of a diffeomorphism."""
+    if isinstance(given, Transformation):
+        return given
+    if isinstance(given, (Diffeomorphism, tuple)) or callable(given):
+        return Parameters(given, name)
+    raise PullbackError(
+        "This is no transformation",
+        f"got {given!r}",
+        "Give one of geometry.transformations, or a diffeomorphism of the parameters",
+    )
+
+
+def _some_layers(model: nn.Module) -> list[Layer]:
+    found = layers(model)
+    if not found:
+        raise PullbackError(
+            "The model has no layers to transform",
+            f"{type(model).__name__} has no linear and no ungrouped convolution layer",
+            "Use a diffeomorphism of the parameters instead (transformations.Parameters)",
+        )
+    return found
+
+
+def _shifts(layer: Layer) -> bool:
+    """Whether the layer can take up a shift of its inputs."""
+    if layer.bias is None or isinstance(layer, nn.Linear):
+        return layer.bias is not None
+    padded = layer.padding == "same" or (layer.padding != "valid" and any(layer.padding))
+    return not padded or layer.padding_mode != "zeros"
+
+
+def _first(model: nn.Module, x: Tensor) -> tuple[Layer, Tensor]:
+    """The layer that is called first, and what it sees."""
+    trial = copy.deepcopy(model)  # whose buffers may change
+    seen: list[tuple[int, Tensor]] = []
+    for number, layer in enumerate(layers(trial)):
+        layer.register_forward_pre_hook(
+            lambda _, args, number=number: seen.append((number, args[0].detach()))  # pyright: ignore[reportArgumentType]
+        )
+    with torch.no_grad():
+        trial(x)
+    if not seen:
+        raise PullbackError(
+            "The model has no first layer",
+            "none of its linear and convolution layers was called",
+            "Call layers as modules: their hooks must run",
+        )
+    number, inputs = seen[0]
+    return layers(model)[number], inputs
+
+
+def _affine_twin(model: nn.Module, to: Coordinates) -> Twin:
+    names = [n for n, _ in model.named_parameters()]
+    owners = {
+        f"{path}.{key}" if path else key: (number, key)
+        for number, (path, m) in enumerate(
+            (path, m) for path, m in model.named_modules() if is_layer(m)
+        )
+        for key in ("weight", "bias")
+    }
+
+    def weights(module: nn.Module) -> Params:
+        """W = ΦW†Ω and b = Φ(b† + W†γ) + τ: the changes undone."""
+        back = [
+            changed(m, one.inverse(), two.inverse())  # pyright: ignore[reportArgumentType]
+            for m, one, two in zip(layers(module), to.inputs, to.outputs, strict=True)
+        ]
+        values = zip(names, module.parameters(), strict=True)
+        return {
+            n: getattr(back[owners[n][0]], owners[n][1]) if n in owners else p for n, p in values
+        }
+
+    return Twin(twin(model, to), weights)
+
+
+def _neuron_twin(model: nn.Module, change: Callable[[int], Neurons]) -> Twin:
+    changes = [change(layer.weight.shape[0]) for layer, _, _ in hidden(model)]
+    back = [c.inverse() for c in changes]
+
+    def weights(module: nn.Module) -> Params:
+        return dict(neuron_twin(module, back).named_parameters())
+
+    return Twin(neuron_twin(model, changes), weights)

@@ -1,0 +1,1 @@
+"""Which changes of coordinates an optimizer does not notice."""

@@ -1,0 +1,141 @@
+r"""The invariance audit: an optimizer in two coordinates, and whether it does the same.
+
+A model φ(w) and its twin ψ = φ∘f start from the same function, θ₀ = f⁻¹(w₀). Both take a step of
+the same optimizer. Of the notions of van Oostrum, Müller and Ay (2023),
+
+    Definition 5, on the model:            dψ·O(ψ, θ) = dφ·O(φ, w)   compares functions,
+    Definition 6, on the parameter space:  df·O(ψ, θ) = O(φ, w)      compares w₁ with f(θ₁);
+
+the second implies the first. Definition 4 asks for the first for any two parametrizations through
+the same point, not related by an f; no method but the trivial one satisfies it, and it is not
+audited. Definitions speak of directions; an audit takes steps, at several sizes η, so that what is
+left as η → 0 is the direction's mismatch, and what holds at every η holds for trajectories.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..._core.errors import PullbackError
+from ..charts.transformations import Transformation, Twin, as_transformation, standard
+from .checks import check_batch, check_model, check_sizes, check_twin
+from .optimizers import Contender, as_contenders
+from .run import Loss, Make, Setting
+from .table import Audit, Row, Skipped
+from .trial import Trial
+
+SIZES = (1.0, 0.1, 0.01, 0.001)
+Optimizers = Make | Contender | Mapping[str, Make] | Sequence[Make | Contender]
+
+
+def half_square_or_cross_entropy(z: Tensor, y: Tensor) -> Tensor:
+    """½‖z − y‖² for real targets, cross-entropy for classes; a mean over samples."""
+    if y.is_floating_point():
+        if z.shape != y.shape:
+            raise PullbackError(
+                "The targets do not fit the outputs",
+                f"shapes {tuple(y.shape)} and {tuple(z.shape)} would be broadcast",
+                "Give targets of the outputs' shape, or a loss_fn of your own",
+            )
+        return 0.5 * (z - y).square().sum() / len(z)
+    return F.cross_entropy(z, y)
+
+
+def audit(
+    make_optimizer: Optimizers,
+    model: nn.Module,
+    batch: tuple[Tensor, Tensor],
+    transformations: Iterable[Any] | Mapping[str, Any] | None = None,
+    *,
+    steps: int = 5,
+    sizes: Sequence[float] = SIZES,
+    loss_fn: Loss | None = None,
+    probes: Tensor | None = None,
+    seed: int = 0,
+    resolution: float | None = None,
+) -> Audit:
+    r"""Which transformations of a model leave an optimizer's update unchanged.
+
+    For each transformation the optimizer takes one step from the start at each size, and `steps`
+    steps at its own lr. Every run has a fresh optimizer on a copy, under the same seed.
+
+    Args:
+        make_optimizer: model ↦ optimizer (torch's or ours), or a list of optimizers that step
+            together; a dict of several to be compared; or `Contender`s. Step sizes are set by `lr`
+            in its param groups; closures are given to all.
+        model: which is never changed.
+        batch: (x, y).
+        transformations: `transformations.*`, diffeomorphisms or plain functions w = f(θ), as a
+            list or a dict by name; by default those of `standard()` that go with the model.
+        steps: how many steps of full size.
+        sizes: multiples of the optimizer's lr for one small step.
+        loss_fn: (outputs, y) ↦ scalar; by default ½‖z − y‖² or cross-entropy, means over samples.
+        probes: other inputs at which functions are compared too.
+        seed: of torch's generators in every run.
+        resolution: the relative error that the optimizer itself makes in an update, where it works
+            in lower precision or solves to a tolerance. What the parameters' own round-off does is
+            measured, by runs from a start that is off by ε.
+
+    Returns:
+        An `Audit`: rows with verdicts, `str()`, `frame()`, `plot(path)`.
+
+    >>> torch.manual_seed(0)  # doctest: +ELLIPSIS
+    <...>
+    >>> net = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)).double()
+    >>> x, y = torch.randn(9, 2).double(), torch.randn(9, 1).double()
+    >>> found = audit(lambda m: torch.optim.SGD(m.parameters(), lr=0.1), net, (x, y))
+    >>> str(found.row("neuron permutation").verdict), str(found.row("elementwise").verdict)
+    ('exact', 'not invariant')
+    """
+    x, y = check_batch(batch)
+    sizes, loss = check_sizes(sizes, steps), loss_fn or half_square_or_cross_entropy
+    setting = Setting(x, y, x, loss, probes, seed)
+    check_model(model, setting)
+    given = _named(transformations)
+    twins, rows, skipped = dict[str, Twin](), list[Row](), list[Skipped]()
+    contenders = as_contenders(make_optimizer)
+    for name, transformation in given.items():
+        try:
+            twins[name] = transformation.twin(model, x)
+            check_twin(model, twins[name], setting, name)
+        except PullbackError as error:
+            if transformations is not None:
+                raise
+            skipped += [Skipped(c.name, name, f"{error.what}: {error.why}") for c in contenders]
+            twins.pop(name, None)
+    eps = max(torch.finfo(p.dtype).eps for p in model.parameters())
+    for contender in contenders:
+        if resolution is not None and contender.resolution is None:
+            contender = replace(contender, resolution=resolution)
+        trial = Trial(model, contender, setting, sizes, steps, eps)
+        for name, twin in twins.items():
+            try:
+                rows.append(trial.compare(name, twin))
+            except PullbackError as error:
+                if transformations is not None:
+                    raise
+                skipped.append(Skipped(contender.name, name, f"{error.what}: {error.why}"))
+    return Audit(tuple(rows), tuple(skipped))
+
+
+def _named(given: Iterable[Any] | Mapping[str, Any] | None) -> dict[str, Transformation]:
+    """Transformations by name; a name that occurs twice gets a number."""
+    if given is None:
+        return {t.name: t for t in standard()}
+    if isinstance(given, Mapping):
+        return {str(n): as_transformation(t, str(n)) for n, t in given.items()}
+    if isinstance(given, Transformation) or callable(given):
+        given = [given]
+    out: dict[str, Transformation] = {}
+    for transformation in map(as_transformation, given):
+        name, number = transformation.name, 2
+        while name in out:
+            name, number = f"{transformation.name} {number}", number + 1
+        out[name] = transformation
+    return out

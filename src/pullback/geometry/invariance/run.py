@@ -1,0 +1,260 @@
+"""One run of an optimizer from a twin's starting point, and what it reached."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.optim import Optimizer
+
+from ..._core.capture import select
+from ..._core.errors import PullbackError
+from ...maps import FunctionLinearization
+from ..charts.diffeomorphism import Params
+from ..charts.transformations import Twin
+
+Make = Callable[[nn.Module], Any]
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+class Diverged(PullbackError):
+    """The loss of a run is not finite."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What every run shares.
+
+    Attributes:
+        x, y: the batch.
+        at: where functions are compared, the batch's inputs again.
+        loss: (outputs, targets) ↦ a scalar.
+        probes: other inputs at which functions are compared.
+        seed: of torch's generators, at the start of each run.
+    """
+
+    x: Tensor
+    y: Tensor
+    at: Tensor
+    loss: Loss
+    probes: Tensor | None
+    seed: int
+
+
+@dataclass(frozen=True)
+class State:
+    """Where a run has arrived, or a tangent vector there.
+
+    Attributes:
+        batch, probes: z on the batch and on the probes.
+        parameters: w = f(θ) as one vector.
+        theta: θ by name.
+    """
+
+    batch: Tensor
+    probes: Tensor | None
+    parameters: Tensor
+    theta: Params
+
+
+def itself(model: nn.Module) -> Twin:
+    """The model as its own twin: f is the identity."""
+    return Twin(model, lambda module: dict(module.named_parameters()))
+
+
+def run(
+    make: Make, start: Twin, setting: Setting, *, size: float, steps: int, lenient: bool = False
+) -> list[State]:
+    """The states after 0, 1, …, `steps` steps of `size` times the optimizer's lr, on a copy.
+
+    A run that is `lenient` may diverge: its remaining states are NaN.
+    """
+    with seeded(setting.seed, setting.x.device):
+        model = duplicate(start.model)
+        optimizers = _made(make, model)
+        for group in (g for o in optimizers for g in o.param_groups):
+            if "lr" not in group:
+                raise PullbackError(
+                    "The optimizer has no lr",
+                    f"a param group of {type(optimizers[0]).__name__} has none to scale",
+                    "Keep the step size in param_groups as 'lr'",
+                )
+            group["lr"] = group["lr"] * size
+        states = [look(start, model, setting)]
+        for _ in range(steps):
+            try:
+                _step(optimizers, model, setting)
+            except Diverged:
+                if not lenient:
+                    raise
+                states += [_lost(states[0])] * (steps + 1 - len(states))
+                break
+            states.append(look(start, model, setting))
+        for optimizer in optimizers:
+            if callable(close := getattr(optimizer, "close", None)):
+                close()
+    return states
+
+
+@contextlib.contextmanager
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Torch's generators at a seed; afterwards as they were."""
+    cuda = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(cuda):
+        torch.manual_seed(seed)
+        yield
+
+
+def duplicate(model: nn.Module) -> nn.Module:
+    """A copy without gradients."""
+    try:
+        out = copy.deepcopy(model)
+    except RuntimeError as error:
+        raise PullbackError(
+            "The model cannot be copied",
+            str(error).splitlines()[0],
+            "Keep no tensors with a graph in the model",
+        ) from error
+    out.zero_grad(set_to_none=True)
+    return out
+
+
+@torch.no_grad()
+def look(start: Twin, model: nn.Module, setting: Setting) -> State:
+    """The function and the original's weights, as they are now."""
+    probes = setting.probes
+    return State(
+        select(model(setting.at), None).detach().to(torch.float64),
+        None if probes is None else select(model(probes), None).detach().to(torch.float64),
+        _flat(start.weights(model)),
+        {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad},
+    )
+
+
+def push(start: Twin, setting: Setting, one: State, two: State) -> State:
+    """The step Δθ from one state to the next as a tangent vector: dψ Δθ, and df Δθ."""
+    if not all(bool(torch.isfinite(t).all()) for t in two.theta.values()):
+        return _lost(one)
+    step = {n: two.theta[n] - t for n, t in one.theta.items()}
+
+    def along(x: Tensor) -> Tensor:
+        model = duplicate(start.model)
+
+        def function(theta: Params) -> Tensor:
+            buffers = {n: b.clone() for n, b in model.named_buffers()}  # which a norm may count in
+            return select(functional_call(model, {**buffers, **theta}, (x,)), None)
+
+        found = FunctionLinearization(function, one.theta)
+        return found.jvp(found.space.flatten(step)).to(torch.float64)
+
+    probes = setting.probes
+    moved = two.parameters - one.parameters
+    return State(
+        along(setting.at),
+        None if probes is None else along(probes),
+        moved if start.push is None else _flat(start.push(one.theta, step)),
+        step,
+    )
+
+
+def _flat(params: Params) -> Tensor:
+    return torch.cat([p.detach().flatten().to(torch.float64) for p in params.values()])
+
+
+def _lost(state: State) -> State:
+    probes = None if state.probes is None else torch.full_like(state.probes, torch.nan)
+    nan = (torch.full_like(t, torch.nan) for t in (state.batch, state.parameters))
+    theta = {n: torch.full_like(t, torch.nan) for n, t in state.theta.items()}
+    return State(next(nan), probes, next(nan), theta)
+
+
+def _made(make: Make, model: nn.Module) -> list[Optimizer]:
+    try:
+        made = make(model)
+    except PullbackError:
+        raise
+    except Exception as error:
+        raise _failed("make_optimizer", error) from error
+    found = list(made) if isinstance(made, Sequence) else [made]
+    if not found or not all(isinstance(o, Optimizer) for o in found):
+        raise PullbackError(
+            "make_optimizer made no optimizer",
+            f"it returned {type(made).__name__}",
+            "Return a torch.optim.Optimizer on the given model, or a list of them",
+        )
+    return found
+
+
+def _step(optimizers: Sequence[Optimizer], model: nn.Module, setting: Setting) -> None:
+    calls = 0
+
+    def closure() -> Tensor:
+        nonlocal calls
+        with torch.enable_grad():
+            model.zero_grad(set_to_none=True)
+            loss = setting.loss(select(model(setting.x), None), setting.y)
+            refuse_loss(loss, first=calls == 0)
+            loss.backward()
+        calls += 1
+        return loss
+
+    try:
+        if len(optimizers) == 1:
+            optimizers[0].step(closure)  # pyright: ignore[reportArgumentType, reportCallIssue]
+            return
+        closure()  # each sees the gradient at the same point
+        for optimizer in optimizers:
+            optimizer.step()
+    except Diverged:
+        raise
+    except Exception as error:
+        raise _failed(type(optimizers[0]).__name__, error) from error
+
+
+def refuse_loss(loss: Any, *, first: bool = True) -> None:
+    """Raise for a loss that is no finite scalar; trial points of a line search may be anywhere."""
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise PullbackError(
+            "The loss is no scalar",
+            f"loss_fn returned {tuple(loss.shape) if isinstance(loss, Tensor) else type(loss)}",
+            "Return the mean over the batch",
+        )
+    if first and not bool(torch.isfinite(loss)):
+        raise Diverged(
+            "The loss is not finite",
+            f"it is {float(loss.detach())}",
+            "Check model and batch, or audit with a smaller lr",
+        )
+
+
+def _failed(who: str, error: Exception) -> PullbackError:
+    lines = str(error).splitlines() or [""]
+    return PullbackError(
+        f"{who} failed during the audit",
+        f"{type(error).__name__}: {lines[0]}",
+        "See the error above; it must run on the model, and on copies of it",
+    )
+
+
+def shaken(start: Twin, setting: Setting, resolution: float) -> tuple[Twin, Setting]:
+    """The same start with weights and inputs off by round-off: ±resolution of their own size."""
+    generator = torch.Generator().manual_seed(setting.seed)
+
+    def off(t: Tensor) -> Tensor:
+        if not t.is_floating_point() or not t.numel():
+            return t
+        sign = torch.randint(0, 2, t.shape, generator=generator).to(t) * 2 - 1
+        size = torch.maximum(t.detach().abs(), t.detach().square().mean().sqrt())
+        return t.detach() + resolution * size * sign
+
+    model = duplicate(start.model)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(off(p))
+    return replace(start, model=model), replace(setting, x=off(setting.x))

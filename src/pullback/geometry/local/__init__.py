@@ -1,0 +1,1 @@
+"""One point of the parameter space: tangents, Gram, generalized inverses, projections, rank."""

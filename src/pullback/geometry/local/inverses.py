@@ -1,0 +1,244 @@
+r"""Generalized inverses G⁻ of the Gram, G G⁻ G = G, as solvers: x = G⁻g for g in the range of G.
+
+Whatever the choice, J G⁻g is the same move of the function. They differ in the part of x that
+the map does not see. Every one of them is a solver that `NaturalGradient` takes too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..._core.errors import PullbackError
+from ...grams import FactoredGram, Gram, Rows
+from ...solvers import Damping, PseudoInverse, Solution, Solver, resolve
+
+
+class _Undamped(Solver):
+    """A solver of G x = g alone: G + λ has one inverse only, and `PseudoInverse` finds it."""
+
+    prefers = "rows"
+
+    def solve(
+        self,
+        state: Any,
+        rhs: Tensor,
+        damping: Damping | None = None,
+        *,
+        whitened: Tensor | None = None,
+    ) -> Solution:
+        gram, own = state
+        if damping is not None and resolve(damping, gram) > 0:
+            inverse = PseudoInverse()
+            return inverse.solve(inverse.init(gram), rhs, damping, whitened=whitened)
+        return self._inverted(own, rhs, whitened)
+
+    def _inverted(self, own: Any, rhs: Tensor, whitened: Tensor | None) -> Solution:
+        raise NotImplementedError
+
+
+class Damped(Solver):
+    r"""x = (G + λ)⁻¹g, which is no generalized inverse of a singular G.
+
+    G(G + λ)⁻¹G ≠ G, so the pushforward of x is not the projected gradient: with A = U Σ Vᵀ its
+    coordinates are shrunk by σ²/(σ² + λ), unequally, and it depends on the parametrization.
+
+    Args:
+        damping: λ, a number or `solvers.Relative`.
+        rcond: as in `PseudoInverse`.
+    """
+
+    prefers = "rows"
+
+    def __init__(self, damping: Damping = 1e-3, rcond: float | None = None) -> None:
+        self.damping, self._inverse = damping, PseudoInverse(rcond)
+
+    def init(self, gram: Gram) -> Any:
+        return self._inverse.init(gram)
+
+    def solve(
+        self,
+        state: Any,
+        rhs: Tensor,
+        damping: Damping | None = None,
+        *,
+        whitened: Tensor | None = None,
+    ) -> Solution:
+        used = self.damping if damping is None else damping
+        return self._inverse.solve(state, rhs, used, whitened=whitened)
+
+
+class Generalized(_Undamped):
+    """x = G⁻g for a user's G⁻, symmetric or not, after G G⁻ G = G was verified.
+
+    G is formed, (p, p): this is for looking at small models.
+
+    Args:
+        inverse: a matrix (p, p), or a function of G that gives one.
+        tol: how far G G⁻ G may be from G, relative to ‖G‖; by default the round-off of that
+            product, 100·ε·(p + ‖G‖‖G⁻‖).
+    """
+
+    def __init__(
+        self, inverse: Tensor | Callable[[Tensor], Tensor], tol: float | None = None
+    ) -> None:
+        if not isinstance(inverse, Tensor) and not callable(inverse):
+            raise PullbackError(
+                "The generalized inverse is not usable",
+                f"got {type(inverse).__name__}",
+                "Pass a matrix, or a function G -> matrix",
+            )
+        self._given, self.tol = inverse, tol
+
+    def init(self, gram: Gram) -> tuple[Gram, Tensor]:
+        g = gram.dense()
+        given = self._matrix(g)
+        if not isinstance(given, Tensor) or given.shape != g.shape:
+            raise PullbackError(
+                "The generalized inverse does not fit the Gram",
+                f"got {tuple(getattr(given, 'shape', ()))} for {tuple(g.shape)}",
+                "Return a matrix of the shape of G",
+            )
+        inverse = given.detach().to(g)
+        wrong = float((g @ inverse @ g - g).norm())
+        scale, tol = float(g.norm()), self.tol
+        if tol is None:
+            tol = 100 * torch.finfo(g.dtype).eps * (len(g) + scale * float(inverse.norm()))
+        if not wrong <= tol * scale:
+            raise PullbackError(
+                "This is not a generalized inverse of the Gram",
+                f"‖G G⁻ G − G‖ = {wrong:.3g} for ‖G‖ = {scale:.3g}",
+                "Use geometry.Damped for damped inverses, which are none, or raise tol",
+            )
+        return gram, inverse
+
+    def _matrix(self, g: Tensor) -> Tensor:
+        return self._given if isinstance(self._given, Tensor) else self._given(g)
+
+    def _inverted(self, own: Tensor, rhs: Tensor, whitened: Tensor | None) -> Solution:
+        return Solution(own @ rhs, 0.0)
+
+
+class RandomInverse(_Undamped):
+    r"""G⁻ = G⁺ + (I − G⁺G)U + V(I − GG⁺) with Gaussian U, V: every {1}-inverse is of this form.
+
+    It is not symmetric, and its matrices are drawn in full, (p, p).
+
+    Args:
+        seed: of U and V.
+        scale: the size of U and V, relative to 1/‖G‖.
+        rcond: as in `PseudoInverse`.
+    """
+
+    def __init__(self, seed: int = 0, scale: float = 1.0, rcond: float | None = None) -> None:
+        self.seed, self.scale, self._inverse = seed, scale, PseudoInverse(rcond)
+
+    def init(self, gram: Gram) -> tuple[Gram, Any]:
+        state = self._inverse.init(gram)
+        eye = torch.eye(state.rank, dtype=gram.dtype, device=gram.device)
+        basis = state.combine(eye).to(gram.dtype)  # (rank, p)
+        # of the size of G⁺ the round-off of I − G⁺G in them would drown the solution
+        size = 1 / float(state.top.double().square()) if state.rank else 1.0
+        generator = torch.Generator().manual_seed(self.seed)
+        shape = (2, gram.size, gram.size)
+        drawn = torch.randn(shape, generator=generator, dtype=torch.float64)
+        u, v = (self.scale * size / gram.size**0.5 * drawn).to(gram.device, gram.dtype)
+        return gram, (state, basis, u, v)
+
+    def matrix(self, gram: Gram) -> Tensor:
+        """G⁻, (p, p)."""
+        state = self.init(gram)
+        eye = torch.eye(gram.size, dtype=gram.dtype, device=gram.device)
+        return torch.stack([self.solve(state, e).x for e in eye], 1)
+
+    def _inverted(self, own: Any, rhs: Tensor, whitened: Tensor | None) -> Solution:
+        state, basis, u, v = own
+
+        def unseen(x: Tensor) -> Tensor:
+            return torch.zeros_like(x) if len(basis) == len(x) else x - basis.T @ (basis @ x)
+
+        found = self._inverse.solve(state, rhs, whitened=whitened)
+        x = found.x + unseen(u @ rhs) + v @ unseen(rhs)
+        return Solution(x, 0.0, found.rank, status=found.status)
+
+
+class WeightedNorm(_Undamped):
+    r"""Of all x with G x = g, the one of smallest xᵀWx, for a positive definite W.
+
+    With W = L Lᵀ it is x = L⁻ᵀ(A L⁻ᵀ)⁺r. Pulled back through a reparametrization ξ = f(θ),
+    W = (df dfᵀ)⁻¹ gives the Moore–Penrose solution of the other chart.
+
+    Args:
+        weight: W as a matrix (p, p), or its diagonal (p,).
+        rcond: as in `PseudoInverse`, for A L⁻ᵀ.
+    """
+
+    def __init__(self, weight: Tensor, rcond: float | None = None) -> None:
+        if not isinstance(weight, Tensor) or weight.ndim not in (1, 2):
+            raise PullbackError(
+                "The weight is not usable",
+                f"got {tuple(getattr(weight, 'shape', ()))}",
+                "Pass a positive definite matrix (p, p), or its diagonal (p,)",
+            )
+        self.weight, self._inverse = weight, PseudoInverse(rcond)
+
+    def init(self, gram: Gram) -> tuple[Gram, Any]:
+        root = self._root(gram)
+        if not isinstance(gram, FactoredGram):
+            raise PullbackError(
+                "The weighted inverse needs A", "only G is held", 'Use gram="rows" or "auto"'
+            )
+        rows = gram.rows()
+        weighted = rows / root if root.ndim == 1 else _solve(root, rows.T).T
+        return gram, (root, self._inverse.init(Rows(weighted)))
+
+    def _inverted(self, own: Any, rhs: Tensor, whitened: Tensor | None) -> Solution:
+        root, state = own
+        g = rhs / root if root.ndim == 1 else _solve(root, rhs[:, None])[:, 0]
+        found = self._inverse.solve(state, g, whitened=whitened)
+        y = found.x
+        x = y / root if root.ndim == 1 else _solve(root.T, y[:, None], upper=True)[:, 0]
+        return Solution(x, 0.0, found.rank, status=found.status)
+
+    def _root(self, gram: Gram) -> Tensor:
+        """L with W = L Lᵀ, as a matrix or its diagonal."""
+        w = self.weight.detach().to(gram.device, gram.dtype)
+        if tuple(w.shape) not in ((gram.size,), (gram.size, gram.size)):
+            raise PullbackError(
+                "The weight does not fit the parameters",
+                f"got {tuple(w.shape)} for {gram.size} parameters",
+                "Pass a positive definite matrix (p, p), or its diagonal (p,)",
+            )
+        if w.ndim == 1:
+            good, root = bool((w > 0).all()), w.clamp(min=0).sqrt()
+        else:
+            root, info = torch.linalg.cholesky_ex(w)
+            good = bool(info == 0) and bool(torch.allclose(w, w.T))
+        if not good or not bool(torch.isfinite(w).all()):
+            raise PullbackError(
+                "The weight is not positive definite",
+                "xᵀWx would be no norm, and its smallest solution not unique",
+                "Use a symmetric positive definite W",
+            )
+        return root
+
+
+def _solve(triangle: Tensor, rhs: Tensor, *, upper: bool = False) -> Tensor:
+    return torch.linalg.solve_triangular(triangle, rhs, upper=upper)
+
+
+Inverse = Solver | Tensor | Callable[[Tensor], Tensor]
+
+
+def as_inverse(inverse: Inverse | None, rcond: float | None) -> Solver:
+    """A solver as it is; a matrix or a function G ↦ G⁻ as `Generalized`."""
+    if inverse is None:
+        return PseudoInverse(rcond)
+    if isinstance(inverse, type):
+        raise PullbackError(
+            "The inverse is a class", f"got {inverse.__name__}", f"Pass {inverse.__name__}()"
+        )
+    return inverse if isinstance(inverse, Solver) else Generalized(inverse)

@@ -1,0 +1,251 @@
+r"""One point of a model: φ: Ξ → (Z, g) linearized at ξ, and what the geometry there says.
+
+    J = dφ_ξ,   g = S Sᵀ,   A = SᵀJ = U Σ Vᵀ,   G = JᵀgJ = AᵀA
+
+Nothing squares A: the natural parameter gradient is A⁺r with S r = dL, the projection onto the
+image of dφ is v ↦ J A⁺Sᵀv.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..._core.errors import PullbackError
+from ...grams import Gram, Part, assemble
+from ...solvers import PseudoInverse
+from ..covectors import Loss, differential, raised
+from .ambient import Ambient, MetricLike
+from .coordinates import Coordinates, Phi, Vector
+from .inverses import Inverse, as_inverse
+from .smooth import differentiable
+from .spectrum import Rank, default_rcond
+
+_MEMORY = 2**30
+
+
+@dataclass(frozen=True)
+class Decomposition:
+    """grad^Z L = tangent + residual, orthogonal in g; all in the shape of φ(ξ).
+
+    Attributes:
+        ambient: grad^Z L, the v with g v = dL (of least norm where g is singular).
+        tangent: its projection on the image of dφ: what a natural gradient step can follow.
+        residual: what is lost.
+        length: ‖grad^Z L‖_g.
+        lost: ‖residual‖_g / ‖grad^Z L‖_g, between 0 and 1.
+    """
+
+    ambient: Tensor
+    tangent: Tensor
+    residual: Tensor
+    length: float
+    lost: float
+
+
+class Point:
+    """φ at ξ.
+
+    Args:
+        phi: a function of ξ (a tensor or a dict of tensors) that gives a tensor, or a module.
+        xi: where; None for a module's own parameters.
+        metric: g on Z: None for the Euclidean one, a matrix (n, n) over the entries of φ(ξ), a
+            function z ↦ matrix, or one of `pullback.metrics` (samples first). With a module a
+            function gives one matrix per sample, (N, m, m).
+        inputs: a module's inputs, a tensor or a tuple of arguments.
+        reduction: whether one of `pullback.metrics` is a "mean" over the samples (by default
+            with a module, as in `NaturalGradient`) or a "sum" (by default with a function).
+            A matrix is taken as it is.
+        rcond: singular values of A below rcond·σ_max count as zero; by default
+            10·max(n, p, 10)·ε, at most √ε: the round-off of J, and not only of its SVD.
+        check: refuse maps that have no derivative at ξ (see `geometry.smooth`). Without it
+            autograd's choice of a one-sided derivative is taken.
+
+    >>> circle = Point(lambda a: torch.stack([a.cos(), a.sin()]), torch.tensor(0.0).double())
+    >>> circle.pushforward(torch.tensor(1.0).double())
+    tensor([-0., 1.], dtype=torch.float64)
+    """
+
+    def __init__(
+        self,
+        phi: Phi,
+        xi: Vector | None = None,
+        metric: MetricLike = None,
+        *,
+        inputs: Any = None,
+        reduction: str | None = None,
+        rcond: float | None = None,
+        check: bool = True,
+    ) -> None:
+        self._coordinates = Coordinates(phi, xi)
+        self._ambient = Ambient(phi, metric, inputs, reduction)
+        self._linear = self._ambient.linearize(self._coordinates)
+        self._part = Part(self._linear, self._ambient.factor(self._linear.value))
+        self._rcond = rcond
+        if check and not self._differentiable():
+            raise PullbackError(
+                "φ has no derivative at ξ",
+                "its one-sided differences do not approach dφ: ξ lies on a kink",
+                "Move ξ off it, or pass check=False to take autograd's one-sided choice",
+            )
+
+    @property
+    def value(self) -> Tensor:
+        """φ(ξ), in its own shape."""
+        return self._ambient.restore(self._linear.value)
+
+    @property
+    def parameters(self) -> int:
+        """p, the dimension of Ξ."""
+        return self._coordinates.space.size
+
+    def pushforward(self, v: Vector) -> Tensor:
+        """dφ_ξ v = J v, in the shape of φ(ξ)."""
+        return self._ambient.restore(self._linear.jvp(self._coordinates.flat(v)))
+
+    def pullback(self, covector: Tensor) -> Tensor | dict[str, Tensor]:
+        """Jᵀu: a covector of Z seen by the parameters, in the form of ξ."""
+        u = self._ambient.vector(covector, self._linear.value, "The covector")
+        return self._coordinates.like(self._linear.vjp(u))
+
+    @cached_property
+    def operator(self) -> Gram:
+        """G in the form that fits its sizes: held as A wherever that fits the memory."""
+        gram = assemble([self._part], "auto", _MEMORY, "rows")
+        if not bool(torch.isfinite(gram.trace())):
+            raise PullbackError(
+                "dφ is not finite at ξ",
+                "the derivative or the metric overflows or is undefined",
+                "Move ξ, or scale it",
+            )
+        return gram
+
+    def gram(self) -> Tensor:
+        """G = JᵀgJ as a matrix (p, p), in the order of the flattened ξ."""
+        return self.operator.dense()
+
+    @cached_property
+    def rank(self) -> Rank:
+        """The rank of dφ_ξ (of A, where g is singular) with its spectrum and tolerance."""
+        return Rank.of(self.operator, self.rcond)
+
+    @property
+    def rcond(self) -> float:
+        """The relative size below which singular values of A count as zero."""
+        return default_rcond(self.operator) if self._rcond is None else self._rcond
+
+    @cached_property
+    def _state(self) -> Any:
+        return PseudoInverse(self.rcond).init(self.operator)
+
+    def gradient(self, loss: Loss | Vector) -> Tensor | dict[str, Tensor]:
+        """∇_ξ L = Jᵀ∂L/∂z, in the form of ξ."""
+        return self._coordinates.like(self._gradient(loss)[0])
+
+    def natural_gradient(
+        self, loss: Loss | Vector, inverse: Inverse | None = None
+    ) -> Tensor | dict[str, Tensor]:
+        r"""The natural parameter gradient G⁻∇_ξ L, an ascent direction in the form of ξ.
+
+        Args:
+            loss: L on Z, a function of φ(ξ); or ∇_ξ L itself, in the form of ξ. From L the solve
+                starts at r with S r = dL and keeps the digits that forming ∇_ξ L would lose.
+            inverse: a solver: `MoorePenrose` (default), `RandomInverse`, `Generalized`,
+                `WeightedNorm`, `Damped`; or a matrix or function G ↦ G⁻, which is verified.
+        """
+        g, r = self._gradient(loss)
+        solver = as_inverse(inverse, self.rcond)
+        state = self._state if inverse is None else solver.init(self.operator)
+        if not bool(g.any()) and (r is None or not bool(r.any())):
+            return self._coordinates.like(torch.zeros_like(g))
+        found = solver.solve(state, g, whitened=r)
+        if not found.status.ok and self.rank.rank > 0:
+            raise PullbackError(
+                "There is no natural gradient here", found.status.value, "Check φ and g at ξ"
+            )
+        return self._coordinates.like(found.x)
+
+    def project(self, v: Tensor) -> Tensor:
+        """Π v = J A⁺Sᵀv: the g-orthogonal projection of a tangent vector of Z on the image of dφ.
+
+        The pushforward of the natural parameter gradient is Π grad^Z L, for any generalized
+        inverse (Theorem 1 of van Oostrum, Müller and Ay, 2023).
+        """
+        vector = self._ambient.vector(v, self._linear.value, "The vector")
+        return self._ambient.restore(self._projected(self._part.transpose(vector.flatten())))
+
+    def decompose(self, loss: Loss) -> Decomposition:
+        """grad^Z L into what the image of dφ can follow and what is lost to it."""
+        covector = self._covector(loss)
+        ambient = raised(self._part, covector)
+        white = self._part.transpose(ambient.flatten())
+        tangent = self._projected(white)
+        lost = ambient - tangent
+        missing = self._part.transpose(lost.flatten()).norm()
+        length = white.norm()
+        share = float(missing / length) if bool(length > 0) else 0.0
+        restore = self._ambient.restore
+        return Decomposition(
+            restore(ambient), restore(tangent), restore(lost), float(length), share
+        )
+
+    def image(self) -> Tensor:
+        """An orthonormal basis of the image of A = SᵀJ, in the coordinates of Sᵀv: (n, rank)."""
+        rank = self.rank.rank
+        a = torch.stack([self._part.push(v) for v in self._right(rank)], 1) if rank else None
+        if a is None:
+            return self._linear.value.new_zeros(self.operator.count, 0)
+        return torch.linalg.qr(a / a.norm(dim=0)).Q
+
+    def _right(self, rank: int) -> Tensor:
+        """The right singular vectors, (rank, p)."""
+        eye = torch.eye(rank, dtype=self.operator.dtype, device=self.operator.device)
+        return self._state.combine(eye)
+
+    def residual(self, loss: Loss) -> Tensor:
+        """grad^Z L − Π grad^Z L, in the shape of φ(ξ)."""
+        return self.decompose(loss).residual
+
+    def _projected(self, white: Tensor) -> Tensor:
+        """J A⁺c for c = Sᵀv, (n,)."""
+        if self.rank.rank == 0:
+            return torch.zeros_like(self._linear.value)
+        g = self._part.pull(white)
+        return self._linear.jvp(PseudoInverse(self.rcond).solve(self._state, g, whitened=white).x)
+
+    def _gradient(self, loss: Loss | Vector) -> tuple[Tensor, Tensor | None]:
+        """∇_ξ L, and r with Aᵀr = ∇_ξ L where L was given on Z."""
+        if isinstance(loss, (Tensor, Mapping)):
+            return self._coordinates.flat(loss, "The gradient"), None
+        covector = self._covector(loss)
+        white = self._part.factor.whiten(covector).value
+        return self._linear.vjp(covector), None if white is None else white.flatten()
+
+    def _covector(self, loss: Loss) -> Tensor:
+        """∂L/∂z, as arranged inside."""
+        slope = differential(loss, self.value)
+        return slope.to(self._linear.value.dtype).reshape(self._linear.value.shape)
+
+    def _differentiable(self) -> bool:
+        coordinates, ambient = self._coordinates, self._ambient
+        flat = coordinates.space.flatten(coordinates.point)
+
+        def value(v: Tensor) -> Tensor:
+            with torch.no_grad():
+                z = ambient.value(coordinates, coordinates.moved(v))
+            return z.to(flat.dtype)
+
+        now, again = self.value, value(torch.zeros_like(flat)).reshape(self.value.shape)
+        if bool((now - again).norm() > 10 * torch.finfo(flat.dtype).eps ** 0.5 * now.norm()):
+            raise PullbackError(
+                "φ is stochastic",
+                "evaluated twice at ξ it gave two values",
+                "Turn dropout off (model.eval()), or fix the random numbers",
+            )
+        size = float(flat.norm()) / len(flat) ** 0.5
+        return differentiable(value, self._linear.jvp, size, flat)

@@ -1,0 +1,187 @@
+r"""Properness: whether the parameters can move in every direction in which the model extends.
+
+φ is *proper* in ξ if the image of dφ_ξ is the whole tangent space of M = φ(Ξ) at φ(ξ). The tangent
+space is not at hand, but its dimension shows nearby: for an analytic φ the rank of dφ is maximal
+almost everywhere, so a random ξ' close to ξ has the rank that the model's sheet through φ(ξ) has
+as its dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..._core.errors import PullbackError
+from .ambient import MetricLike
+from .coordinates import Coordinates, Phi, Vector
+from .point import Point
+from .spectrum import Rank
+
+
+@dataclass(frozen=True)
+class Properness:
+    """What was found at ξ; it is true where φ is proper.
+
+    Attributes:
+        proper: rank = dimension = span.
+        rank: of dφ at ξ, with its spectrum and tolerance.
+        dimension: of the model around φ(ξ): the largest rank at the parameters tried nearby.
+        span: of the images of dφ at ξ and at the other parameters of the same model point,
+            together. Above `dimension` the model has no tangent space there: φ(ξ) is singular.
+        radius: the distance of the parameters tried nearby.
+        tried: how many of them φ was finite at.
+        reason: a sentence.
+    """
+
+    proper: bool
+    rank: Rank
+    dimension: int
+    span: int
+    radius: float
+    tried: int
+    reason: str
+
+    @property
+    def singular(self) -> bool:
+        """Whether the tangent spaces of several parameters show that the model is no manifold."""
+        return self.span > self.dimension
+
+    def __bool__(self) -> bool:
+        return self.proper
+
+
+def properness(
+    phi: Phi,
+    xi: Vector | None = None,
+    metric: MetricLike = None,
+    *,
+    inputs: Any = None,
+    others: Iterable[Vector] = (),
+    radius: float = 1e-2,
+    tries: int = 8,
+    seed: int = 0,
+    rcond: float | None = None,
+    check: bool = True,
+) -> Properness:
+    r"""Whether the image of dφ_ξ is the tangent space of the model at φ(ξ), and the evidence.
+
+    Decided: ξ is proper if the rank of A = SᵀJ at ξ is the largest rank found at `tries` random
+    parameters at the distance radius·max(1, ‖ξ‖) from ξ and from each of `others`, and if the
+    images at ξ and at `others` together span no more (angles above √ε count). A rank counts
+    singular values above rcond·σ_max of the same matrix (`Point` has the default). So "proper"
+    may be wrong where another sheet of the model, with more dimensions or crossing this one,
+    passes through φ(ξ) and no parameter on it is among `others`; "not proper" may be wrong
+    where the rank rises within the radius although ξ's own sheet has fewer dimensions. At a
+    singular point of the model (a crossing, a cusp, an edge) properness has no meaning.
+
+    Args:
+        phi: as in `Point`, like xi, metric, inputs, rcond and check.
+        xi: where.
+        metric: g; a nonsingular one does not change the answer.
+        inputs: a module's inputs.
+        others: further parameters with φ = φ(ξ).
+        radius: how far to look for the model's dimension, relative to max(1, ‖ξ‖).
+        tries: how many parameters to try there.
+        seed: of their directions.
+        rcond: what counts as zero.
+        check: whether kinks at ξ are refused.
+    """
+    options = {"inputs": inputs, "rcond": rcond}
+    if not radius > 0 or tries < 1:
+        raise PullbackError(
+            "There is nowhere to look",
+            f"got radius={radius}, tries={tries}",
+            "Use a radius > 0 and at least one try",
+        )
+    here = Point(phi, xi, metric, check=check, **options)
+    starts = [xi, *others]
+    points = [here, *(_same(phi, other, metric, here, options) for other in starts[1:])]
+    ranks = _ranks(phi, starts, metric, (radius, tries, seed), options)
+    if not ranks:
+        raise PullbackError(
+            "The model's dimension could not be found",
+            f"φ is not finite anywhere it was tried at the distance {radius:.2g}",
+            "Lower radius",
+        )
+    dimension = max(*ranks, *(p.rank.rank for p in points))
+    rank = here.rank.rank
+    span = rank if len(points) == 1 else _span(points)
+    proper = rank == dimension and span <= dimension
+    reason = _reason(rank, dimension, span)
+    return Properness(proper, here.rank, dimension, span, radius, len(ranks), reason)
+
+
+def is_proper(
+    phi: Phi, xi: Vector | None = None, metric: MetricLike = None, **options: Any
+) -> bool:
+    """`properness` as yes or no."""
+    return properness(phi, xi, metric, **options).proper
+
+
+def _ranks(
+    phi: Phi,
+    starts: list[Any],
+    metric: MetricLike,
+    search: tuple[float, int, int],
+    options: dict[str, Any],
+) -> list[int]:
+    """The ranks at random parameters around each start at which φ and g are finite."""
+    ranks = []
+    for start in starts:
+        for moved in _nearby(Coordinates(phi, start), *search):
+            try:
+                ranks.append(Point(phi, moved, metric, check=False, **options).rank.rank)
+            except PullbackError:  # outside the domain of φ or of g
+                continue
+    return ranks
+
+
+def _reason(rank: int, dimension: int, span: int) -> str:
+    if span > dimension:
+        return (
+            f"the tangent spaces at this model point span {span} dimensions where the model has "
+            f"{dimension}: the point is singular"
+        )
+    if rank < dimension:
+        return f"dφ reaches {rank} of the model's {dimension} dimensions"
+    return f"dφ reaches all {dimension} dimensions"
+
+
+def _same(
+    phi: Phi, other: Vector, metric: MetricLike, here: Point, options: dict[str, Any]
+) -> Point:
+    point = Point(phi, other, metric, check=False, **options)
+    limit = torch.finfo(here.value.dtype).eps ** 0.5
+    if not bool((point.value - here.value).norm() <= limit * (1 + here.value.norm())):
+        raise PullbackError(
+            "The other parameters stand for another point of the model",
+            f"their values differ by {float((point.value - here.value).norm()):.3g}",
+            "Pass parameters with φ(ξ') = φ(ξ)",
+        )
+    return point
+
+
+def _span(points: list[Point]) -> int:
+    """The dimension of all images of dφ together, from orthonormal bases of each in g."""
+    bases = [basis for p in points if (basis := p.image()).shape[1]]
+    if not bases:
+        return 0
+    joined = torch.cat(bases, 1)
+    sigma = torch.linalg.svdvals(joined)
+    # orthonormal columns: a new direction adds 1, one that is there to round-off adds its angle
+    return int((sigma > torch.finfo(sigma.dtype).eps ** 0.5).sum())
+
+
+def _nearby(
+    coordinates: Coordinates, radius: float, tries: int, seed: int
+) -> Iterable[Tensor | dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    flat = coordinates.space.flatten(coordinates.point)
+    scale = radius * max(1.0, float(flat.norm()))
+    for _ in range(tries):
+        v = torch.randn(len(flat), generator=generator, dtype=torch.float64).to(flat)
+        yield coordinates.argument(coordinates.moved(scale * v / v.norm()))

@@ -1,0 +1,149 @@
+"""A loss over parameters, seen from a minimum: how high a point lies, and how large φ makes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import hessian, jacrev, vmap
+
+from ..._core.errors import PullbackError
+from ..local.ambient import Ambient, MetricLike
+from ..local.coordinates import Coordinates, Phi
+
+_CHUNK = 4096
+
+
+class Landscape:
+    r"""F(w₀ + Bθ) − F(w₀) and √det((JB)ᵀ M (JB)), for many θ (n, k) at once.
+
+    Without a basis B is the identity. `kernel` is the dimension of ker JB at the minimum, by
+    singular values of SᵀJB below `tolerance` times the largest.
+    """
+
+    def __init__(
+        self,
+        phi: Phi,
+        loss: Callable[[Tensor], Tensor],
+        minimum: Any,
+        *,
+        inputs: Any,
+        metric: MetricLike,
+        reduction: str | None,
+        basis: Tensor | str | None,
+        tolerance: float,
+    ) -> None:
+        self._ambient = Ambient(phi, metric, inputs, reduction)
+        self._coordinates = Coordinates(phi, minimum)
+        self._space = self._coordinates.space
+        self._ambient.linearize(self._coordinates)  # refuses what cannot be measured
+        self._origin = self._space.flatten(self._coordinates.point).to(torch.float64)
+        self._loss, self.tolerance, self.evaluations = loss, tolerance, 0
+        self.basis = torch.eye(self._space.size, dtype=torch.float64, device=self._space.device)
+        values, vectors = self._spectrum()
+        self.rank = int((values > tolerance * values[0]).sum()) if len(values) else 0
+        if isinstance(basis, str):
+            if basis != "tangent":
+                raise PullbackError(
+                    f"There is no basis {basis!r}", "a slice is spanned by vectors", 'Use "tangent"'
+                )
+            self.basis = vectors[:, : self.rank]
+        elif basis is not None:
+            self.basis = self._spanning(basis)
+        self.dimension = self.basis.shape[1]
+        self.base = float(self._raw(torch.zeros_like(self.basis[:1]))[0])
+        if not torch.isfinite(torch.tensor(self.base)):
+            raise PullbackError(
+                "The loss is not finite at the minimum", f"it is {self.base}", "Check loss and φ"
+            )
+
+    def _spanning(self, basis: Tensor) -> Tensor:
+        if basis.ndim != 2 or basis.shape[0] != self._space.size:
+            raise PullbackError(
+                "The basis does not fit the parameters",
+                f"got shape {tuple(basis.shape)} for {self._space.size} parameters",
+                "Give one column of that length per direction",
+            )
+        return basis.detach().to(self._origin)
+
+    def _flat(self, points: Tensor) -> Tensor:
+        """Parameters (n, p) from θ (n, k)."""
+        return self._origin + points @ self.basis.T
+
+    def _value(self, flat: Tensor) -> Tensor:
+        """φ's values at parameters (p,), as arranged inside."""
+        point = self._coordinates.point
+        split = {n: v.to(point[n].dtype) for n, v in self._space.split(flat).items()}
+        return self._ambient.value(self._coordinates, split)
+
+    def _raw(self, points: Tensor) -> Tensor:
+        self.evaluations += len(points)
+
+        def one(flat: Tensor) -> Tensor:
+            height = self._loss(self._value(flat))
+            if height.numel() != 1:
+                raise PullbackError(
+                    "The loss is not a number",
+                    f"it has shape {tuple(height.shape)}",
+                    "Return a sum or a mean",
+                )
+            return height.reshape(()).to(torch.float64)
+
+        with torch.no_grad():
+            return vmap(one, chunk_size=_CHUNK)(self._flat(points))
+
+    def height(self, points: Tensor) -> Tensor:
+        """F − F(w₀) at θ (n, k); not a number counts as infinitely high."""
+        return (self._raw(points) - self.base).nan_to_num(nan=torch.inf)
+
+    def curvature(self) -> Tensor:
+        """The Hessian of F at the minimum along the basis, (k, k)."""
+
+        def one(theta: Tensor) -> Tensor:
+            value = self._value(self._origin + self.basis @ theta)
+            return self._loss(value).reshape(()).to(torch.float64)
+
+        zero = torch.zeros(self.dimension, dtype=torch.float64, device=self._origin.device)
+        return hessian(one)(zero)
+
+    def _arranged(self, flat: Tensor) -> Tensor:
+        return self._ambient.arrange(self._value(flat)).to(torch.float64)
+
+    def _pulled(self, flat: Tensor) -> Tensor:
+        """SᵀJB at parameters (n, p): (n, rows, k)."""
+        z = vmap(self._arranged, chunk_size=_CHUNK)(flat)
+        jacobians = vmap(jacrev(self._arranged), chunk_size=_CHUNK // 8)(flat).flatten(2, -2)
+        covectors = self._covectors(z).flatten(3)  # (n, R, N, |event|)
+        rows = torch.einsum("brne,bnep->bnrp", covectors, jacobians)
+        return rows.flatten(1, 2) @ self.basis
+
+    def _covectors(self, z: Tensor) -> Tensor:
+        """The rows of Sᵀ at many values, (n, R, N, *event)."""
+
+        def one(value: Tensor) -> Tensor:
+            return self._ambient.factor(value).covectors(value)
+
+        try:
+            return vmap(one)(z)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError:  # a metric that looks at values cannot be batched
+            return torch.stack([one(value) for value in z])
+
+    def _spectrum(self) -> tuple[Tensor, Tensor]:
+        """Singular values of SᵀJB at the minimum, and right singular vectors as columns."""
+        with torch.no_grad():
+            _, values, vectors = torch.linalg.svd(self._pulled(self._origin[None])[0])
+        return values, vectors.T
+
+    def density(self, points: Tensor) -> Tensor:
+        """√det((JB)ᵀ M (JB)) at θ (n, k), and zero where JB has a kernel."""
+        with torch.no_grad():
+            pulled = self._pulled(self._flat(points))
+            if pulled.shape[1] < pulled.shape[2]:
+                return pulled.new_zeros(len(points))
+            values = torch.linalg.svdvals(pulled)
+        deficient = values[:, -1] <= self.tolerance * values[:, 0]
+        return torch.where(deficient, 0.0, values.prod(1))

@@ -1,0 +1,45 @@
+"""The invariance audit as an experiment: its claims on one seed, its figure, its table."""
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from pullback.experiments.invariance_audit import EXPERIMENTS
+from pullback.experiments.invariance_audit import experiment as module
+from pullback.experiments.invariance_audit.checks import claims
+from pullback.geometry.invariance.optimizers import optimizers
+
+
+def row(verdict: str, kind: str = "per-layer affine", place: str = "batch") -> dict[str, object]:
+    return {"place": place, "transformation": kind, "verdict": verdict, "direction": 0.5}
+
+
+def test_claims_name_what_failed() -> None:
+    found = {(net, c.name): [row("not invariant")] for net in module.NETS for c in optimizers()}
+    checks = claims(found)
+    assert [c.holds for c in checks] == [False, False, False, False, False, True, True]
+    assert "0 of 2 audits" in checks[0].numbers
+
+
+@pytest.mark.slow
+def test_one_seed(tmp_path: Path) -> None:
+    (experiment,) = EXPERIMENTS
+    outcome = experiment.run(quick=True, out=tmp_path, console=Console(file=io.StringIO()))
+    assert all(c.holds for c in outcome.checks)
+    assert {p.suffix for p in outcome.files} >= {".json", ".png"}
+
+
+def test_an_item_and_the_grid() -> None:
+    from pullback.experiments.experiment import Context
+    from pullback.experiments.invariance_audit.checks import worst
+    from pullback.geometry.invariance.figure import grid
+
+    (experiment,) = EXPERIMENTS
+    item = experiment.items(True)[0]
+    context = Context(0, module.torch.device("cpu"), True, Path(), None)  # pyright: ignore[reportArgumentType]
+    record = item.work(context)
+    told = worst({("leaky", item.key[1]): record["rows"]}, "leaky")
+    assert str(told["SGD", "neuron permutation"][0]) == "exact"  # pyright: ignore[reportOptionalSubscript]
+    assert len(grid(told).axes) == 1
