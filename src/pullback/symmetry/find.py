@@ -1,0 +1,95 @@
+"""The symmetries of a network, from its graph."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from torch import nn
+
+from .._core.capture import plain
+from .._core.errors import PullbackError
+from . import contractions, norms, pointwise, reductions, selection, structural
+from .actions import Action, Scaling
+from .folding import Folding, Norm
+from .guess import guessed
+from .propose import mixings, shifts
+from .scalings import scalings
+from .streams import streams
+from .symmetry import Symmetry
+from .tracing import Example, trace
+from .verify import verified
+from .walk import Walk
+
+#: importing these registers the rules for operations
+RULE_BOOKS = (contractions, norms, pointwise, reductions, selection, structural)
+
+Group = Literal["neuron", "layer"]
+
+
+def find(model: nn.Module, example: Any = None, *, group: Group = "neuron") -> Symmetry:
+    r"""The continuous symmetries of w ↦ model(example) that the model's graph shows.
+
+    Positive scalings of units through homogeneous activations (incoming weights and bias by α,
+    outgoing by 1/α; one per hidden *neuron*, not per layer), invertible matrices between linear
+    maps (per head between query and key, value and output), gains and shifts of norms into the
+    next linear layers, biases that do nothing, a layer norm's mean direction. Every generator is
+    verified: ‖J Z‖ at round-off on the example, in float64; what fails is in `.rejected`.
+
+    Args:
+        model: any module; in its present mode (train, eval).
+        example: an input, a tuple of arguments or a dict of keyword arguments. Without one,
+            random numbers of the shape that the first layer suggests.
+        group: "neuron" scales each unit by itself, "layer" all units of a layer alike.
+
+    Raises:
+        PullbackError: if the operations that run depend on the values of tensors.
+
+    >>> import torch
+    >>> net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 2))
+    >>> find(net, torch.randn(7, 3)).generators().shape
+    torch.Size([9, 53])
+    """
+    if group not in ("neuron", "layer"):
+        raise PullbackError(
+            f"group={group!r} is not known", "units or layers are scaled", "Use 'neuron' or 'layer'"
+        )
+    model = plain(model)
+    run = Example(model, guessed(model) if example is None else example)
+    if not run.params:
+        return Symmetry(run, [], [], ["no parameter requires a gradient"])
+    walk = Walk()
+    walk.run(trace(run))
+    return build(run, candidates(walk, run), group, walk.notes)
+
+
+def candidates(walk: Walk, run: Example) -> list[Action]:
+    """What the graph suggests."""
+    fixed = [
+        Norm(f.gain, f.shift, run.fixed[f.mean], (run.fixed[f.variance] + f.eps).rsqrt())
+        for f in walk.folds
+    ]
+    mixed = mixings(walk)  # first: their scales are not counted again
+    return [
+        *scalings(walk, fixed),
+        *mixed,
+        *shifts(walk, run.params, fixed),
+        *streams(walk.ledger, run.params),
+    ]
+
+
+def build(run: Example, actions: list[Action], group: Group, notes: list[str]) -> Symmetry:
+    """The verified symmetry, with layers' units scaled alike if so asked."""
+    accepted, rejected = verified(run, actions)
+    if group == "layer":
+        actions = [_merged(v.action) for v in accepted]
+        accepted, more = verified(run, actions)
+        rejected = [*rejected, *more]
+    if not accepted:
+        notes = [*notes, "no symmetry was found"]
+    return Symmetry(run, accepted, rejected, notes)
+
+
+def _merged(action: Action) -> Action:
+    if isinstance(action, Folding):
+        return Folding(action.scaling.merged(), action.norms)
+    return action.merged() if isinstance(action, Scaling) else action

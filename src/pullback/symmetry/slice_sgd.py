@@ -1,0 +1,221 @@
+"""SGD in the quotient: descend, and return along the orbit to a slice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from math import isfinite
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.sgd import sgd
+
+from .._core.capture import plain
+from .._core.errors import PullbackError
+from ..optim.checks import own_group, refuse_model, refuse_sparse
+from .chains import blocks, components
+from .directions import GRADIENTS, direction
+from .keeper import Keeper, layer_slice, scalings_of
+from .layer_slice import EqualNorm
+from .slices import Retraction, Slice
+
+_OWN = ("model", "scalings", "group", "gradient", "every", "sweeps", "_kind")
+
+
+class SliceSGD(Optimizer):
+    r"""w ← retract(w − lr·X), where X is the gradient on a slice of the scaling symmetries.
+
+    A network of positively homogeneous units does not change when a unit's incoming weights and
+    bias are multiplied by α > 0 and its outgoing weights divided by it. A slice meets each such
+    orbit once. The parameters are brought onto it at construction and after every step; the
+    function is the same to round-off, whatever its weights' scales were.
+
+    `gradient="riemannian"` is the paper's approach I, the Euclidean gradient projected onto the
+    slice. **Without biases it is SGD plus a retraction**: by homogeneity ⟨w_k, ∂L/∂w_k⟩ is the same
+    for all layers, the projection does nothing, and one step changes the function exactly as one
+    step of SGD from the same point. What remains is where the next gradient is taken. On the
+    balanced slice that holds with biases and uniform weight decay too; on the slice of equal norms
+    biases make a real difference. Projections are computed on the slice of equal norms; on the
+    balanced one the gradient of a loss is tangent already, and what a regularizer in the loss adds
+    along an orbit is undone by the retraction.
+
+    `"gtk-orthonormal"` is approach II as the paper computes it: the tangent kernel of
+    {r, unit ∂_ψ}, whose radial part is ℓ times as long. `"gtk-polar"` is the kernel of the polar
+    basis as it is stated, {r, ∂_ψ}; it depends on the order of the weights. Layers count as blocks
+    (A_k, b_k) in both, on either slice.
+
+    The momentum buffer is an average of gradients, and is transported as they are: w ← αw,
+    buffer ← buffer/α. Weight decay is part of the gradient, g + weight_decay·w. A gradient that is
+    not finite is written as torch's SGD writes it; units that it reaches are rescaled no more, and
+    no others are harmed (the polar kernel couples the weights of a layer, and loses that layer).
+    Parameters in no orbit take plain SGD steps; a scaling that touches a frozen parameter is left
+    out.
+
+    Args:
+        model: the network; its parameters are moved onto the slice now.
+        lr: the learning rate.
+        momentum: weight of the past in the buffer.
+        weight_decay: as in torch's SGD.
+        group: "neuron", one scale per unit or channel and the balanced slice; "layer", the
+            paper's one scale per layer and its slice of equal norms (of balanced layers where they
+            do not stand in chains). The latter leaves the other scalings of units in the kernel.
+        gradient: "riemannian", "gtk-orthonormal" or "gtk-polar".
+        symmetry: what `symmetry.find(model, x)` returned, or a list of scalings; by default they
+            are found from the model's graph.
+        params: parameters or param groups, by default all that require gradients.
+        every: retract after every so manieth step only. Off by O(every·lr²) in between.
+        sweeps: for units: None balances every other layer after each step, exactly, while the
+            rest is off by O(lr²); n balances all layers, n times. Layers are always exact.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: float,
+        *,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+        group: str = "neuron",
+        gradient: str = "riemannian",
+        symmetry: Any = None,
+        params: Iterable[Any] | None = None,
+        every: int = 1,
+        sweeps: int | None = None,
+    ) -> None:
+        refuse_model(model, "SliceSGD", "its parameters are scaled here, on one process")
+        _one_of("group", group, ("neuron", "layer"))
+        _one_of("gradient", gradient, GRADIENTS)
+        for name, value in (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay)):
+            _number(name, value)
+        self.model, self.group, self.gradient = model, group, gradient
+        self.every, self.sweeps = every, sweeps
+        self.scalings, _ = scalings_of(symmetry, model)
+        self._kind = "balanced" if group == "neuron" else layer_slice
+        self._keeper = Keeper(model, self.scalings, self._kind, every, sweeps)
+        self._names = {id(p): n for n, p in plain(model).named_parameters()}
+        if params is None:
+            params = [p for p in plain(model).parameters() if p.requires_grad]
+        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "steps": 0}
+        super().__init__(params, defaults)
+        #: what the retraction at construction met: how far away, and dead units
+        self.start: Retraction | None = self.retract_()
+
+    @property
+    def slice(self) -> Slice | None:
+        """Where the parameters are; None where all scalings touch frozen parameters."""
+        self._keeper.refresh()
+        return self._keeper.slice
+
+    def retract_(self) -> Retraction | None:
+        """Bring parameters and momentum to the slice to round-off, now."""
+        self._keeper.refresh()
+        return self._keeper.retract_(self._followers())
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Take up more of the model's parameters, with their own rates."""
+        group = own_group(param_group, self._names)
+        for name in ("lr", "momentum", "weight_decay"):
+            _number(name, group.get(name, self.defaults[name]))
+        super().add_param_group(group)
+        self._keeper.own(self.param_groups)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """One step; returns the closure's loss, if there is a closure."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._keeper.refresh()
+        moves = self._directions()
+        for group in self.param_groups:
+            self._descend(group, moves)
+        steps = self.param_groups[0]["steps"] = self.param_groups[0]["steps"] + 1
+        if self._keeper.due(steps):
+            self._keeper.run(steps, self._followers())
+        return loss
+
+    def _descend(self, group: dict[str, Any], moves: dict[str, Tensor] | None) -> None:
+        params = [p for p in group["params"] if p.grad is not None]
+        if moves is None:
+            grads = [p.grad for p in params]
+        else:
+            grads = [moves[self._names[id(p)]] for p in params]
+        momentum = group["momentum"]
+        buffers = [self.state[p].get("momentum_buffer") if momentum else None for p in params]
+        sgd(
+            params,
+            grads,  # pyright: ignore[reportArgumentType]
+            buffers,
+            has_sparse_grad=any(g is not None and g.is_sparse for g in grads),
+            weight_decay=group["weight_decay"] if moves is None else 0.0,
+            momentum=momentum,
+            lr=group["lr"],
+            dampening=0.0,
+            nesterov=False,
+            maximize=False,
+        )
+        if momentum:
+            for p, buffer in zip(params, buffers, strict=True):
+                self.state[p]["momentum_buffer"] = buffer
+
+    def _directions(self) -> dict[str, Tensor] | None:
+        """X by name; None where it is the gradient itself."""
+        found = self._keeper.slice
+        if found is None:
+            return None
+        if self.gradient == "riemannian" and not isinstance(found, EqualNorm):
+            return None
+        named, gradients = {}, {}
+        for group in self.param_groups:
+            decay = group["weight_decay"]
+            for p in group["params"]:
+                if p.grad is not None:
+                    name = self._names[id(p)]
+                    refuse_sparse(name, p.grad)
+                    named[name] = p
+                    gradients[name] = p.grad.add(p, alpha=decay) if decay else p.grad
+        layers = [blocks(found.scalings, part) for part in components(found.scalings)]
+        return direction(self.gradient, layers, named, gradients)
+
+    def _followers(self) -> dict[str, list[tuple[Tensor, int]]]:
+        out = {}
+        for group in self.param_groups:
+            for p in group["params"] if group["momentum"] else ():
+                buffer = self.state[p].get("momentum_buffer") if p in self.state else None
+                if buffer is not None:
+                    out[self._names[id(p)]] = [(buffer, -1)]
+        return out
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but what can be made anew: a copy or a pickle brings its model along."""
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in _OWN}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if "model" in state:
+            self._names = {id(p): n for n, p in plain(self.model).named_parameters()}
+            self._keeper = Keeper(self.model, self.scalings, self._kind, self.every, self.sweeps)
+            self._keeper.own(self.param_groups)
+            self.start = None
+
+    def __repr__(self) -> str:
+        kind = type(self.slice).__name__
+        about = f"group={self.group!r}, gradient={self.gradient!r}, slice={kind}"
+        return f"{super().__repr__()[:-1]}    {about}\n)"
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise PullbackError(
+            f"Unknown {name} {value!r}", "it is not one of the choices", f"Use one of {allowed}"
+        )
+
+
+def _number(name: str, value: Any) -> None:
+    good = isinstance(value, Tensor) or (
+        isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value)
+    )
+    if not good or not float(value) >= 0:
+        raise PullbackError(f"{name}= is not usable", f"got {value!r}", "Use a number ≥ 0")

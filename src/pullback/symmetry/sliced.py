@@ -1,0 +1,144 @@
+"""Any torch optimizer, on a slice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .._core.errors import PullbackError
+from .keeper import Keeper, scalings_of
+from .slices import Retraction, Slice
+from .transport import POWERS, followers
+
+_COUNT = "slice_steps"
+
+
+class Sliced(Optimizer):
+    r"""Another optimizer's step, then the way back along the orbit to a slice.
+
+    The function stays as it is, the scales of the weights stay sound, and the optimizer's state is
+    transported: under w ← αw averages of gradients go with 1/α, averages of their squares with
+    1/α². Parameter groups, state and gradients are the inner optimizer's own; schedulers may be
+    given either.
+
+    Args:
+        optimizer: torch's or another, such as Adam.
+        symmetry: what `symmetry.find(model, x)` returned, or the model itself. May be left out
+            where the optimizer knows its model, as ours do.
+        slice: "balanced" (every unit takes in what it gives out), "layer-balanced", "equal-norm"
+            or "equal-weights".
+        every: retract after every so manieth step only.
+        sweeps: for "balanced": None balances every other layer after each step, n balances all
+            layers, n times.
+        transport: powers of α by name, for state that torch's optimizers do not have.
+        model: the module, where `symmetry` is a list of scalings.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        symmetry: Any = None,
+        slice: str = "balanced",
+        *,
+        every: int = 1,
+        sweeps: int | None = None,
+        transport: Mapping[str, int] | None = None,
+        model: Any = None,
+    ) -> None:
+        _refuse(optimizer)
+        if model is None:
+            model = getattr(optimizer, "model", None)
+        scalings, model = scalings_of(symmetry, model)
+        self.optimizer = optimizer
+        self._powers = {**POWERS, **(transport or {})}
+        self._ready = False
+        super().__init__(optimizer.param_groups, optimizer.defaults)
+        self._ready = True
+        self._link()
+        self.param_groups[0].setdefault(_COUNT, 0)
+        self._keeper = Keeper(model, scalings, slice, every, sweeps)
+        self._keeper.own(self.param_groups)
+        #: what the retraction at construction met: how far away, and dead units
+        self.start: Retraction | None = self.retract_()
+
+    def _link(self) -> None:
+        """One and the same state: a scheduler or a checkpoint reaches the inner optimizer."""
+        self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
+
+    @property
+    def slice(self) -> Slice | None:
+        """Where the parameters are; None where all scalings touch frozen parameters."""
+        self._keeper.refresh()
+        return self._keeper.slice
+
+    def retract_(self) -> Retraction | None:
+        """Bring parameters and state to the slice to round-off, now."""
+        self._keeper.refresh()
+        return self._keeper.retract_(self._followers())
+
+    def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """The inner optimizer's step and the retraction; returns what the former returns."""
+        given = () if closure is None else (closure,)
+        result = self.optimizer.step(*given, **options)
+        self._keeper.refresh()
+        steps = self.param_groups[0][_COUNT] = self.param_groups[0].get(_COUNT, 0) + 1
+        if self._keeper.due(steps):
+            with torch.no_grad():
+                self._keeper.run(steps, self._followers())
+        return result
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if self._ready:
+            self.optimizer.add_param_group(param_group)
+            self._keeper.own(self.param_groups)
+        else:
+            super().add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inner optimizer's, with the number of steps in its first group."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Resume to the same bits."""
+        self.optimizer.load_state_dict(dict(state_dict))
+        self._link()
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise PullbackError(
+            "A Sliced optimizer cannot be copied or pickled",
+            "it would lose its model",
+            "Save state_dict(), and build it anew",
+        )
+
+    def __repr__(self) -> str:
+        return f"Sliced({self.optimizer!r}, slice={type(self.slice).__name__})"
+
+    def _followers(self) -> dict[str, list[tuple[Tensor, int]]]:
+        out = {}
+        for name in self._keeper.slice.units.names if self._keeper.slice is not None else ():
+            p = self._keeper.named[name]
+            if p in self.state:
+                out[name] = followers(self.state[p], p, self._powers)
+        return out
+
+
+def _refuse(optimizer: Any) -> None:
+    if not isinstance(optimizer, Optimizer):
+        raise PullbackError(
+            "Sliced needs an optimizer",
+            f"got {type(optimizer).__name__}",
+            "Pass torch.optim.Adam(model.parameters()), or another",
+        )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise PullbackError(
+            "LBFGS cannot be put on a slice",
+            "its history is one flat vector, which is not transported",
+            "Use NaturalGradient(..., retract=slice.retract), or Adam",
+        )

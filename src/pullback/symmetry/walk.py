@@ -1,0 +1,196 @@
+"""A walk along a model's graph that finds how each parameter may be rescaled."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+from torch.fx.node import map_arg
+from torch.utils import _pytree as pytree
+
+from .ledger import Ledger
+from .scales import FIXED, Scales, collapse
+from .tracing import Traced
+from .values import NONE, Act, Ref, Value
+
+Rule = Callable[["Walk", Node, list[Any], dict[str, Any]], Any]
+
+#: what to do with an operation, by its name (`aten` packet)
+RULES: dict[str, Rule] = {}
+
+
+def rule(*names: str) -> Callable[[Rule], Rule]:
+    """Register a rule for operations, also for their in-place forms."""
+
+    def register(function: Rule) -> Rule:
+        for name in names:
+            RULES[name] = RULES[name + "_"] = function
+        return function
+
+    return register
+
+
+@dataclass
+class Region:
+    """A part of a parameter: how each entry is scaled, as a sum of arrays of labels."""
+
+    mask: Tensor
+    legs: dict[tuple[int, ...], Tensor]
+
+
+@dataclass
+class Walk:
+    """The state of a walk.
+
+    Attributes:
+        scales: the equations between log-scales.
+        ledger: linear layers, and who reads their outputs.
+        held: the parameters that were met, by name.
+        notes: what was given up, and why.
+        folds: batch norms with fixed statistics.
+        names: of the constants behind the graph's placeholders.
+    """
+
+    scales: Scales = field(default_factory=Scales)
+    ledger: Ledger = field(default_factory=Ledger)
+    held: dict[str, list[Region]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    folds: list[Any] = field(default_factory=list)
+    names: dict[str, str] = field(default_factory=dict)
+
+    def run(self, traced: Traced) -> None:
+        """Walk the graph; outputs are fixed."""
+        values: dict[Node, Any] = {}
+        remaining = {n: len(n.users) for n in traced.graph.nodes}
+        places = iter(traced.params)
+        constants = iter(traced.fixed)
+        for node in traced.graph.nodes:
+            if node.op == "placeholder":
+                name, shape = next(places, None), _shape(node)
+                if name is None:
+                    self.names[node.name] = next(constants, "")
+                values[node] = Act.constant(shape) if name is None else Ref.whole(name, shape)
+            elif node.op == "get_attr":
+                values[node] = Act.constant(_shape(node))
+            elif node.op == "output":
+                for out in _filled(node.args, values)[0]:
+                    if isinstance(out, (Act, Ref)):
+                        act = self.act(out)
+                        self.touch(act)
+                        self.scales.fix(act.scale)
+            else:
+                values[node] = self._call(node, values)
+            for used in node.all_input_nodes:  # free what nobody reads any more
+                remaining[used] -= 1
+                if not remaining[used]:
+                    values.pop(used, None)
+
+    def _call(self, node: Node, values: dict[Node, Any]) -> Any:
+        args, kwargs = _filled(node.args, values), _filled(node.kwargs, values)
+        if node.target is operator.getitem:
+            found = args[0]
+            return found[args[1]] if isinstance(found, (list, tuple)) else found
+        name = str(getattr(node.target, "_opname", node.target))
+        if name == "copy_":
+            return args[1]
+        known = RULES.get(name)
+        if known is not None:
+            out = known(self, node, list(args), dict(kwargs))
+            if out is not NotImplemented:
+                return out
+        return self.give_up(node, name, args, kwargs)
+
+    def give_up(self, node: Node, name: str, args: Any, kwargs: Any) -> Any:
+        """An operation that scales do not pass: what enters and leaves it is fixed."""
+        for value in pytree.tree_leaves((args, kwargs)):
+            if isinstance(value, (Act, Ref)):
+                act = self.act(value, fixed=True)
+                self.touch(act)
+                self.scales.fix(act.scale)
+        return result(node, torch.tensor(FIXED))
+
+    # --- parameters ------------------------------------------------------------------------
+
+    def hold(self, ref: Ref, *labels: Tensor) -> None:
+        """The view's entries are scaled by the sum of these labels (broadcast to the view)."""
+        legs: dict[tuple[int, ...], Tensor] = {}
+        for label in labels:
+            array = ref.placed(label)
+            key = tuple(array.shape)
+            legs[key] = self.scales.product(legs[key], array) if key in legs else array
+        mask = ref.region()
+        regions = self.held.setdefault(ref.name, [])
+        for region in regions:
+            if bool((region.mask & mask).any()):
+                if bool((region.mask == mask).all()):
+                    self._equate(region, legs)
+                else:  # views that overlap in part
+                    for array in (*legs.values(), *region.legs.values()):
+                        self.scales.fix(array)
+                return
+        regions.append(Region(mask, legs))
+
+    def _equate(self, region: Region, legs: dict[tuple[int, ...], Tensor]) -> None:
+        """A parameter that is used twice is scaled in one way."""
+        for key in {*region.legs, *legs}:
+            before, now = region.legs.get(key), legs.get(key)
+            if before is None or now is None:
+                only = before if now is None else now
+                if only is not None:
+                    self.scales.fix(only)
+            else:
+                region.legs[key] = self.scales.unify(before, now)
+
+    def act(self, value: Value, *, fixed: bool = False) -> Act:
+        """A parameter as an activation: with scales of its own, or fixed."""
+        if isinstance(value, Act):
+            return value
+        coords = torch.broadcast_tensors(*[collapse(c) for c in value.coords]) or (torch.zeros(()),)
+        small = coords[0].shape
+        if fixed or small.numel() > 2**16:
+            label = torch.tensor(FIXED)
+        else:
+            label = self.scales.fresh(small.numel(), self.ledger.call()).view(small)
+        self.hold(value, label.expand(value.view))
+        return Act.of(label, value.view)
+
+    # --- activations -----------------------------------------------------------------------
+
+    def touch(self, *acts: Act) -> None:
+        """These outputs of linear layers are read by something that is not linear in them."""
+        for act in acts:
+            self.ledger.touch(collapse(act.unit))
+
+    def reduced(self, labels: Tensor, shape: torch.Size) -> Tensor:
+        """Labels merged to a shape that broadcasts to theirs."""
+        lead = labels.ndim - len(shape)
+        dims = [d for d in range(labels.ndim) if d < lead or shape[d - lead] == 1]
+        merged = self.scales.merge(labels, dims) if dims else labels
+        return merged.reshape(merged.shape[lead:]) if lead else merged
+
+
+def _filled(tree: Any, values: dict[Node, Any]) -> Any:
+    return map_arg(tree, lambda n: values[n])
+
+
+def _shape(node: Node) -> tuple[int, ...]:
+    return shapes(node)[0]
+
+
+def shapes(node: Node) -> list[tuple[int, ...]]:
+    """The shapes of all results of an operation; () for what is no tensor."""
+    value: Any = node.meta.get("val")
+    many = value if isinstance(value, (list, tuple)) else [value]
+    return [tuple(v.shape) if isinstance(v, Tensor) else () for v in many]
+
+
+def result(node: Node, scale: Tensor) -> Any:
+    """One label for every result of an operation."""
+    value = node.meta.get("val")
+    acts = [Act.of(scale, shape, torch.tensor(NONE)) for shape in shapes(node)]
+    return acts if isinstance(value, (list, tuple)) else acts[0]

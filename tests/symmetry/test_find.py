@@ -1,0 +1,417 @@
+"""Symmetries that are found are in the kernel of J, and where nothing is degenerate they are it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pullback import PullbackError
+from pullback.symmetry import Mixing, Scaling, by_hand, find
+from tests.symmetry.networks import (
+    Of,
+    basic_block,
+    cross_attention,
+    dense,
+    fused_attention,
+    in_kernel,
+    mlp,
+    nullity,
+    own_attention,
+    randomized,
+    shared_keys,
+    shortcut,
+)
+
+
+def normal(*shape: int, seed: int = 1) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def encoder(**kwargs: Any) -> nn.Module:
+    return nn.TransformerEncoderLayer(4, 2, 6, 0.0, batch_first=True, activation="gelu", **kwargs)
+
+
+def wide(model: nn.Module) -> nn.Module:
+    """Biases near zero, so that units change side on the example."""
+    for name, p in model.named_parameters():
+        if name.endswith("bias"):
+            p.data *= 0.1
+    return model
+
+
+def gated(s: Any, x: Tensor) -> Tensor:
+    a, b = s.w1(x).chunk(2, -1)
+    return s.w2(F.silu(a) * b)
+
+
+#: name -> (model, example, generators)
+EXACT: dict[str, tuple[Callable[[], nn.Module], Any, int]] = {
+    "mlp 3-4-5-2": (lambda: wide(randomized(mlp([3, 4, 5, 2]), 4)), normal(200, 3), 9),
+    "mlp without bias": (lambda: randomized(mlp([4, 5, 3, 2], bias=False), 2), normal(200, 4), 8),
+    "leaky": (lambda: randomized(mlp([3, 5, 2], nn.LeakyReLU)), normal(100, 3), 5),
+    "prelu": (lambda: wide(randomized(mlp([3, 5, 2], nn.PReLU))), normal(100, 3), 5),
+    "gelu": (lambda: randomized(mlp([3, 5, 2], nn.GELU)), normal(60, 3), 0),
+    "tanh": (lambda: randomized(mlp([3, 5, 2], nn.Tanh)), normal(60, 3), 0),
+    "conv, groups, pooling, flatten": (
+        lambda: wide(
+            randomized(
+                nn.Sequential(
+                    *(nn.Conv2d(2, 4, 3, padding=1, groups=2), nn.ReLU(), nn.MaxPool2d(2)),
+                    *(nn.Conv2d(4, 6, 3, padding=1, groups=2), nn.LeakyReLU(), nn.AvgPool2d(2)),
+                    *(nn.Flatten(), nn.Linear(6, 2)),
+                ),
+                4,
+            )
+        ),
+        normal(120, 2, 4, 4),
+        10,
+    ),
+    "transposed and depthwise": (
+        lambda: wide(
+            randomized(
+                nn.Sequential(
+                    *(nn.ConvTranspose2d(2, 4, 3, groups=2), nn.ReLU()),
+                    *(nn.Conv2d(4, 4, 3, groups=4), nn.LeakyReLU(), nn.Conv2d(4, 3, 1)),
+                )
+            )
+        ),
+        normal(10, 2, 4, 4),
+        8,
+    ),
+    "conv1d, batch norm with fixed statistics": (
+        lambda: randomized(
+            nn.Sequential(
+                *(nn.Conv1d(5, 4, 3, padding=1), nn.BatchNorm1d(4), nn.LeakyReLU()),
+                *(nn.MaxPool1d(2), nn.Flatten(), nn.Linear(8, 2)),
+            )
+        ).eval(),
+        normal(90, 5, 4),
+        12,
+    ),
+    "residual block": (lambda: wide(randomized(basic_block())), normal(200, 2, 5, 5), 7),
+    "sum of two layers": (lambda: wide(randomized(shortcut())), normal(150, 2, 5, 5), 11),
+    "linear layers": (lambda: randomized(mlp([5, 3, 4], nn.Identity)), normal(40, 5), 12),
+    "gate": (
+        lambda: randomized(Of(gated, w1=nn.Linear(3, 8), w2=nn.Linear(4, 3))),
+        normal(60, 3),
+        4,
+    ),
+    "layer norm, softmax": (
+        lambda: wide(
+            randomized(
+                nn.Sequential(
+                    *(nn.Linear(3, 4), nn.LayerNorm(4), nn.ReLU()),
+                    *(nn.Linear(4, 3), nn.Softmax(-1)),
+                )
+            )
+        ),
+        normal(90, 3),
+        13,
+    ),
+    "group norm": (
+        lambda: wide(
+            randomized(
+                nn.Sequential(
+                    *(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.LeakyReLU()),
+                    *(nn.Flatten(), nn.Linear(16, 2)),
+                )
+            )
+        ),
+        normal(120, 2, 4, 4),
+        6,
+    ),
+    "fused attention": (lambda: randomized(fused_attention()), normal(20, 5, 4), 28),
+    "own attention": (lambda: randomized(own_attention()), normal(20, 5, 4), 24),
+    "shared keys": (lambda: randomized(shared_keys()), normal(20, 5, 4), 12),
+    "cross attention": (
+        lambda: randomized(cross_attention()),
+        (normal(20, 5, 4), normal(20, 6, 4, seed=3)),
+        52,
+    ),
+    "cross attention, separate weights": (
+        lambda: randomized(cross_attention(kdim=3, vdim=3, weights=True)),
+        (normal(20, 5, 4), normal(20, 6, 3, seed=3)),
+        50,
+    ),
+    "pre-norm transformer block": (
+        lambda: randomized(encoder(norm_first=True)),
+        normal(20, 5, 4),
+        59,
+    ),
+    "post-norm transformer block": (lambda: randomized(encoder()), normal(20, 5, 4), 46),
+    "recurrent": (lambda: randomized(nn.LSTM(3, 2)), normal(4, 30, 3), 8),
+}
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_the_kernel_of_j_is_the_symmetries(name: str) -> None:
+    make, x, expected = EXACT[name]
+    model = make()
+    args = x if isinstance(x, tuple) else (x,)
+    found = find(model, x)
+    z, j = found.generators(), dense(model, *args)
+    assert z.shape == (found.dimension, j.shape[1])
+    if len(z):
+        assert in_kernel(j, z) <= 1e-12
+    independent = int(torch.linalg.matrix_rank(z, rtol=1e-10)) if len(z) else 0
+    assert independent == expected
+    assert nullity(j) == independent, found.rank()
+
+
+def test_relu_block_of_a_transformer_or_the_difference_is_explained() -> None:
+    model = randomized(encoder(norm_first=True), 3)
+    model.__dict__["activation"] = F.relu
+    x = normal(12, 5, 4)
+    found = find(model, x)
+    ranks = found.rank()
+    assert ranks.independent == 59 + 6
+    assert in_kernel(dense(model, x), found.generators()) <= 1e-12
+    assert ranks.unexplained == 0 or ranks.reasons
+
+
+def test_batch_norm_in_training_mode() -> None:
+    model = wide(randomized(basic_block(nn.BatchNorm2d))).train()
+    x = normal(60, 2, 5, 5)
+    found = find(model, x)
+    abouts = " ".join(a.about for a in found.actions)
+    assert "c1.bias before a batch norm" in abouts
+    assert found.dimension == 4 + 3 + 4 + 3
+    # a rescaling before the norm is undone only up to eps, and the number says so
+    assert {r.about.split()[2].rstrip(",") for r in found.rejected} == {"c1", "c2"}
+    assert all(1e-9 < r.residual < 1e-2 for r in found.rejected)
+    assert in_kernel(dense(model, x), found.generators()) <= 1e-12
+
+
+def test_without_eps_a_norm_swallows_scales() -> None:
+    model = randomized(nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4, eps=0.0), nn.Tanh()))
+    found = find(model, normal(30, 3))
+    assert not found.rejected
+    assert any(isinstance(a, Scaling) and a.units == 1 for a in found.actions)
+
+
+def test_shifted_relu_and_gelu_are_not_reported() -> None:
+    shifted = randomized(
+        Of(lambda s, x: s.b(F.relu(s.a(x) - 0.3)), a=nn.Linear(3, 4), b=nn.Linear(4, 2))
+    )
+    for model in (
+        shifted,
+        randomized(mlp([3, 4, 2], nn.GELU)),
+        randomized(mlp([3, 4, 2], nn.ReLU6)),
+    ):
+        found = find(model, normal(20, 3))
+        assert found.dimension == 0
+        assert found.generators().shape == (0, 26)
+        assert found.scalings == []
+        assert "no symmetry was found" in str(found)
+        assert found.orbit(torch.zeros(0)).keys() == dict(model.named_parameters()).keys()
+
+
+def test_printed_generators_are_not_in_the_kernel() -> None:
+    """∂/∂r¹ − ∂/∂rʲ (unit radial fields), and the printed bias form, which scales b_r for A_r."""
+    model = wide(randomized(mlp([3, 4, 5, 2]), 1))
+    x = normal(50, 3)
+    j = dense(model, x)
+    params = dict(model.named_parameters())
+    right = find(model, x, group="layer").generators()
+    assert right.shape == (2, 63 - 10)
+    assert in_kernel(j, right) <= 1e-12
+
+    w = {n: p.detach() for n, p in params.items()}
+    radial = torch.cat(
+        [
+            (w["0.weight"] / w["0.weight"].norm()).flatten(),
+            torch.zeros(4 + 20 + 5, dtype=torch.float64),
+            (-w["4.weight"] / w["4.weight"].norm()).flatten(),
+            torch.zeros(2, dtype=torch.float64),
+        ]
+    )[None]
+    assert in_kernel(j, radial) > 1e-3
+    # Z_3 = A_1 + b_1 + b_2 − A_3: right with A_r last, wrong with b_r
+    pieces = [
+        w["0.weight"],
+        w["0.bias"],
+        0 * w["2.weight"],
+        w["2.bias"],
+        -w["4.weight"],
+        0 * w["4.bias"],
+    ]
+    z3 = torch.cat([p.flatten() for p in pieces])[None]
+    assert in_kernel(j, z3) <= 1e-12
+    assert torch.linalg.matrix_rank(torch.cat([right, z3])) == 2
+    pieces[4], pieces[5] = 0 * w["4.weight"], -w["4.bias"]
+    assert in_kernel(j, torch.cat([p.flatten() for p in pieces])[None]) > 1e-3
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.fc1(x)
+        if h.sum() > 0:
+            h = 2 * h
+        return self.fc2(F.relu(h))
+
+
+def test_control_flow_is_refused_and_by_hand_works() -> None:
+    model, x = Branching(), torch.randn(7, 3)
+    with pytest.raises(PullbackError, match="by_hand"):
+        find(model, x)
+    found = by_hand(model, [("fc1", "fc2")], x)
+    assert found.generators().shape == (4, 26)
+    assert in_kernel(dense(model, x).double(), found.generators().double()) <= 1e-5
+    assert by_hand(model, [("fc1", "fc2")], x, group="layer").dimension == 1
+
+
+def test_by_hand_is_verified_and_reads_flattened_images() -> None:
+    model = randomized(
+        nn.Sequential(
+            nn.Conv2d(2, 3, 3),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Linear(12, 4),
+            nn.GELU(),
+            nn.Linear(4, 1),
+        )
+    )
+    x = normal(9, 2, 4, 4)
+    found = by_hand(model, [("0", "3"), ("3", "5")], x)
+    assert found.dimension == 3
+    assert torch.equal(found.generators(), find(model, x).generators())
+    assert len(found.rejected) == 1
+    assert found.rejected[0].residual > 1e-3
+
+
+@pytest.mark.parametrize("pairs", [[("0", "9")], [("1", "2")], [("0", "4")], [(("0", "2"), "4")]])
+def test_bad_names_by_hand(pairs: Any) -> None:
+    model = mlp([3, 4, 6, 5])
+    with pytest.raises(PullbackError):
+        by_hand(model, pairs, torch.randn(5, 3))
+
+
+def test_shared_parameters_never_give_a_wrong_generator() -> None:
+    def twice(s: Any, x: Tensor) -> Tensor:
+        return s.c(F.relu(s.b(F.relu(s.b(F.relu(s.a(x)))))))
+
+    model = randomized(Of(twice, a=nn.Linear(3, 4), b=nn.Linear(4, 4), c=nn.Linear(4, 2)))
+    x = normal(30, 3)
+    found = find(model, x)
+    assert found.dimension == 4  # one scale per channel of all three activations
+    assert in_kernel(dense(model, x), found.generators()) <= 1e-12
+
+    def tied(s: Any, t: Tensor) -> Tensor:
+        h = s.e(t)
+        return (h + s.f2(F.relu(s.f1(h)))) @ s.e.weight.T
+
+    parts = {"e": nn.Embedding(7, 4), "f1": nn.Linear(4, 6), "f2": nn.Linear(6, 4)}
+    words, tokens = randomized(Of(tied, **parts)), torch.arange(7)[None]
+    found = find(words, tokens)
+    assert found.dimension == 6
+    assert in_kernel(dense(words, tokens), found.generators()) <= 1e-12
+    # a table against itself: s(e) = −s(e)
+    alone = randomized(Of(lambda s, t: F.relu(s.e(t)) @ s.e.weight.T, e=nn.Embedding(7, 4)))
+    assert find(alone, tokens).dimension == 0
+
+
+def test_frozen_parameters_do_not_move() -> None:
+    model = mlp([3, 4, 5, 2]).double()
+    model[0].requires_grad_(False)
+    found = find(model, normal(20, 3))
+    assert found.dimension == 5
+    assert found.generators().shape == (5, sum(p.numel() for p in model[2:].parameters()))
+    model.requires_grad_(False)
+    assert find(model, normal(20, 3)).dimension == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_low_precision_is_verified_in_float64(dtype: torch.dtype) -> None:
+    model = mlp([3, 4, 5, 2]).to(dtype)
+    found = find(model, torch.randn(20, 3, dtype=dtype))
+    assert found.generators().shape == (9, 53)
+    assert all(v.residual <= 1e-13 for v in found.verified)
+    moved = found.orbit(0.1)
+    assert {w.dtype for w in moved.values()} == {dtype}
+
+
+def test_without_an_example() -> None:
+    assert find(mlp([3, 4, 2])).dimension == 4
+    images = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 26 * 26, 2))
+    assert find(images).dimension == 4
+    with pytest.raises(PullbackError, match="Pass an example"):
+        find(Of(lambda s, x, y: s.a(x) + y, a=nn.Linear(3, 3)))
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = nn.Sequential(
+        nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU(inplace=True), nn.Dropout(0.5)
+    )
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    x = torch.randn(4, 2, 5, 5)
+    kept = x.clone()
+    find(model, x)
+    assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
+    assert torch.equal(x, kept)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_heads_are_mixed_by_one_matrix_each() -> None:
+    found = find(randomized(own_attention()), normal(6, 5, 4))
+    mixings = [a for a in found.actions if isinstance(a, Mixing)]
+    assert [m.size for m in mixings] == [2, 2, 2, 2]
+
+
+def test_structured_arguments_and_outputs() -> None:
+    def forward(s: Any, x: Tensor, mask: Tensor) -> dict[str, Tensor]:
+        h = F.relu(s.a(x)) * mask
+        return {"y": s.b(h), "hidden": h.argmax(-1)}
+
+    model = randomized(Of(forward, a=nn.Linear(3, 4), b=nn.Linear(4, 2)))
+    x, mask = normal(9, 3), torch.ones(9, 4, dtype=torch.float64)
+    assert find(model, (x, mask)).dimension == 0  # argmax compares the units
+    assert find(randomized(mlp([3, 4, 2])), {"input": x}).dimension == 4
+
+
+@pytest.mark.parametrize("x", [torch.zeros(0, 3), torch.full((4, 3), float("nan"))])
+def test_bad_examples_are_refused(x: Tensor) -> None:
+    with pytest.raises(PullbackError, match="example"):
+        find(mlp([3, 4, 2]), x)
+
+
+def test_one_sample_without_a_batch() -> None:
+    found = find(randomized(mlp([3, 4, 2])), normal(3))
+    assert found.dimension == 4
+    assert found.rank().reasons
+
+
+def test_writing_in_place() -> None:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        h = s.a(x)
+        h[:, :2] = h[:, :2].relu()
+        h[:, 2:] = torch.tanh(h[:, 2:])
+        return s.b(h)
+
+    model = randomized(Of(forward, a=nn.Linear(3, 4), b=nn.Linear(4, 2)))
+    found = find(model, normal(30, 3))
+    assert found.dimension == 2
+    assert found.scalings == []  # it scales some rows of the weights and not others
+
+
+def test_rms_norm_swallows_scales_up_to_eps() -> None:
+    layers = (nn.Linear(3, 4), nn.RMSNorm(4, eps=1e-4), nn.Tanh())
+    rejected = find(randomized(nn.Sequential(*layers)), normal(30, 3)).rejected
+    assert [r.about for r in rejected] == ["scaling of 0"]
+    assert 1e-8 < rejected[0].residual < 1e-2
+    layers[1].eps = None  # then that of float64
+    assert find(randomized(nn.Sequential(*layers)), normal(30, 3)).rejected == ()
+
+
+def test_group_must_be_known() -> None:
+    with pytest.raises(PullbackError, match="neuron"):
+        find(mlp([3, 4, 2]), torch.randn(5, 3), group="channel")  # pyright: ignore

@@ -1,0 +1,135 @@
+"""Tangent kernels of polar coordinates against the basis, and the basis against autograd."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.func import jacrev
+
+from pullback import PullbackError
+from pullback.symmetry.chains import Block
+from pullback.symmetry.directions import direction
+from pullback.symmetry.layer_slice import EqualNorm
+from pullback.symmetry.polar import polar_basis, polar_tangential
+from pullback.symmetry.slice_basis import polar_tangents
+
+from .chain import mlp, scalings
+
+
+def embed(coordinates: Tensor) -> Tensor:
+    """W of (r, ψ^1, …, ψ^{n−1}): w^n = r cos ψ^{n−1}, …, w^1 = r Π sin ψ^s."""
+    r, psi = coordinates[0], coordinates[1:]
+    w, rest = [], r
+    for angle in psi.flip(0):
+        w.append(rest * angle.cos())
+        rest = rest * angle.sin()
+    return torch.stack([*w, rest]).flip(0)
+
+
+def test_the_basis_is_that_of_the_coordinates() -> None:
+    torch.manual_seed(0)
+    coordinates = torch.cat([torch.rand(1) + 1, torch.rand(5) * 2 + 0.3]).double()
+    jacobian = jacrev(embed)(coordinates)
+    basis = polar_basis(embed(coordinates))
+    for mine, true in zip(basis, jacobian.mT[1:], strict=True):
+        sign = torch.sign((mine * true).sum())  # which cancels in the kernel
+        assert torch.allclose(mine, sign * true, atol=1e-14)
+    lengths = embed(coordinates).square().cumsum(0).sqrt()[1:]
+    assert torch.allclose(basis.norm(dim=1), lengths)
+
+
+def test_the_tiny_example() -> None:
+    w, g = torch.tensor([1.0, 2, 2]).double(), torch.tensor([1.0, 0, -1]).double()
+    expected = torch.tensor([[2, -1, 0], [0.894427191, 1.788854382, -2.236067977]]).double()
+    assert torch.allclose(polar_basis(w), expected, atol=1e-8)
+    assert torch.allclose(polar_tangential(w, g), torch.tensor([6.8, 3.6, -7]).double())
+    unit = polar_basis(w) / polar_basis(w).norm(dim=1, keepdim=True)
+    assert torch.allclose(unit.mT @ (unit @ g), torch.tensor([10.0, 2, -7]).double() / 9)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 17, 200])
+def test_the_fast_algorithm_is_the_dense_one(n: int) -> None:
+    torch.manual_seed(n)
+    w, g = torch.randn(n).double(), torch.randn(n).double()
+    basis = polar_basis(w) if n > 1 else torch.zeros(0, 1).double()
+    dense = basis.mT @ (basis @ g)
+    assert torch.allclose(polar_tangential(w, g), dense, atol=1e-12 * max(1, n))
+
+
+def test_leading_zeros_and_zero_vectors_are_finite() -> None:
+    w = torch.tensor([0.0, 0.0, 1.0, -2.0]).double()
+    assert bool(polar_tangential(w, torch.ones(4).double()).isfinite().all())
+    assert polar_tangential(torch.zeros(4), torch.ones(4)).tolist() == [0] * 4
+
+
+def layers() -> tuple[list[Tensor], list[Tensor]]:
+    """Three layers of norm 1.7 and a gradient."""
+    torch.manual_seed(1)
+    ws = [torch.randn(n).double() for n in (4, 6, 3)]
+    return [1.7 * w / w.norm() for w in ws], [torch.randn(n).double() for n in (4, 6, 3)]
+
+
+def tangents(ws: list[Tensor], unit: bool) -> Tensor:
+    """∂_ψ of all layers as rows (n − ℓ, n)."""
+    found = [polar_basis(w) for w in ws]
+    rows = torch.block_diag(*found)
+    return rows / rows.norm(dim=1, keepdim=True) if unit else rows
+
+
+@pytest.mark.parametrize("kind", ["riemannian", "gtk-orthonormal", "gtk-polar"])
+def test_each_direction_is_the_kernel_of_its_basis(kind: str) -> None:
+    ws, gs = layers()
+    r = torch.cat([w / w.norm() for w in ws])
+    radial = r / 3**0.5 if kind == "riemannian" else r
+    basis = torch.cat([radial[None], tangents(ws, unit=kind != "gtk-polar")])
+    expected = basis.mT @ (basis @ torch.cat(gs))
+    blocks = [Block((str(i),), ()) for i in range(3)]
+    params = {str(i): w for i, w in enumerate(ws)}
+    gradients = {str(i): g for i, g in enumerate(gs)}
+    found = direction(kind, [blocks], params, gradients)
+    assert torch.allclose(torch.cat(list(found.values())), expected, atol=1e-13)
+
+
+def test_approach_two_as_computed_is_one_with_a_longer_radius_and_not_the_stated_kernel() -> None:
+    ws, gs = layers()
+    blocks = [Block((str(i),), ()) for i in range(3)]
+    params = {str(i): w for i, w in enumerate(ws)}
+    gradients = {str(i): g for i, g in enumerate(gs)}
+    one, two, polar = (
+        torch.cat(list(direction(k, [blocks], params, gradients).values()))
+        for k in ("riemannian", "gtk-orthonormal", "gtk-polar")
+    )
+    r = torch.cat([w / w.norm() for w in ws])
+    rho = sum((w @ g) / w.norm() for w, g in zip(ws, gs, strict=True))
+    assert torch.allclose(two, one + (1 - 1 / 3) * rho * r, atol=1e-14)
+    assert float((two - polar).norm() / polar.norm()) > 0.3
+
+
+def test_a_layer_may_be_several_parameters_and_zero() -> None:
+    params = {"a": torch.randn(2, 3).double(), "b": torch.randn(2).double(), "c": torch.zeros(3)}
+    params["c"] = params["c"].double()
+    gradients = {n: torch.randn_like(p) for n, p in params.items()}
+    joined = {"ab": torch.cat([params["a"].flatten(), params["b"]]), "c": params["c"]}
+    other = {"ab": torch.cat([gradients["a"].flatten(), gradients["b"]]), "c": gradients["c"]}
+    for kind in ("riemannian", "gtk-orthonormal", "gtk-polar"):
+        split = direction(kind, [[Block(("a", "b"), ()), Block(("c",), ())]], params, gradients)
+        whole = direction(kind, [[Block(("ab",), ()), Block(("c",), ())]], joined, other)
+        assert torch.allclose(torch.cat([split["a"].flatten(), split["b"]]), whole["ab"])
+        assert bool(split["c"].isfinite().all())
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_tangents_of_the_slice_and_their_metric(bias: bool) -> None:
+    model = mlp(2, 3, 2, 2, bias=bias)
+    found = EqualNorm(scalings(model), model)
+    found.retract_()
+    basis, h = polar_tangents(found)
+    p = sum(w.numel() for w in model.parameters())
+    assert basis.shape == (p - 2, p)
+    assert torch.allclose(basis @ basis.mT, h.diag(), atol=1e-13)
+    assert h.tolist().count(pytest.approx(3.0)) >= 1  # |r|² = ℓ
+    orthonormal = found.tangent_basis()
+    assert torch.allclose(basis @ orthonormal @ orthonormal.mT, basis, atol=1e-12)
+    with pytest.raises(PullbackError, match="biases"):
+        polar_tangents(EqualNorm(scalings(model), model, biases=False))

@@ -1,0 +1,240 @@
+"""Sliced: other optimizers on a slice, their state transported; and the natural gradient there."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call, jacrev
+
+import pullback as pb
+from pullback import PullbackError
+from pullback.symmetry.balanced import Balanced
+from pullback.symmetry.keeper import make_slice
+from pullback.symmetry.quotient import slice_direction
+from pullback.symmetry.sliced import Sliced
+
+from .chain import mlp, relative, scalings, shake
+
+torch_optimizers = {
+    "SGD": lambda ps: torch.optim.SGD(ps, lr=0.01, momentum=0.9),
+    "Adam": lambda ps: torch.optim.Adam(ps, lr=0.01, amsgrad=True),
+    "AdamW": lambda ps: torch.optim.AdamW(ps, lr=0.01, foreach=True),
+    "NAdam": lambda ps: torch.optim.NAdam(ps, lr=0.01),
+    "RAdam": lambda ps: torch.optim.RAdam(ps, lr=0.01),
+    "RMSprop": lambda ps: torch.optim.RMSprop(ps, lr=0.01, momentum=0.9, centered=True),
+    "Adagrad": lambda ps: torch.optim.Adagrad(ps, lr=0.01),
+    "Adadelta": lambda ps: torch.optim.Adadelta(ps, lr=1.0),
+    "Adamax": lambda ps: torch.optim.Adamax(ps, lr=0.01),
+    "Rprop": lambda ps: torch.optim.Rprop(ps, lr=0.01),
+    "ASGD": lambda ps: torch.optim.ASGD(ps, lr=0.01),
+}
+
+
+def data() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return (
+        torch.randn(16, 3, generator=generator).double(),
+        torch.randn(16, 2, generator=generator).double(),
+    )
+
+
+def backward(model: nn.Module) -> Tensor:
+    x, y = data()
+    model.zero_grad()
+    loss = F.mse_loss(model(x), y)
+    loss.backward()
+    return loss.detach()
+
+
+def sliced(model: nn.Sequential, inner: torch.optim.Optimizer, **options) -> Sliced:
+    return Sliced(inner, scalings(model), model=model, **options)
+
+
+@pytest.mark.parametrize("name", torch_optimizers)
+def test_every_optimizer_of_torch_trains_with_its_state_transported(name: str) -> None:
+    model = mlp(3, 8, 6, 2)
+    shake(model, scalings(model), 3.0)
+    opt = sliced(model, torch_optimizers[name](model.parameters()))
+    first = float(backward(model))
+    for _ in range(25):
+        backward(model)
+        opt.step()
+    assert float(backward(model)) < first
+    x, _ = data()
+    before = model(x)
+    opt.retract_()
+    assert relative(model(x), before) < 1e-13
+    assert opt.slice is not None
+    assert opt.slice.contains()
+
+
+@pytest.mark.parametrize("slice", ["balanced", "layer-balanced", "equal-norm", "equal-weights"])
+def test_one_step_changes_the_function_as_the_inner_one_does(slice: str) -> None:
+    model = mlp(3, 8, 6, 2)
+    opt = sliced(model, torch.optim.Adam(model.parameters(), lr=0.01), slice=slice)
+    twin = copy.deepcopy(model)
+    other = torch.optim.Adam(twin.parameters(), lr=0.01)
+    for m, o in ((model, opt), (twin, other)):
+        backward(m)
+        o.step()
+    x, _ = data()
+    assert relative(model(x), twin(x)) < 1e-14
+    far = 0.0
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        factor = p.detach() / q.detach()
+        far = max(far, float((factor - 1).abs().max()))
+        mine, theirs = opt.state[p], other.state[q]
+        assert relative(mine["exp_avg"] * factor, theirs["exp_avg"]) < 1e-13
+        assert relative(mine["exp_avg_sq"] * factor**2, theirs["exp_avg_sq"]) < 1e-13
+    assert far > 1e-5
+
+
+def test_it_delegates_as_an_optimizer() -> None:
+    model = mlp(3, 8, 6, 2)
+    inner = torch.optim.Adam(model[0].parameters(), lr=0.1)
+    opt = sliced(model, inner)
+    opt.add_param_group({"params": [*model[2].parameters(), *model[4].parameters()], "lr": 0.2})
+    assert len(inner.param_groups) == 2
+    assert opt.slice is not None
+    assert len(opt.slice.scalings) == 2
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(opt, 0.5)
+    assert float(opt.step(lambda: backward(model))) > 0
+    scheduler.step()
+    assert [g["lr"] for g in inner.param_groups] == pytest.approx([0.05, 0.1])
+    opt.zero_grad()
+    assert all(p.grad is None for p in model.parameters())
+    assert "Adam" in repr(opt)
+
+
+def test_state_dict_resumes_to_the_same_bits() -> None:
+    model = mlp(3, 8, 6, 5, 2)
+    opt = sliced(model, torch.optim.Adam(model.parameters(), lr=0.01))
+    for _ in range(3):
+        backward(model)
+        opt.step()
+    saved = copy.deepcopy((model.state_dict(), opt.state_dict()))
+    other = mlp(3, 8, 6, 5, 2, seed=1)
+    resumed = sliced(other, torch.optim.Adam(other.parameters(), lr=1.0))
+    other.load_state_dict(saved[0])
+    resumed.load_state_dict(saved[1])
+    for _ in range(3):
+        for m, o in ((model, opt), (other, resumed)):
+            backward(m)
+            o.step()
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+class Odd(torch.optim.Optimizer):
+    def __init__(self, params) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            self.state[p].setdefault("memory", torch.ones_like(p))
+
+
+def test_unknown_state_is_refused_until_its_power_is_said() -> None:
+    model = mlp(3, 8, 2)
+    opt = sliced(model, Odd(model.parameters()))
+    with pytest.raises(PullbackError, match="transport="):
+        opt.step()
+    opt = sliced(model, Odd(model.parameters()), transport={"memory": 0})
+    opt.step()
+    assert float(opt.state[model[0].weight]["memory"].min()) == 1
+
+
+def test_what_cannot_be_wrapped_is_refused() -> None:
+    model = mlp(3, 8, 2)
+    with pytest.raises(PullbackError, match="LBFGS"):
+        sliced(model, torch.optim.LBFGS(model.parameters()))
+    with pytest.raises(PullbackError, match="optimizer"):
+        Sliced(model)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(PullbackError, match="model is not known"):
+        Sliced(torch.optim.Adam(model.parameters()))
+    with pytest.raises(PullbackError, match="no slice 'round'"):
+        sliced(model, torch.optim.Adam(model.parameters()), slice="round")
+    with pytest.raises(PullbackError, match="copied"):
+        copy.deepcopy(sliced(model, torch.optim.Adam(model.parameters())))
+
+
+def test_symmetries_are_those_of_the_model_that_is_given() -> None:
+    model = mlp(3, 8, 6, 2)
+    opt = Sliced(torch.optim.Adam(model.parameters()), model)
+    assert opt.slice is not None
+    assert opt.slice.units.total == 14
+
+
+# --- the natural gradient -------------------------------------------------------------------------
+
+
+def system(model: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
+    """J of the outputs, the loss's gradient there, and the flat gradient: dense, by autograd."""
+    x, y = data()
+    params = {n: p.detach() for n, p in model.named_parameters()}
+    rows = jacrev(lambda w: functional_call(model, w, (x,)).flatten())(params)
+    j = torch.cat([rows[n].flatten(1) for n in params], 1)
+    return j, (model(x).detach() - y).flatten(), x
+
+
+def closure_of(model: nn.Module, opt: torch.optim.Optimizer):
+    x, y = data()
+
+    def closure() -> Tensor:
+        opt.zero_grad()
+        loss = 0.5 * (model(x) - y).square().sum(1).mean()
+        loss.backward()
+        return loss
+
+    return closure
+
+
+def natural(model: nn.Module, **options) -> pb.NaturalGradient:
+    metric = pb.metrics.Fisher(pb.likelihoods.Gaussian())
+    return pb.NaturalGradient(model, metric, pb.solvers.PseudoInverse(), **options)
+
+
+@pytest.mark.parametrize("kind", ["balanced", "equal-weights"])
+def test_the_natural_gradient_of_a_slice_moves_the_function_as_moore_penrose(kind: str) -> None:
+    """Units are layers here, so that the slice has full rank where the net has no other kernel."""
+    model = mlp(3, 1, 2)
+    with torch.no_grad():
+        model[0].bias.fill_(0.3)  # on for most samples, not for all
+    found = make_slice(kind, scalings(model), model)
+    found.retract_()
+    opt = natural(model)
+    closure = closure_of(model, opt)
+    plain = opt.direction(closure).x
+    mine = slice_direction(opt, found, closure)
+    j, residual, _ = system(model)
+    basis = found.tangent_basis()
+    restricted = j @ basis
+    assert int(torch.linalg.matrix_rank(restricted)) == basis.shape[1]
+    assert int(torch.linalg.matrix_rank(j)) == basis.shape[1]
+    expected = basis @ (torch.linalg.pinv(restricted) @ residual)
+    assert relative(mine, expected) < 1e-10
+    assert relative(j @ mine, j @ plain) < 1e-10
+    if kind == "balanced":
+        assert relative(mine, plain) < 1e-10
+    else:
+        assert relative(mine, plain) > 1e-3
+
+
+def test_natural_gradient_steps_stay_on_the_slice() -> None:
+    model = mlp(3, 5, 2)
+    found = Balanced(scalings(model), model)
+    found.retract_()
+    opt = natural(model, retract=found.retract, step=pb.steps.Backtracking())
+    closure = closure_of(model, opt)
+    first = opt.step(closure).loss
+    for _ in range(4):
+        info = opt.step(closure)
+        assert found.contains()
+    assert info.loss < first
+    wrapped = Sliced(natural(model), scalings(model))
+    wrapped.step(closure)
+    assert found.contains()

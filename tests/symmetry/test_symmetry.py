@@ -1,0 +1,203 @@
+"""Orbits keep the function; horizontal vectors are orthogonal to them; ranks add up."""
+
+from __future__ import annotations
+
+import copy
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from pullback import PullbackError
+from pullback.symmetry import Symmetry, find
+from pullback.symmetry.orbits import Orbits
+from tests.symmetry.networks import (
+    basic_block,
+    cross_attention,
+    dense,
+    fused_attention,
+    mlp,
+    nullity,
+    randomized,
+)
+
+
+def normal(*shape: int, seed: int = 1) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def bias(model: nn.Module) -> Tensor:
+    """The first layer's."""
+    return next(p.data for n, p in model.named_parameters() if n == "0.bias")
+
+
+CASES = {
+    "mlp": (lambda: randomized(mlp([3, 4, 5, 2])), (normal(20, 3),)),
+    "linear": (lambda: randomized(mlp([3, 4, 2], nn.Identity)), (normal(20, 3),)),
+    "residual": (lambda: randomized(basic_block()), (normal(6, 2, 5, 5),)),
+    "batch norm": (lambda: randomized(basic_block(nn.BatchNorm2d)).eval(), (normal(6, 2, 5, 5),)),
+    "fused attention": (lambda: randomized(fused_attention()), (normal(3, 5, 4),)),
+    "cross attention": (
+        lambda: randomized(cross_attention()),
+        (normal(3, 5, 4), normal(3, 6, 4, seed=2)),
+    ),
+    "pre-norm block": (
+        lambda: randomized(
+            nn.TransformerEncoderLayer(4, 2, 6, 0.0, batch_first=True, norm_first=True)
+        ),
+        (normal(3, 5, 4),),
+    ),
+    "post-norm block": (
+        lambda: randomized(nn.TransformerEncoderLayer(4, 2, 6, 0.0, batch_first=True)),
+        (normal(3, 5, 4),),
+    ),
+}
+
+
+@cache
+def built(name: str) -> tuple[nn.Module, tuple[Tensor, ...], Symmetry]:
+    make, args = CASES[name]
+    model = make()
+    return model, args, find(model, args)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_orbits_keep_the_function(name: str) -> None:
+    model, args, found = built(name)
+    alpha = 0.5 * normal(found.dimension, seed=4)
+    with torch.no_grad():
+        before = model(*args)
+        after = functional_call(model, found.orbit(alpha), args)
+        assert (after - before).norm() <= 1e-11 * before.norm()
+        kept = copy.deepcopy(model.state_dict())
+        found.move_(alpha)
+        assert (model(*args) - before).norm() <= 1e-11 * before.norm()
+        model.load_state_dict(kept)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_generators_are_the_derivative_of_orbits(name: str) -> None:
+    model, _, found = built(name)
+    z = found.generators()
+    element, step = normal(found.dimension, seed=5), 1e-6
+
+    def flat(t: float) -> Tensor:
+        return torch.cat([w.flatten() for w in found.orbit(t * element).values()])
+
+    slope = (flat(step) - flat(-step)) / (2 * step)
+    assert (slope - element @ z).norm() <= 1e-7 * slope.norm()
+    # tangent, generators and pairing are one matrix
+    params = {n: p.detach() for n, p in model.named_parameters()}
+    sizes = [p.numel() for p in params.values()]
+    v = normal(sum(sizes), seed=6)
+    pieces = {n: x.view(params[n].shape) for n, x in zip(params, v.split(sizes), strict=True)}
+    paired = torch.cat([a.pairing(params, pieces) for a in found.actions])
+    assert torch.allclose(paired, z @ v, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_horizontal_is_the_orthogonal_projection(name: str) -> None:
+    _, _, found = built(name)
+    z = found.generators()
+    v = normal(z.shape[1], seed=7)
+    exact = v - torch.linalg.pinv(z, rtol=1e-10) @ (z @ v)
+    h = found.horizontal(v)
+    assert (h - exact).norm() <= 1e-9 * v.norm()
+    assert (z @ h).abs().max() <= 1e-9 * v.norm() * z.norm()
+    assert (found.horizontal(h) - h).norm() <= 1e-10 * v.norm()
+    assert torch.allclose(found.vertical(v) + h, v)
+
+
+def test_large_components_are_solved_by_iteration(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = randomized(mlp([6, 9, 8, 3]))
+    found = find(model, normal(20, 6))
+    v = normal(sum(p.numel() for p in model.parameters()))
+    exact = found.horizontal(v)
+    monkeypatch.setattr(Orbits, "_small", lambda *_: False)
+    assert (found.horizontal(v) - exact).norm() <= 1e-10 * v.norm()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_invariants_are_constant_on_orbits(name: str) -> None:
+    model, _, found = built(name)
+    before = found.invariants()
+    assert before
+    kept = copy.deepcopy(model.state_dict())
+    found.move_(0.7 * normal(found.dimension, seed=8))
+    after = found.invariants()
+    model.load_state_dict(kept)
+    for key in before.keys() & after.keys():
+        assert (before[key] - after[key]).norm() <= 1e-8 * before[key].norm(), key
+
+
+def test_invariants_of_an_mlp_are_directions_and_products() -> None:
+    model = randomized(mlp([3, 4, 2], bias=False))
+    invariants = find(model, normal(9, 3)).invariants()
+    w, u = (p.detach() for p in model.parameters())
+    lengths = w.norm(dim=1)
+    assert torch.allclose(invariants["0.weight"], w / lengths[:, None])
+    assert torch.allclose(invariants["2.weight"], u * lengths)
+
+
+def test_rank_explains_the_nullity() -> None:
+    model = randomized(mlp([3, 4, 5, 2], nn.LeakyReLU))
+    x = normal(80, 3)
+    ranks = find(model, x).rank()
+    assert (ranks.generators, ranks.independent, ranks.nullity) == (9, 9, nullity(dense(model, x)))
+    assert ranks.parameters == 53
+    assert ranks.outputs == 160
+
+
+def test_rank_names_few_samples_and_dead_units() -> None:
+    model = randomized(mlp([3, 4, 2]))
+    few = find(model, normal(5, 3)).rank()
+    assert few.nullity is not None
+    assert few.nullity >= 26 - 10
+    assert any("outputs for 26 parameters" in r for r in few.reasons)
+    bias(model)[0] = -100.0
+    dead = find(model, normal(100, 3)).rank()
+    # its 4 incoming and 2 outgoing parameters do nothing; one of these directions is the scaling
+    assert dead.unexplained == 5
+    assert any("1 of 4 units are off" in r for r in dead.reasons)
+    bias(model)[0] = 100.0
+    on = find(model, normal(100, 3)).rank()
+    assert on.unexplained is not None
+    assert any("1 of 4 units are on" in r for r in on.reasons)
+
+
+def test_zero_units_are_dependent_generators() -> None:
+    model = randomized(mlp([3, 4, 2]))
+    into, _, out, _ = (p.data for p in model.parameters())
+    for w in (into, bias(model), out.T):
+        w[0] = 0.0
+    found = find(model, normal(50, 3))
+    assert found.dimension == 4
+    assert found.rank().independent == 3
+    assert torch.isfinite(found.horizontal(normal(26))).all()
+    assert all(torch.isfinite(w).all() for w in found.orbit(1.0).values())
+
+
+def test_the_report_names_everything() -> None:
+    found = find(randomized(mlp([3, 4, 5, 2])), normal(9, 3))
+    text = str(found)
+    assert "scaling of 0 against 2" in text
+    assert "2.weight" in text
+    assert repr(found) == "Symmetry(2 actions, 9 generators)"
+
+
+def test_bad_vectors_are_refused() -> None:
+    found = find(randomized(mlp([3, 4, 2])), normal(9, 3))
+    with pytest.raises(PullbackError, match="generators"):
+        found.orbit(torch.zeros(3))
+    with pytest.raises(PullbackError, match="26 parameters"):
+        found.horizontal(torch.zeros(5))
+
+
+def test_too_many_generators_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = find(randomized(mlp([3, 4, 2])), normal(9, 3))
+    monkeypatch.setattr("pullback.symmetry.symmetry._LARGEST", 100)
+    with pytest.raises(PullbackError, match="4 × 26"):
+        found.generators()
