@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pullback.symmetry.actions import Leg, Scaling
+from pullback.symmetry.actions.scaling import Leg, Scaling
 from pullback.symmetry.slice_sgd import SliceSGD
 from pullback.symmetry.sliced import Sliced
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from pullback.symmetry.actions import Leg, Scaling
+from pullback.symmetry.actions.scaling import Leg, Scaling
 
 
 def mlp(*widths: int, bias: bool = True, seed: int = 0, dtype=torch.float64) -> nn.Sequential:

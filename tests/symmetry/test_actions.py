@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from pullback.symmetry import BiasShift, CommonShift, Leg, MeanShift, Mixing, Scaling, StreamShift
-from pullback.symmetry.actions import Action
-from pullback.symmetry.scales import FIXED, ZERO, Scales
-from pullback.symmetry.shifts import Reader
+from pullback.symmetry.actions.action import Action
+from pullback.symmetry.actions.shifts import Reader
+from pullback.symmetry.graph.scales import FIXED, ZERO, Scales
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:

@@ -8,11 +8,10 @@ from torch import Tensor
 from torch.func import jacrev
 
 from pullback import PullbackError
-from pullback.symmetry.chains import Block
-from pullback.symmetry.directions import direction
-from pullback.symmetry.layer_slice import EqualNorm
-from pullback.symmetry.polar import polar_basis, polar_tangential
-from pullback.symmetry.slice_basis import polar_tangents
+from pullback.symmetry.descent.directions import direction
+from pullback.symmetry.slices.layer_slice import EqualNorm
+from pullback.symmetry.slices.polar import polar_basis, polar_tangential
+from pullback.symmetry.slices.slice_basis import polar_tangents
 
 from .chain import mlp, scalings
 
@@ -84,7 +83,7 @@ def test_each_direction_is_the_kernel_of_its_basis(kind: str) -> None:
     radial = r / 3**0.5 if kind == "riemannian" else r
     basis = torch.cat([radial[None], tangents(ws, unit=kind != "gtk-polar")])
     expected = basis.mT @ (basis @ torch.cat(gs))
-    blocks = [Block((str(i),), ()) for i in range(3)]
+    blocks = [(str(i),) for i in range(3)]
     params = {str(i): w for i, w in enumerate(ws)}
     gradients = {str(i): g for i, g in enumerate(gs)}
     found = direction(kind, [blocks], params, gradients)
@@ -93,7 +92,7 @@ def test_each_direction_is_the_kernel_of_its_basis(kind: str) -> None:
 
 def test_approach_two_as_computed_is_one_with_a_longer_radius_and_not_the_stated_kernel() -> None:
     ws, gs = layers()
-    blocks = [Block((str(i),), ()) for i in range(3)]
+    blocks = [(str(i),) for i in range(3)]
     params = {str(i): w for i, w in enumerate(ws)}
     gradients = {str(i): g for i, g in enumerate(gs)}
     one, two, polar = (
@@ -113,8 +112,8 @@ def test_a_layer_may_be_several_parameters_and_zero() -> None:
     joined = {"ab": torch.cat([params["a"].flatten(), params["b"]]), "c": params["c"]}
     other = {"ab": torch.cat([gradients["a"].flatten(), gradients["b"]]), "c": gradients["c"]}
     for kind in ("riemannian", "gtk-orthonormal", "gtk-polar"):
-        split = direction(kind, [[Block(("a", "b"), ()), Block(("c",), ())]], params, gradients)
-        whole = direction(kind, [[Block(("ab",), ()), Block(("c",), ())]], joined, other)
+        split = direction(kind, [[("a", "b"), ("c",)]], params, gradients)
+        whole = direction(kind, [[("ab",), ("c",)]], joined, other)
         assert torch.allclose(torch.cat([split["a"].flatten(), split["b"]]), whole["ab"])
         assert bool(split["c"].isfinite().all())
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from pullback import PullbackError
 from pullback.symmetry import find
-from pullback.symmetry.balanced import Balanced
-from pullback.symmetry.layer_slice import EqualNorm
 from pullback.symmetry.slice_sgd import SliceSGD
+from pullback.symmetry.slices.balanced import Balanced
+from pullback.symmetry.slices.layer_slice import EqualNorm
 
 from .chain import convnet, mlp, relative, scalings, shake
 
@@ -496,3 +496,31 @@ def test_scalings_are_found_by_default() -> None:
     assert isinstance(SliceSGD(model, 0.05, group="layer").slice, EqualNorm)
     with pytest.raises(PullbackError, match="no slice"):
         SliceSGD(nn.Sequential(nn.Linear(3, 4), nn.GELU(), nn.Linear(4, 2)), 0.1)
+
+
+@pytest.mark.parametrize("gradient", ["riemannian", "gtk-orthonormal"])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_layers_moved_at_once_take_the_same_steps(gradient: str, bias: bool, decay: float) -> None:
+    """Step and retraction from norms alone, against direction, step and sweep one by one."""
+
+    def trained(at_once: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            nn.Linear(4, 6, bias=bias), nn.ReLU(), nn.Linear(6, 5, bias=bias), nn.ReLU(),
+            nn.Linear(5, 3, bias=bias),
+        ).double()  # fmt: skip
+        x, y = torch.randn(16, 4).double(), torch.randn(16, 3).double()
+        opt = SliceSGD(model, 0.05, weight_decay=decay, group="layer", gradient=gradient)
+        if not at_once:
+            opt._keeper.layers = None
+        for _ in range(5):
+            opt.zero_grad()
+            (model(x) - y).square().mean().backward()
+            opt.step()
+        assert opt.slice is not None
+        assert opt.slice.constraint().abs().max() < 1e-6 if bias else 1e-14
+        return [p.detach() for p in model.parameters()]
+
+    for one, other in zip(trained(True), trained(False), strict=True):
+        assert torch.allclose(one, other, rtol=1e-9, atol=1e-11)

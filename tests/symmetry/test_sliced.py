@@ -12,10 +12,10 @@ from torch.func import functional_call, jacrev
 
 import pullback as pb
 from pullback import PullbackError
-from pullback.symmetry.balanced import Balanced
-from pullback.symmetry.keeper import make_slice
-from pullback.symmetry.quotient import slice_direction
 from pullback.symmetry.sliced import Sliced
+from pullback.symmetry.slices.balanced import Balanced
+from pullback.symmetry.slices.choice import make_slice
+from pullback.symmetry.slices.quotient import slice_direction
 
 from .chain import mlp, relative, scalings, shake
 

@@ -12,10 +12,10 @@ from torch.func import functional_call, jacrev
 
 from pullback import PullbackError
 from pullback.symmetry import find
-from pullback.symmetry.actions import Leg, Scaling
-from pullback.symmetry.balanced import Balanced
-from pullback.symmetry.layer_slice import EqualNorm
-from pullback.symmetry.slices import Slice
+from pullback.symmetry.actions.scaling import Leg, Scaling
+from pullback.symmetry.slices.balanced import Balanced
+from pullback.symmetry.slices.layer_slice import EqualNorm
+from pullback.symmetry.slices.slice import Slice
 
 from .chain import convnet, mlp, relative, scalings, shake
 

@@ -12,7 +12,7 @@ from torch.func import functional_call
 
 from pullback import PullbackError
 from pullback.symmetry import Symmetry, find
-from pullback.symmetry.orbits import Orbits
+from pullback.symmetry.orbits.tangents import Orbits
 from tests.symmetry.networks import (
     basic_block,
     cross_attention,

@@ -1,22 +1,23 @@
 """Symmetries of networks: group actions on parameters that leave the function as it is."""
 
-from .actions import Action, Leg, Scaling
-from .balanced import Balanced
+from .actions.action import Action
+from .actions.folding import Folding
+from .actions.mixing import Mixing
+from .actions.scaling import Leg, Scaling
+from .actions.shifts import BiasShift, CommonShift, MeanShift, Shift, StreamShift
 from .by_hand import by_hand
 from .find import find
-from .folding import Folding
-from .keeper import make_slice
-from .layer_slice import EqualNorm
-from .mixing import Mixing
-from .quotient import slice_direction
-from .ranks import Rank
-from .shifts import BiasShift, CommonShift, MeanShift, Shift, StreamShift
-from .slice_basis import polar_tangents
+from .orbits.ranks import Rank
+from .orbits.verify import Rejected
 from .slice_sgd import SliceSGD
 from .sliced import Sliced
-from .slices import Retraction, Slice
+from .slices.balanced import Balanced
+from .slices.choice import make_slice
+from .slices.layer_slice import EqualNorm
+from .slices.quotient import slice_direction
+from .slices.slice import Retraction, Slice
+from .slices.slice_basis import polar_tangents
 from .symmetry import Symmetry
-from .verify import Rejected
 
 __all__ = [
     # finding

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from .._core.capture import plain
 from .._core.errors import PullbackError
-from .actions import Leg, Scaling
+from .actions.scaling import Leg, Scaling
 from .find import Group, build
-from .guess import guessed
+from .graph.guess import guessed
+from .graph.tracing import Example
 from .symmetry import Symmetry
-from .tracing import Example
 
 Names = str | Sequence[str]
 

@@ -8,17 +8,18 @@ from torch import nn
 
 from .._core.capture import plain
 from .._core.errors import PullbackError
-from . import contractions, norms, pointwise, reductions, selection, structural
-from .actions import Action, Scaling
-from .folding import Folding, Norm
-from .guess import guessed
-from .propose import mixings, shifts
-from .scalings import scalings
-from .streams import streams
+from .actions.action import Action
+from .actions.folding import Folding, Norm
+from .actions.scaling import Scaling
+from .candidates.propose import mixings, shifts
+from .candidates.scalings import scalings
+from .candidates.streams import streams
+from .graph.guess import guessed
+from .graph.tracing import Example, trace
+from .graph.walk import Walk
+from .orbits.verify import verified
+from .rules import contractions, norms, pointwise, reductions, selection, structural
 from .symmetry import Symmetry
-from .tracing import Example, trace
-from .verify import verified
-from .walk import Walk
 
 #: importing these registers the rules for operations
 RULE_BOOKS = (contractions, norms, pointwise, reductions, selection, structural)

@@ -14,11 +14,12 @@ from torch.optim.sgd import sgd
 from .._core.capture import plain
 from .._core.errors import PullbackError
 from ..optim.checks import own_group, refuse_model, refuse_sparse
-from .chains import blocks, components
-from .directions import GRADIENTS, direction
-from .keeper import Keeper, layer_slice, scalings_of
-from .layer_slice import EqualNorm
-from .slices import Retraction, Slice
+from .descent.directions import GRADIENTS, direction
+from .descent.keeper import Keeper, scalings_of
+from .slices.chains import layers_of
+from .slices.choice import layer_slice
+from .slices.layer_slice import EqualNorm
+from .slices.slice import Retraction, Slice
 
 _OWN = ("model", "scalings", "group", "gradient", "every", "sweeps", "_kind")
 
@@ -91,6 +92,7 @@ class SliceSGD(Optimizer):
         self.model, self.group, self.gradient = model, group, gradient
         self.every, self.sweeps = every, sweeps
         self.scalings, _ = scalings_of(symmetry, model)
+        self._rates: tuple[Any, Tensor] | None = None
         self._kind = "balanced" if group == "neuron" else layer_slice
         self._keeper = Keeper(model, self.scalings, self._kind, every, sweeps)
         self._names = {id(p): n for n, p in plain(model).named_parameters()}
@@ -128,16 +130,53 @@ class SliceSGD(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._keeper.refresh()
-        moves = self._directions()
-        for group in self.param_groups:
-            self._descend(group, moves)
         steps = self.param_groups[0]["steps"] = self.param_groups[0]["steps"] + 1
-        if self._keeper.due(steps):
+        due = self._keeper.due(steps)
+        moved = self._layers_at_once() if due else frozenset()
+        moves = None if moved else self._directions()
+        for group in self.param_groups:
+            self._descend(group, moves, moved)
+        if due and not moved:
             self._keeper.run(steps, self._followers())
         return loss
 
-    def _descend(self, group: dict[str, Any], moves: dict[str, Tensor] | None) -> None:
-        params = [p for p in group["params"] if p.grad is not None]
+    def _layers_at_once(self) -> frozenset[str]:
+        """Move layers and retract them in one go, where that can be; what was moved."""
+        layers = self._keeper.layers
+        plain = all(
+            not g["momentum"] and not isinstance(g["lr"], Tensor) for g in self.param_groups
+        )
+        if layers is None or not plain or self.gradient == "gtk-polar":
+            return frozenset()
+        found = {
+            self._names[id(p)]: (p.grad, group["lr"], group["weight_decay"])
+            for group in self.param_groups
+            for p in group["params"]
+            if p.grad is not None and not p.grad.is_sparse
+        }
+        if any(n not in found for n in layers.names):
+            return frozenset()
+        grads = {n: found[n][0] for n in layers.names}
+        rates = tuple((found[n][1], found[n][2]) for n in layers.names)
+        if self._rates is None or self._rates[0] != rates:
+            made = torch.tensor(rates, dtype=torch.float64).to(layers.params[0].device)
+            self._rates = (rates, made)
+        lr, decay = self._rates[1].to(layers.dtype).unbind(1)
+        self._keeper.replay(
+            (self.gradient, rates),
+            [*layers.params, *grads.values()],
+            lambda: layers.run(self.gradient, grads, lr, decay),
+        )
+        return frozenset(layers.names)
+
+    def _descend(
+        self, group: dict[str, Any], moves: dict[str, Tensor] | None, moved: frozenset[str]
+    ) -> None:
+        params = [
+            p for p in group["params"] if p.grad is not None and self._names[id(p)] not in moved
+        ]
+        if not params:
+            return
         if moves is None:
             grads = [p.grad for p in params]
         else:
@@ -176,8 +215,7 @@ class SliceSGD(Optimizer):
                     refuse_sparse(name, p.grad)
                     named[name] = p
                     gradients[name] = p.grad.add(p, alpha=decay) if decay else p.grad
-        layers = [blocks(found.scalings, part) for part in components(found.scalings)]
-        return direction(self.gradient, layers, named, gradients)
+        return direction(self.gradient, layers_of(found.scalings), named, gradients)
 
     def _followers(self) -> dict[str, list[tuple[Tensor, int]]]:
         out = {}
@@ -198,7 +236,7 @@ class SliceSGD(Optimizer):
             self._names = {id(p): n for n, p in plain(self.model).named_parameters()}
             self._keeper = Keeper(self.model, self.scalings, self._kind, self.every, self.sweeps)
             self._keeper.own(self.param_groups)
-            self.start = None
+            self.start, self._rates = None, None
 
     def __repr__(self) -> str:
         kind = type(self.slice).__name__

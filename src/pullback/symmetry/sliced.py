@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .._core.errors import PullbackError
-from .keeper import Keeper, scalings_of
-from .slices import Retraction, Slice
-from .transport import POWERS, followers
+from .descent.keeper import Keeper, scalings_of
+from .descent.transport import POWERS, followers
+from .slices.slice import Retraction, Slice
 
 _COUNT = "slice_steps"
 

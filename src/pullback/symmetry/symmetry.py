@@ -9,14 +9,15 @@ from torch import Tensor
 
 from .._core.errors import PullbackError
 from .._core.space import ParameterSpace
-from .actions import Action, Scaling
-from .invariants import invariants
-from .keeper import make_slice, two_sided
-from .orbits import Orbits
-from .ranks import Rank, rank
-from .slices import Retraction, Slice
-from .tracing import Example
-from .verify import Rejected, Verified
+from .actions.action import Action
+from .actions.scaling import Scaling
+from .graph.tracing import Example
+from .orbits.invariants import invariants
+from .orbits.ranks import Rank, rank
+from .orbits.tangents import Orbits
+from .orbits.verify import Rejected, Verified
+from .slices.choice import make_slice, two_sided
+from .slices.slice import Retraction, Slice
 
 _LARGEST = 2**31  # entries of a matrix of generators that may be formed
 

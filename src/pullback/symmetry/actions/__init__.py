@@ -1,0 +1,1 @@
+"""Groups that act on parameters: scalings, invertible matrices, shifts."""

@@ -1,0 +1,1 @@
+"""Group actions that the books of a walk suggest."""

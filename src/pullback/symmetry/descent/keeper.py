@@ -1,0 +1,146 @@
+"""Keeps the parameters of an optimizer on a slice, and its state in step with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..._core.capture import plain
+from ..._core.errors import PullbackError
+from ..actions.scaling import Scaling
+from ..slices.chains import layers_of
+from ..slices.choice import make_slice, two_sided
+from ..slices.layer_slice import EqualNorm
+from ..slices.slice import Retraction, Slice
+from ..slices.units import Units
+from .layer_step import LayerStep
+from .layer_sweep import LayerSweep
+from .replay import Replay
+from .sweep import Followers, Sweep
+
+
+def scalings_of(symmetry: Any, model: nn.Module | None) -> tuple[list[Scaling], nn.Module]:
+    """The scalings of what `find` returned, of a module, or as they were listed; and the model."""
+    if isinstance(symmetry, nn.Module):
+        symmetry, model = None, symmetry
+    if model is None:
+        model = getattr(getattr(symmetry, "example", None), "model", None)
+    if model is None:
+        raise PullbackError(
+            "The model is not known",
+            "an optimizer has its parameters only, and symmetries are those of a network",
+            "Pass symmetry=pb.symmetry.find(model, x), or symmetry=model",
+        )
+    if symmetry is None:
+        from ..find import find
+
+        symmetry = find(plain(model))
+    found = getattr(symmetry, "actions", getattr(symmetry, "scalings", symmetry))
+    return two_sided(found), model
+
+
+class Keeper:
+    """Retracts the model's parameters after a step, with what moves along.
+
+    Args:
+        model: whose parameters are scaled.
+        scalings: its symmetries. Those that touch a parameter that is not optimized are left out.
+        kind: of the slice, one of `SLICES`, or a function of the scalings that chooses one.
+        every: retract on every so manieth step.
+        sweeps: how often all units are balanced in a retraction; None: every other layer, in turn.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        scalings: Sequence[Scaling],
+        kind: str | Callable[[Sequence[Scaling]], str],
+        every: int = 1,
+        sweeps: int | None = None,
+    ) -> None:
+        for name, value in (("every", every), ("sweeps", 1 if sweeps is None else sweeps)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise PullbackError(
+                    f"{name}= is not usable", f"got {value!r}", "Use a whole number ≥ 1"
+                )
+        self.named = dict(plain(model).named_parameters(remove_duplicate=False))
+        self.scalings, self.every, self.sweeps = tuple(scalings), every, sweeps
+        self._kind = kind
+        #: the parameters that the optimizer moves, by id
+        self.optimized: set[int] = set()
+        self._seen: tuple[bool, ...] | None = None
+        self._replay = Replay()
+        self.slice: Slice | None = None
+        self._sweep: Sweep | LayerSweep | None = None
+        #: steps together with their retraction, on the slice of equal norms
+        self.layers: LayerStep | None = None
+        Units(scalings, self.named)  # refuses at once what is not usable
+        self._own = [self.named[n] for n in dict.fromkeys(n for s in scalings for n in s.names)]
+
+    def own(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Take note of what the optimizer moves."""
+        self.optimized = {id(p) for group in groups for p in group["params"]}
+        self._seen = None
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Choose the scalings whose parameters are all optimized and not frozen."""
+        flags = tuple(p.requires_grad for p in self._own)
+        if flags == self._seen:
+            return
+        self._seen = flags
+        free = {
+            id(p)
+            for p, flag in zip(self._own, flags, strict=True)
+            if flag and id(p) in self.optimized
+        }
+        usable = [s for s in self.scalings if all(id(self.named[n]) in free for n in s.names)]
+        self.slice = self._sweep = self.layers = None
+        self._replay = Replay()
+        if usable:
+            kind = self._kind if isinstance(self._kind, str) else self._kind(usable)
+            self.slice = make_slice(kind, usable, self.named)
+            whole = all(part.numel == 1 for part in self.slice.units.parts)
+            kind_of_sweep = LayerSweep if whole else Sweep
+            self._sweep = kind_of_sweep(self.slice, self.named)
+            if isinstance(self.slice, EqualNorm) and isinstance(self._sweep, LayerSweep):
+                self.layers = LayerStep(self._sweep, layers_of(self.slice.scalings), self.named)
+
+    @torch.no_grad()
+    def retract_(self, followers: Followers) -> Retraction | None:
+        """To round-off, however far away."""
+        if self.slice is None:
+            return None
+        done = self.slice.retract_()
+        t = torch.cat(done.scales)
+        for part in self.slice.units.parts:
+            for target, power in followers.get(part.name, ()):
+                factor = (power * part.log_factor(t)).exp()
+                target.copy_((target.to(t.dtype) * factor).to(target.dtype))
+        return done
+
+    def due(self, steps: int) -> bool:
+        """Whether a step with this number, from 1, is followed by a retraction."""
+        return self._sweep is not None and steps % self.every == 0
+
+    def replay(self, key: Hashable, tensors: Sequence[Tensor], work: Callable[[], None]) -> None:
+        """Do work on these tensors, on a GPU as one launch."""
+        self._replay.run(key, tensors, work)
+
+    def run(self, steps: int, followers: Followers) -> None:
+        """Retract after a step, by sweeps."""
+        sweep = self._sweep
+        if sweep is None or self.slice is None:
+            return
+        turns = (
+            [(steps // self.every - 1) % sweep.turns]
+            if self.sweeps is None
+            else [None] * self.sweeps
+        )
+        moved = [self.named[n] for n in self.slice.units.names]
+        moved += [target for found in followers.values() for target, _ in found]
+        for turn in turns:
+            self._replay.run(turn, moved, lambda turn=turn: sweep.run(turn, followers))

@@ -1,0 +1,199 @@
+"""Linear layers as producers of units, and the operations that read them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..actions.scaling import Leg
+from .scales import collapse
+from .values import NONE, Ref
+
+Row = tuple[int, int]  # (producer, output)
+
+
+@dataclass
+class Producer:
+    """A linear layer, or a norm's gain and shift.
+
+    Attributes:
+        kind: "linear", "conv", "layer_norm", "gain", "embedding", "table",
+            "sum".
+        weight: the parameter with the layer's outputs along axis `axis`, None if it has none.
+        rows: where output i stands along that axis.
+        atoms: the label of each output.
+        bias, bias_rows: the same for the bias, once it was met.
+        table: for embeddings, the output that each entry of `weight` belongs to.
+        terms: for sums, the producers that are added; None is an input.
+    """
+
+    kind: str
+    weight: str | None
+    rows: Tensor
+    atoms: Tensor
+    axis: int = 0
+    bias: str | None = None
+    bias_rows: Tensor | None = None
+    bias_size: int | None = None
+    about: str = ""
+    table: Tensor | None = None
+    terms: tuple[int | None, ...] = ()
+
+    def source(self, outputs: Sequence[int]) -> Leg | None:
+        """What a constant can be added to for these outputs, counted from 0; None if nothing."""
+        place = torch.full((len(self.rows),), -1)
+        place[list(outputs)] = torch.arange(len(outputs))
+        if self.table is not None and self.weight is not None:
+            return Leg(self.weight, torch.where(self.table < 0, -1, place[self.table]), 1)
+        if self.bias is None or self.bias_rows is None or self.bias_size is None:
+            return None
+        unit = torch.full((self.bias_size,), -1)
+        unit[self.bias_rows] = place
+        return Leg(self.bias, unit, 1)
+
+
+@dataclass(eq=False)
+class Event:
+    """Outputs (producer, row) that are read in one go by something linear in them.
+
+    Attributes:
+        kind: "linear": columns `at` of producer `reader`; "pair": summed against the rows `where`;
+            "norm", "softmax": a common shift is taken away; "null": any shift is; "fold": a batch
+            norm with fixed statistics; "sum": added to something.
+        rows: the outputs, in order.
+        where: depends on kind.
+    """
+
+    kind: str
+    rows: tuple[Row, ...]
+    where: Any = None
+
+
+@dataclass
+class Ledger:
+    """Who makes units, who reads them."""
+
+    producers: list[Producer] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    touched: Counter[Row] = field(default_factory=Counter)
+    _units: list[tuple[Row, Any]] = field(default_factory=list)
+    _number: dict[tuple[Row, Any], int] = field(default_factory=dict)
+    _calls: int = 0
+
+    def call(self) -> int:
+        """A number for one operation."""
+        self._calls += 1
+        return self._calls
+
+    def produce(self, producer: Producer) -> Tensor:
+        """The units (n,) of a new producer."""
+        self.producers.append(producer)
+        p = len(self.producers) - 1
+        return torch.tensor([self._unit((p, i), p) for i in range(len(producer.rows))]).long()
+
+    def _unit(self, row: Row, tag: Any) -> int:
+        key = (row, tag)
+        if key not in self._number:
+            self._number[key] = len(self._units)
+            self._units.append(key)
+        return self._number[key]
+
+    def row(self, unit: int) -> Row:
+        """The producer and output behind a unit."""
+        return self._units[unit][0]
+
+    def touch(self, units: Tensor) -> None:
+        """Something nonlinear reads these."""
+        self.touched.update(self.row(u) for u in units.unique().tolist() if u != NONE)
+
+    def blocks(self, units: Sequence[int]) -> dict[Any, list[int]]:
+        """Places in a list of units that had the same history, by that history."""
+        out: dict[Any, list[int]] = {}
+        for place, unit in enumerate(units):
+            if unit != NONE:
+                out.setdefault(self._units[unit][1], []).append(place)
+        return out
+
+    def passed(self, units: Sequence[int], call: int) -> list[int]:
+        """The units after an operation that treats all of them alike, and others otherwise."""
+        out = list(units)
+        for tag, places in self.blocks(units).items():
+            after = (call, tag, tuple(self.row(units[i]) for i in places))
+            for i in places:
+                out[i] = self._unit(self.row(units[i]), after)
+        return out
+
+    def read(self, kind: str, units: Tensor, where: Sequence[Any], **more: Any) -> None:
+        """An event for each block of the units (n,) with their places; others are left alone."""
+        listed = units.tolist()
+        for places in self.blocks(listed).values():
+            for again in _without_repetition([listed[i] for i in places]):
+                chosen = [places[i] for i in again]
+                rows = tuple(self.row(listed[i]) for i in chosen)
+                self.events.append(Event(kind, rows, {"at": [where[i] for i in chosen], **more}))
+
+    def pair(self, left: tuple[Row, ...], right: tuple[Row, ...]) -> None:
+        """Σ_i left_i·right_i is formed: queries against keys."""
+        if not any(e.kind == "pair" and e.rows == left and e.where == right for e in self.events):
+            self.events.append(Event("pair", left, right))
+
+    def add(self, left: Tensor, right: Tensor) -> Tensor | None:
+        """Outputs (n,) of two layers are added, one by one: the sum's own; None if not so simple.
+
+        A side may also be something that no parameter shifts, all `NONE`.
+        """
+        terms: list[int | None] = []
+        for side in (left, right):
+            if bool((side == NONE).all()):
+                terms.append(None)
+                continue
+            found = self.one_producer(side)
+            if found is None or found[1] != list(range(len(found[0].rows))):
+                return None
+            terms.append(self.row(int(side[0]))[0])
+        rows = torch.arange(len(left))
+        made = self.produce(Producer("sum", None, rows, torch.zeros_like(rows), terms=tuple(terms)))
+        for term in terms:
+            if term is not None:
+                outputs = tuple((term, i) for i in range(len(left)))
+                self.events.append(Event("sum", outputs, {"at": rows.tolist()}))
+        return made
+
+    def one_producer(self, units: Tensor) -> tuple[Producer, list[int]] | None:
+        """The producer and outputs of units that come from one and went through nothing."""
+        listed = units.tolist()
+        if not listed or NONE in listed:
+            return None
+        keys = [self._units[u] for u in listed]
+        p = keys[0][0][0]
+        if any(row[0] != p or tag != p for row, tag in keys):
+            return None
+        return self.producers[p], [row[1] for row, _ in keys]
+
+
+def _without_repetition(units: Sequence[int]) -> list[list[int]]:
+    """Places of the first occurrences, then of the second, and so on: heads that share rows."""
+    out: list[list[int]] = []
+    seen: Counter[int] = Counter()
+    for place, unit in enumerate(units):
+        if seen[unit] == len(out):
+            out.append([])
+        out[seen[unit]].append(place)
+        seen[unit] += 1
+    return out
+
+
+def view_rows(ref: Ref, axis: int, default: int) -> tuple[int, Tensor] | None:
+    """(d, index): the view's axis runs along the parameter's axis d, through these places."""
+    small = [collapse(c) for c in ref.coords]
+    varies = [d for d, c in enumerate(small) if c.shape[axis] > 1]
+    if not varies and ref.view[axis] == 1 and default < len(small):
+        varies = [default]
+    if len(varies) != 1 or small[varies[0]].numel() != small[varies[0]].shape[axis]:
+        return None
+    return varies[0], small[varies[0]].flatten().expand(ref.view[axis])

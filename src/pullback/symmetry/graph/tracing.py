@@ -1,0 +1,126 @@
+"""A model's call as a graph of plain tensor operations."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, functionalize
+from torch.fx import Graph
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+
+from ..._core.attention import unfused_attention
+from ..._core.capture import plain
+from ..._core.errors import PullbackError, reraise_fatal
+from ...maps.module import in_every_slot
+
+BY_HAND = "Name the pairs by hand: symmetry.by_hand(model, [('fc1', 'fc2'), ...], example)"
+
+
+class Example:
+    """A model with arguments: w ↦ every floating-point output as one matrix (1, n).
+
+    Arithmetic is in float64 whatever the model's own is, since round-off decides what is a
+    symmetry.
+
+    Args:
+        model: any module.
+        args: a tensor, a tuple of positional or a dict of keyword arguments.
+    """
+
+    def __init__(self, model: nn.Module, args: Any) -> None:
+        self.model = plain(model)
+        given: tuple[tuple[Any, ...], dict[str, Any]]
+        if isinstance(args, Mapping):
+            given = (), dict(args)
+        else:
+            given = (args if isinstance(args, tuple) else (args,)), {}
+        self.args, self.kwargs = pytree.tree_map_only(Tensor, _wide, given)
+        if any(t.numel() == 0 for t in pytree.tree_leaves(given) if isinstance(t, Tensor)):
+            raise PullbackError("The example is empty", "a tensor has no entries", "Pass samples")
+        trainable = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+        #: the parameters that may move, as they were, in float64
+        self.params = {n: _wide(p) for n, p in trainable.items()}
+        frozen = {n: p for n, p in self.model.named_parameters() if not p.requires_grad}
+        self.fixed = {n: _wide(b) for n, b in (*frozen.items(), *self.model.named_buffers())}
+
+    def outputs(self, params: Mapping[str, Tensor], *inputs: Any) -> list[Tensor]:
+        """The floating-point tensors that the model returns."""
+        args, kwargs = inputs or (self.args, self.kwargs)
+        fixed = {n: b.clone() for n, b in self.fixed.items()}
+        tensors = in_every_slot(self.model, {**fixed, **params})
+        out = functional_call(self.model, tensors, args, kwargs, tie_weights=False, strict=False)
+        found = [t for t in pytree.tree_leaves(out) if isinstance(t, Tensor)]
+        return [t for t in found if t.is_floating_point()]
+
+    def __call__(self, params: Mapping[str, Tensor]) -> Tensor:
+        return torch.cat([t.flatten() for t in self.outputs(params)])[None]
+
+    def small(self) -> tuple[Any, Any]:
+        """The arguments with two samples, where all have the same number of them."""
+        inputs = (self.args, self.kwargs)
+        tensors = [t for t in pytree.tree_leaves(inputs) if isinstance(t, Tensor)]
+        if any(t.ndim == 0 for t in tensors) or len({len(t) for t in tensors}) != 1:
+            return inputs
+        return pytree.tree_map_only(Tensor, lambda t: t[:2], inputs)
+
+
+@dataclass(frozen=True)
+class Traced:
+    """The graph; its placeholders are the parameters, then constants, then inputs."""
+
+    graph: Graph
+    params: tuple[str, ...]
+    fixed: tuple[str, ...]
+
+
+def trace(example: Example) -> Traced:
+    """The graph of the call, with composite operations taken apart and none in place.
+
+    Raises:
+        PullbackError: where which operations run depends on the values of tensors.
+    """
+    failure: Exception | None = None
+    for inputs in _tries(example):
+        try:
+            return _trace(example, inputs)
+        except Exception as error:
+            reraise_fatal(error)
+            failure = error
+    why = str(failure).split("\n")[0][:200]
+    if "get value out of a tracing tensor" in str(failure):
+        why = "which operations run depends on the values of tensors (control flow or .item())"
+    raise PullbackError("The model cannot be traced", why, BY_HAND) from failure
+
+
+def _tries(example: Example) -> Iterator[tuple[Any, Any]]:
+    """Few samples suffice to see the operations; a model that minds gets all of them."""
+    yield example.small()
+    yield example.args, example.kwargs
+
+
+def _trace(example: Example, inputs: tuple[Any, Any]) -> Traced:
+    names, fixed = tuple(example.params), tuple(example.fixed)
+
+    def call(params: list[Tensor], buffers: list[Tensor], inputs: Any) -> list[Tensor]:
+        tensors = dict(zip(fixed, buffers, strict=True)) | dict(zip(names, params, strict=True))
+        slots = in_every_slot(example.model, tensors)
+        out = functional_call(
+            example.model, slots, inputs[0], inputs[1], tie_weights=False, strict=False
+        )
+        return [t for t in pytree.tree_leaves(out) if isinstance(t, Tensor)]
+
+    values = [example.params[n] for n in names], [example.fixed[n].clone() for n in fixed]
+    with torch.no_grad(), unfused_attention(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module = make_fx(functionalize(call, remove="mutations"))(*values, inputs)
+    return Traced(module.graph, names, fixed)
+
+
+def _wide(t: Tensor) -> Tensor:
+    return t.detach().double() if t.is_floating_point() else t.detach()

@@ -1,0 +1,1 @@
+"""Orbits at a point: verification, tangents, rank and invariants."""

@@ -1,0 +1,151 @@
+"""How many directions of parameter space do nothing, and how many of them symmetry explains."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ..._core.attention import unfused_attention
+from ...maps import FunctionLinearization
+from ..actions.action import Action
+from ..graph.tracing import Example
+from .tangents import Orbits, orthonormal
+from .watch import settled
+
+_LARGEST = 2**24  # entries of J or Z that are decomposed
+_RTOL = 1e-10
+
+
+@dataclass(frozen=True)
+class Rank:
+    """Symmetry against the kernel of J at w on the example.
+
+    Attributes:
+        generators: k, counted with repetitions.
+        independent: the numerical rank of the (k, p) matrix of generators; None where that is
+            too large to find.
+        parameters: p.
+        outputs: numbers that the model returns on the example, N·m.
+        nullity: p − rank J; None where J is too large.
+        unexplained: nullity − independent.
+        reasons: what may explain the difference, or why something was left out.
+    """
+
+    generators: int
+    independent: int | None
+    parameters: int
+    outputs: int
+    nullity: int | None
+    unexplained: int | None
+    reasons: tuple[str, ...]
+
+    def __str__(self) -> str:
+        lines = [
+            f"generators   {self.generators}, independent {self.independent}",
+            f"nullity of J {self.nullity} of {self.parameters} parameters",
+            f"unexplained  {self.unexplained}",
+        ]
+        return "\n".join([*lines, *(f"  {r}" for r in self.reasons)])
+
+
+def rank(actions: Sequence[Action], example: Example, params: Mapping[str, Tensor]) -> Rank:
+    """Both ranks, in float64."""
+    wide = {n: w.detach().double() for n, w in params.items()}
+    p, k = sum(w.numel() for w in wide.values()), sum(a.dimension for a in actions)
+    if not wide:
+        return Rank(0, 0, 0, 0, 0, 0, ("no parameter requires a gradient",))
+    with unfused_attention():
+        at = FunctionLinearization(example, wide)
+        n = at.value.numel()
+        j = at.rows() if n * p <= _LARGEST else None
+    bases, reasons = _bases(actions, wide)
+    independent = None if bases is None else sum(len(b) for _, b in bases)
+    if j is None:
+        reasons.append(f"J is {n} × {p}: too large to decompose; use a smaller model or example")
+        return Rank(k, independent, p, n, None, None, tuple(reasons))
+    if not bool(torch.isfinite(j).all()):
+        reasons.append("J is not finite on the example")
+        return Rank(k, independent, p, n, None, None, tuple(reasons))
+    nullity = p - _rank(j)
+    if independent is None or bases is None:
+        return Rank(k, None, p, n, nullity, None, tuple(reasons))
+    if nullity != independent:
+        reasons.extend(_reasons(example, at, j, bases, nullity - independent))
+    return Rank(k, independent, p, n, nullity, nullity - independent, tuple(reasons))
+
+
+Bases = list[tuple[list[str], Tensor]]
+
+
+def _bases(
+    actions: Sequence[Action], params: Mapping[str, Tensor]
+) -> tuple[Bases | None, list[str]]:
+    """An orthonormal basis of the orbits' tangents for each component of the actions."""
+    orbits = Orbits(actions, params)
+    out: Bases = []
+    for component in orbits.components:
+        names = list(dict.fromkeys(n for a in component for n in a.names))
+        size = sum(params[n].numel() for n in names)
+        k = sum(a.dimension for a in component)
+        if size * k > _LARGEST:
+            return None, [f"{k} generators of {size} entries are too many to decompose"]
+        out.append((names, orthonormal(orbits.matrix(component), _RTOL)))
+    return out, []
+
+
+def _rank(j: Tensor) -> int:
+    """The numerical rank, of rows of length 1."""
+    length = j.norm(dim=1, keepdim=True)
+    sigma = torch.linalg.svdvals(j / torch.where(length > 0, length, 1.0))
+    if not len(sigma):
+        return 0
+    return int((sigma > max(j.shape) * 10 * torch.finfo(j.dtype).eps * sigma[0]).sum())
+
+
+def _reasons(
+    example: Example, at: FunctionLinearization, j: Tensor, bases: Bases, missing: int
+) -> list[str]:
+    out = []
+    n, p = j.shape
+    if n < p:
+        out.append(f"the example has {n} outputs for {p} parameters: nullity ≥ {p - n} anyway")
+    different = len(torch.unique(j, dim=0))
+    if n >= p > different:
+        out.append(f"only {different} of the example's {n} outputs are different functions of w")
+    idle = _idle(at, j, bases)
+    if idle:
+        out.append(f"{idle} further directions are parameters that nothing depends on here")
+    on, off, few, total = settled(example)
+    if off:
+        out.append(f"{off} of {total} units are off on the whole example: their weights do nothing")
+    if on:
+        out.append(f"{on} of {total} units are on on the whole example: linear, so that they mix")
+    if few:
+        out.append(f"{few} of {total} units change side at a few places only: too few samples")
+    if any(m.training for m in example.model.modules() if isinstance(m, _BatchNorm)):
+        out.append("on one batch, a batch norm's gain undoes a rescaling before it, eps and all")
+    if not out and missing > 0:
+        out.append(
+            "a symmetry that the graph does not show (rotations of a residual stream that only "
+            "norms read, a bias before a fixed shift), or a bound that the example does not reach"
+        )
+    if missing < 0:
+        out.append("fewer than there are generators: J or the generators are badly conditioned")
+    return out
+
+
+def _idle(at: FunctionLinearization, j: Tensor, bases: Bases) -> int:
+    """How many coordinate directions with J e = 0 are not along the orbits."""
+    still = at.space.split((j.abs().amax(0) == 0)[None].to(j))
+    extra = 0
+    covered: set[str] = set()
+    for names, basis in bases:
+        covered.update(names)
+        mask = torch.cat([still[n].flatten() for n in names]) > 0
+        eye = torch.eye(len(mask), dtype=j.dtype, device=j.device)[mask]
+        extra += len(orthonormal(torch.cat([basis, eye]), _RTOL)) - len(basis) if len(eye) else 0
+    return extra + sum(int(t.sum()) for n, t in still.items() if n not in covered)

@@ -1,0 +1,156 @@
+"""The tangent space of the orbits, and the vectors orthogonal to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from ..._core.errors import PullbackError
+from ..._core.space import ParameterSpace
+from ..actions.action import Action
+
+_DENSE = 2**25  # entries of generators up to which a component is decomposed
+
+
+class Orbits:
+    """Zᵀ of some actions at w: products with it, and the projection onto its range.
+
+    Actions that move different parameters are orthogonal, so each component is treated by itself:
+    by an SVD where it is small, by conjugate gradients on ZZᵀ elsewhere.
+    """
+
+    def __init__(self, actions: Sequence[Action], params: Mapping[str, Tensor]) -> None:
+        self.space = ParameterSpace(params)
+        self.params = {n: w.detach().to(self.space.dtype) for n, w in params.items()}
+        self.components = tuple(_components(actions))
+
+    def horizontal(self, v: Tensor | Mapping[str, Tensor]) -> Tensor:
+        """v less its part along the orbits."""
+        flat = self._flat(v)
+        return flat - self.vertical(flat)
+
+    def vertical(self, v: Tensor | Mapping[str, Tensor]) -> Tensor:
+        """Zᵀ(ZZᵀ)⁺Z v, (p,)."""
+        flat = self._flat(v)
+        pieces = self.space.split(flat)
+        out = {n: torch.zeros_like(x) for n, x in pieces.items()}
+        for actions in self.components:
+            names = _names(actions)
+            if self._small(actions):
+                basis = orthonormal(self.matrix(actions))
+                line = torch.cat([pieces[n].flatten() for n in names])
+                found = (basis.T @ (basis @ line)).split([pieces[n].numel() for n in names])
+                part = {n: f.view_as(pieces[n]) for n, f in zip(names, found, strict=True)}
+            else:
+                part = self._iterated(actions, pieces)
+            for n, t in part.items():
+                out[n] = t
+        return self.space.flatten(out)
+
+    def _flat(self, v: Tensor | Mapping[str, Tensor]) -> Tensor:
+        flat = self.space.flatten(v) if isinstance(v, Mapping) else v
+        if flat.shape != (self.space.size,):
+            raise PullbackError(
+                f"The vector has shape {tuple(flat.shape)}",
+                f"the model has {self.space.size} parameters that require gradients",
+                f"Pass ({self.space.size},) or a dict by name",
+            )
+        return flat.to(device=self.space.device, dtype=self.space.dtype)
+
+    def _small(self, actions: Sequence[Action]) -> bool:
+        size = sum(self.params[n].numel() for n in _names(actions))
+        return size * sum(a.dimension for a in actions) <= _DENSE
+
+    def matrix(self, actions: Sequence[Action]) -> Tensor:
+        """Z of a component on the parameters that it moves, (dimension, entries)."""
+        names = _names(actions)
+        lines = []
+        for action in actions:
+            z = action.generators(self.params)
+            blank = torch.zeros(())
+            lines.append(
+                torch.cat(
+                    [
+                        z[n].reshape(action.dimension, -1)
+                        if n in z
+                        else blank.to(self.params[n]).expand(
+                            action.dimension, self.params[n].numel()
+                        )
+                        for n in names
+                    ],
+                    1,
+                )
+            )
+        return torch.cat(lines)
+
+    def _iterated(self, actions: Sequence[Action], v: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Zᵀc with ZZᵀc = Z v by preconditioned conjugate gradients; consistent, so c exists."""
+        inverse = 1 / self._diagonal(actions)
+        residual = self._pair(actions, v)
+        c = torch.zeros_like(residual)
+        step = z = inverse * residual
+        rho = first = residual @ z
+        for _ in range(2000):
+            if float(rho) <= 1e-28 * float(first):
+                break
+            pushed = self._pair(actions, self._move(actions, step))
+            alpha = rho / (step @ pushed)
+            c, residual = c + alpha * step, residual - alpha * pushed
+            z = inverse * residual
+            rho, before = residual @ z, rho
+            step = z + (rho / before) * step
+        return self._move(actions, c)
+
+    def _diagonal(self, actions: Sequence[Action]) -> Tensor:
+        """A guess of the diagonal of ZZᵀ from random signs: (ZZᵀs)∘s on average."""
+        k = sum(a.dimension for a in actions)
+        generator = torch.Generator().manual_seed(3)
+        total = self.space.zeros(k)
+        for _ in range(8):
+            signs = torch.randint(0, 2, (k,), generator=generator).to(total) * 2 - 1
+            total += self._pair(actions, self._move(actions, signs)) * signs
+        positive = total.abs()
+        return torch.where(positive > 0, positive, 1.0)
+
+    def _pair(self, actions: Sequence[Action], v: Mapping[str, Tensor]) -> Tensor:
+        return torch.cat([a.pairing(self.params, v) for a in actions])
+
+    def _move(self, actions: Sequence[Action], c: Tensor) -> dict[str, Tensor]:
+        out = {n: torch.zeros_like(self.params[n]) for n in _names(actions)}
+        for action, piece in zip(actions, c.split([a.dimension for a in actions]), strict=True):
+            for n, t in action.tangent(self.params, piece).items():
+                out[n] = out[n] + t
+        return out
+
+
+def orthonormal(z: Tensor, rtol: float | None = None) -> Tensor:
+    """An orthonormal basis (rank, n) of the rows of Z, each first brought to length 1."""
+    length = z.norm(dim=1, keepdim=True)
+    z = z[(length > 0).flatten()] / length[length > 0][:, None]
+    if not z.numel():
+        return z
+    _, sigma, vt = torch.linalg.svd(z, full_matrices=False)
+    rtol = max(z.shape) * torch.finfo(z.dtype).eps if rtol is None else rtol
+    return vt[sigma > rtol * sigma[0]]
+
+
+def _names(actions: Sequence[Action]) -> list[str]:
+    return list(dict.fromkeys(n for a in actions for n in a.names))
+
+
+def _components(actions: Sequence[Action]) -> Iterator[list[Action]]:
+    """Actions that are connected by parameters they both move."""
+    groups: list[tuple[set[str], list[Action]]] = []
+    for action in actions:
+        names, members = set(action.names), [action]
+        apart = []
+        for other, theirs in groups:
+            if other & names:
+                names |= other
+                members = theirs + members
+            else:
+                apart.append((other, theirs))
+        groups = [*apart, (names, members)]
+    return (members for _, members in groups)

@@ -1,0 +1,1 @@
+"""What each operation does to scales; importing a module registers its rules."""

@@ -1,0 +1,223 @@
+r"""Rules for sums over channels: matrix products and convolutions.
+
+With a weight, y_i = Σ_j W_ij x_j (+ b_i): each output gets a scale of its own, and
+log-scales obey W_ij = y_i − x_j, b_i = y_i. A product of activations, Σ_j x_j y_j, needs
+x_j + y_j to be the same for all j.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from ..graph.ledger import Producer, view_rows
+from ..graph.scales import collapse
+from ..graph.values import NONE, Act, Ref, Value
+from ..graph.walk import Walk, rule
+from .pointwise import added
+
+
+@rule("mm")
+def mm(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Act:
+    """x y, matrices."""
+    x, y = args[:2]
+    out = product(walk, _lifted(x), _lifted(y))
+    return out.moved(lambda t: t[0])
+
+
+@rule("mv")
+def mv(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Act:
+    """A matrix times a vector."""
+    x, y = args[:2]
+    out = product(walk, _lifted(x), y.moved(lambda t: t[None, :, None]))
+    return out.moved(lambda t: t[0, :, 0])
+
+
+@rule("dot", "vdot")
+def dot(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Act:
+    """⟨x, y⟩."""
+    x, y = args[:2]
+    out = product(walk, x.moved(lambda t: t[None, None]), y.moved(lambda t: t[None, :, None]))
+    return out.moved(lambda t: t[0, 0, 0])
+
+
+@rule("bmm")
+def bmm(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Act:
+    """Matrix by matrix."""
+    return product(walk, args[0], args[1])
+
+
+@rule("addmm", "baddbmm")
+def addmm(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Act:
+    """b + x y."""
+    bias, x, y = args[:3]
+    out = mm(walk, node, [x, y], {}) if len(x.shape) == 2 else product(walk, x, y)
+    if kwargs.get("beta", 1) == 0:
+        return out
+    return added(walk, out, bias)
+
+
+def _lifted(value: Value) -> Value:
+    return value.moved(lambda t: t[None])
+
+
+def product(walk: Walk, x: Value, y: Value) -> Act:
+    """(b, n, i) · (b, i, m)."""
+    if isinstance(x, Act) and isinstance(y, Ref):
+        return linear(walk, x, y)
+    if isinstance(x, Ref) and isinstance(y, Act):
+        turned = product(walk, y.moved(lambda t: t.mT), x.moved(lambda t: t.mT))
+        return turned.moved(lambda t: t.mT)
+    if isinstance(x, Ref) and isinstance(y, Ref):
+        x, y = walk.act(x, fixed=True), walk.act(y, fixed=True)
+    return paired(walk, x, y)  # pyright: ignore[reportArgumentType]
+
+
+def linear(walk: Walk, x: Act, weight: Ref) -> Act:
+    """x (b, n, i) times a weight (b, i, m), which is often the same for all b."""
+    b, n, _ = x.shape
+    several = any(c.shape[0] > 1 for c in map(collapse, weight.coords))
+    incoming = walk.scales.merge(x.scale, [1] if several else [0, 1])  # (b', 1, i)
+    count, m = (b if several else 1), weight.view[2]
+    atoms = walk.scales.fresh(count * m, walk.ledger.call()).view(count, 1, m)
+    walk.hold(weight, atoms, walk.scales.power(incoming.mT, -1))
+    unit = torch.tensor(NONE)
+    if several:
+        walk.touch(x)
+    else:
+        unit = _reader(walk, x.unit, weight.moved(lambda t: t[0]), atoms.flatten())
+    return Act.of(atoms, (b, n, m), unit)
+
+
+def _reader(walk: Walk, units: Tensor, weight: Ref, atoms: Tensor) -> Tensor:
+    """A linear layer with weight (i, m) reads units (b, n, i): its own, (m,)."""
+    outs, ins = view_rows(weight, 1, 0), view_rows(weight, 0, 1)
+    units = collapse(units)
+    flat = units.expand(*units.shape[:2], weight.view[0])
+    if len(weight.sizes) != 2 or outs is None or ins is None or (outs[0], ins[0]) != (0, 1):
+        walk.ledger.touch(units)
+        return torch.tensor(NONE)
+    made = walk.ledger.produce(
+        Producer("linear", weight.name, outs[1], atoms, about=weight.name.rpartition(".")[0])
+    )
+    if units.shape[0] > 1 or units.shape[1] > 1:
+        walk.ledger.touch(units)
+    else:
+        reader = len(walk.ledger.producers) - 1
+        walk.ledger.read("linear", flat[0, 0], ins[1].tolist(), reader=reader)
+    return made
+
+
+def paired(walk: Walk, x: Act, y: Act) -> Act:
+    """A product of activations (b, n, i) · (b, i, m)."""
+    b, n, _ = x.shape
+    m = y.shape[2]
+    left, right = collapse(x.scale), collapse(y.scale)
+    if left.shape[1] > 1 and right.shape[2] > 1 and max(left.shape[2], right.shape[1]) > 1:
+        left, right = walk.scales.merge(left, [1]), walk.scales.merge(right, [2])
+    terms = walk.scales.product(left[:, :, :, None], right[:, None])  # (b', n', i', m')
+    scale = walk.scales.merge(terms, [2]).squeeze(2)
+    return Act.of(scale, (b, n, m), _paired_units(walk, x, y))
+
+
+def _paired_units(walk: Walk, x: Act, y: Act) -> Tensor:
+    """Units that pass a product with something else, or are summed against each other."""
+    left, right = collapse(x.unit), collapse(y.unit)
+    call, (b, n, _), m = walk.ledger.call(), x.shape, y.shape[2]
+    some, other = bool((left != NONE).any()), bool((right != NONE).any())
+    if other and not some and right.shape[1] == 1:
+        return _sliced(walk, right.expand(b, 1, m), call)
+    if some and not other and left.shape[2] == 1:
+        return _sliced(walk, left.expand(b, n, 1).mT, call).mT
+    if some and other and left.shape[1] == 1 and right.shape[2] == 1:
+        first, second = left.expand(b, 1, x.shape[2])[:, 0], right.expand(b, x.shape[2], 1)[..., 0]
+        for one, two in {
+            (tuple(o), tuple(t)) for o, t in zip(first.tolist(), second.tolist(), strict=True)
+        }:
+            if NONE in (*one, *two):
+                walk.ledger.touch(torch.tensor([*one, *two]))
+                continue
+            rows = [tuple(walk.ledger.row(u) for u in side) for side in (one, two)]
+            walk.ledger.pair(*rows)
+        return torch.tensor(NONE)
+    walk.ledger.touch(left)
+    walk.ledger.touch(right)
+    return torch.tensor(NONE)
+
+
+def _sliced(walk: Walk, units: Tensor, call: int) -> Tensor:
+    """Units (b, 1, m) after an operation that is the same for the channels of each slice b."""
+    return torch.tensor([[walk.ledger.passed(line[0], call)] for line in units.tolist()]).long()
+
+
+@rule("convolution", "_convolution")
+def convolution(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Act:
+    """With a parameter or with a fixed kernel."""
+    x, weight, bias = walk.act(args[0]), args[1], args[2]
+    padding, transposed, groups = args[4], bool(args[6]), int(args[8])
+    shape = node.meta["val"].shape
+    channels = walk.scales.merge(x.scale, [0, *range(2, len(x.shape))]).flatten()  # (C,)
+    channels = channels.expand(x.shape[1])
+    if isinstance(weight, Act):
+        walk.touch(x)
+        parts = walk.scales.merge(channels.view(groups, -1), [1])
+        label = walk.scales.product(
+            parts, walk.scales.merge(weight.scale, range(len(shape))).flatten()[0]
+        )
+        out = Act.of(_spread(label.expand(groups, shape[1] // groups).flatten(), shape), shape)
+    else:
+        out = _conv(walk, x, weight, channels, shape, groups, transposed, padding)
+    if bias is None:
+        return out
+    tail = [1] * (len(shape) - 2)
+    return added(walk, out, bias.moved(lambda t: t.view(-1, *tail)))
+
+
+def _conv(
+    walk: Walk,
+    x: Act,
+    weight: Ref,
+    channels: Tensor,
+    shape: torch.Size,
+    groups: int,
+    transposed: bool,
+    padding: Any,
+) -> Act:
+    """A convolution with a parameter; W is (out, in/g, ...), transposed (in, out/g, ...)."""
+    atoms = walk.scales.fresh(shape[1], walk.ledger.call())
+    down = walk.scales.power(channels, -1)
+    first, second = (down, atoms) if transposed else (atoms, down)
+    tail = [1] * (len(shape) - 2)
+    rows = first.view(-1, 1, *tail)
+    # column j' of a row in group γ is channel (γ, j')
+    columns = second.view(groups, 1, -1).expand(-1, len(first) // groups, -1).flatten(0, 1)
+    walk.hold(weight, rows, columns.reshape(*columns.shape, *tail))
+    unit = torch.tensor(NONE)
+    if groups > 1 or transposed or view_rows(weight, 0, 0) is None or weight.view != weight.sizes:
+        walk.touch(x)
+    else:
+        unit = _conv_reader(walk, x, weight, atoms, any(padding))
+    return Act.of(_spread(atoms, shape), shape, _spread(unit, shape) if unit.ndim else unit)
+
+
+def _conv_reader(walk: Walk, x: Act, weight: Ref, atoms: Tensor, padded: bool) -> Tensor:
+    about = weight.name.rpartition(".")[0]
+    made = walk.ledger.produce(
+        Producer("conv", weight.name, torch.arange(len(atoms)), atoms, about=about)
+    )
+    units = collapse(x.unit)
+    if units.numel() == units.shape[1]:
+        listed = units.flatten().expand(x.shape[1])
+        reader = len(walk.ledger.producers) - 1
+        walk.ledger.read("linear", listed, range(x.shape[1]), reader=reader, padded=padded)
+    else:
+        walk.ledger.touch(units)
+    return made
+
+
+def _spread(labels: Tensor, shape: torch.Size) -> Tensor:
+    """Labels of channels on (N, C, ...)."""
+    return labels.view(1, -1, *[1] * (len(shape) - 2)).expand(shape)

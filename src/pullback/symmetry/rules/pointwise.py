@@ -1,0 +1,206 @@
+"""Rules for sums, products and functions of single entries."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from ..graph.ledger import Producer, view_rows
+from ..graph.scales import FIXED, collapse
+from ..graph.values import NONE, Act, Ref, Value
+from ..graph.walk import Walk, rule
+
+#: below this an added number is taken for a guard against division by zero
+_GUARD = 1e-3
+
+
+@rule("add", "sub", "rsub", "maximum", "minimum", "fmax", "fmin")
+def add(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Both sides are scaled alike."""
+    x, y = args[:2]
+    if not isinstance(y, (Act, Ref)):
+        return _constant_added(walk, node, x, y)
+    if not isinstance(x, (Act, Ref)):
+        return _constant_added(walk, node, y, x)
+    if isinstance(x, Ref) and isinstance(y, Act):
+        x, y = y, x
+    if "add" not in str(node.target) or kwargs.get("alpha", 1) != 1:
+        # for scales like a sum, for constants not
+        one = walk.act(x)
+        walk.touch(one)
+        if isinstance(y, Act):
+            walk.touch(y)
+            y = y.plain()
+        return added(walk, one.plain(), y)
+    return added(walk, walk.act(x), y)
+
+
+def _constant_added(walk: Walk, node: Node, x: Value, number: float) -> Any:
+    act = walk.act(x)
+    walk.touch(act)
+    if abs(number) > _GUARD:
+        walk.scales.fix(act.scale)
+    return act.plain()
+
+
+def added(walk: Walk, x: Act, y: Value) -> Act:
+    """x + y; a parameter y is scaled as x is, and may be the bias of the layer that made x."""
+    shape = torch.broadcast_shapes(x.shape, y.shape)
+    if isinstance(y, Ref):
+        y = _table(walk, x, y)
+    if isinstance(y, Act):
+        scale = walk.scales.unify(x.scale, y.scale)
+        return Act.of(scale, shape, _summed(walk, x, y, shape))
+    x = x.moved(lambda t: t.expand(shape))
+    labels = walk.reduced(x.scale, y.shape)
+    walk.hold(y, labels.expand(y.view).clamp(min=FIXED))
+    if not _is_bias(walk, x, y):
+        walk.touch(x)
+        x = x.plain()
+    return x
+
+
+def _summed(walk: Walk, x: Act, y: Act, shape: torch.Size) -> Tensor:
+    """The units of a sum of two layers' outputs, or of one and an input."""
+    sides = [collapse(a.unit) for a in (x, y)]
+    axes = {_axis(s) for s in sides if bool((s != NONE).any())}
+    if len(axes) == 1 and (axis := axes.pop()) is not None:
+        n = shape[axis]
+        lines = [s.flatten().expand(n) for s in sides if s.numel() in (1, n)]
+        if len(lines) == 2 and (made := walk.ledger.add(*lines)) is not None:
+            return made.view(n, *[1] * (-axis - 1)).expand(shape)
+    walk.touch(x, y)
+    return torch.tensor(NONE)
+
+
+def _axis(units: Tensor) -> int | None:
+    """The one axis on which units differ, counted from the end."""
+    wide = [d - units.ndim for d, n in enumerate(units.shape) if n > 1]
+    return wide[0] if len(wide) == 1 else None
+
+
+def _table(walk: Walk, x: Act, y: Ref) -> Value:
+    """A parameter with a vector for each place, as positions have, is a layer without inputs."""
+    wide = [a for a, n in enumerate(y.view) if n > 1]
+    units = collapse(x.unit)
+    if len(wide) < 2 or units.numel() != max(units.shape) or bool((units == NONE).any()):
+        return y
+    axis = units.shape.index(units.numel()) - units.ndim
+    if -axis > len(y.view) or y.view[axis] != units.numel():
+        return y
+    labels = walk.reduced(x.scale.expand(torch.broadcast_shapes(x.shape, y.shape)), y.shape)
+    walk.hold(y, labels.expand(y.view).clamp(min=FIXED))
+    shape = [units.numel() if a == axis % len(y.view) else 1 for a in range(len(y.view))]
+    line = torch.arange(units.numel())
+    table = y.placed(line.view(shape).expand(y.view))
+    fixed = torch.full_like(line, FIXED)
+    made = walk.ledger.produce(Producer("table", y.name, line, fixed, table=table, about=y.name))
+    return Act.of(labels, y.view, made.view(shape))
+
+
+def _is_bias(walk: Walk, x: Act, y: Ref) -> bool:
+    """Whether y is a vector that is added to all outputs of the layer that made x."""
+    wide = [a for a, n in enumerate(y.view) if n > 1] or [len(y.view) - 1]
+    if len(y.sizes) != 1 or len(wide) != 1:
+        return False
+    axis = wide[0] - len(y.view)
+    units = collapse(x.unit)
+    if units.numel() != units.shape[axis]:
+        return False
+    found = walk.ledger.one_producer(units.flatten().expand(x.shape[axis]))
+    rows = view_rows(y, axis % len(y.view), 0)
+    if found is None or rows is None or found[0].bias is not None:
+        return False
+    producer, outputs = found
+    if outputs != list(range(len(producer.rows))) or len(rows[1]) != len(outputs):
+        return False
+    producer.bias, producer.bias_rows, producer.bias_size = y.name, rows[1], y.sizes[0]
+    return True
+
+
+@rule("mul", "div")
+def mul(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Scales multiply."""
+    x, y = args[:2]
+    sign = -1 if "div" in str(node.target) else 1
+    if kwargs.get("rounding_mode") is not None:
+        return NotImplemented
+    if not isinstance(y, (Act, Ref)):
+        return walk.act(x)  # by a number
+    if not isinstance(x, (Act, Ref)):
+        act = walk.act(y)
+        return act if sign > 0 else Act.of(walk.scales.power(act.scale, -1), act.shape)
+    if sign > 0 and isinstance(x, Ref) and isinstance(y, Act):
+        x, y = y, x
+    if sign > 0 and isinstance(x, Act) and isinstance(y, Ref):
+        return gained(walk, x, y, "gain")
+    one, two = walk.act(x), walk.act(y)
+    walk.touch(one, two)
+    shape = torch.broadcast_shapes(one.shape, two.shape)
+    return Act.of(walk.scales.product(one.scale, two.scale, sign), shape)
+
+
+def gained(walk: Walk, x: Act, gain: Ref, kind: str) -> Act:
+    """x times a parameter: a linear layer for each entry by itself."""
+    shape = torch.broadcast_shapes(x.shape, gain.shape)
+    walk.touch(x)
+    if gain.shape.numel() > 2**16:
+        fixed = walk.act(gain, fixed=True)
+        return Act.of(walk.scales.product(x.scale, fixed.scale), shape)
+    count = gain.shape.numel()
+    atoms = walk.scales.fresh(count, walk.ledger.call()).view(gain.shape)
+    if count == 1:  # one number for all: it adds its scale to those that there are
+        walk.hold(gain, atoms)
+        return Act.of(walk.scales.product(x.scale.expand(shape), atoms), shape)
+    incoming = walk.reduced(x.scale.expand(shape), gain.shape)
+    walk.hold(gain, atoms, walk.scales.power(incoming.clamp(min=FIXED), -1).expand(gain.view))
+    unit = torch.tensor(NONE)
+    wide = [a for a, n in enumerate(gain.view) if n > 1]
+    if len(gain.sizes) == 1 and len(wide) == 1:
+        about = gain.name.rpartition(".")[0]
+        made = Producer(kind, gain.name, torch.arange(count), atoms.flatten(), about=about)
+        unit = walk.ledger.produce(made).view(gain.view)
+    return Act.of(atoms, shape, unit)
+
+
+@rule("relu", "leaky_relu", "abs", "neg", "positive", "_prelu_kernel", "prelu", "rrelu")
+def homogeneous(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Act:
+    """f(αx) = αf(x) for α > 0."""
+    for slope in args[1:]:
+        if isinstance(slope, Ref):
+            walk.act(slope, fixed=True)
+    act = walk.act(args[0])
+    walk.touch(act)
+    return act.plain()
+
+
+@rule("threshold", "clamp", "clamp_min", "clamp_max", "hardtanh")
+def clipped(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Homogeneous where the bounds are 0, ±∞ or none."""
+    bounds = [*args[1:], *kwargs.values()]
+    if any(
+        b is not None
+        and (not isinstance(b, (int, float)) or b not in (0, float("inf"), float("-inf")))
+        for b in bounds
+    ):
+        return NotImplemented
+    return homogeneous(walk, node, args[:1], {})
+
+
+@rule("pow", "square", "sqrt", "rsqrt", "reciprocal")
+def powers(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Scales are raised to the power, where it stays whole."""
+    name = str(node.target)
+    known = {"square": (2, 1), "rsqrt": (-1, 2), "sqrt": (1, 2), "reciprocal": (-1, 1)}
+    top = next((v for k, v in known.items() if k in name), None)
+    if top is None:
+        exponent = args[1]
+        if not isinstance(exponent, (int, float)) or float(2 * exponent) % 1:
+            return NotImplemented
+        top = (int(2 * exponent), 2)
+    act = walk.act(args[0])
+    walk.touch(act)
+    return Act.of(walk.scales.power(act.scale, *top), act.shape)

@@ -1,0 +1,62 @@
+"""Rules for sums, extrema and softmax along axes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from ..graph.scales import FIXED, collapse
+from ..graph.values import NONE, Act, Ref
+from ..graph.walk import Walk, result, rule, shapes
+from .pointwise import add
+
+
+@rule("sum", "mean", "amax", "amin", "max", "min", "cumsum", "std", "linalg_vector_norm", "norm")
+def reduced(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """One scale along the axes that are summed over."""
+    if len(args) > 1 and isinstance(args[1], (Act, Ref)):
+        return add(walk, node, args, {})  # the larger of two tensors
+    act = walk.act(args[0])
+    walk.touch(act)
+    name, ndim = str(node.target), len(act.shape)
+    spec = kwargs.get(
+        "dim",
+        args[2 if "norm" in name else 1] if len(args) > (2 if "norm" in name else 1) else None,
+    )
+    dims = list(range(ndim)) if spec is None else [spec] if isinstance(spec, int) else list(spec)
+    dims = [d % ndim for d in dims or range(ndim)] if ndim else []
+    merged = walk.scales.merge(act.scale, dims) if dims else act.scale
+    return _reduced_result(node, merged, dims)
+
+
+def _reduced_result(node: Node, merged: Tensor, dims: list[int]) -> Any:
+    value = node.meta.get("val")
+    shape = shapes(node)[0]
+    if len(shape) != merged.ndim:
+        kept = [n for d, n in enumerate(merged.shape) if d not in dims]
+        merged = merged.reshape(kept)
+    out = Act.of(merged, shape)
+    return [out, Act.constant(shape)] if isinstance(value, (list, tuple)) else out
+
+
+@rule("var")
+def variance(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Scales are squared."""
+    out = reduced(walk, node, args, kwargs)
+    return Act.of(walk.scales.power(out.scale, 2), out.shape)
+
+
+@rule("_softmax", "_log_softmax", "_safe_softmax", "softmax", "log_softmax")
+def softmax(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Fixes scales; takes a common shift away."""
+    act, dim = walk.act(args[0]), args[1]
+    units = collapse(act.unit)
+    walk.scales.fix(act.scale)
+    if units.numel() == units.shape[dim] and bool((units != NONE).all()):
+        walk.ledger.read("softmax", units.flatten().expand(act.shape[dim]), range(act.shape[dim]))
+    else:
+        walk.touch(act)
+    return result(node, torch.tensor(FIXED))

@@ -1,0 +1,178 @@
+"""Rules for operations that move entries about, pick them, or pool neighbors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from ..graph.ledger import Producer
+from ..graph.scales import FIXED, ZERO
+from ..graph.values import Act, Ref
+from ..graph.walk import Walk, rule, shapes
+
+
+@rule(
+    *("t", "transpose", "permute", "expand", "squeeze", "unsqueeze", "slice", "select", "flip"),
+    *("movedim", "narrow", "roll", "repeat", "unfold", "diagonal", "numpy_T", "swapaxes"),
+    *("channel_shuffle", "pixel_shuffle", "pixel_unshuffle", "swapdims", "expand_as"),
+)
+def moved(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """The same operation on the labels."""
+    rest, target = args[1:], operation(node)
+    if any(isinstance(r, (Act, Ref)) for r in rest):
+        return NotImplemented
+    return args[0].moved(lambda t: target(t, *rest, **kwargs))
+
+
+def operation(node: Node) -> Callable[..., Any]:
+    """What a node calls."""
+    assert callable(node.target)
+    return node.target
+
+
+@rule("view", "_unsafe_view", "reshape", "view_copy", "_reshape_alias", "flatten", "unflatten")
+def reshaped(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """The same entries in another shape."""
+    shape = shapes(node)[0]
+    if not isinstance(args[1], (list, tuple, torch.Size)) and "view" in str(node.target):
+        return args[0]  # another dtype
+    return args[0].moved(lambda t: t.reshape(shape))
+
+
+@rule(
+    "split", "split_with_sizes", "chunk", "unbind", "unsafe_split", "unsafe_chunk", "tensor_split"
+)
+def parts(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Several pieces of a tensor."""
+    count, target = len(shapes(node)), operation(node)
+    return [args[0].moved(lambda t, i=i: target(t, *args[1:], **kwargs)[i]) for i in range(count)]
+
+
+@rule(
+    *("clone", "contiguous", "alias", "detach", "_to_copy", "lift_fresh_copy", "lift_fresh"),
+    *("to", "lift", "positive", "_conj"),
+)
+def same(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """The tensor itself."""
+    return args[0]
+
+
+@rule("native_dropout", "dropout", "feature_dropout")
+def dropped(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Dropout multiplies by constants."""
+    act = walk.act(args[0])
+    walk.touch(act)
+    out = act.plain()
+    return [out, Act.constant(act.shape)] if len(shapes(node)) > 1 else out
+
+
+@rule("bernoulli", "rand", "randn", "rand_like", "randn_like", "empty", "empty_like", "new_empty")
+def random(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """No parameter enters."""
+    return Act.constant(shapes(node)[0])
+
+
+@rule("cat", "stack")
+def joined(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Pieces put together."""
+    acts = [walk.act(v) for v in args[0]]
+    rest = args[1:]
+    join = torch.cat if "cat" in str(node.target) else torch.stack
+    return Act(join([a.scale for a in acts], *rest), join([a.unit for a in acts], *rest))
+
+
+@rule("copy")
+def copied(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """The second tensor in the shape of the first."""
+    shape = shapes(node)[0]
+    return args[1].moved(lambda t: t.expand(shape))
+
+
+@rule("slice_scatter", "select_scatter")
+def written(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """A part of a tensor overwritten by another."""
+    whole, part = walk.act(args[0]), walk.act(args[1])
+    write, rest = operation(node), args[2:]
+    scale = write(whole.scale.contiguous(), part.scale.contiguous(), *rest, **kwargs)
+    return Act(scale, write(whole.unit.contiguous(), part.unit.contiguous(), *rest, **kwargs))
+
+
+@rule("constant_pad_nd")
+def padded(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Zeros around, which any scale leaves alone."""
+    act, pad = walk.act(args[0]), args[1]
+    value = args[2] if len(args) > 2 else kwargs.get("value", 0)
+    label = ZERO if value == 0 else FIXED
+    walk.touch(act)
+    fill = torch.nn.functional.pad
+    return Act.of(fill(act.scale, pad, value=label), shapes(node)[0])
+
+
+@rule("tril", "triu")
+def triangle(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Zeros in place of some entries."""
+    act = walk.act(args[0])
+    walk.touch(act)
+    keep = operation(node)(torch.ones(act.shape), *args[1:]).bool()
+    return Act.of(torch.where(keep, act.scale, ZERO), act.shape)
+
+
+@rule(
+    *("max_pool1d", "max_pool2d", "max_pool3d", "max_pool2d_with_indices"),
+    *("max_pool3d_with_indices", "avg_pool1d", "avg_pool2d", "avg_pool3d"),
+    *("_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "adaptive_avg_pool1d", "adaptive_max_pool1d"),
+    *("adaptive_max_pool2d", "adaptive_max_pool3d", "upsample_nearest1d", "upsample_nearest2d"),
+    *("upsample_nearest3d", "upsample_bilinear2d", "upsample_linear1d", "upsample_trilinear3d"),
+    *("_upsample_nearest_exact2d", "_upsample_bilinear2d_aa", "upsample_bicubic2d"),
+    *("adaptive_avg_pool2d", "adaptive_avg_pool3d", "reflection_pad1d", "reflection_pad2d"),
+    *("reflection_pad3d", "replication_pad1d", "replication_pad2d", "replication_pad3d"),
+)
+def pooled(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Neighbors within a channel are compared, averaged or repeated."""
+    act = walk.act(args[0])
+    walk.touch(act)
+    wide = shapes(node)
+    spatial = range(len(act.shape) - _spatial(str(node.target)), len(act.shape))
+    merged = walk.scales.merge(act.scale, spatial)
+    out = Act.of(merged, wide[0])
+    return [out, Act.constant(wide[0])] if len(wide) > 1 else out
+
+
+def _spatial(name: str) -> int:
+    return next((d for d in (1, 2, 3) if f"{d}d" in name), 2)
+
+
+@rule("index_select", "gather", "index", "take_along_dim")
+def picked(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Entries picked by an index that is not looked at: one scale along the axes it runs over."""
+    act, shape, name = walk.act(args[0]), shapes(node)[0], str(node.target)
+    walk.touch(act)
+    if "index_select" in name or "gather" in name:
+        dim = args[1] % len(act.shape)
+        return Act.of(walk.scales.merge(act.scale, [dim]), shape)
+    indices = args[1]
+    dims = [d for d, i in enumerate(indices) if i is not None]
+    if len(dims) != 1 or isinstance(indices[dims[0]], Ref):
+        return NotImplemented
+    merged = walk.scales.merge(act.scale, dims)
+    d, wide = dims[0], len(indices[dims[0]].shape)
+    merged = merged.reshape(*merged.shape[:d], *[1] * wide, *merged.shape[d + 1 :])
+    return Act.of(merged, shape)
+
+
+@rule("embedding")
+def embedding(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Rows of a table: each column has a scale of its own."""
+    table, shape = args[0], shapes(node)[0]
+    if isinstance(table, Act):
+        return Act.of(walk.scales.merge(table.scale, [0])[0], shape)
+    atoms = walk.scales.fresh(shape[-1], walk.ledger.call())
+    walk.hold(table, atoms)
+    line = torch.arange(shape[-1])
+    about = table.name.rpartition(".")[0]
+    entries = table.placed(line.expand(table.view))
+    made = Producer("embedding", table.name, line, atoms, table=entries, about=about)
+    return Act.of(atoms, shape, walk.ledger.produce(made))

@@ -1,0 +1,1 @@
+"""Slices that meet orbits once: constraints, retractions, projections, bases."""

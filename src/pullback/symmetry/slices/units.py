@@ -1,0 +1,154 @@
+r"""All units of several scalings in one vector t of log-scales: w_e ← w_e exp(Σ_legs power·t_unit).
+
+What a scaling does to the norms of a parameter needs only its *energies*: the squares w_e², added
+up over the axes that tell no units apart. For a linear layer these are (out, in), for whole layers
+they are one number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from ..._core.errors import PullbackError
+from ..actions.scaling import Leg, Scaling
+
+
+@dataclass(frozen=True)
+class Part:
+    """A parameter's legs, counted in the common vector of units."""
+
+    name: str
+    legs: tuple[Leg, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the energies: that of all legs' units together."""
+        return tuple(torch.broadcast_shapes(*(leg.unit.shape for leg in self.legs)))
+
+    @property
+    def numel(self) -> int:
+        """How many energies there are."""
+        return prod(self.shape)
+
+    def log_factor(self, t: Tensor) -> Tensor:
+        """Σ power·t_unit, of `shape`."""
+        rest = torch.cat([t, t.new_zeros(*t.shape[:-1], 1)], -1)  # for −1: not scaled
+        out = self.legs[0].power * rest[..., self.legs[0].unit]
+        for leg in self.legs[1:]:
+            out = out + leg.power * rest[..., leg.unit]
+        return out
+
+    def reduce(self, values: Tensor) -> Tensor:
+        """Sums over the axes that tell no units apart: of `shape`."""
+        axes = [d for d, size in enumerate(self.shape) if size == 1 and values.shape[d] != 1]
+        return values.sum(axes, keepdim=True) if axes else values
+
+
+class Units:
+    """The units of some scalings, U in all, and the parameters that they scale."""
+
+    def __init__(self, scalings: Sequence[Scaling], params: Mapping[str, Tensor]) -> None:
+        self.scalings = tuple(scalings)
+        self.sizes = tuple(s.units for s in self.scalings)
+        self.total = sum(self.sizes)
+        _refuse(self.scalings, params)
+        legs: dict[str, list[Leg]] = {}
+        start = 0
+        for scaling in self.scalings:
+            for leg in scaling.legs:
+                w = params[leg.name]
+                shape = [1] * (w.ndim - leg.unit.ndim) + list(leg.unit.shape)
+                unit = leg.unit.to(w.device).reshape(shape)
+                if scaling.units == 1 and leg.complete:  # which tells nothing apart
+                    unit = unit.new_zeros([1] * w.ndim)
+                unit = torch.where(unit < 0, -1, unit + start)
+                legs.setdefault(leg.name, []).append(Leg(leg.name, unit, leg.power))
+            start += scaling.units
+        self.parts = tuple(Part(name, tuple(found)) for name, found in legs.items())
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The parameters that are scaled."""
+        return tuple(part.name for part in self.parts)
+
+    def split(self, t: Tensor) -> tuple[Tensor, ...]:
+        """(…, U) by scaling."""
+        return t.split(self.sizes, dim=-1)
+
+    def scaled(self, params: Mapping[str, Tensor], t: Tensor) -> dict[str, Tensor]:
+        """The scaled parameters; the product is taken in the precision of t."""
+        out = {}
+        for part in self.parts:
+            w = params[part.name].detach()
+            out[part.name] = (w.to(t.dtype) * part.log_factor(t).exp()).to(w.dtype)
+        return out
+
+    def pair(self, params: Mapping[str, Tensor], v: Mapping[str, Tensor]) -> Tensor:
+        """⟨Z_u, v⟩ for the generators Z_u = Σ_legs power·w_u: (U,)."""
+        first = params[self.parts[0].name]
+        out = torch.zeros(self.total, dtype=wide(first), device=first.device)
+        for part in self.parts:
+            w = params[part.name].detach()
+            if part.name in v:
+                out += self.collect(part, part.reduce(w.to(out) * v[part.name].to(out)))
+        return out
+
+    def spread(self, params: Mapping[str, Tensor], a: Tensor) -> dict[str, Tensor]:
+        """Σ_u a_u Z_u, by name."""
+        out = {}
+        for part in self.parts:
+            w = params[part.name].detach()
+            out[part.name] = (w.to(a) * part.log_factor(a)).to(w.dtype)
+        return out
+
+    def collect(self, part: Part, values: Tensor) -> Tensor:
+        """Σ_legs power·(sum of the unit's values): (U,)."""
+        out = values.new_zeros(self.total)
+        for leg in part.legs:
+            out += leg.power * leg.sums(values.expand(part.shape), self.total)
+        return out
+
+
+def wide(w: Tensor) -> torch.dtype:
+    """The dtype of norms that decide: float64, where the device has it."""
+    return torch.float32 if w.device.type == "mps" else torch.float64
+
+
+def _refuse(scalings: Sequence[Scaling], params: Mapping[str, Tensor]) -> None:
+    """Raise where there are no scalings, or where they are not of these parameters."""
+    if not scalings:
+        raise PullbackError(
+            "There is no slice",
+            "the model has no positive-scaling symmetry that its optimized parameters take part in",
+            "Use torch.optim.SGD, or name the pairs of layers by hand (symmetry.by_hand)",
+        )
+    into: dict[int, list[tuple[Scaling, Leg]]] = {}
+    for scaling in scalings:
+        for leg in scaling.legs:
+            if leg.name not in params:
+                raise PullbackError(
+                    f"The symmetry scales {leg.name!r}",
+                    "the model has no such parameter",
+                    "Find the symmetries of this very model",
+                )
+            if leg.power > 0:
+                earlier = into.setdefault(id(params[leg.name]), [])
+                _refuse_overlap(scaling, leg, earlier)
+                earlier.append((scaling, leg))
+
+
+def _refuse_overlap(scaling: Scaling, leg: Leg, earlier: Sequence[tuple[Scaling, Leg]]) -> None:
+    """Raise where entries lead into units of two scalings."""
+    for other, theirs in earlier:
+        if other is not scaling and bool(((leg.unit >= 0) & (theirs.unit >= 0)).any()):
+            raise PullbackError(
+                f"Parameter {leg.name!r} is shared across two orbits",
+                f"it leads into {other.about!r} and into {scaling.about!r}, which would scale it "
+                "by different numbers",
+                "Scale the tied units together, or leave both scalings out",
+            )
