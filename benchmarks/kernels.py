@@ -141,6 +141,9 @@ def measure(problem: str, sizes: tuple[int, ...], options: Any) -> dict[str, Any
             else:
                 usable[route] = ROUTES[route]
         model, x = build(problem, n, device)
+        for route in [r for r in usable if r != "pullback" and not fits(ROUTES[r], model, x)]:
+            del usable[route]
+            skipped[route] = "does not fit the device"
         runs = {r: partial(run, model, x) for r, run in usable.items()}
         times = compare(runs, device, repeats=3, patience=options.patience)
         quiet = options.quick and device.type == "cpu"
@@ -148,6 +151,18 @@ def measure(problem: str, sizes: tuple[int, ...], options: Any) -> dict[str, Any
         last.update({r: (n, times[r], peaks[r]) for r in usable})
         found["sizes"][n] = report(n, times, peaks, errors, skipped)
     return found
+
+
+def fits(route: Route, model: nn.Module, x: Tensor) -> bool:
+    """Whether a GPU's memory is enough; a CPU's is not tried."""
+    if x.device.type == "cpu":
+        return True
+    try:
+        route(model, x)
+    except torch.OutOfMemoryError:
+        torch.cuda.empty_cache()
+        return False
+    return True
 
 
 def foretold(route: str, problem: str, device: torch.device) -> tuple[int, float, int]:

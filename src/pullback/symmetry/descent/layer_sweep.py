@@ -23,6 +23,7 @@ from ..slices.units import wide
 from .sweep import Followers
 
 _FAR = 30.0
+_ROUNDS = 4
 
 
 class LayerSweep:
@@ -50,6 +51,11 @@ class LayerSweep:
                 for b in self._counted(slice)
             )
             self._steps = 2 if mixed else 1
+        # of the Jacobian at the last retraction: the start of the next
+        self._inverse = torch.zeros_like(eye)
+        if eye.is_cuda:
+            for _ in range(16):
+                self.factors(self._squares())
 
     @property
     def turns(self) -> int:
@@ -77,12 +83,17 @@ class LayerSweep:
     def run(self, turn: int | None = None, followers: Followers | None = None) -> None:
         """Retract; followers are carried along."""
         ws = [self._params[n] for n in self.names]
-        norms = torch._foreach_norm(ws, 2, torch.float32 if _half(ws) else None)
-        squares = torch.stack([n.to(self._powers.dtype) for n in norms]).square()
-        for name, w, factor in zip(self.names, ws, self.factors(squares).unbind(), strict=True):
+        factors = self.factors(self._squares()).unbind()
+        for name, w, factor in zip(self.names, ws, factors, strict=True):
             w.mul_(factor)
             for target, power in (followers or {}).get(name, ()):
                 target.mul_(factor**power)
+
+    def _squares(self) -> Tensor:
+        """|w|² of all parameters, (P,)."""
+        ws = [self._params[n].detach() for n in self.names]
+        norms = torch._foreach_norm(ws, 2, torch.float32 if _half(ws) else None)
+        return torch.stack([n.to(self._powers.dtype) for n in norms]).square()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -104,9 +115,24 @@ class LayerSweep:
                 sums = self._blocks @ x
                 slope = 0.5 * self._differences @ sums.log()
                 jacobian = self._differences @ ((self._blocks * x) / sums[:, None]) @ self._powers
-            t = t - torch.linalg.solve_ex(jacobian, slope)[0].clamp(-_FAR, _FAR)
+            t = t - (self._inverted(jacobian) @ slope).clamp(-_FAR, _FAR)
         # a layer that is zero or not finite: nothing is scaled
         return torch.where(torch.isfinite(t).all(), t, 0.0)
+
+    def _inverted(self, jacobian: Tensor) -> Tensor:
+        """J⁻¹; on a GPU by products, X ← X(2 − JX) from the last one, so that no host is needed."""
+        if not jacobian.is_cuda:
+            return torch.linalg.inv_ex(jacobian)[0]
+        eye = torch.eye(len(jacobian), dtype=jacobian.dtype, device=jacobian.device)
+        # where the last one is far off: a start that converges, if not within this step
+        safe = jacobian.mT / (jacobian.abs().sum(0).max() * jacobian.abs().sum(1).max())
+        off = [torch.linalg.matrix_norm(eye - jacobian @ x) for x in (self._inverse, safe)]
+        x = torch.where(off[0] < off[1], self._inverse, safe)
+        for _ in range(_ROUNDS):
+            x = x @ (2 * eye - jacobian @ x)
+        x = torch.where(torch.isfinite(x).all(), x, 0.0)
+        self._inverse.copy_(x)
+        return x
 
 
 def _half(ws: list[Tensor]) -> bool:

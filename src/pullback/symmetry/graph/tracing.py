@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, functionalize
 from torch.fx import Graph
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.modules import transformer
 from torch.utils import _pytree as pytree
 
 from ..._core.attention import unfused_attention
@@ -116,10 +118,25 @@ def _trace(example: Example, inputs: tuple[Any, Any]) -> Traced:
         return [t for t in pytree.tree_leaves(out) if isinstance(t, Tensor)]
 
     values = [example.params[n] for n in names], [example.fixed[n].clone() for n in fixed]
-    with torch.no_grad(), unfused_attention(), warnings.catch_warnings():
+    with torch.no_grad(), unfused_attention(), _masks_unread(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         module = make_fx(functionalize(call, remove="mutations"))(*values, inputs)
     return Traced(module.graph, names, fixed)
+
+
+@contextlib.contextmanager
+def _masks_unread() -> Iterator[None]:
+    """Torch's transformers do not look at a mask to see whether it is causal.
+
+    They would choose a kernel by its values, which a trace has not, and not another function.
+    """
+    found: Any = transformer
+    before = found._detect_is_causal_mask
+    found._detect_is_causal_mask = lambda mask, is_causal=None, size=None: bool(is_causal)
+    try:
+        yield
+    finally:
+        found._detect_is_causal_mask = before
 
 
 def _wide(t: Tensor) -> Tensor:
