@@ -13,6 +13,23 @@ from .experiment import Experiment
 
 #: the names in each folder's `EXPERIMENTS`
 FOLDERS: dict[str, tuple[str, ...]] = {
+    "kerekes_2022": (
+        "kerekes-2022-figure2",
+        "kerekes-2022-figure3",
+        "kerekes-2022-figure4",
+        "kerekes-2022-figure5",
+        "kerekes-2022-figure6",
+        "kerekes-2022-theorems",
+        "kerekes-2022-support",
+    ),
+    "bai_2024_projection": ("bai-2024-projection",),
+    "bai_2024_slices": ("bai-2024-slices-figure2", "bai-2024-slices-rescaled"),
+    "bai_2024_sobolev": (
+        "bai-2024-sobolev-cifar10",
+        "bai-2024-sobolev-cifar10-parts",
+        "bai-2024-sobolev-digits",
+    ),
+    "invariance_audit": ("invariance-audit",),
     "kfac_invariance": ("luk-grosse-2018",),
     "yin_2024": ("yin-2024-shallow", "yin-2024-deep", "yin-2024-poisson"),
 }

@@ -1,0 +1,230 @@
+"""The slice experiments: starts, methods and checks against what they must be, and short runs."""
+
+import io
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from torch import Tensor, nn
+
+from pullback.experiments.bai_2024_slices import (
+    EXPERIMENTS,
+    Figure2,
+    Rescaled,
+    figure2,
+    rescaled,
+    starts,
+)
+from pullback.experiments.bai_2024_slices.checks import claims, final, seconds, seconds_per_epoch
+from pullback.experiments.bai_2024_slices.law import law
+from pullback.experiments.bai_2024_slices.methods import METHODS, START, UNITS
+from pullback.experiments.bai_2024_slices.networks import PAPER_WIDTHS, convnet, digits, mlp
+from pullback.experiments.bai_2024_slices.rescaled_checks import apart
+from pullback.experiments.bai_2024_slices.rescaled_methods import METHODS as CONTENDERS
+from pullback.experiments.experiment import Context
+from pullback.symmetry import Sliced
+
+CPU = torch.device("cpu")
+BY_NAME = {m.name: m for m in METHODS}
+
+
+def quiet() -> Console:
+    return Console(file=io.StringIO())
+
+
+def context(seed: int = 0) -> Context:
+    return Context(seed, CPU, True, Path("nowhere"), None)  # pyright: ignore[reportArgumentType]
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    some = digits(torch.float64)
+    return some.x[:32], some.y[:32]
+
+
+def stepped(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) -> Tensor:
+    x, y = batch()
+    for _ in range(steps):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    return model(x).detach()
+
+
+def small() -> nn.Sequential:
+    torch.manual_seed(0)
+    return mlp(64, 12, 9, 10).double()
+
+
+def test_the_papers_network() -> None:
+    model = mlp(*PAPER_WIDTHS[-3:])
+    assert [tuple(p.shape) for p in model.parameters()] == [(444, 882), (10, 444)]
+    assert PAPER_WIDTHS == (3072, 2634, 2196, 1758, 1320, 882, 444, 10)
+    full = EXPERIMENTS[0].config(False)
+    assert (full["batch"], full["epochs"], full["lr"]) == (128, 200, 0.01)
+    assert [len(e.seeds) for e in EXPERIMENTS] == [5, 3]
+
+
+@pytest.mark.parametrize("name", list(BY_NAME))
+def test_every_method_lowers_the_loss(name: str) -> None:
+    model, (x, y) = small(), batch()
+    optimizer = BY_NAME[name].build(model, 1e-3 if BY_NAME[name].rates else 0.1)
+    before = float(F.cross_entropy(model(x), y).detach())
+    stepped(model, optimizer, 10)
+    assert float(F.cross_entropy(model(x), y).detach()) < before
+
+
+def test_the_control_starts_with_equal_norms_and_the_same_function() -> None:
+    model, (x, _) = small(), batch()
+    before = model(x).detach()
+    BY_NAME[START].build(model, 0.1)
+    norms = torch.stack([p.detach().norm() for p in model.parameters()])
+    torch.testing.assert_close(norms, norms.mean().expand(3))
+    torch.testing.assert_close(model(x).detach(), before, rtol=1e-12, atol=1e-14)
+
+
+def test_units_are_sliced_sgd() -> None:
+    one, two = small(), small()
+    a = stepped(one, BY_NAME[UNITS].build(one, 0.1))
+    b = stepped(two, Sliced(torch.optim.SGD(two.parameters(), 0.1), two, sweeps=1))
+    torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
+
+
+def test_law() -> None:
+    found = law(context(), (64, 10, 8, 10), 16)
+    assert found["one step"] < 1e-12
+    assert found["two steps"][-1] < found["two steps"][0] < 1e-2
+    assert found["slope"] == pytest.approx(2, abs=0.3)
+
+
+# --- checks of Figure 2 ----------------------------------------------------------------------
+
+
+def run(times: float, accuracies: list[float], lost: bool = False) -> dict[str, Any]:
+    n = len(accuracies)
+    loss = [1.0] * (n - 1) + [math.nan if lost else 1.0]
+    return {
+        "rate": 0.1,
+        "epoch": list(range(n)),
+        "seconds": [times * i for i in range(n)],
+        "test accuracy": accuracies,
+        "train loss": loss,
+    }
+
+
+def test_times_and_ends() -> None:
+    runs = [run(2.0, [0.1, 0.5, 0.9, 0.9]), run(3.0, [0.1, 0.5, 0.9, 0.9])]
+    assert seconds_per_epoch(runs) == 2.0
+    assert seconds(runs, 0.7) == pytest.approx(3.75)
+    assert seconds(runs, 0.95) == math.inf
+    assert final(runs)[0] == pytest.approx(0.7)
+    assert final([run(1.0, [0.1, 0.9], lost=True)]) == (0.1, 0.0)
+    assert seconds_per_epoch([run(1.0, [0.1])]) == 0.0
+
+
+def test_claims_are_decided_by_the_numbers() -> None:
+    slow, fast = [run(1.0, [0.1, 0.2, 0.3, 0.9])] * 2, [run(1.02, [0.1, 0.8, 0.9, 0.9])] * 2
+    found = {m.name: fast for m in METHODS} | {"SGD": slow}
+    good = {"one step": 1e-15, "two steps": [4e-3, 1e-3], "slope": 2.0}
+    checks = claims(found, good, 0.6, (True,) * 10)
+    assert [c.holds for c in checks] == [True] * 6 + [False] * 4
+    assert sum(c.of_paper for c in checks) == 4
+    swapped = {m.name: slow for m in METHODS} | {"SGD": fast}
+    bad = {**good, "one step": 1e-3}
+    checks = claims(swapped, bad, 0.6, (True,) * 10)
+    assert [c.holds for c in checks[:2]] == [False, False]
+    assert not checks[5].holds
+
+
+def test_held_out_images_are_not_trained_on() -> None:
+    some = digits()
+    kept = figure2._held_out(some)
+    assert len(kept.x) + len(kept.test_x) == len(some.x)
+    assert torch.equal(kept.test_x[-1], some.x[-1])
+
+
+# --- rescaled starts -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("network", list(starts.NETWORKS))
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_start_is_the_same_function_elsewhere(network: str, trained: bool) -> None:
+    x, _ = batch()
+    plain, _, none = starts.start(network, trained, 0, 1, CPU)
+    model, symmetry, moved = starts.start(network, trained, 3, 1, CPU)
+    assert none == 0.0
+    assert moved < 1e-10
+    torch.testing.assert_close(model(x), plain(x), rtol=1e-9, atol=1e-10)
+    first = next(model.parameters()) / next(plain.parameters())
+    assert {round(v) for v in first.detach().flatten().log10().tolist()} == {-3, 3}
+    assert symmetry.dimension == (96 if network == "MLP" else 24)
+
+
+@pytest.mark.parametrize("method", [m for m in CONTENDERS if m.sliced], ids=lambda m: m.name)
+def test_sliced_optimizers_forget_the_scale(method: Any) -> None:
+    ends = []
+    for size in (0, 3):
+        model, symmetry, _ = starts.start("conv net", False, size, 0, CPU)
+        ends.append(stepped(model, method.build(model, symmetry, 0.01, 0)))
+    torch.testing.assert_close(*ends, rtol=1e-8, atol=1e-9)
+
+
+def test_apart() -> None:
+    one, two = {"train loss": [1.0, 2.0]}, {"train loss": [1.0, 2.5]}
+    assert apart(one, two) == pytest.approx(0.2)
+    assert apart(one, {"train loss": [1.0]}) == math.inf
+
+
+# --- whole runs ------------------------------------------------------------------------------
+
+
+def test_rescaled_quick_run_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    some = [m for m in CONTENDERS if m.name in ("SGD", "SliceSGD")]
+    monkeypatch.setattr(rescaled, "METHODS", tuple(some))
+    monkeypatch.setattr("pullback.experiments.bai_2024_slices.rescaled_figure.METHODS", some)
+    (experiment,) = (e for e in EXPERIMENTS if isinstance(e, Rescaled))
+    assert experiment.run(True, [0], tmp_path, quiet(), seconds=0).status == 3
+    assert experiment.run(True, [0], tmp_path, quiet()).status == 0
+    path = tmp_path / "bai-2024-slices-rescaled-quick.json"
+    before = json.loads(path.read_text())
+    assert len(before["runs"]) == 2 + 2 * 2
+    assert (tmp_path / "bai-2024-slices-rescaled-quick.png").stat().st_size > 10_000
+    assert experiment.run(True, [0], tmp_path, quiet()).status == 0
+    assert json.loads(path.read_text()) == before
+
+
+class _Short(Figure2):
+    """Two epochs of a smaller network, with a search."""
+
+    def config(self, quick: bool) -> dict[str, Any]:
+        return super().config(True) | {"epochs": 2, "widths": [64, 12, 8, 10], "batch": 256}
+
+
+def test_figure2_searches_trains_and_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cheap = tuple(replace(m, rates=m.rates[:1]) for m in METHODS)
+    monkeypatch.setattr(figure2, "METHODS", cheap)
+    monkeypatch.setattr(
+        figure2, "law", lambda context: {"one step": 0.0, "two steps": [1e-3], "slope": 2.0}
+    )
+    held = (True,) * 10
+    short = _Short(
+        name="short", figure="", claim="", held=held, quick_held=held, searched=1, lr=0.1
+    )
+    outcome = short.run(False, [0, 1], tmp_path, quiet())
+    assert len(outcome.checks) == 10
+    state = json.loads((tmp_path / "short.json").read_text())
+    assert ["search", "Adam", "0.0001"] in [r["key"] for r in state["runs"]]
+    assert (tmp_path / "short.png").stat().st_size > 10_000
+    rows = state["summary"]["tables"][0]["rows"]
+    assert [r[0] for r in rows] == [m.name for m in METHODS]
+    assert next(r for r in rows if r[0] == "Adam")[1] == "0.0001"
+
+
+def test_networks_take_images() -> None:
+    x = torch.zeros(2, 1, 8, 8)
+    assert convnet(4)(x).shape == mlp(64, 5, 10, bias=True)(x).shape == (2, 10)
