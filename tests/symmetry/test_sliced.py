@@ -12,6 +12,7 @@ from torch.func import functional_call, jacrev
 
 import pullback as pb
 from pullback import PullbackError
+from pullback.symmetry.descent.transport import powers_of
 from pullback.symmetry.sliced import Sliced
 from pullback.symmetry.slices.balanced import Balanced
 from pullback.symmetry.slices.choice import make_slice
@@ -238,3 +239,39 @@ def test_natural_gradient_steps_stay_on_the_slice() -> None:
     wrapped = Sliced(natural(model), scalings(model))
     wrapped.step(closure)
     assert found.contains()
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam", "RMSprop", "Adagrad", "Adamax", "NAdam", "RAdam"])
+def test_powers_are_those_of_gradients_seen_by_a_rescaled_parameter(name: str) -> None:
+    # w ← 2w sees g/2 all along: state must differ by the power that the table says
+    optimizers = []
+    for alpha in (1.0, 2.0):
+        w = nn.Parameter(torch.tensor([1.0, -2.0], dtype=torch.float64) * alpha)
+        inner = torch_optimizers[name]([w])
+        for group in inner.param_groups:
+            if "eps" in group:
+                group["eps"] = 0.0  # has units of its own
+        for k in range(3):
+            w.grad = torch.tensor([0.3 + k, -0.7 * k + 0.1], dtype=torch.float64) / alpha
+            inner.step()
+        optimizers.append((inner, inner.state[w]))
+    powers = powers_of(optimizers[0][0])
+    seen = 0
+    for key, value in optimizers[0][1].items():
+        if isinstance(value, Tensor) and value.ndim:
+            torch.testing.assert_close(optimizers[1][1][key], value * 2.0 ** powers[key])
+            seen += 1
+    assert seen
+
+
+def test_factored_state_is_refused_unless_it_is_to_stay() -> None:
+    model = mlp(3, 4, 2, bias=False)
+    optimizer = sliced(model, torch.optim.Adafactor(model.parameters()))
+    backward(model)
+    with pytest.raises(PullbackError, match="row_var"):
+        optimizer.step()
+    model = mlp(3, 4, 2, bias=False)
+    stay = {"row_var": 0, "col_var": 0}
+    optimizer = sliced(model, torch.optim.Adafactor(model.parameters()), transport=stay)
+    backward(model)
+    optimizer.step()

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import inf, log2
 
 import torch
 from torch import Tensor
@@ -14,13 +15,26 @@ from torch import Tensor
 def around(factors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """All A_i, (d₀, d_{i−1}), and B_i, (d_i, d_L); A₁ and B_L are identities."""
     first, last = factors[0], factors[-1]
-    before = [torch.eye(first.shape[0], dtype=first.dtype, device=first.device)]
+    before = [torch.eye(first.shape[-2], dtype=first.dtype, device=first.device)]
     for w in factors[:-1]:
         before.append(before[-1] @ w)
-    after = [torch.eye(last.shape[1], dtype=last.dtype, device=last.device)]
+    after = [torch.eye(last.shape[-1], dtype=last.dtype, device=last.device)]
     for w in reversed(factors[1:]):
         after.append(w @ after[-1])
     return before, after[::-1]
+
+
+def leveled(factors: Sequence[Tensor]) -> tuple[list[Tensor], float]:
+    """Factors times a power of two s at which J has size 1, and s^(L−1), by which it changed J.
+
+    Squares of J are then representable, whatever the factors' sizes.
+    """
+    sizes = sorted(float(w.abs().max()) for w in factors)[1:]  # J leaves one factor out
+    if not sizes or sizes[0] == 0:
+        return list(factors), 1.0
+    power = -max(-1000, min(1000, round(sum(map(log2, sizes)) / len(sizes))))
+    total = power * len(sizes)
+    return [w * 2.0**power for w in factors], 2.0**total if total < 1024 else inf
 
 
 def kron(a: Tensor, b: Tensor) -> Tensor:

@@ -41,6 +41,11 @@ def by_hand(
     """
     model = plain(model)
     run = Example(model, guessed(model) if example is None else example)
+    for pair in pairs:
+        if isinstance(pair, str) or len(pair) != 2:
+            raise PullbackError(
+                f"{pair!r} is no pair of layers", "two sides are scaled", "Use ('fc1', 'fc2')"
+            )
     actions = [_scaling(model, run, _many(a), _many(b)) for a, b in pairs]
     return build(run, list(actions), group, ["the pairs were named by hand"])
 

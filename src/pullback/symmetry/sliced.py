@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from .._core.errors import PullbackError
 from .descent.keeper import Keeper, scalings_of
-from .descent.transport import POWERS, followers
+from .descent.transport import followers, powers_of
 from .slices.slice import Retraction, Slice
 
 _COUNT = "slice_steps"
@@ -54,7 +54,7 @@ class Sliced(Optimizer):
             model = getattr(optimizer, "model", None)
         scalings, model = scalings_of(symmetry, model)
         self.optimizer = optimizer
-        self._powers = {**POWERS, **(transport or {})}
+        self._powers = {**powers_of(optimizer), **(transport or {})}
         self._ready = False
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._ready = True

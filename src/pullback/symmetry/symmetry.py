@@ -15,7 +15,7 @@ from .graph.tracing import Example
 from .orbits.invariants import invariants
 from .orbits.ranks import Rank, rank
 from .orbits.tangents import Orbits
-from .orbits.verify import Rejected, Verified
+from .orbits.verify import Rejected, Verified, summarized
 from .slices.choice import make_slice, two_sided
 from .slices.slice import Retraction, Slice
 
@@ -158,7 +158,7 @@ class Symmetry:
         return rank(self.actions, self.example, self.params)
 
     def report(self) -> str:
-        """A table: action, dimension, parameters, residual; then what was refused."""
+        """A table: action, dimension, residual, parameters; then what was refused, by reason."""
         table = [("symmetry", "dimension", "‖JZ‖", "parameters")]
         for v in self.verified:
             names = ", ".join(v.action.names[:4]) + (", …" if len(v.action.names) > 4 else "")
@@ -168,7 +168,7 @@ class Symmetry:
             "  ".join([*(c.ljust(w) for c, w in zip(line[:3], widths, strict=True)), line[3]])
             for line in table
         ]
-        lines += [f"rejected  {r}" for r in self.rejected]
+        lines += [f"rejected  {line}" for line in summarized(self.rejected)]
         return "\n".join([*lines, *(f"note  {n}" for n in self.notes)])
 
     def __str__(self) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from torch import Tensor
+from torch.optim import Optimizer, RMSprop
 
 from ..._core.errors import PullbackError
 
@@ -33,16 +34,25 @@ POWERS: dict[str, int] = {
 }
 
 
+def powers_of(optimizer: Optimizer) -> dict[str, int]:
+    """The powers of an optimizer's own state."""
+    if isinstance(optimizer, RMSprop):  # whose buffer holds gradients over their own size
+        return {**POWERS, "momentum_buffer": 0}
+    return dict(POWERS)
+
+
 def followers(
     state: Mapping[str, object], w: Tensor, powers: Mapping[str, int]
 ) -> list[tuple[Tensor, int]]:
     """The tensors of a parameter's state that are shaped like it, with their powers."""
     found = []
     for name, value in state.items():
-        if not isinstance(value, Tensor) or value.shape != w.shape:
+        if not isinstance(value, Tensor) or not value.is_floating_point():
             continue
-        counter = value.ndim == 0 and name not in powers
-        if counter or not value.is_floating_point():
+        if value.ndim == 0 and (w.ndim or name not in powers):
+            continue  # a counter
+        if value.shape != w.shape:
+            _refuse_shape(name, value, w, powers)
             continue
         if name not in powers:
             raise PullbackError(
@@ -54,3 +64,14 @@ def followers(
         if powers[name]:
             found.append((value, powers[name]))
     return found
+
+
+def _refuse_shape(name: str, value: Tensor, w: Tensor, powers: Mapping[str, int]) -> None:
+    """Raise for state of another shape, unless it is said to stay as it is."""
+    if powers.get(name) != 0:
+        raise PullbackError(
+            f"The optimizer's state {name!r} cannot be rescaled",
+            f"it is {tuple(value.shape)} for a parameter {tuple(w.shape)}: factors of an average, "
+            "whose units are not told apart",
+            f'Use Adam, or leave it as it is: transport={{"{name}": 0}}',
+        )

@@ -36,6 +36,7 @@ class Example:
     """
 
     def __init__(self, model: nn.Module, args: Any) -> None:
+        _refuse(model)
         self.model = plain(model)
         given: tuple[tuple[Any, ...], dict[str, Any]]
         if isinstance(args, Mapping):
@@ -58,7 +59,14 @@ class Example:
         tensors = in_every_slot(self.model, {**fixed, **params})
         out = functional_call(self.model, tensors, args, kwargs, tie_weights=False, strict=False)
         found = [t for t in pytree.tree_leaves(out) if isinstance(t, Tensor)]
-        return [t for t in found if t.is_floating_point()]
+        found = [t for t in found if t.is_floating_point()]
+        if not found:
+            raise PullbackError(
+                "The model has no outputs to differentiate",
+                "it returns no floating-point tensor",
+                "Let it return logits or features, not classes",
+            )
+        return found
 
     def __call__(self, params: Mapping[str, Tensor]) -> Tensor:
         return torch.cat([t.flatten() for t in self.outputs(params)])[None]
@@ -94,6 +102,7 @@ def trace(example: Example) -> Traced:
         except Exception as error:
             reraise_fatal(error)
             failure = error
+    _refuse_example(example)
     why = str(failure).split("\n")[0][:200]
     if "get value out of a tracing tensor" in str(failure):
         why = "which operations run depends on the values of tensors (control flow or .item())"
@@ -122,6 +131,34 @@ def _trace(example: Example, inputs: tuple[Any, Any]) -> Traced:
         warnings.simplefilter("ignore")
         module = make_fx(functionalize(call, remove="mutations"))(*values, inputs)
     return Traced(module.graph, names, fixed)
+
+
+def _refuse(model: Any) -> None:
+    """Raise for what is no module with numbers in it."""
+    if not isinstance(model, nn.Module):
+        raise PullbackError(
+            "Symmetries are those of a network", f"got {type(model).__name__}", "Pass an nn.Module"
+        )
+    if any(p.is_meta for p in model.parameters()):
+        raise PullbackError(
+            "Symmetries cannot be verified",
+            "the parameters are on the meta device and have no values",
+            "Materialize the model first: model.to_empty(device=...) and initialize it",
+        )
+
+
+def _refuse_example(example: Example) -> None:
+    """Raise where it is the call itself that fails, and not its trace."""
+    try:
+        with torch.no_grad(), unfused_attention():
+            example.outputs(example.params)
+    except Exception as error:
+        reraise_fatal(error)
+        raise PullbackError(
+            "The model does not run on the example",
+            str(error).split("\n")[0][:200],
+            "Pass what the model takes: a tensor, a tuple of arguments or a dict of keywords",
+        ) from error
 
 
 @contextlib.contextmanager

@@ -32,7 +32,7 @@ class Rank:
         outputs: numbers that the model returns on the example, N·m.
         nullity: p − rank J; None where J is too large.
         unexplained: nullity − independent.
-        reasons: what may explain the difference, or why something was left out.
+        reasons: what may explain the difference, or why something was skipped.
     """
 
     generators: int
@@ -45,11 +45,15 @@ class Rank:
 
     def __str__(self) -> str:
         lines = [
-            f"generators   {self.generators}, independent {self.independent}",
-            f"nullity of J {self.nullity} of {self.parameters} parameters",
-            f"unexplained  {self.unexplained}",
+            f"generators   {self.generators}, independent {_said(self.independent)}",
+            f"nullity of J {_said(self.nullity)} of {self.parameters} parameters",
+            f"unexplained  {_said(self.unexplained)}",
         ]
         return "\n".join([*lines, *(f"  {r}" for r in self.reasons)])
+
+
+def _said(count: int | None) -> str:
+    return "skipped" if count is None else str(count)
 
 
 def rank(actions: Sequence[Action], example: Example, params: Mapping[str, Tensor]) -> Rank:
@@ -62,39 +66,47 @@ def rank(actions: Sequence[Action], example: Example, params: Mapping[str, Tenso
         at = FunctionLinearization(example, wide)
         n = at.value.numel()
         j = at.rows() if n * p <= _LARGEST else None
-    bases, reasons = _bases(actions, wide)
-    independent = None if bases is None else sum(len(b) for _, b in bases)
+    orbits = Orbits(actions, wide)
+    independent, reasons = _independent(orbits)
     if j is None:
-        reasons.append(f"J is {n} × {p}: too large to decompose; use a smaller model or example")
+        reasons.append(f"skipped: J is {n} × {p}, too large; use fewer samples or a smaller model")
         return Rank(k, independent, p, n, None, None, tuple(reasons))
     if not bool(torch.isfinite(j).all()):
-        reasons.append("J is not finite on the example")
+        reasons.append("skipped: J is not finite on the example")
         return Rank(k, independent, p, n, None, None, tuple(reasons))
     nullity = p - _rank(j)
-    if independent is None or bases is None:
+    if independent is None:
         return Rank(k, None, p, n, nullity, None, tuple(reasons))
     if nullity != independent:
-        reasons.extend(_reasons(example, at, j, bases, nullity - independent))
+        reasons.extend(_reasons(example, at, j, _bases(orbits), nullity - independent))
     return Rank(k, independent, p, n, nullity, nullity - independent, tuple(reasons))
+
+
+def _independent(orbits: Orbits) -> tuple[int | None, list[str]]:
+    """The numerical rank of the generators, component by component."""
+    total = 0
+    for component in orbits.components:
+        if not orbits.blocked(component):
+            k = sum(a.dimension for a in component)
+            return None, [f"skipped: {k} generators that overlap are too many to decompose"]
+        sigma = torch.linalg.svdvals(orbits.triangle(component)[0])
+        total += int((sigma > _RTOL * sigma.amax()).sum()) if len(sigma) else 0
+    return total, []
 
 
 Bases = list[tuple[list[str], Tensor]]
 
 
-def _bases(
-    actions: Sequence[Action], params: Mapping[str, Tensor]
-) -> tuple[Bases | None, list[str]]:
-    """An orthonormal basis of the orbits' tangents for each component of the actions."""
-    orbits = Orbits(actions, params)
+def _bases(orbits: Orbits) -> Bases | None:
+    """An orthonormal basis of the orbits' tangents for each component; None where too large."""
     out: Bases = []
     for component in orbits.components:
         names = list(dict.fromkeys(n for a in component for n in a.names))
-        size = sum(params[n].numel() for n in names)
-        k = sum(a.dimension for a in component)
-        if size * k > _LARGEST:
-            return None, [f"{k} generators of {size} entries are too many to decompose"]
+        size = sum(orbits.params[n].numel() for n in names)
+        if size * sum(a.dimension for a in component) > _LARGEST:
+            return None
         out.append((names, orthonormal(orbits.matrix(component), _RTOL)))
-    return out, []
+    return out
 
 
 def _rank(j: Tensor) -> int:
@@ -107,7 +119,7 @@ def _rank(j: Tensor) -> int:
 
 
 def _reasons(
-    example: Example, at: FunctionLinearization, j: Tensor, bases: Bases, missing: int
+    example: Example, at: FunctionLinearization, j: Tensor, bases: Bases | None, missing: int
 ) -> list[str]:
     out = []
     n, p = j.shape
@@ -116,7 +128,7 @@ def _reasons(
     different = len(torch.unique(j, dim=0))
     if n >= p > different:
         out.append(f"only {different} of the example's {n} outputs are different functions of w")
-    idle = _idle(at, j, bases)
+    idle = 0 if bases is None else _idle(at, j, bases)
     if idle:
         out.append(f"{idle} further directions are parameters that nothing depends on here")
     on, off, few, total = settled(example)

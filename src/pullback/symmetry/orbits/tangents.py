@@ -12,13 +12,16 @@ from ..._core.space import ParameterSpace
 from ..actions.action import Action
 
 _DENSE = 2**25  # entries of generators up to which a component is decomposed
+_BLOCKS = 2**27  # the same, counted on the parameters that each action moves
+_WIDE = 4096  # generators of a component whose triangle is decomposed
 
 
 class Orbits:
     """Zᵀ of some actions at w: products with it, and the projection onto its range.
 
     Actions that move different parameters are orthogonal, so each component is treated by itself:
-    by an SVD where it is small, by conjugate gradients on ZZᵀ elsewhere.
+    by an SVD where it is small, from triangles R with RᵀR = ZZᵀ that are put together parameter by
+    parameter where these are small, by conjugate gradients on ZZᵀ elsewhere.
     """
 
     def __init__(self, actions: Sequence[Action], params: Mapping[str, Tensor]) -> None:
@@ -43,6 +46,8 @@ class Orbits:
                 line = torch.cat([pieces[n].flatten() for n in names])
                 found = (basis.T @ (basis @ line)).split([pieces[n].numel() for n in names])
                 part = {n: f.view_as(pieces[n]) for n, f in zip(names, found, strict=True)}
+            elif self.blocked(actions):
+                part = self._solved(actions, pieces)
             else:
                 part = self._iterated(actions, pieces)
             for n, t in part.items():
@@ -84,6 +89,46 @@ class Orbits:
                 )
             )
         return torch.cat(lines)
+
+    def blocked(self, actions: Sequence[Action]) -> bool:
+        """Whether the triangle of a component can be formed."""
+        entries = [a.dimension * sum(self.params[n].numel() for n in a.names) for a in actions]
+        return sum(entries) <= _BLOCKS and sum(a.dimension for a in actions) <= _WIDE
+
+    def triangle(self, actions: Sequence[Action]) -> tuple[Tensor, Tensor]:
+        """R (·, k) with RᵀR = DZZᵀD, and D (k,): generators of length 1."""
+        k = sum(a.dimension for a in actions)
+        blocks: dict[str, list[tuple[int, Tensor]]] = {}
+        start, squares = 0, self.space.zeros(k)
+        for action in actions:
+            for n, z in action.generators(self.params).items():
+                flat = z.reshape(action.dimension, -1)
+                squares[start : start + action.dimension] += flat.square().sum(1)
+                blocks.setdefault(n, []).append((start, flat))
+            start += action.dimension
+        inverse = torch.where(squares > 0, squares, 1.0).rsqrt()
+        rows = []
+        for found in blocks.values():
+            z = torch.cat([flat for _, flat in found])
+            at = torch.cat([torch.arange(s, s + len(f), device=z.device) for s, f in found])
+            r = torch.linalg.qr(z.mT * inverse[at], mode="r")[1]
+            rows.append(self.space.zeros(len(r), k).index_copy_(1, at, r))
+        return torch.linalg.qr(torch.cat(rows), mode="r")[1], inverse
+
+    def _solved(self, actions: Sequence[Action], v: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """ZᵀD(DZZᵀD)⁺DZ v; a second time on what is left, since ZZᵀ squares the condition."""
+        r, inverse = self.triangle(actions)
+        _, sigma, vt = torch.linalg.svd(r, full_matrices=False)
+        vt = vt[sigma > max(r.shape) * torch.finfo(r.dtype).eps * sigma[0]]
+        weights = sigma[: len(vt)].square().reciprocal()
+        names = _names(actions)
+        left, part = {n: v[n] for n in names}, {n: torch.zeros_like(v[n]) for n in names}
+        for _ in range(2):
+            c = vt.mT @ (weights * (vt @ (inverse * self._pair(actions, left))))
+            move = self._move(actions, inverse * c)
+            part = {n: part[n] + move[n] for n in names}
+            left = {n: v[n] - part[n] for n in names}
+        return part
 
     def _iterated(self, actions: Sequence[Action], v: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Zᵀc with ZZᵀc = Z v by preconditioned conjugate gradients; consistent, so c exists."""

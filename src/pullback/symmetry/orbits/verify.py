@@ -5,7 +5,8 @@ E⟨g, Z⟩² = ‖J Z‖². Four of them miss a factor 1000 in ‖J Z‖ with p
 
 The residual of a generator is ‖J Z‖ over the larger of √Σ‖J Z_w‖², the parts of Z in single
 parameters w, which must cancel, and ‖Z‖·‖J‖_F/√n over the n entries of the same parameters (or
-1 % of that over all entries: what does nothing at all has no other measure).
+1 % of that over all entries: what does nothing at all has no other measure). Each parameter is
+measured in units of its own size, so that rescaled layers are verified like others.
 """
 
 from __future__ import annotations
@@ -52,10 +53,11 @@ class Verifier:
 
     def __init__(self, example: Example) -> None:
         self.params = example.params
+        self._size = {n: _size(w) for n, w in self.params.items()}
         pulled, dtype = _pulled(example)
         self.tolerance = TOLERANCE if dtype == torch.float64 else _NARROW
-        #: by name, (covectors, *shape)
-        self._pulled = {n: torch.stack(g) for n, g in pulled.items()}
+        #: by name, (covectors, *shape), per size of the parameter
+        self._pulled = {n: torch.stack(g) * self._size[n] for n, g in pulled.items()}
         if not all(bool(torch.isfinite(g).all()) for g in self._pulled.values()):
             raise PullbackError(
                 "Symmetries cannot be verified",
@@ -89,6 +91,7 @@ class Verifier:
 
     def residual(self, tangent: Mapping[str, Tensor]) -> float:
         """Of one tangent, by name."""
+        tangent = {n: t / self._size[n] for n, t in tangent.items()}
         pairs = [(self._pulled[n] * t).flatten(1).sum(1) for n, t in tangent.items()]
         length = torch.stack([t.norm() for t in tangent.values()]).norm()
         return float(self._residuals(torch.stack(pairs, 1)[None], length[None], tangent))
@@ -99,7 +102,7 @@ class Verifier:
         pairs = {n: one.new_zeros(_COVECTORS, action.units) for n in action.names}
         squares = one.new_zeros(action.units)
         for leg in action.legs:
-            w = self.params[leg.name]
+            w = self.params[leg.name] / self._size[leg.name]
             tail = w.shape if w.ndim else leg.unit.shape
             products = (self._pulled[leg.name] * w).view(_COVECTORS, *tail)
             pairs[leg.name] += leg.power * leg.sums(products, action.units)
@@ -135,6 +138,14 @@ class Verifier:
         yield Rejected(about, worst, _why(action, worst))
 
 
+def _size(w: Tensor) -> Tensor:
+    """The root mean square of the entries, 1 for zeros; without overflow."""
+    top = w.abs().amax() if w.numel() else w.new_zeros(())
+    top = torch.where(top > 0, top, 1.0)
+    size = top * (w / top).square().mean().sqrt()
+    return torch.where(size > 0, size, 1.0)
+
+
 def _pulled(example: Example) -> tuple[dict[str, list[Tensor]], torch.dtype]:
     """Jᵀu for random u, by name; and the type of the outputs."""
     leaves = {n: w.clone().requires_grad_() for n, w in example.params.items()}
@@ -161,6 +172,14 @@ def verified(example: Example, actions: Sequence[Action]) -> tuple[list[Verified
     results = [result for action in actions for result in verifier.check(action)]
     accepted = [r for r in results if isinstance(r, Verified)]
     return accepted, [r for r in results if isinstance(r, Rejected)]
+
+
+def summarized(rejected: Sequence[Rejected]) -> Iterator[str]:
+    """One line for each reason, with the largest residual."""
+    for reason in dict.fromkeys(r.reason for r in rejected):
+        alike = [r for r in rejected if r.reason == reason]
+        worst = max(alike, key=lambda r: r.residual)
+        yield f"{worst}" + (f"; and {len(alike) - 1} more like it" if len(alike) > 1 else "")
 
 
 def _before_norm(action: Action) -> bool:

@@ -177,6 +177,16 @@ def homogeneous(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any])
     return act.plain()
 
 
+@rule("glu")
+def glu(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Act:
+    """x σ(y) for the halves x and y of a tensor: homogeneous in the first."""
+    act, dim = walk.act(args[0]), args[1] if len(args) > 1 else -1
+    walk.touch(act)
+    value, gate = act.scale.chunk(2, dim)
+    walk.scales.fix(gate)
+    return Act.of(value, value.shape)
+
+
 @rule("threshold", "clamp", "clamp_min", "clamp_max", "hardtanh")
 def clipped(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """Homogeneous where the bounds are 0, ±∞ or none."""

@@ -1,0 +1,230 @@
+"""The reproduction of Kerekes et al. (2022): its parts against plain oracles, and quick runs."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from torch import Tensor
+from torch.func import jacfwd
+
+from pullback import PullbackError, flow
+from pullback.experiments import kerekes_2022, registry
+from pullback.experiments.kerekes_2022.common import angle, expected_accuracy, flat_start, sparse
+from pullback.experiments.kerekes_2022.factorization import (
+    Norm,
+    Observed,
+    descend,
+    effective_rank,
+    product,
+)
+from pullback.experiments.kerekes_2022.margins import EuclideanFlow, Signed
+from pullback.experiments.kerekes_2022.natural import population_descent, sample_descent
+from pullback.experiments.kerekes_2022.planar import points
+from pullback.experiments.kerekes_2022.rosenbrock import Stiff
+from pullback.likelihoods import Bernoulli
+from pullback.linear import DiagonalNetwork
+from pullback.linear.solutions import l1_max_margin, l2_max_margin
+
+DOUBLE = torch.float64
+CPU = torch.device("cpu")
+EXPERIMENTS = {e.name.removeprefix("kerekes-2022-"): e for e in kerekes_2022.EXPERIMENTS}
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=DOUBLE)
+
+
+def separable(samples: int, dim: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    x = draw(samples, dim, seed=seed)
+    return x, (x @ draw(dim, seed=seed + 1)).sign()
+
+
+def test_the_stiff_integrator_has_order_two_and_ignores_what_has_settled() -> None:
+    rates = torch.tensor([[-1.0, -1e6]], dtype=DOUBLE)
+    stiff = Stiff(lambda y: rates * (y - 1), lambda y: (rates * (y - 1), torch.diag_embed(rates)))
+    errors = []
+    for count in (20, 40):
+        y = torch.tensor([[2.0, 5.0]], dtype=DOUBLE)
+        for _ in range(count):
+            y, _ = stiff.step(y, torch.full((1,), 1 / count, dtype=DOUBLE))
+        errors.append(abs(float(y[0, 0]) - 1 - math.exp(-1)))
+        assert abs(float(y[0, 1]) - 1) < 1e-6
+    assert 3 < errors[0] / errors[1] < 5
+    with pytest.raises(PullbackError, match="did not arrive"):
+        stiff.march(torch.ones(1, 2, dtype=DOUBLE), lambda y: y[:, 0], 2.0, max_steps=3)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3, 5])
+def test_the_flows_jacobian_is_autograds(depth: int) -> None:
+    data = Signed.of([separable(7, 3), separable(4, 3, 5)])
+    found = EuclideanFlow(data, [depth, depth], 0.3)
+    v = draw(2, 3, seed=9)
+    whole = jacfwd(found.velocity)(v)
+    assert isinstance(whole, Tensor)
+    for i in range(2):  # problems that share a batch do not touch
+        torch.testing.assert_close(found.both(v)[1][i], whole[i, :, i], rtol=1e-10, atol=1e-13)
+    assert float(whole[0, :, 1].abs().max()) == 0
+    torch.testing.assert_close(found.both(v)[0], found.velocity(v))
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_the_rescaled_flow_agrees_with_plain_small_steps(depth: int) -> None:
+    x, y = separable(6, 4)
+    fast = EuclideanFlow(Signed.of([(x, y)]), depth, 0.5, rtol=1e-6)
+    v = fast.run(1.5)
+    level, beta = float(fast.level(v)), fast.beta(v)[0]
+    model = flat_start(4, depth, 0.5, CPU)
+    factors, rate = torch.stack([w.detach() for w in model.factors]), 5e-3
+    for _ in range(200_000):
+        b = factors.prod(0)
+        u = y * (x @ b)
+        if -math.log(float(F.softplus(-u).mean())) >= level:
+            break
+        g = (y * torch.sigmoid(-u)) @ x / len(x)
+        others = [torch.cat([factors[:k], factors[k + 1 :]]).prod(0) for k in range(depth)]
+        factors = factors + rate * torch.stack(others) * g
+    assert angle(factors.prod(0), beta) < 0.1
+    assert float((factors.prod(0) - beta).norm() / beta.norm()) < 1e-2
+
+
+@pytest.mark.parametrize("depth", [2, 4])
+def test_the_rescaled_flow_agrees_with_the_librarys(depth: int) -> None:
+    x, y = separable(6, 4, 3)
+    fast = EuclideanFlow(Signed.of([(x, y)]), depth, 0.5, rtol=1e-6)
+    v = fast.run(3.0)
+    loss = math.exp(-float(fast.level(v)))
+    model = flat_start(4, depth, 0.5, CPU)
+    plain = flow.integrate(
+        model,
+        flow.Supervised(x, (1 + y) / 2, Bernoulli()),
+        t=(0, 1e4),
+        kind="euclidean",
+        events=[flow.Converged(loss=loss)],
+    )
+    assert plain.status == "event"
+    beta = plain.flat().view(depth, -1).prod(0)
+    assert float((beta - fast.beta(v)[0]).norm() / beta.norm()) < 1e-3
+
+
+def test_the_flow_reaches_the_margins() -> None:
+    x, y = separable(12, 5)
+    flows = EuclideanFlow(Signed.of([(x, y)] * 2), [1, 2], [1.0, 1e-3], rtol=1e-4)
+    beta = flows.beta(flows.run(3e4))
+    assert angle(beta[0], l2_max_margin(x, y).beta) < 0.02
+    found, truth = beta[1] / float((y * (x @ beta[1])).min()), l1_max_margin(x, y)
+    assert float(found.abs().sum()) < 1.02 * truth.norm  # as slow as 1/log(β/α²)
+
+
+def test_data_sets_of_several_sizes_do_not_mix() -> None:
+    one, two = separable(9, 3), separable(4, 3, 7)
+    both = EuclideanFlow(Signed.of([one, two]), 2, 0.2)
+    alone = EuclideanFlow(Signed.of([two]), 2, 0.2)
+    v = draw(2, 3)
+    torch.testing.assert_close(both.velocity(v)[1:], alone.velocity(v[1:]))
+    truth = -F.softplus(-two[1] * (two[0] @ alone.beta(v[1:])[0])).mean().log()
+    torch.testing.assert_close(both.level(v)[1], truth)
+
+
+def test_losses_of_any_size() -> None:
+    data = Signed(torch.eye(2, dtype=DOUBLE)[None], torch.tensor([2.0], dtype=DOUBLE))
+    found = EuclideanFlow(data, 1, 1.0)
+    for size in (0.0, 19.0, 21.0, 600.0):
+        level = float(found.level(torch.full((1, 2), size, dtype=DOUBLE)))
+        assert level == pytest.approx(-math.log(math.log1p(math.exp(-size))), rel=1e-12)
+    assert float(found.level(torch.full((1, 2), 1e6, dtype=DOUBLE))) == pytest.approx(1e6)
+    assert torch.isfinite(found.velocity(torch.full((1, 2), 1e6, dtype=DOUBLE))).all()
+
+
+def test_accuracy_is_that_of_many_samples() -> None:
+    beta = draw(20, seed=4)
+    x, y = sparse(200_000, 20, 5, torch.Generator().manual_seed(0), CPU)
+    counted = float(((x @ beta).sign() == y).double().mean())
+    assert abs(float(expected_accuracy(beta, 5)) - counted) < 4e-3
+    truth = torch.zeros(20, dtype=DOUBLE)
+    truth[:5] = 2.0
+    assert float(expected_accuracy(truth, 5)) == pytest.approx(1.0)
+
+
+def test_points_have_the_margins_they_are_made_for() -> None:
+    for seed in range(5):
+        x, y = points(seed, CPU)
+        z = y[:, None] * x
+        assert float(z[:, 0].min()) > 0.5  # the axis separates
+        assert 1 / l2_max_margin(x, y).norm > 1.5 * float(z[:, 0].min())  # another does better
+        assert float(z[:, 1].min()) < 0  # the other axis does not
+
+
+def test_natural_steps_move_beta_alike_at_any_depth() -> None:
+    x, y = separable(12, 3)
+    for steps in (sample_descent, population_descent):
+        ends = [
+            list(steps(flat_start(3, depth, 1.0, CPU), x, y, 1e-3, 200))[-1] for depth in (1, 2, 4)
+        ]
+        assert float((ends[1] - ends[0]).norm() / ends[0].norm()) < 5e-3
+        assert float((ends[2] - ends[0]).norm() / ends[0].norm()) < 5e-3
+
+
+def test_factor_steps_agree_with_small_ones_and_complete() -> None:
+    truth = draw(8, 1) @ draw(1, 8, seed=1)
+    data = Observed.of(truth, [40], torch.Generator().manual_seed(0))
+    start = [0.05 * draw(1, 8, 8, seed=s) for s in (2, 3)]
+    one = product(descend(start, data, steps=400))
+    two = product(descend(start, data, steps=2000, share=0.1))
+    assert float((one - two).norm() / two.norm()) < 1e-2
+    assert float(data.training(one)) < 1e-2
+    assert float(data.error(one)) < 0.1
+    assert float(effective_rank(one)) < 1.3
+
+
+def test_norms_by_power_iteration() -> None:
+    a = draw(3, 6, 6)
+    norm = Norm()
+    for _ in range(60):
+        norm(a)
+    torch.testing.assert_close(norm(a), torch.linalg.matrix_norm(a, 2), rtol=1e-6, atol=0)
+    assert not Norm()(torch.zeros(2, 3, 3, dtype=DOUBLE)).any()
+
+
+def test_effective_rank_of_known_spectra() -> None:
+    eye = torch.eye(5, dtype=DOUBLE)
+    assert float(effective_rank(eye)) == pytest.approx(5.0)
+    assert float(effective_rank(eye[:, :1] @ eye[:1])) == pytest.approx(1.0)
+
+
+def test_the_start_has_no_sign() -> None:
+    model = flat_start(3, 4, 0.2, CPU)
+    assert isinstance(model, DiagonalNetwork)
+    assert not model.beta.any()
+    assert flat_start(3, 1, 0.2, CPU).beta.shape == (3,)
+
+
+def test_the_registry_knows_them() -> None:
+    names = {e.name for e in kerekes_2022.EXPERIMENTS}
+    assert names == set(registry.FOLDERS["kerekes_2022"])
+    for experiment in kerekes_2022.EXPERIMENTS:
+        json.dumps([experiment.config(True), experiment.config(False)])
+
+
+def run(name: str, folder: Path) -> None:
+    experiment = EXPERIMENTS[name]
+    found = experiment.run(True, [0], folder, Console(file=io.StringIO()))
+    assert found.status == 0, [str(c) for c in found.checks if not c.agrees]
+    assert all(path.stat().st_size for path in found.files)
+
+
+@pytest.mark.parametrize("name", ["figure3", "support"])
+def test_quick_runs_that_take_seconds(name: str, tmp_path: Path) -> None:
+    run(name, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["figure2", "figure4", "figure5", "figure6", "theorems"])
+def test_quick_runs(name: str, tmp_path: Path) -> None:
+    run(name, tmp_path)

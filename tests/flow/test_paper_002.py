@@ -1,0 +1,149 @@
+"""Kerekes et al. (2022), Theorems 1–4, its statements and Appendix D, along flows."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pullback import flow
+from pullback.likelihoods import Bernoulli
+from pullback.linear import DeepMatrix, DiagonalNetwork, LinearModel
+from pullback.linear.solutions import l2_max_margin, ridgeless
+
+DOUBLE = torch.float64
+TIMES = (0.4, 1.5, 3.0)
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=DOUBLE)
+
+
+def separable(samples: int, dim: int) -> tuple[Tensor, Tensor]:
+    x = draw(samples, dim)
+    return x, (x @ draw(dim, seed=1)).sign()
+
+
+def natural(model: nn.Module, x: Tensor, y: Tensor, end: float = 3.0) -> flow.Trajectory:
+    data = flow.Supervised(x, (1 + y) / 2, Bernoulli(), "sum")
+    found = flow.integrate(model, data, t=(0, end), rtol=1e-9, atol=1e-11)
+    assert found.status == "finished"
+    return found
+
+
+def margin(s0: float, y: float, t: float) -> float:
+    """y log(e^{t+c} − 1), by math alone."""
+    c = math.log1p(math.exp(y * s0))
+    return y * (t + c + math.log1p(-math.exp(-(t + c))))
+
+
+def shear(dim: int) -> Tensor:
+    a = torch.eye(dim, dtype=DOUBLE) + 0.3 * draw(dim, dim, seed=5)
+    assert float(torch.linalg.cond(a)) < 100
+    return a
+
+
+def test_theorem_1_logits_do_not_see_invertible_maps_of_the_data() -> None:
+    (x, y), a, start = separable(4, 7), shear(7), 0.3 * draw(7, seed=2)
+    one = natural(LinearModel(7, start), x, y)
+    two = natural(LinearModel(7, torch.linalg.solve(a.T, start)), x @ a.T, y)
+    for t in TIMES:
+        assert float((x @ one.flat(t) - x @ a.T @ two.flat(t)).abs().max()) < 1e-8
+
+
+def test_theorem_2_the_classifier_follows_the_map() -> None:
+    (x, y), a, start = separable(9, 3), shear(3), 0.1 * draw(3, seed=2)
+    one = natural(LinearModel(3, start), x, y)
+    two = natural(LinearModel(3, torch.linalg.solve(a.T, start)), x @ a.T, y)
+    for t in TIMES:
+        assert float((one.flat(t) - a.T @ two.flat(t)).abs().max()) < 1e-8
+
+
+def test_theorem_3_and_the_direction_of_least_squares() -> None:
+    (x, y), start = separable(4, 7), 0.3 * draw(7, seed=2)
+    found = natural(LinearModel(7, start), x, y)
+    s0 = (x @ start).tolist()
+    for t in TIMES:
+        truth = [margin(s, sign, t) for s, sign in zip(s0, y.tolist(), strict=True)]
+        assert float((x @ found.flat(t) - x.new_tensor(truth)).abs().max()) < 1e-8
+    far = natural(LinearModel(7, dtype=DOUBLE), x, y, 20.0).flat()
+    assert float(torch.cosine_similarity(far, ridgeless(x, y), dim=0)) > 1 - 1e-12
+
+
+def test_euclidean_flow_has_none_of_this() -> None:
+    (x, y), a = separable(20, 7), shear(7)
+    data = [flow.Supervised(z, (1 + y) / 2, Bernoulli(), "sum") for z in (x, x @ a.T)]
+    one, two = (
+        flow.integrate(LinearModel(7, dtype=DOUBLE), d, t=(0, 2), kind="euclidean").flat()
+        for d in data
+    )
+    assert float((one - a.T @ two).norm() / one.norm()) > 0.1
+
+
+@pytest.mark.parametrize("kind", ["tanh", "diagonal"])
+def test_theorem_4_in_models_that_are_not_linear(kind: str) -> None:
+    x, y = separable(4, 7)
+    torch.manual_seed(0)
+    model: nn.Module
+    if kind == "diagonal":
+        model = DiagonalNetwork(7, 3, seed=0, dtype=DOUBLE)
+    else:
+        layers = [nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 1), nn.Flatten(0)]
+        model = nn.Sequential(*layers).double()
+    s0 = model(x).tolist()
+    found = natural(model, x, y)
+    for t in TIMES:
+        truth = [margin(s, sign, t) for s, sign in zip(s0, y.tolist(), strict=True)]
+        assert float((found.values(t) - x.new_tensor(truth)).abs().max()) < 1e-8
+
+
+def test_reparametrization_by_depth() -> None:
+    (x, y), start = separable(9, 3), 0.2 * draw(3, seed=2)
+    one = natural(LinearModel(3, start), x, y)
+    for depth in (2, 3):
+        factors = torch.ones(depth, 3, dtype=DOUBLE)
+        factors[0] = start
+        two = natural(DiagonalNetwork(3, depth, factors), x, y)
+        for t in TIMES:
+            assert float((one.flat(t) - two.flat(t).view(depth, 3).prod(0)).abs().max()) < 1e-8
+
+
+def test_matrix_completion_is_trivial_under_the_natural_flow() -> None:
+    """β(t) = b + e^{−t}(β₀ − b) on observed entries and β₀ elsewhere, at any depth."""
+    mask, b = draw(3, 3, seed=3) > 0, draw(3, 3, seed=4)
+    for depth in (2, 3):
+        model = DeepMatrix([3] * (depth + 1), seed=1, dtype=DOUBLE)
+        beta = model.beta.detach()
+
+        def phi(w: dict[str, Tensor]) -> Tensor:
+            out = w["0"]
+            for i in range(1, len(w)):
+                out = out @ w[str(i)]
+            return out
+
+        found = flow.integrate(
+            phi,
+            lambda z: 0.5 * (z - b)[mask].square().sum(),
+            t=(0, 0.5),
+            start={str(i): w.detach() for i, w in enumerate(model.factors)},
+        )
+        assert found.ok
+        for t in (0.2, 0.5):
+            truth = torch.where(mask, b + math.exp(-t) * (beta - b), beta)
+            assert float((found.values(t) - truth).abs().max()) < 1e-8
+
+
+def test_the_counterexample_and_what_flows_do_there() -> None:
+    """X = (2, −3): the natural flow carries over to XAᵀ, the ℓ2 margin does not."""
+    x, y = torch.tensor([[2.0, -3.0]], dtype=DOUBLE), torch.ones(1, dtype=DOUBLE)
+    a = torch.tensor([[1.0, 2.0], [-1.0, 0.0]], dtype=DOUBLE)
+    beta, moved = l2_max_margin(x, y).beta, l2_max_margin(x @ a.T, y).beta
+    torch.testing.assert_close(beta, x.new_tensor([2 / 13, -3 / 13]))
+    torch.testing.assert_close(moved, x.new_tensor([-1 / 5, -1 / 10]))
+    torch.testing.assert_close(a.T @ moved, x.new_tensor([-0.1, -0.4]))
+    one = natural(LinearModel(2, dtype=DOUBLE), x, y)
+    two = natural(LinearModel(2, dtype=DOUBLE), x @ a.T, y)
+    for t in TIMES:
+        assert abs(float(x @ one.flat(t) - x @ a.T @ two.flat(t))) < 1e-8
