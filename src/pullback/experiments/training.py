@@ -27,7 +27,7 @@ from .experiment import Context, Paused
 from .graphed import GraphedStep
 from .plain import Record
 
-_SAVE_EVERY = 30.0  # seconds
+_SAVE_EVERY = 30.0  # seconds, or twenty times what saving takes: factors of K-FAC are large
 
 
 def fit(
@@ -113,7 +113,7 @@ class _Loop:
         self._size, self._count = size, len(self.data.x) // size
         self._draw = torch.Generator(self.data.x.device).manual_seed(self.context.seed)
         self._rates = [group["lr"] for group in self.optimizer.param_groups]
-        self._saved = time.monotonic()
+        self._saved, self._wait = time.monotonic(), _SAVE_EVERY
         self._replayed = GraphedStep(self.optimizer, self._gradient) if self.graphed else None
 
     @property
@@ -173,8 +173,9 @@ class _Loop:
     def save(self, last: float) -> None:
         """A checkpoint now and then, and where the next epoch would not fit: then pause."""
         over = self.epoch < self.epochs and self.context.left < last
-        if not over and time.monotonic() - self._saved < _SAVE_EVERY:
+        if not over and time.monotonic() - self._saved < self._wait:
             return
+        begun = time.monotonic()
         state = {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -189,6 +190,7 @@ class _Loop:
         path = self.context.folder() / "training.pt"
         files.write(path, lambda file: torch.save(state, file))
         self._saved = time.monotonic()
+        self._wait = max(_SAVE_EVERY, 20 * (self._saved - begun))
         if over:
             raise Paused
 

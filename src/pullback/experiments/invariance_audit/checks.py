@@ -16,6 +16,7 @@ Found = Mapping[tuple[str, str], list[Row]]
 
 NATURAL, DAMPED = "NGD, pseudo-inverse", "NGD, damped"
 KFAC, TIKHONOV = ("K-FAC, undamped", "K-FAC, invariant"), "K-FAC, Tikhonov"
+SLICED = "SliceSGD"
 PLAIN = ("SGD", "Adam", "L-BFGS", "Muon")
 AFFINE = ("input whitening", "per-layer affine", "neuron rescaling")
 _RANKS = {str(v): i for i, v in enumerate((Verdict.EXACT, Verdict.FIRST_ORDER))}
@@ -40,6 +41,8 @@ def claims(found: Found) -> list[Check]:
     linear = rows("tanh", [NATURAL], AFFINE)
     layered = [r for net in ("leaky", "tanh") for r in rows(net, KFAC, AFFINE)]
     damped = [r for net in ("leaky", "tanh") for r in rows(net, [DAMPED, TIKHONOV], AFFINE)]
+    sliced = rows("leaky", [SLICED], ["neuron rescaling", "neuron permutation"])
+    whitened = rows("leaky", [SLICED], ["input whitening"])
     plain = [r for net in ("leaky", "tanh") for r in rows(net, PLAIN, (*AFFINE, "elementwise"))]
     return [
         _check("Theorem 2: on the model the natural gradient is the same in all coordinates",
@@ -54,6 +57,10 @@ def claims(found: Found) -> list[Check]:
         _check("damping by the identity breaks both", damped, {"not invariant"}, of_paper=False),
         _check("SGD, Adam, L-BFGS and Muon depend on coordinates",
                plain, {"not invariant"}, of_paper=False),
+        _check("SliceSGD does not see how units are scaled or ordered",
+               sliced, {"exact"}, of_paper=False),
+        _check("and depends on other affine changes as SGD does",
+               whitened, {"not invariant"}, of_paper=False),
     ]  # fmt: skip
 
 

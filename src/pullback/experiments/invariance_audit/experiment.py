@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from ...geometry.charts.transformations import standard
 from ...geometry.invariance.audit import audit
 from ...geometry.invariance.optimizers import Contender, optimizers
+from ...symmetry import SliceSGD
 from ..check import Check
 from ..experiment import Context, Experiment, Item
 from ..results import Results
 from ..tabular import Table
-from .checks import Found, claims, worst
+from .checks import SLICED, Found, claims, worst
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -36,9 +37,21 @@ NETS: Mapping[str, Callable[[], nn.Module]] = {
 _SAMPLES, _STEPS = 64, 5
 
 
+def contenders(net: str) -> list[Contender]:
+    """Those of the geometry's table, and SliceSGD where units may be rescaled."""
+    first, *rest = optimizers()
+    sliced = Contender(
+        SLICED,
+        lambda m: SliceSGD(m, lr=0.02, momentum=0.9),
+        "SGD from the one point of a rescaling orbit that lies on the slice; it refuses twins "
+        "whose units cannot be rescaled",
+    )
+    return [first, sliced, *rest] if net == "leaky" else [first, *rest]
+
+
 @dataclass(frozen=True, kw_only=True)
 class InvarianceAudit(Experiment):
-    """Nine optimizers under six transformations."""
+    """Ten optimizers under six transformations."""
 
     name: str = "invariance-audit"
     paper: str = PAPER
@@ -51,7 +64,7 @@ class InvarianceAudit(Experiment):
         return {
             "samples": _SAMPLES,
             "steps": _STEPS,
-            "methods": {c.name: c.about for c in optimizers()},
+            "methods": {c.name: c.about for c in contenders("leaky")},
             "transformations": {t.name: t.about for t in standard()},
         }
 
@@ -59,7 +72,7 @@ class InvarianceAudit(Experiment):
         return [
             Item((net, contender.name), partial(_work, net, contender))
             for net in NETS
-            for contender in optimizers()
+            for contender in contenders(net)
         ]
 
     def judge(self, results: Results) -> list[Check]:
@@ -88,7 +101,7 @@ def _found(results: Results) -> Found:
     return {
         (net, c.name): [row for one in results.of(net, c.name) for row in one["rows"]]
         for net in NETS
-        for c in optimizers()
+        for c in contenders(net)
     }
 
 

@@ -1,0 +1,97 @@
+"""The projection view: moves against a dense Jacobian by torch alone, and a run."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.func import functional_call, jacrev
+
+from pullback.experiments.bai_2024_projection import EXPERIMENTS, Projection, moves
+from pullback.experiments.bai_2024_projection.checks import slope
+from pullback.experiments.bai_2024_projection.moves import SCALE, Scene
+
+from .small import quiet
+
+CPU = torch.device("cpu")
+
+
+def scene(seed: int, width: int = 40, count: int = 7) -> Scene:
+    torch.manual_seed(seed)
+    return Scene.of(width, count, CPU)
+
+
+def jacobian(found: Scene, x: Tensor) -> Tensor:
+    """(N, p), by torch alone."""
+    params = {n: p.detach() for n, p in found.net.named_parameters()}
+    rows = jacrev(lambda p: functional_call(found.net, p, (x,))[:, 0])(params)
+    return torch.cat([rows[n].flatten(1) for n in params], 1)
+
+
+def matern(x: Tensor, y: Tensor) -> Tensor:
+    d = (x - y.T).abs() / SCALE
+    return torch.exp(-d) * (1 + d)
+
+
+def dense(found: Scene, method: str) -> Tensor:
+    """The move of the function at the grid, from explicit matrices."""
+    j, at, c = jacobian(found, found.x), jacobian(found, found.grid), found.residuals
+    if method == "standard":
+        return at @ (j.T @ (c / len(c)))
+    k = matern(found.x, found.x) if method == "Sobolev" else torch.eye(len(c), dtype=c.dtype)
+    root = torch.linalg.inv(torch.linalg.cholesky(k))  # K⁻¹ = rootᵀ root
+    return at @ torch.linalg.lstsq(root @ j, torch.linalg.solve(root.T, c), driver="gelsd").solution
+
+
+@pytest.mark.parametrize("method", moves.METHODS)
+@pytest.mark.parametrize("shape", [(40, 7), (3, 31)])
+def test_predicted_moves_are_those_of_a_dense_jacobian(method: str, shape: tuple[int, int]) -> None:
+    found = scene(3, *shape)
+    got = found.change(method)(found.grid)
+    torch.testing.assert_close(got, dense(found, method), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", moves.METHODS)
+def test_an_optimizer_step_moves_as_predicted(method: str) -> None:
+    found = scene(1)
+    record = moves.compared(found, method)
+    assert abs(slope(record["size"], record["error"]) - 2) < 0.1
+    torch.testing.assert_close(record["actual"], record["predicted"], rtol=0, atol=0.03)
+
+
+def test_sobolev_moves_the_data_by_the_smoothed_residuals() -> None:
+    found = scene(2)
+    want = matern(found.x, found.x) @ found.residuals
+    torch.testing.assert_close(found.change("Sobolev")(found.x), want, rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(found.change("natural")(found.x), found.residuals)
+    torch.testing.assert_close(found.gradient(found.x), want, rtol=1e-12, atol=1e-12)
+
+
+def test_no_point_of_the_grid_is_trained_on() -> None:
+    found = scene(0, 5, 41)
+    assert torch.cdist(found.grid, found.x).min() > 1e-6
+    assert len(found.grid) > 150
+
+
+def test_a_narrow_network_keeps_a_part_of_the_gradient() -> None:
+    laws = moves.projections(scene(0, 2, 41))
+    assert 0 < laws["kept"] < 1
+    assert laws["P twice"] < 1e-8
+    assert laws["S twice"] > 0.1
+    wide = moves.projections(scene(0))
+    assert math.isclose(wide["kept"], 1.0, rel_tol=1e-8)
+
+
+def test_the_run_holds_its_claims_and_resumes(tmp_path: Path) -> None:
+    (experiment,) = EXPERIMENTS
+    assert isinstance(experiment, Projection)
+    done = experiment.run(True, None, tmp_path, quiet())
+    assert done.status == 0, [str(c) for c in done.checks]
+    assert done.verdict is not None
+    assert done.verdict.outcome == "reproduced"
+    assert (tmp_path / "bai-2024-projection-quick.png").stat().st_size > 50_000
+    before = json.loads((tmp_path / "bai-2024-projection-quick.json").read_text())
+    assert experiment.run(True, None, tmp_path, quiet()).status == 0
+    assert json.loads((tmp_path / "bai-2024-projection-quick.json").read_text()) == before
