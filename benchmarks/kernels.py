@@ -7,6 +7,8 @@ of per-sample Jacobians, and NTK-vector products (jvp after vjp, vmapped over al
 take turns within one run; each is compared with a float64 contraction on a few inputs; the peak of
 memory is that of the route alone, above the model and its inputs, on the CPU in a process of its
 own. A route whose time or memory, by its last size, would pass the limits is left out and named.
+With --cpu-time the seconds are the processor's (one thread: OMP_NUM_THREADS=1), for machines that
+others use too. --merge adds to a record: sizes measured one at a time make one table.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import copy
 import json
 import multiprocessing
 import resource
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -145,7 +148,8 @@ def measure(problem: str, sizes: tuple[int, ...], options: Any) -> dict[str, Any
             del usable[route]
             skipped[route] = "does not fit the device"
         runs = {r: partial(run, model, x) for r, run in usable.items()}
-        times = compare(runs, device, repeats=3, patience=options.patience)
+        clock = time.process_time if options.cpu_time else time.perf_counter
+        times = compare(runs, device, repeats=3, patience=options.patience, clock=clock)
         quiet = options.quick and device.type == "cpu"
         peaks = {r: 0 if quiet else peak(problem, n, r, device) for r in usable}
         last.update({r: (n, times[r], peaks[r]) for r in usable})
@@ -220,7 +224,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--limit", type=float, default=60.0, help="seconds a peer may take")
     parser.add_argument("--memory", type=float, default=12.0, help="GB a peer may take")
     parser.add_argument("--patience", type=float, default=15.0, help="seconds of repeats")
+    parser.add_argument("--cpu-time", action="store_true", help="seconds of the processor")
     parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument("--merge", action="store_true", help="keep what the record has besides")
     options = parser.parse_args([] if arguments is None else arguments)
     sizes = (4,) if options.quick else tuple(options.sizes)
     names = [options.only] if options.only else list(PROBLEMS)
@@ -228,8 +234,28 @@ def main(arguments: list[str] | None = None) -> None:
     print("time and peak memory of the full NTK, and as multiples of pullback's; error vs float64")
     results = {name: measure(name, sizes, options) for name in names}
     if options.out is not None:
-        record = {"environment": environment(torch.device(options.device)), "results": results}
+        place = environment(torch.device(options.device))
+        record = {
+            "environment": place,
+            "clock": "processor" if options.cpu_time else "wall",
+            "results": results,
+        }
+        if options.merge and options.out.exists():
+            record = merged(json.loads(options.out.read_text()), record)
         options.out.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """Both records' problems and sizes, the new ones where both have them."""
+    if any(old[key] != new[key] for key in ("environment", "clock")):
+        raise SystemExit(f"the record is from {old['environment']} by {old['clock']} time")
+    results = dict(old["results"])
+    for name, found in new["results"].items():
+        sizes = results.get(name, {}).get("sizes", {})
+        sizes |= {str(n): size for n, size in found["sizes"].items()}
+        ordered = {n: sizes[n] for n in sorted(sizes, key=int)}
+        results[name] = {"error": found["error"], "sizes": ordered}
+    return {**new, "results": results}
 
 
 if __name__ == "__main__":

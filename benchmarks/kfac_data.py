@@ -11,7 +11,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from pullback.experiments import data
+from pullback.experiments.learning import data
 
 
 @lru_cache

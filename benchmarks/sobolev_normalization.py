@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pullback.experiments.digits import load
+from pullback.experiments.showcase.digits import load
 from pullback.metrics.rkhs import Matern, median_distance
 
 from .timing import environment

@@ -27,7 +27,7 @@ from pullback.experiments.bai_2024_slices.methods import METHODS, START, UNITS
 from pullback.experiments.bai_2024_slices.networks import PAPER_WIDTHS, convnet, digits, mlp
 from pullback.experiments.bai_2024_slices.rescaled_checks import apart
 from pullback.experiments.bai_2024_slices.rescaled_methods import METHODS as CONTENDERS
-from pullback.experiments.experiment import Context
+from pullback.experiments.framework.experiment import Context
 from pullback.symmetry import Sliced
 
 CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pullback import PullbackError
-from pullback.experiments import bai_2024_sobolev, data
+from pullback.experiments import bai_2024_sobolev
 from pullback.experiments.bai_2024_sobolev import images
 from pullback.experiments.bai_2024_sobolev.checks import paper_claims, part_claims
 from pullback.experiments.bai_2024_sobolev.curves import clearly_fewer, epochs, final, reached
@@ -21,6 +21,7 @@ from pullback.experiments.bai_2024_sobolev.digits import METRICS, TASKS, Tuned
 from pullback.experiments.bai_2024_sobolev.methods import METHODS, OURS, PARTS, THEIRS, Method
 from pullback.experiments.bai_2024_sobolev.networks import convnet, mlp, vgg16
 from pullback.experiments.bai_2024_sobolev.vgg import SETTINGS, Training
+from pullback.experiments.learning import data
 
 from .small import quiet, said
 

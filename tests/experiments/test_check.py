@@ -5,7 +5,7 @@ import pytest
 
 from pullback import PullbackError
 from pullback.experiments import Check, Table, recorded, seed_range
-from pullback.experiments.check import concluded
+from pullback.experiments.framework.check import concluded
 
 
 def test_a_check_says_when_it_differs_from_the_record() -> None:

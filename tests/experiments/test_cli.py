@@ -12,8 +12,10 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from pullback import pde
-from pullback.experiments import bench, doctor, environment, registry
+from pullback.experiments import registry
 from pullback.experiments.cli import app
+from pullback.experiments.commands import bench, doctor
+from pullback.experiments.framework import environment
 
 from .small import Small, slow
 

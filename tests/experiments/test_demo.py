@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.func import hessian, vmap
 
 from pullback import PullbackError
-from pullback.experiments import digits
-from pullback.experiments.least_squares import LeastSquares, target
-from pullback.experiments.poisson import Poisson
-from pullback.experiments.race import run, tune
-from pullback.experiments.table import PROBLEMS
+from pullback.experiments.showcase import digits
+from pullback.experiments.showcase.least_squares import LeastSquares, target
+from pullback.experiments.showcase.poisson import Poisson
+from pullback.experiments.showcase.race import run, tune
+from pullback.experiments.showcase.table import PROBLEMS
 
 
 def test_quick_demo_without_a_terminal(tmp_path: Path) -> None:

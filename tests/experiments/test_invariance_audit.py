@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from pullback.experiments.experiment import Context
+from pullback.experiments.framework.experiment import Context
 from pullback.experiments.invariance_audit import EXPERIMENTS
 from pullback.experiments.invariance_audit import experiment as module
 from pullback.experiments.invariance_audit.checks import claims

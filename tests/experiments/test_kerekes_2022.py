@@ -24,6 +24,7 @@ from pullback.experiments.kerekes_2022.factorization import (
     effective_rank,
     product,
 )
+from pullback.experiments.kerekes_2022.jacobian import Jacobian
 from pullback.experiments.kerekes_2022.margins import EuclideanFlow, Signed
 from pullback.experiments.kerekes_2022.natural import population_descent, sample_descent
 from pullback.experiments.kerekes_2022.planar import points
@@ -48,7 +49,8 @@ def separable(samples: int, dim: int, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 def test_the_stiff_integrator_has_order_two_and_ignores_what_has_settled() -> None:
     rates = torch.tensor([[-1.0, -1e6]], dtype=DOUBLE)
-    stiff = Stiff(lambda y: rates * (y - 1), lambda y: (rates * (y - 1), torch.diag_embed(rates)))
+    none = rates.new_zeros(1, 2, 0)
+    stiff = Stiff(lambda y: rates * (y - 1), lambda y: (rates * (y - 1), Jacobian(rates, none, none)))
     errors = []
     for count in (20, 40):
         y = torch.tensor([[2.0, 5.0]], dtype=DOUBLE)
@@ -61,6 +63,18 @@ def test_the_stiff_integrator_has_order_two_and_ignores_what_has_settled() -> No
         stiff.march(torch.ones(1, 2, dtype=DOUBLE), lambda y: y[:, 0], 2.0, max_steps=3)
 
 
+@pytest.mark.parametrize("rank", [1, 2, 5, 9])
+@pytest.mark.parametrize("step", [0.3, 1.0])
+def test_implicit_steps_are_solved_whatever_the_rank(rank: int, step: float) -> None:
+    a, left, right = draw(2, 6), draw(2, 6, rank, seed=1), draw(2, 6, rank, seed=2)
+    a[0, 1] = 1.0  # 1 − c a vanishes for c = 1
+    c = torch.tensor([[step], [0.5]], dtype=DOUBLE)
+    whole = torch.eye(6, dtype=DOUBLE) - c[..., None] * (a.diag_embed() + left @ right.mT)
+    r = draw(2, 6, seed=3)
+    truth = torch.linalg.solve(whole, r)
+    torch.testing.assert_close(Jacobian(a, left, right).solver(c)(r), truth, rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize("depth", [1, 2, 3, 5])
 def test_the_flows_jacobian_is_autograds(depth: int) -> None:
     data = Signed.of([separable(7, 3), separable(4, 3, 5)])
@@ -68,8 +82,9 @@ def test_the_flows_jacobian_is_autograds(depth: int) -> None:
     v = draw(2, 3, seed=9)
     whole = jacfwd(found.velocity)(v)
     assert isinstance(whole, Tensor)
+    jacobian = found.both(v)[1].dense()
     for i in range(2):  # problems that share a batch do not touch
-        torch.testing.assert_close(found.both(v)[1][i], whole[i, :, i], rtol=1e-10, atol=1e-13)
+        torch.testing.assert_close(jacobian[i], whole[i, :, i], rtol=1e-10, atol=1e-13)
     assert float(whole[0, :, 1].abs().max()) == 0
     torch.testing.assert_close(found.both(v)[0], found.velocity(v))
 

@@ -9,8 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from pullback import PullbackError
-from pullback.experiments import report
 from pullback.experiments.cli import app
+from pullback.experiments.commands import report
 
 from .small import Small, slow
 

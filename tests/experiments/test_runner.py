@@ -14,18 +14,10 @@ import pytest
 import torch
 
 from pullback import PullbackError
-from pullback.experiments import (
-    Context,
-    Item,
-    Paused,
-    experiment,
-    files,
-    progress,
-    registry,
-    runner,
-)
-from pullback.experiments.outcome import UNFINISHED
-from pullback.experiments.store import Store
+from pullback.experiments import Context, Item, Paused, registry
+from pullback.experiments.framework import experiment, files, progress, runner
+from pullback.experiments.framework.outcome import UNFINISHED
+from pullback.experiments.framework.store import Store
 
 from .small import Small, quiet, said
 

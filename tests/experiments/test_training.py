@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Adam, Optimizer
 
 from pullback import KFAC, NaturalGradient, PullbackError
-from pullback.experiments import Context, Paused, Results, data, schedules
-from pullback.experiments.evaluation import Seen, accuracy
-from pullback.experiments.store import Store
-from pullback.experiments.training import fit
+from pullback.experiments import Context, Paused, Results
+from pullback.experiments.framework.store import Store
+from pullback.experiments.learning import data, schedules
+from pullback.experiments.learning.evaluation import Seen, accuracy
+from pullback.experiments.learning.training import fit
 from pullback.likelihoods import Categorical
 from pullback.metrics import Fisher
 from pullback.solvers import Cholesky

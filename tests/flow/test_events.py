@@ -41,7 +41,7 @@ def grows(z: Tensor) -> Tensor:
 def test_separation_and_convergence_at_their_exact_times() -> None:
     model, x, closure = problem()
     c = torch.log1p(torch.exp(Y * model(x)[:, 0].detach()))
-    events = [flow.Separated(Y), flow.Converged(loss=1e-2)]
+    events = [flow.Separated(Y), flow.Converged(loss=1e-1)]
     found = flow.integrate(model, closure, Fisher(Bernoulli()), (0, 50), events=events)
     assert found.status == "event"
     assert "converged" in found.reason
@@ -49,8 +49,8 @@ def test_separation_and_convergence_at_their_exact_times() -> None:
     # the loss of a sample is −log(1 − e^(−t−c))
     end = found.events["converged"][0]
     assert end == found.end
-    assert abs(float(-torch.log1p(-torch.exp(-end - c)).mean()) / 1e-2 - 1) < 1e-7
-    assert abs(float(found.loss()) / 1e-2 - 1) < 1e-8
+    assert abs(float(-torch.log1p(-torch.exp(-end - c)).mean()) / 1e-1 - 1) < 1e-7
+    assert abs(float(found.loss()) / 1e-1 - 1) < 1e-8
     with pytest.raises(PullbackError, match="outside the trajectory"):
         found.values(found.end + 1)
 
@@ -104,12 +104,11 @@ def test_blow_up_ends_with_a_reason() -> None:
         t=(0, 2),
         start=tensor(1),
         kind="euclidean",
-        max_evaluations=20_000,
-        rtol=1e-8,
+        rtol=1e-6,
     )
     assert found.status == "event"
     assert "blow-up" in found.reason
-    assert abs(found.end - 1) < 1e-6
+    assert abs(found.end - 1) < 1e-5
     assert bool(torch.isfinite(found.points).all())
     limited = flow.integrate(
         lambda x: x,
@@ -189,7 +188,7 @@ def test_the_natural_flow_through_a_loss_of_rank_ends_finite() -> None:
         lambda z: 0.5 * ((z + 1) ** 2).sum(),
         t=(0, 5),
         start=tensor(1),
-        max_evaluations=400,
+        max_evaluations=150,
     )
     assert bool(torch.isfinite(found.points).all())
     assert found.status in ("failed", "budget", "finished")
@@ -199,15 +198,15 @@ def test_the_natural_flow_through_a_loss_of_rank_ends_finite() -> None:
 def test_a_closure_whose_gradient_rounds_to_zero_stops_and_says_so() -> None:
     model, x, _ = problem()
     closure = lambda: F.binary_cross_entropy_with_logits(model(x)[:, 0], (1 + Y) / 2)  # noqa: E731
-    s0 = Y * tensor(5, 18, 22)
+    s0 = Y * tensor(12, 25, 29)
     with torch.no_grad():
         model.weight.copy_((torch.linalg.pinv(x) @ s0)[None])  # pyright: ignore
     found = flow.integrate(model, closure, Fisher(Bernoulli()), (0, 60))
     assert found.status == "failed"
     assert "Supervised" in found.reason
-    assert 10 < found.end < 17
+    assert 3 < found.end < 10
     c = torch.log1p(torch.exp(Y * s0))
-    for t in (5.0, 10.0):  # at 32 three digits are left of p − y
+    for t in (2.0, 3.0):  # at 32 three digits are left of p − y
         truth = Y * (t + c + torch.log(-torch.expm1(-(t + c))))
         assert float((found.values(t)[:, 0] - truth).abs().max()) < 1e-8
 
@@ -264,24 +263,24 @@ def test_a_failing_closure_leaves_the_model_alone_too() -> None:
 
 def test_kept_times() -> None:
     model, _, closure = problem()
-    dense = flow.integrate(model, closure, Fisher(Bernoulli()), (0, 2.5))
-    kept = flow.integrate(model, closure, Fisher(Bernoulli()), (0, 2.5), at=[0.0, 0.5, 2.0])
-    assert kept.t.tolist() == [0.0, 0.5, 2.0]
+    dense = flow.integrate(model, closure, Fisher(Bernoulli()), (0, 1.2))
+    kept = flow.integrate(model, closure, Fisher(Bernoulli()), (0, 1.2), at=[0.0, 0.5, 1.0])
+    assert kept.t.tolist() == [0.0, 0.5, 1.0]
     assert kept.points.shape == (3, 5)
     assert torch.equal(kept.points, dense.flat(kept.t))
     assert dense.values(kept.t).shape == (3, 3, 1)
     assert dense.loss(kept.t).shape == (3,)
-    assert kept.end == 2.5
+    assert kept.end == 1.2
     assert torch.equal(kept.flat(), dense.flat())
     with pytest.raises(PullbackError, match="not kept"):
-        kept.flat(1.0)
+        kept.flat(0.7)
     early = flow.integrate(
         model,
         closure,
         Fisher(Bernoulli()),
         (0, 30),
         at=[0.0, 1.0, 29.0],
-        events=[flow.Converged(loss=0.05)],
+        events=[flow.Converged(loss=0.1)],
     )
     assert early.t.tolist() == [0.0, 1.0]
     assert "finished" in repr(dense)
@@ -348,6 +347,19 @@ BAD: dict[str, tuple[dict[str, object], str]] = {
         {"model": lambda x: 1.0, "start": tensor(1), "closure_or_objective": lambda z: z},
         "point of Z",
     ),
+    "a vector of losses": (
+        {"model": lambda x: x, "start": tensor(1, 2), "closure_or_objective": lambda z: z},
+        "not one number",
+    ),
+    "a class too many": (
+        {
+            "closure_or_objective": flow.Supervised(
+                draw(3, 5), torch.tensor([0, 1, 1]), Categorical()
+            ),
+            "metric": None,
+        },
+        "out of range",
+    ),
     "closure without a loss": ({"closure_or_objective": lambda: None}, "return the loss"),
     "a metric with residuals": (
         {"closure_or_objective": lambda params: params["weight"]},
@@ -406,11 +418,18 @@ def test_a_stochastic_loss_is_refused() -> None:
         flow.integrate(model, closure, t=(0, 1))
 
 
-def test_dropout_is_one_fixed_mask() -> None:
+def test_dropout_is_refused() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.5), nn.Linear(8, 1)).double()
-    x = draw(3, 5)
+    x, state = draw(3, 5), torch.get_rng_state()
     closure = lambda: F.softplus(-Y * model(x)[:, 0]).mean()  # noqa: E731
-    found = flow.integrate(model, closure, kind="euclidean", t=(0, 1))
-    assert found.ok
-    assert float(found.loss(1.0)) < float(found.loss(0.0))
+    with pytest.raises(PullbackError, match="stochastic"):
+        flow.integrate(model, closure, kind="euclidean", t=(0, 1))
+    assert torch.equal(state, torch.get_rng_state())
+    assert flow.integrate(model.eval(), closure, kind="euclidean", t=(0, 1)).ok
+
+
+def test_a_function_has_no_other_inputs() -> None:
+    found = flow.integrate(lambda w: w, lambda z: z.square().sum(), t=(0, 0.1), start=draw(2))
+    with pytest.raises(PullbackError, match="no model"):
+        found.values(None, draw(2))

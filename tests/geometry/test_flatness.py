@@ -206,7 +206,72 @@ def test_bad_input():
         flatness(paraboloid, squared, zeros(2), epsilon=1.0, chains=1)
     with pytest.raises(PullbackError, match="number"):
         flatness(paraboloid, lambda z: z, zeros(2), epsilon=1.0)
+    with pytest.raises(PullbackError, match="number"):
+        flatness(paraboloid, lambda z: 1.0, zeros(2), epsilon=1.0)  # type: ignore[arg-type]
+    for basis in ([[1.0], [0.0]], torch.full((2, 1), torch.nan), torch.zeros(2, 0)):
+        with pytest.raises(PullbackError, match="basis"):
+            flatness(paraboloid, squared, zeros(2), epsilon=1.0, basis=basis)  # type: ignore[arg-type]
+    for basis in (torch.ones(2, 2), torch.randn(2, 3), torch.zeros(2, 1)):
+        with pytest.raises(PullbackError, match="dependent"):
+            flatness(paraboloid, squared, zeros(2), epsilon=1.0, basis=basis)
     with pytest.raises(PullbackError, match="finite"):
         flatness(paraboloid, lambda z: z.sum() * torch.nan, zeros(2), epsilon=1.0)
     with pytest.raises(PullbackError, match="dimensions"):
         flatness(lambda w: w, lambda z: z.square().sum(), zeros(4), epsilon=1.0, method="grid")
+
+
+@pytest.mark.parametrize("method", ["grid", "hit-and-run"])
+def test_points_that_are_no_minimum(method):
+    """The set of the definition lies above F(w₀): below it is another point's set."""
+
+    def saddle(z: Tensor) -> Tensor:
+        return norm(z) - 3 * z[0] * z[1]
+
+    for loss in (lambda z: (z - 3).square().sum(), lambda z: z.sum(), saddle):
+        with pytest.raises(PullbackError, match="no minimum"):
+            flatness(lambda w: w, loss, zeros(2), epsilon=1.0, method=method)
+    near = torch.full((2,), 0.01, dtype=torch.float64)
+    found = flatness(lambda w: w, norm, near, epsilon=1.0, method="grid")
+    assert found.volume == pytest.approx(pi, rel=1e-2)
+
+
+def test_a_local_minimum_above_another_is_one():
+    def wells(z: Tensor) -> Tensor:
+        return ((z**2 - 1) ** 2 + 0.3 * z).sum()
+
+    start = torch.tensor([0.9601496], dtype=torch.float64)  # the higher of two
+    found = flatness(lambda w: w, wells, start, epsilon=0.1)
+    assert 0.3 < found.volume < 0.4
+
+
+def test_euclidean_volume_along_a_basis_of_any_length():
+    for scale in (1.0, 5.0):
+        basis = scale * torch.eye(3, dtype=torch.float64)[:, :2]
+        found = flatness(lambda w: w, norm, zeros(3), epsilon=1.0, basis=basis)
+        assert found.volume == pytest.approx(pi, rel=1e-4)
+        assert found.euclidean == pytest.approx(pi, rel=1e-4)
+
+
+def test_epsilon_below_round_off():
+    with pytest.raises(PullbackError, match="resolves"):
+        flatness(lambda w: w, lambda z: norm(z) + 1, torch.zeros(2), epsilon=1e-7)
+    found = flatness(lambda w: w, lambda z: norm(z) + 1, zeros(2), epsilon=1e-7)
+    assert found.volume == pytest.approx(1e-7 * pi, rel=1e-3)
+
+
+@pytest.mark.parametrize("scale", [1.0, 10.0, 0.1])
+def test_a_rescaled_relu_unit_has_the_same_room(scale):
+    """The two-dimensional slice meets the same functions wherever on the orbit it is laid."""
+    torch.manual_seed(0)
+    x = torch.randn(40, 2, dtype=torch.float64)
+    first, last = nn.Linear(2, 1, bias=False), nn.Linear(1, 1, bias=False)
+    model = nn.Sequential(first, nn.ReLU(), last).double()
+    with torch.no_grad():
+        first.weight.copy_(scale * torch.tensor([[1.0, 0.5]]))
+        last.weight.fill_(1 / scale)
+    target = model(x).detach()
+    found = flatness(
+        model, lambda z: (z - target).square().mean(), inputs=x, epsilon=0.01, basis="tangent"
+    )
+    # near to πε: φ(S) would be a disk of radius √ε if the unit's kink did not move
+    assert found.volume == pytest.approx(0.03176, rel=1e-3)

@@ -393,6 +393,8 @@ BAD = {
     "NaN values": (lambda: Point(lambda x: x.log(), tensor(-1.0)), "not finite at ξ"),
     "infinite slope": (lambda: Point(lambda x: x.sqrt(), tensor(0.0), check=False).rank, "dφ"),
     "no tensor": (lambda: Point(lambda x: 1.0, tensor(1)), "point of Z"),  # pyright: ignore
+    "meta": (lambda: Point(lambda x: x, torch.ones(2, device="meta")), "meta"),
+    "rcond": (lambda: Point(lambda x: x, tensor(1), rcond=-1.0), "rcond"),
     "empty values": (lambda: Point(lambda x: x[:0], tensor(1)), "point of Z"),
     "module without inputs": (lambda: Point(nn.Linear(2, 1)), "inputs"),
     "wrong name": (
@@ -478,6 +480,8 @@ def test_a_kink_may_be_overlooked_on_request_and_smooth_maps_pass() -> None:
     relu = nn.Sequential(nn.Linear(3, 50), nn.ReLU(), nn.Linear(50, 4)).double()
     Point(relu, inputs=draw(40, 3))  # off its kinks a ReLU network is smooth
     Point(relu.float(), inputs=draw(40, 3).float())
+    half = Point(lambda x: x**2, torch.ones(3, dtype=torch.bfloat16))
+    assert half.natural_gradient(lambda z: z.sum()).tolist() == [0.5] * 3  # pyright: ignore
     for scale in (1e-6, 1.0, 1e6):
         Point(lambda x, s=scale: torch.sin(x / s) * s, scale * draw(3))
         with pytest.raises(PullbackError, match="no derivative"):

@@ -160,6 +160,25 @@ def test_options(model: nn.Module, x: Tensor) -> None:
         ntk_operator(model, x, chunk=0)
     with refused("does not fit the kernel"):
         ntk_operator(model, x).matvec(draw(3))
+    with refused("does not fit the kernel"):
+        ntk_tiles(model, x, chunk=3).matvec(draw(3))
+    sizes: list[dict[str, Any]] = [{"chunk": 0}, {"chunk": 1.5}, {"memory": 0}]
+    for wrong in sizes:
+        with refused("no size"):
+            ntk(model, x, **wrong)
+        with refused("no size"):
+            gtk(model, x, basis=draw(Tangent(model).space.size, 2), **wrong)
+
+
+def test_where_there_are_no_derivatives(model: nn.Module, x: Tensor) -> None:
+    with torch.inference_mode(), refused("inference mode"):
+        ntk(model, x)
+    with torch.no_grad():
+        assert ntk(model, x).shape == (4, 4, 2, 2)
+    with refused("parameters are not usable"):
+        ntk(nn.Linear(3, 2, device="meta"), x)
+    with refused("parameters are not usable"):
+        ntk(lambda p, x: x @ p["w"], x, params={"w": torch.ones(3, 2, dtype=torch.long)})
 
 
 def test_bases(model: nn.Module, x: Tensor) -> None:
@@ -176,6 +195,10 @@ def test_bases(model: nn.Module, x: Tensor) -> None:
             gtk(model, x, basis=wrong)
     with refused("tangent vector is not usable"):
         gtk(model, x, basis=["0.weight"])
+    with refused("tangent vector does not fit"):
+        gtk(model, x, basis=[{"0.bias": [1.0]}])
+    with refused("complex"):
+        gtk(model, x, basis=draw(p, 2) * 1j)
     for wrong in ([], 3, "C"):
         with refused("basis is not usable|tangent vector is not usable"):
             gtk(model, x, basis=wrong)
@@ -203,6 +226,8 @@ def test_gradients(model: nn.Module, x: Tensor) -> None:
     kernel = NTK(Tangent(model))
     with refused("cotangents do not fit"):
         functional_gradient(kernel, x, draw(3, 2))
+    with refused("cotangents are not finite"):
+        functional_gradient(kernel, x, draw(4, 2) * torch.nan)
     with refused("cotangents do not fit"):
         functional_gradient(lambda a, b: a @ b.T, x, draw(3, 2))
     with refused("kernel is not usable"):

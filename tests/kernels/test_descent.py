@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -141,3 +143,23 @@ def test_resolution_refuses() -> None:
         gradient_norm(POINTS, RESIDUALS[:2], 10)
     with pytest.raises(PullbackError, match="no grid"):
         gradient_norm(POINTS, RESIDUALS, 1)
+
+
+def test_losses_and_grids_that_are_not_usable() -> None:
+    x = torch.randn(4, 2, dtype=torch.float64)
+    kernel = lambda a, b: torch.exp(-torch.cdist(a, b))  # noqa: E731
+    losses: list[Any] = [lambda f: f, lambda f: torch.tensor(1.0), lambda f: 1.0]
+    for loss in losses:
+        with pytest.raises(PullbackError, match="not a number with a gradient"):
+            rkhs_descent(kernel, x, loss, lr=0.1, steps=2)
+    with pytest.raises(PullbackError, match="not determined"):
+        rkhs_descent(kernel, x, lambda f: f.sum(), lr=0.1, steps=2.5)  # type: ignore[arg-type]
+    one = torch.ones(1)
+    with pytest.raises(PullbackError, match="not finite"):
+        gradient_norm(one, one * torch.nan, 10)
+    with pytest.raises(PullbackError, match="no space"):
+        gradient_norm(one, one, 10, order=torch.inf)
+    p = torch.full((4,), 0.25)
+    for density, index in ((4 * p, 0), (p, 7), (p, -1)):
+        with pytest.raises(PullbackError, match="no density"):
+            fisher_rao_gradient(density, torch.tensor([index]), one)

@@ -56,6 +56,7 @@ def test_every_form_of_a_basis(net: str, k: int) -> None:
     forms = {
         "COO": c.to_sparse_coo(),
         "CSR": c.to_sparse_csr(),
+        "CSC": c.to_sparse_csc(),
         "object": Implicit(c),
         "functions": (lambda v: c @ v, lambda v: c.T @ v),
         "ImplicitBasis": ImplicitBasis(lambda v: c @ v, lambda v: c.T @ v, k),

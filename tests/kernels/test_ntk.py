@@ -109,6 +109,9 @@ def test_products_without_a_matrix(net: str) -> None:
     assert_close(operator.rmatvec(v), j2 @ (j.T @ v), 1e-12, "Kᵀv")
     columns = torch.stack([u, 2 * u], 1)
     assert_close(operator @ columns, j @ (j2.T @ columns), 1e-12, "K U")
+    for k in (1, operator.event[-1]):  # a matrix, even where its width is that of one value
+        few = draw(len(j2), k, seed=5)
+        assert_close(operator @ few, j @ (j2.T @ few), 1e-12, f"{k} columns")
     shaped = operator.matvec(u.view(4, *operator.event))
     assert shaped.shape == (5, *operator.event)
     assert_close(shaped.flatten(), j @ (j2.T @ u), 1e-12, "in the outputs' shape")

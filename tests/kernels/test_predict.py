@@ -175,3 +175,32 @@ def test_float32() -> None:
     assert got.mean.dtype == torch.float32
     assert got.covariance is not None
     assert bool(torch.isfinite(got.covariance).all())
+
+
+@pytest.mark.parametrize("t", [None, float("inf")])
+def test_equal_inputs_at_the_end_of_training(t: float | None) -> None:
+    """K is singular: directions it does not know stay as they are, and nothing is infinite."""
+    kernel = NTK(Tangent(build("mlp")))
+    x, y = inputs("mlp", 3)[[0, 0, 1, 2]], draw(4, 2)
+    found = predict(kernel, x, y, x, t=t, covariance=True)
+    assert_close(found.mean[:2], y[:2].mean(0).expand(2, 2), 1e-6, "the mean of both targets")
+    assert found.covariance is not None
+    assert bool(torch.isfinite(found.covariance).all())
+
+
+def test_an_initial_function_that_does_not_fit() -> None:
+    kernel, x = NTK(Tangent(build("mlp"))), inputs("mlp", 4)
+    with pytest.raises(PullbackError, match="initial function"):
+        predict(kernel, x, draw(4, 2), x, f0=lambda a: a)
+    with pytest.raises(PullbackError, match="not determined"):
+        predict(kernel, x, draw(4, 2), x, t=1.0, lr=float("inf"))
+
+
+def test_the_linearized_model_keeps_its_mode() -> None:
+    """Training loops call `train()`; f₀ has frozen statistics all the same."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
+    with pytest.raises(PullbackError, match="couples the samples"):
+        linearize(model)
+    first = linearize(model.eval()).train()
+    assert first.training
+    assert_close(first(x := draw(5, 3)), model(x), 1e-13, "f₀")

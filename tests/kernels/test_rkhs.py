@@ -6,9 +6,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from pullback import PullbackError
-from pullback.kernels import GTK, Tangent, gtk, ntk, rkhs_inner
+from pullback.kernels import GTK, Tangent, gtk, ntk, pushforward_metric, rkhs_inner
 from pullback.testing import assert_close
 from tests.kernels.nets import NETS, build, dense, draw, inputs
 
@@ -101,3 +102,13 @@ def test_refusals() -> None:
         rkhs_inner(draw(4), kernel=draw(4, 3))
     with pytest.raises(PullbackError, match="not usable"):
         rkhs_inner(draw(4), basis=b * torch.nan)
+
+
+def test_kernels_and_functions_that_are_not_usable() -> None:
+    with pytest.raises(PullbackError, match="not positive"):
+        rkhs_inner(torch.tensor([1.0, 0.0]), kernel=torch.diag(torch.tensor([1.0, -1.0])))
+    with pytest.raises(PullbackError, match="not finite"):
+        rkhs_inner(torch.tensor([1.0, torch.nan]), kernel=torch.eye(2))
+    model, x = nn.Linear(3, 2).double(), torch.randn(4, 3, dtype=torch.float64)
+    with pytest.raises(PullbackError, match="does not fit the points"):
+        pushforward_metric(model, x, torch.ones(3, 2, dtype=torch.float64))

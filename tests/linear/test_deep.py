@@ -237,11 +237,24 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
         assert error(flat(moves).double(), flat(want)) < (1e-5 if dtype is torch.float32 else 1e-2)
 
 
+NONE = torch.zeros(0, dtype=torch.long)
+
+
+def tiny(size: float, depth: int) -> DeepMatrix:
+    """Factors of entries about `size`."""
+    return DeepMatrix.of([size * w for w in net([2] * (depth + 1), 3).values()])
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (lambda: DeepMatrix([3]), "no factor"),
         (lambda: DeepMatrix([3, 0]), "dims is not usable"),
+        (lambda: DeepMatrix(3), "dims is not usable"),  # pyright: ignore[reportArgumentType]
+        (lambda: net([3, 2]).split_natural_gradient(draw(3, 2) / 0), "not finite"),
+        (lambda: net([3, 2]).natural_gradient(draw(1), entries=([0], [1])), "not usable"),  # pyright: ignore[reportArgumentType]
+        (lambda: net([3, 2]).natural_gradient(draw(0), entries=(NONE, NONE)), "no entries"),
+        (lambda: tiny(1e-200, 3).natural_gradient(draw(2, 2)), "not finite"),
         (lambda: DeepMatrix([3, True]), "dims is not usable"),
         (lambda: DeepMatrix([3, 2], [torch.ones(2, 3)]), "Factor 0 does not fit"),
         (lambda: DeepMatrix([3, 2], [torch.ones(3, 2)] * 2), "number of factors"),
@@ -266,6 +279,22 @@ def test_bad_input(call, message: str | None) -> None:
         return
     with pytest.raises(PullbackError, match=message):
         call()
+
+
+@pytest.mark.parametrize("depth", [2, 3])
+@pytest.mark.parametrize("size", [1e-140, 1e140])
+def test_factors_of_any_size(size: float, depth: int) -> None:
+    """X = J⁺∇ is of degree 1 − L in the factors, though squares of J are out of range."""
+    grad = draw(2, 2)
+    want = tiny(1.0, depth).natural_gradient(grad)
+    got = tiny(size, depth).natural_gradient(grad)
+    scaled = [m * size if depth == 2 else m * size * size for m in got]
+    assert error(flat(scaled), flat(want)) < 1e-12
+
+
+def test_bytes_are_indices() -> None:
+    model, index = net([4, 3]), torch.tensor([1, 2], dtype=torch.uint8)
+    assert torch.equal(model(index, index), model.beta[[1, 2], [1, 2]])
 
 
 def test_one_zero_factor_of_two_still_has_a_tangent() -> None:

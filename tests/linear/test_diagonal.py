@@ -183,6 +183,27 @@ def test_forward_and_initialization() -> None:
     assert DiagonalNetwork(3, 2, 0.5).beta.tolist() == [0.25] * 3
 
 
+@pytest.mark.parametrize("scale", [0.1, 3.0])
+@pytest.mark.parametrize("gap", [1.0, 1e-7, 0.0])
+def test_nearly_dependent_columns(gap: float, scale: float) -> None:
+    """The rank is that of the SVD, however it was found, for like and for unlike weights."""
+    x, y = draw(30, 4), draw(30, seed=1).sign()
+    x[:, 3] = x[:, 2] + gap * x[:, 3]
+    beta = scale * draw(4, seed=2).requires_grad_()
+    u = y * (x @ beta).detach()
+    root = (torch.sigmoid(u) * torch.sigmoid(-u)).sqrt()
+    want = -torch.linalg.pinv(root[:, None] * x, rtol=1e-12) @ (root * y / torch.sigmoid(u))
+    got = logistic_natural_gradient(x, y, beta)
+    assert not got.requires_grad
+    assert error(got, want) < (1e-12 if gap != 1e-7 else 1e-6)
+
+
+def test_types_are_promoted() -> None:
+    x, y, beta = draw(9, 4), draw(9, seed=1).sign(), draw(4, seed=2)
+    want = logistic_natural_gradient(x.float().double(), y, beta)
+    assert torch.equal(logistic_natural_gradient(x.float(), y, beta), want)
+
+
 def test_float32() -> None:
     x, y = draw(4, 6).float(), draw(4, seed=1).sign()
     model = DiagonalNetwork(6, 2, seed=0, dtype=torch.float32)
@@ -212,6 +233,8 @@ def test_float32() -> None:
         (lambda: logistic_natural_gradient(draw(3, 2), torch.ones(3), draw(3)), "β does not fit"),
         (lambda: logistic_natural_gradient(draw(3, 2), torch.zeros(3), draw(2)), "not signs"),
         (lambda: logistic_natural_gradient(draw(0, 2), torch.ones(0), draw(2)), "empty"),
+        (lambda: logistic_natural_gradient(draw(3, 2), torch.ones(3), draw(2) / 0), "not finite"),
+        (lambda: logistic_natural_gradient(draw(3, 2).long(), torch.ones(3), draw(2)), "float"),
         (lambda: logistic_natural_gradient(draw(3, 2) / 0, torch.ones(3), draw(2)), "not finite"),
         (
             lambda: logistic_natural_gradient(

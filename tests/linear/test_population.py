@@ -109,5 +109,10 @@ def test_laws_and_bad_input() -> None:
         population_fisher(draw(2, 2))
     with pytest.raises(PullbackError, match="not finite"):
         population_fisher(draw(2) / 0)
+    with pytest.raises(PullbackError, match="float type"):
+        population_fisher(torch.tensor([1, 0]))
+    for size in (1e-200, 1e80):  # whose squares are out of range
+        far = population_fisher(size * torch.eye(2, dtype=torch.float64)[0])
+        assert torch.isfinite(far.solve(draw(2))).all()
     with pytest.raises(PullbackError, match="tangent is zero"):
         DiagonalNetwork(2, 3, 0.0).population_natural_gradient(torch.ones(2))

@@ -206,6 +206,10 @@ def test_bad_observations() -> None:
         nuclear_norm_completion((2, 2), zero[:1], zero, values)
     with pytest.raises(PullbackError, match="Nothing is observed"):
         nuclear_norm_completion((2, 2), zero[:0], zero[:0], values[:0])
+    with pytest.raises(PullbackError, match="float type"):
+        nuclear_norm_completion((2, 2), zero, zero, zero)
+    with pytest.raises(PullbackError, match="whole numbers"):
+        nuclear_norm_completion((2, 2), values, values, values)
     truth, index = draw(8, 8), torch.arange(8)
     with pytest.raises(PullbackError, match="did not converge"):
         nuclear_norm_completion(

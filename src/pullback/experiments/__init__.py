@@ -47,15 +47,15 @@ where `context.due` save and `raise Paused`. `training.fit` does that for networ
 runs that end early. From Python: `Decay(…).run(quick=True, out=Path("results"))`.
 """
 
-from .check import Check, Verdict, recorded
-from .experiment import Context, Experiment, Item, Paused
-from .outcome import Outcome
-from .plain import Record
+from .framework.check import Check, Verdict, recorded
+from .framework.experiment import Context, Experiment, Item, Paused
+from .framework.outcome import Outcome
+from .framework.plain import Record
+from .framework.results import Results
+from .framework.runner import run
+from .framework.seeds import seed_range
+from .framework.tabular import Table
 from .registry import find, names
-from .results import Results
-from .runner import run
-from .seeds import seed_range
-from .tabular import Table
 
 __all__ = [
     "Experiment", "Item", "Context", "Paused", "Record",

@@ -13,8 +13,8 @@ from rich.console import Console
 
 from .._core.errors import PullbackError
 from . import registry
-from .device import usable
-from .seeds import seed_range
+from .framework.device import usable
+from .framework.seeds import seed_range
 
 app = typer.Typer(
     help="Natural gradients for PyTorch.",
@@ -46,7 +46,7 @@ def refusing() -> Iterator[None]:
 @app.command("list")
 def list_all(out: Out = _RESULTS) -> None:
     """Show the set-ups that `solve` knows and the experiments of `run`, with times found here."""
-    from .listing import experiments, setups
+    from .commands.listing import experiments, setups
 
     console = _console()
     console.print(setups())
@@ -96,7 +96,7 @@ def solve(
 
     Called again, the run goes on from its checkpoint.
     """
-    from .solving import solved
+    from .commands.solving import solved
 
     given = {"steps": steps, "budget": seconds}
     with refusing():
@@ -108,7 +108,7 @@ def solve(
 @app.command()
 def report(out: Out = _RESULTS) -> None:
     """Build FOLDER/report.html, one page on all results under the folder."""
-    from .report import write
+    from .commands.report import write
 
     with refusing():
         path, left_out = write(out)
@@ -121,7 +121,7 @@ def report(out: Out = _RESULTS) -> None:
 @app.command()
 def bench(device: Device = "cpu") -> None:
     """Time one step of each method on this machine."""
-    from .bench import table
+    from .commands.bench import table
 
     with refusing():
         where = usable(device)
@@ -134,7 +134,7 @@ def bench(device: Device = "cpu") -> None:
 @app.command()
 def doctor() -> None:
     """Show versions and devices, and check the numerics in a few seconds."""
-    from .doctor import examined
+    from .commands.doctor import examined
 
     healthy = examined(_console())
     raise typer.Exit(0 if healthy else 1)

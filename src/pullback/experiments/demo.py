@@ -14,11 +14,11 @@ import typer
 from rich.console import Console
 
 from .._core.errors import PullbackError
-from .display import described, progress, results, shown
-from .figure import draw
-from .problem import Problem
-from .race import Curve, run, tune
-from .table import PROBLEMS
+from .showcase.display import described, progress, results, shown
+from .showcase.figure import draw
+from .showcase.problem import Problem
+from .showcase.race import Curve, run, tune
+from .showcase.table import PROBLEMS
 
 _QUICK = 0.3  # seconds per run of a smoke test
 

@@ -14,10 +14,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .._core.errors import PullbackError
-from . import registry, store
-from .experiment import Experiment
-from .files import folder
-from .runner import opened
+from . import registry
+from .framework import store
+from .framework.experiment import Experiment
+from .framework.files import folder
+from .framework.runner import opened
 
 
 def merge(

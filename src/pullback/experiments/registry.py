@@ -9,7 +9,7 @@ import difflib
 from importlib import import_module
 
 from .._core.errors import PullbackError
-from .experiment import Experiment
+from .framework.experiment import Experiment
 
 #: the names in each folder's `EXPERIMENTS`
 FOLDERS: dict[str, tuple[str, ...]] = {

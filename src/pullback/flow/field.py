@@ -54,6 +54,8 @@ class Field(ABC):
 
     space: ParameterSpace
     start: Tensor
+    #: what is evaluated at other inputs, if anything can be
+    model: nn.Module | None = None
 
     @abstractmethod
     def local(self, flat: Tensor) -> Local:
@@ -87,7 +89,7 @@ class ClosureField(Field):
         self, model: nn.Module, closure: Callable[[], Any], kind: str, **options: Any
     ) -> None:
         self.host = Host(model)
-        self.space, self.start = self.host.space, self.host.now()
+        self.model, self.space, self.start = self.host.model, self.host.space, self.host.now()
         self._user, self._loss = closure, float("nan")
         self._optimizer = NaturalGradient(model, **options) if kind == "natural" else None
         self._watch = Watch(self.host.model, self._optimizer)
@@ -139,17 +141,22 @@ class ClosureField(Field):
         # of this pass alone, and not of the optimizer's replays of it
         with Watch(self.host.model, self._optimizer) as self._watch:
             loss = self._user()
+            _refuse_loss(loss)
             silent = all(p.grad is None for p in self.host.params.values())
             if silent and isinstance(loss, Tensor) and loss.requires_grad:
                 loss.backward()
-        if not isinstance(loss, (Tensor, float, int)) or (
-            isinstance(loss, Tensor) and loss.numel() != 1
-        ):
-            raise PullbackError(
-                "The closure did not return the loss", f"got {type(loss).__name__}", "Return it"
-            )
         self._loss = float(loss.detach()) if isinstance(loss, Tensor) else float(loss)
         return loss
+
+
+def _refuse_loss(loss: Any) -> None:
+    if not isinstance(loss, (Tensor, float, int)):
+        got = type(loss).__name__
+        raise PullbackError("The closure did not return the loss", f"got {got}", "Return it")
+    if isinstance(loss, Tensor) and loss.numel() != 1:
+        raise PullbackError(
+            "The loss is not one number", f"its shape is {tuple(loss.shape)}", "Reduce it to one"
+        )
 
 
 class ObjectiveField(Field):
@@ -159,7 +166,7 @@ class ObjectiveField(Field):
         self, model: nn.Module, objective: Callable[..., Any] | Objective, kind: str, **options: Any
     ) -> None:
         self.host = Host(model)
-        self.space, self.start = self.host.space, self.host.now()
+        self.model, self.space, self.start = self.host.model, self.host.space, self.host.now()
         self._objective = objective
         reduction = options["reduction"]
         self._residuals = (

@@ -72,6 +72,7 @@ class FunctionField(ClosureField):
         if kind == "natural":
             options["metric"] = self._metric(metric)
         super().__init__(self._wrapped, lambda: self._total(loss), kind, **options)
+        self.model = None  # φ has no other inputs
 
     def _total(self, loss: Callable[[Tensor], Tensor]) -> Tensor:
         return loss(self._wrapped.restore(self._wrapped()))

@@ -183,7 +183,10 @@ class March:
         return torch.from_numpy(np.array(y)).to(self._field.start)
 
     def _refuse_stochastic(self, start: Local) -> None:
-        again = self._field.local(self._field.start)
+        where = self._field.start
+        with torch.random.fork_rng([where.device] if where.is_cuda else []):
+            torch.manual_seed(torch.initial_seed() + 1)  # dropout would draw another mask
+            again = self._field.local(where)
         self._evaluations += 1
         gap = (again.velocity - start.velocity).norm()
         if bool(gap > 1e-8 * start.velocity.norm()) or again.loss != start.loss:

@@ -61,6 +61,12 @@ def categorical(z: Tensor, y: Tensor) -> Score:
             "Give one class index per row of logits",
         )
     n, k = z.shape
+    if not 0 <= int(y.min()) <= int(y.max()) < k:
+        raise PullbackError(
+            "A class is out of range",
+            f"found {int(y.min())} to {int(y.max())} for {k} logits",
+            f"Use classes from 0 to {k - 1}",
+        )
     log_p = z.log_softmax(1)
     right = F.one_hot(y, k).bool()
     others = log_p.masked_fill(right, -torch.inf).logsumexp(1, keepdim=True).exp()

@@ -103,7 +103,7 @@ class Trajectory:
     def _values(self, flat: Tensor, inputs: tuple[Any, ...]) -> Tensor:
         if not inputs:
             return self._field.values(flat)
-        model = getattr(getattr(self._field, "host", None), "model", None)
+        model = self._field.model
         if model is None:
             raise PullbackError(
                 "There is no model to evaluate", "the flow is of a function", "Call φ yourself"

@@ -100,6 +100,10 @@ def _matrix(matrix: Tensor, space: ParameterSpace) -> Tensor:
             f"it has shape {tuple(matrix.shape)} for {space.size} parameters",
             f"Pass C of shape ({space.size}, k), one column per direction",
         )
+    if matrix.is_complex():
+        raise PullbackError("The basis is complex", "tangent vectors are real", "Pass its parts")
+    if matrix.layout not in (torch.strided, torch.sparse_coo):
+        matrix = matrix.to_sparse_csr()
     values = matrix.coalesce().values() if matrix.layout == torch.sparse_coo else matrix
     values = values.values() if values.layout == torch.sparse_csr else values
     if not bool(torch.isfinite(values).all()):
@@ -111,7 +115,7 @@ def _flat(vector: Any, space: ParameterSpace) -> Tensor:
     if isinstance(vector, Mapping):
         unknown = [n for n in vector if n not in space.names]
         shapes = dict(zip(space.names, space.shapes, strict=True))
-        wrong = unknown or [n for n, v in vector.items() if tuple(v.shape) != shapes[n]]
+        wrong = unknown or [n for n, v in vector.items() if _shape(v) != shapes[n]]
         if wrong:
             raise PullbackError(
                 "A tangent vector does not fit the parameters",
@@ -126,6 +130,10 @@ def _flat(vector: Any, space: ParameterSpace) -> Tensor:
             "Pass a dict of tensors by parameter name, or a flat tensor",
         )
     return _matrix(vector.reshape(-1, 1), space)[:, 0]
+
+
+def _shape(value: Any) -> tuple[int, ...] | None:
+    return tuple(value.shape) if isinstance(value, Tensor) else None
 
 
 def _implicit(

@@ -66,11 +66,12 @@ def rkhs_descent(
     tensor([[ 1.0000],
             [-1.0000]])
     """
-    if order not in ("batch", "sequential") or not lr > 0 or steps < 0:
+    counted = isinstance(steps, int) and steps >= 0
+    if order not in ("batch", "sequential") or not lr > 0 or not counted:
         raise PullbackError(
             "The descent is not determined",
             f"order={order!r}, lr={lr}, steps={steps}",
-            'Use order "batch" or "sequential", lr > 0 and steps ≥ 0',
+            'Use order "batch" or "sequential", lr > 0 and a whole number of steps ≥ 0',
         )
     points = arguments(x)[0]
     size = torch.Size(event).numel()
@@ -102,5 +103,11 @@ def _gradient(loss: Callable[[Tensor], Tensor], values: Tensor) -> tuple[Tensor,
     with torch.enable_grad():
         values = values.detach().requires_grad_()
         out = loss(values)
+        if not isinstance(out, Tensor) or out.numel() != 1 or not out.requires_grad:
+            raise PullbackError(
+                "The loss is not a number with a gradient",
+                f"got {getattr(out, 'shape', type(out))}",
+                "Return a sum over samples that depends on the values",
+            )
         (gradient,) = torch.autograd.grad(out, values)
     return out.detach(), gradient

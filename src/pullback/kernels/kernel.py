@@ -22,7 +22,7 @@ from .change import FunctionChange
 from .layouts import Layout, as_layout
 from .operator import KernelOperator
 from .tangent import Model, Tangent, arguments, as_tangent, part
-from .tiles import MEMORY, assembled
+from .tiles import MEMORY, assembled, check_sizes
 
 
 class TangentKernel(ABC):
@@ -116,6 +116,7 @@ class FeatureKernel(TangentKernel):
 
     def features_at(self, x: Any, chunk: int | None = None, memory: int = MEMORY) -> Tensor:
         """H(x), in chunks of samples that fit the memory."""
+        check_sizes(chunk, memory)
         args = arguments(x)
         n = len(args[0])
         _, event = self.tangent.probe(args)
@@ -183,6 +184,10 @@ def fitted(cotangents: Tensor, linear: Linearization) -> Tensor:
             "The cotangents do not fit the model's output",
             f"{tuple(cotangents.shape)} for values of shape {tuple(shape)}",
             "Pass ∂ℓ/∂f, one number per entry of the output",
+        )
+    if not bool(torch.isfinite(cotangents).all()):
+        raise PullbackError(
+            "The cotangents are not finite", "they contain NaN or infinity", "Check the loss"
         )
     return cotangents.detach().reshape(shape).to(linear.value)
 

@@ -11,6 +11,7 @@ from torch.func import functional_call, jvp
 
 from .._core.attention import unfused_attention
 from .._core.capture import Selector, plain, select
+from ..maps.module import refuse_coupled
 from .tangent import Tangent
 
 
@@ -19,12 +20,14 @@ class Linearized(nn.Module):
 
     w starts at w₀ and is what an optimizer moves (`weights.parameters()`); w₀ is kept in buffers.
     Gradients in w flow through, so the model can be trained: its training is exactly the kernel
-    regression with the NTK at w₀ that `predict` computes.
+    regression with the NTK at w₀ that `predict` computes. `train()` and `eval()` leave the network
+    in the mode that it was linearized in: f₀ is one function.
     """
 
     def __init__(self, model: nn.Module, params: Mapping[str, Tensor] | None, output: Selector):
         super().__init__()
         tangent = Tangent(model, params)
+        refuse_coupled(plain(model))
         self.weights = copy.deepcopy(plain(model))
         own = dict(self.weights.named_parameters())
         self._names = tuple(tangent.params)
@@ -35,6 +38,11 @@ class Linearized(nn.Module):
             origin = tangent.params[name]
             own[name].data.copy_(origin)
             self.register_buffer(f"origin_{i}", origin)
+
+    def train(self, mode: bool = True) -> Linearized:
+        """Set this module's flag alone."""
+        self.training = mode
+        return self
 
     def origin(self) -> dict[str, Tensor]:
         """w₀ by name."""

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .._core.errors import PullbackError
 from .tangent import Tangent, arguments, part
+from .tiles import check_sizes
 
 
 class Raises(Protocol):
@@ -24,7 +25,8 @@ class Raises(Protocol):
 class KernelOperator:
     """u ↦ J(x) B J(x2)ᵀ u by one reverse and one forward pass: nothing is formed.
 
-    Vectors are (N2, *event), or flat (N2·m,); the answer has the same kind of shape.
+    Vectors are (N2, *event), or flat (N2·m,); the answer has the same kind of shape. `@` also
+    takes matrices (N2·m, k), and gives (N·m, k).
     """
 
     def __init__(self, kernel: Raises, x: Any, x2: Any = None, chunk: int = 1024) -> None:
@@ -70,12 +72,12 @@ class KernelOperator:
 
     def __matmul__(self, u: Tensor) -> Tensor:
         """K u, or K of every column of a matrix (N2·m, k)."""
-        if u.ndim == 2 and u.shape[0] == self.shape[1] and u.numel() != self.shape[1]:
+        values = u.shape[1:] == self.event and u.numel() == self.shape[1]
+        if not values and u.ndim == 2 and u.shape[0] == self.shape[1]:
             return torch.stack([self.matvec(column) for column in u.T], 1)
         return self.matvec(u)
 
 
 def _parts(args: tuple[Tensor, ...], chunk: int) -> list[tuple[Tensor, ...]]:
-    if chunk < 1:
-        raise PullbackError("The chunks have no size", f"chunk={chunk}", "Use a positive number")
+    check_sizes(chunk)
     return [part(args, a, a + chunk) for a in range(0, len(args[0]), chunk)]

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 import torch
@@ -82,22 +83,35 @@ def predict(
     _refuse_broken(k, across, targets)
     targets = targets.to(k)
     reg = _regularization(diag_reg, k)
-    if reduction not in ("mean", "sum") or (t is not None and not t >= 0) or not lr > 0:
+    if reduction not in ("mean", "sum") or (t is not None and not t >= 0) or not 0 < lr < inf:
         raise PullbackError(
             "The training is not determined",
             f"t={t}, lr={lr}, reduction={reduction!r}",
-            'Use t ≥ 0 or None, lr > 0 and reduction "mean" or "sum"',
+            'Use t ≥ 0 or None, a finite lr > 0 and reduction "mean" or "sum"',
         )
+    t = None if t == inf else t
     rate = lr / (targets.numel() if reduction == "mean" else 1)
     response = _response(k, across, reg, None if t is None else rate * t)
     start, ahead = targets * 0, None
     if f0 is not None:
-        with torch.no_grad():
-            start, ahead = (f0(points).detach().to(k).flatten(1) for points in (x, x_test))
+        start, ahead = (_start(f0, points, side, m) for points, side in ((x, k), (x_test, across)))
     mean = (response @ (targets - start).flatten()).view(-1, m)
     mean = (mean if ahead is None else mean + ahead).unflatten(1, event)
     spread = _covariance(prior or kernel, x, x_test, m, response, reg) if covariance else None
     return Prediction(mean, spread)
+
+
+def _start(f0: Callable[[Any], Tensor], points: Any, kernel: Tensor, m: int) -> Tensor:
+    """f₀ at the points that the rows of a kernel belong to, (N, m)."""
+    with torch.no_grad():
+        values = f0(points).detach().to(kernel)
+    if values.numel() != len(kernel):
+        raise PullbackError(
+            "The initial function does not fit the targets",
+            f"f0 gave {tuple(values.shape)} where the kernel has {len(kernel)} rows",
+            f"Let it return {m} numbers per point",
+        )
+    return values.reshape(-1, m)
 
 
 def _response(k: Tensor, across: Tensor, reg: float, time: float | None) -> Tensor:

@@ -13,7 +13,7 @@ dimension.
 
 from __future__ import annotations
 
-from math import pi
+from math import inf, isfinite, pi
 
 import torch
 from torch import Tensor
@@ -46,10 +46,14 @@ def gradient_norm(
             f"points {tuple(points.shape)}, residuals {tuple(residuals.shape)}",
             "Pass as many residuals as points, at least one",
         )
-    if resolution < 2 or not length > 0:
+    if resolution < 2 or not 0 < length < inf or not isfinite(order):
         raise PullbackError(
-            "There is no grid", f"resolution={resolution}, length={length}", "Use n ≥ 2, length > 0"
+            "There is no grid, or no space on it",
+            f"resolution={resolution}, length={length}, order={order}",
+            "Use n ≥ 2, a finite length > 0 and a finite order",
         )
+    if not bool((torch.isfinite(points) & torch.isfinite(residuals)).all()):
+        raise PullbackError("The loss is not finite", "points or residuals are not", "Check them")
     # in double precision: the symbol spans (1 + ξ²)^s
     e = residuals.double()
     spacing = length / resolution
@@ -82,10 +86,14 @@ def fisher_rao_gradient(
     >>> fisher_rao_gradient(p, torch.tensor([0]), torch.tensor([1.0]))
     tensor([ 0.2500, -0.1250, -0.1250])
     """
-    if p.ndim != 1 or not bool((p > 0).all()) or index.shape != residuals.shape:
+    total = float(p.sum() * spacing)
+    positive = p.ndim == 1 and bool((p > 0).all()) and abs(total - 1) < 1e-3
+    placed = index.shape == residuals.shape and bool(((index >= 0) & (index < len(p))).all())
+    if not positive or not placed:
         raise PullbackError(
             "This is no density with data on its grid",
-            "p must be positive, with one residual per index",
+            f"p must be positive with Σ p·spacing = 1 (it is {total:.3g}), and each residual have "
+            f"an index in [0, {p.shape[0]})",
             "Normalize p, and give grid points as index",
         )
     delta = torch.zeros_like(p).index_add_(0, index, residuals.to(p) / spacing)

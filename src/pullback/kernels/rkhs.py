@@ -80,7 +80,7 @@ def pushforward_metric(
             f"dφ has rank {len(whitener)} for {tangent.space.size} parameters",
             "Add points, remove symmetries, or measure the quotient with immersion=False",
         )
-    values = [v.reshape(1, n) for v in (f, f if g is None else g)]
+    values = [v.reshape(1, -1) for v in (f, f if g is None else g)]
     left, right = (_coordinates(v, whitener, n)[1] for v in values)
     return (left * right).sum()
 
@@ -110,6 +110,12 @@ def _whitener(kernel: Tensor | None, basis: Tensor | None, rcond: float | None) 
             "Pass K(x, x) on one set of points",
         )
     values, u = torch.linalg.eigh((k + k.T) / 2)
+    if bool(values.min() < -(torch.finfo(k.dtype).eps ** 0.5) * values.abs().max()):
+        raise PullbackError(
+            "The kernel is not positive",
+            f"its matrix has an eigenvalue {float(values.min()):.2g}",
+            "Pass a reproducing kernel",
+        )
     keep = values > (len(k) * torch.finfo(k.dtype).eps if rcond is None else rcond) * values.max()
     return u[:, keep].T / values[keep].sqrt()[:, None]
 
@@ -125,6 +131,10 @@ def _coordinates(f: Tensor, whitener: Tensor, n: int) -> tuple[bool, Tensor]:
             f"Pass {n} values, or one row of {n} per function",
         )
     flat = flat.to(whitener)
+    if not bool(torch.isfinite(flat).all()):
+        raise PullbackError(
+            "A function is not finite", "its values contain NaN or infinity", "Check them"
+        )
     w = flat @ whitener.T
     # W⁺ = Wᵀ(W Wᵀ)⁻¹, and W's rows are orthogonal
     back = (w / whitener.square().sum(1)) @ whitener

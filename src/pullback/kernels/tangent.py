@@ -47,6 +47,7 @@ class Tangent:
     def at(self, x: Any) -> Linearization:
         """J at inputs x: one tensor, or a tuple of the model's arguments, samples first."""
         args = arguments(x)
+        _refuse_inference()
         random = RandomState(self.space.device)
         try:
             linear = self._linearize(args)
@@ -153,10 +154,26 @@ def _parameters(model: Any, params: Mapping[str, Tensor] | None) -> dict[str, Te
 
 
 def _snapshot(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    wrong = [n for n, p in params.items() if not p.is_floating_point() or p.is_meta]
+    if wrong:
+        raise PullbackError(
+            "The parameters are not usable",
+            f"{wrong} hold no floating-point numbers",
+            "Pass float tensors on a device that holds their values",
+        )
     kept = {n: p.detach().clone() for n, p in params.items()}
     if kept:
         _refuse_infinite("The parameters are", *kept.values())
     return kept
+
+
+def _refuse_inference() -> None:
+    if torch.is_inference_mode_enabled():
+        raise PullbackError(
+            "There are no derivatives here",
+            "inference mode records no graph",
+            "Use torch.no_grad() in place of torch.inference_mode()",
+        )
 
 
 def _refuse_broken(linear: Linearization, x: Tensor) -> None:

@@ -46,14 +46,22 @@ class Batch:
         return pulled
 
 
+def check_sizes(chunk: int | None, memory: int = MEMORY) -> None:
+    """Raise where there is no number of samples to take at a time."""
+    whole = chunk is None or (isinstance(chunk, int) and chunk > 0)
+    if not whole or not memory > 0:
+        raise PullbackError(
+            "The chunks have no size",
+            f"chunk={chunk}, memory={memory}",
+            "Use a whole number of samples and a positive number of bytes",
+        )
+
+
 def tiles(
     tangent: Tangent, x: Any, x2: Any, layout: Layout, chunk: int | None, memory: int
 ) -> Iterator[tuple[slice, slice, Tensor]]:
     """(rows, columns, K of these samples); with x2 = None only those on and below the diagonal."""
-    if memory <= 0 or (chunk is not None and chunk < 1):
-        raise PullbackError(
-            "The tiles have no size", f"chunk={chunk}, memory={memory}", "Use positive numbers"
-        )
+    check_sizes(chunk, memory)
     one = Batch(tangent, x, layout, chunk, memory)
     two = one if x2 is None else Batch(tangent, x2, layout, chunk, memory)
     lines, columns = one.slices(), two.slices()
@@ -114,7 +122,13 @@ class SymmetricTiles:
 
     def matvec(self, v: Tensor) -> Tensor:
         """K v for v of shape (N·m,)."""
-        v = v.view(self.samples, self.outputs)
+        if v.numel() != self.samples * self.outputs:
+            raise PullbackError(
+                "The vector does not fit the kernel",
+                f"{tuple(v.shape)} for {self.samples} samples of {self.outputs} outputs",
+                f"Pass {self.samples * self.outputs} entries",
+            )
+        v = v.reshape(self.samples, self.outputs)
         out = torch.zeros_like(v)
         for rows, some, tile in self.tiles.values():
             out[rows] += torch.einsum("ijab,jb->ia", tile, v[some])

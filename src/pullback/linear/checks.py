@@ -42,12 +42,16 @@ def refuse_data(x: Tensor, y: Tensor, dim: int | None = None) -> None:
         raise PullbackError(
             "The data is empty", f"x has shape {tuple(x.shape)}", "Pass at least one sample"
         )
-    if not x.is_floating_point():
-        raise PullbackError(
-            "The data matrix x is not of a float type", f"got {x.dtype}", "Call x.double()"
-        )
+    refuse_kind("The data matrix x", x)
     refuse_nonfinite("The data matrix x", x)
     refuse_nonfinite("The labels y", y)
+
+
+def refuse_kind(name: str, value: Tensor) -> None:
+    """Raise unless the tensor is of a real float type."""
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        got = value.dtype if isinstance(value, Tensor) else type(value).__name__
+        raise PullbackError(f"{name} is not of a float type", f"got {got}", "Call .double() on it")
 
 
 def signs(y: Tensor, dtype: torch.dtype) -> Tensor:

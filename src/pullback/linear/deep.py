@@ -18,7 +18,7 @@ from .minimum_norm import minimum_norm
 from .parameters import Factored, Source, whole_numbers
 from .spectra import commuting
 from .split import split
-from .tangents import Entries, Grid, Tangent, Term, around
+from .tangents import Entries, Grid, Tangent, Term, around, leveled
 
 
 class DeepMatrix(Factored):
@@ -52,7 +52,7 @@ class DeepMatrix(Factored):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        self.dims = whole_numbers("dims", list(dims))
+        self.dims = whole_numbers("dims", dims)
         if len(self.dims) < 2:
             raise PullbackError(
                 "dims names no factor", f"got {self.dims}", "Pass d₀, …, d_L with L ≥ 1"
@@ -98,10 +98,10 @@ class DeepMatrix(Factored):
             beta = beta @ w
         if columns is None:
             return beta.clone() if self.depth == 1 else beta
-        self._refuse_entries(x, columns)
-        return beta[x, columns]
+        return beta[self._entries(x, columns)]
 
-    def _refuse_entries(self, rows: Any, columns: Any) -> None:
+    def _entries(self, rows: Any, columns: Any) -> tuple[Tensor, Tensor]:
+        """Rows and columns as indices, checked."""
         sizes = self.dims[0], self.dims[-1]
         for name, index, size in zip(("rows", "columns"), (rows, columns), sizes, strict=True):
             kind = isinstance(index, Tensor) and not index.is_floating_point()
@@ -123,6 +123,7 @@ class DeepMatrix(Factored):
                 f"there are {len(rows)} and {len(columns)}",
                 "Pass one row and one column per entry",
             )
+        return rows.long(), columns.long()
 
     def natural_gradient(
         self,
@@ -144,21 +145,25 @@ class DeepMatrix(Factored):
             damping: λ ≥ 0.
             rcond: singular values of J below rcond·σ_max count as zero.
         """
+        if entries is not None:
+            entries = self._entries(*entries)
+            if not len(entries[0]):
+                raise PullbackError("There are no entries", "rows are empty", "Observe some")
         shape = (self.dims[0], self.dims[-1]) if entries is None else entries[0].shape
         refuse_shape("The gradient", grad, shape)
         refuse_nonfinite("The gradient", grad)
         dtype = torch.promote_types(self.compute_dtype, grad.dtype)
-        factors = self.values(dtype)
+        factors, unit = self.values(dtype), 1.0
         for w in factors:
             refuse_nonfinite("A factor", w)
-        if entries is not None:
-            self._refuse_entries(*entries)
+        if damping == 0:
+            factors, unit = leveled(factors)
         everyone = list(range(self.depth))
         tangent = _tangent(factors, everyone, None, entries)
         spectrum = self._commuting(tangent, everyone, 1.0, whole=entries is None)
-        found = minimum_norm(
-            tangent, spectrum, grad.detach().to(dtype).flatten(), damping=damping, rcond=rcond
-        )
+        r = grad.detach().to(dtype).flatten() * unit
+        found = minimum_norm(tangent, spectrum, r, damping=damping, rcond=rcond)
+        refuse_nonfinite("The natural gradient", found)
         return self.like_factors(tangent.split(found))
 
     def split_natural_gradient(self, grad: Tensor, *, method: str = "pinv") -> tuple[Tensor, ...]:

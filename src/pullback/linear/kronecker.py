@@ -82,5 +82,7 @@ def kronecker_lstsq(a: Tensor, c: Tensor, t: Tensor, rcond: float | None = None)
     refuse_shape("The right-hand side", t, (a.shape[0], c.shape[1]))
     for name, value in (("A", a), ("C", c), ("The right-hand side", t)):
         refuse_nonfinite(name, value)
+    dtype = torch.promote_types(torch.promote_types(a.dtype, c.dtype), t.dtype)
+    a, c, t = a.to(dtype), c.to(dtype), t.to(dtype)
     half = complete(a, rcond).solve(t)
     return complete(c.T.contiguous(), rcond).solve(half.T).T

@@ -6,12 +6,14 @@ gradient is −Δ for the shortest Δ that minimizes
     Σ_n φ(u_n)φ(−u_n) (y_n x_nᵀΔ − 1/φ(u_n))²
 
 Weights positive but of any spread leave the rank and the row space of X alone. So the row space
-is split off first, X = U Σ Vᵀ: where the rows of X are independent nothing else is left to do, and
-the weights do not enter, Δ = X⁺(y/φ(u)); elsewhere a weighted problem in the orthonormal U
+is split off first, X = Q C with orthonormal columns Q: where the rows of X are independent nothing
+else is left to do, and the weights do not enter, Δ = X⁺(y/φ(u)); elsewhere a weighted problem in Q
 remains, whose weights are taken relative to the largest (common factors of F and ∇ cancel).
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -19,8 +21,10 @@ from torch import Tensor
 
 from .._core.errors import PullbackError
 from .._core.svd import Svd, svd
-from .checks import refuse_data, refuse_shape, signs
+from .checks import refuse_data, refuse_nonfinite, refuse_shape, signs
 from .kronecker import pivoted_qr
+
+_LIKE = 1e-3  # the smallest root of a weight, relative to the largest, at which QR needs no care
 
 
 def logistic_natural_gradient(
@@ -41,7 +45,10 @@ def logistic_natural_gradient(
     >>> logistic_natural_gradient(x, y, torch.zeros(2))
     tensor([-2.,  2.])
     """
+    refuse_data(x, y)
     refuse_shape("β", beta, (x.shape[-1],))
+    dtype = torch.promote_types(x.dtype, beta.dtype)
+    x, beta = x.detach().to(dtype), beta.detach().to(dtype)
     return natural_logit_move(x, y, x @ beta, rcond=rcond)
 
 
@@ -51,19 +58,20 @@ def natural_logit_move(
     """F⁺∇ for any J given as rows (N, q) of d(logits): −(S J)⁺(S y/φ(y·logits)), S² = φφ(−·)."""
     refuse_data(rows, y)
     refuse_shape("The logits", logits, (rows.shape[0],))
+    refuse_nonfinite("A logit", logits)
     y = signs(y, rows.dtype)
     u = y * logits
-    eps = torch.finfo(rows.dtype).eps
-    whole = svd(rows)
-    floor = max(rows.shape) * eps if rcond is None else rcond
-    part = whole.select(whole.sigma > floor * whole.sigma.max())
-    if len(part.sigma) == 0:
-        return torch.zeros_like(rows[0])
-    if len(part.sigma) == len(rows):
-        coordinates = part.left(y * (1 + (-u).exp()))
-    else:
-        coordinates = _weighted(y[:, None] * _left(part), u)
-    move = -part.combine(coordinates / part.sigma)
+    floor = max(rows.shape) * torch.finfo(rows.dtype).eps if rcond is None else rcond
+    move = _direct(y[:, None] * rows, u, floor)
+    if move is None:
+        basis, solve = _factored(rows, floor)
+        if basis.shape[1] == 0:
+            return torch.zeros_like(rows[0])
+        if basis.shape[1] == len(rows):
+            coordinates = basis.T @ (y * (1 + (-u).exp()))
+        else:
+            coordinates = _weighted(y[:, None] * basis, u)
+        move = -solve(coordinates)
     if not bool(torch.isfinite(move).all()):
         raise PullbackError(
             "The natural gradient overflows",
@@ -74,9 +82,57 @@ def natural_logit_move(
     return move
 
 
+def _direct(signed: Tensor, u: Tensor, floor: float) -> Tensor | None:
+    """−Δ by one QR without its Q, where N > D, X is of full rank and weights are of like size."""
+    root, target = _weights(u)
+    n, dim = signed.shape
+    if n <= dim or not bool(root.min() > _LIKE):
+        return None
+    r = torch.linalg.qr(torch.cat([root[:, None] * signed, target[:, None]], 1), mode="r").R
+    square = r[:dim, :dim]
+    return -_triangular(square, r[:dim, dim], upper=True) if _regular(square, floor) else None
+
+
+def _factored(rows: Tensor, floor: float) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """X = Q C for a Q (N, k) with orthonormal columns, and c ↦ C⁺c; k is the rank of X.
+
+    By QR where that proves full rank, in less than half the time of an SVD; else by the singular
+    values above floor·σ_max.
+    """
+    few = len(rows) <= rows.shape[1]
+    q, r = torch.linalg.qr(rows.T if few else rows)
+    if _regular(r, floor):
+        if few:
+            eye = torch.eye(len(r), dtype=r.dtype, device=r.device)
+            return eye, lambda c: q @ _triangular(r.T, c, upper=False)
+        return q, lambda c: _triangular(r, c, upper=True)
+    whole = svd(rows)
+    part = whole.select(whole.sigma > floor * whole.sigma.max())
+    return _left(part), lambda c: part.combine(c / part.sigma)
+
+
+def _regular(r: Tensor, floor: float) -> bool:
+    """Whether σ_min > floor·σ_max is certain: κ ≤ ‖R‖‖R⁻¹‖ in Frobenius norms."""
+    eye = torch.eye(len(r), dtype=r.dtype, device=r.device)
+    back = torch.linalg.solve_triangular(r, eye, upper=True)
+    return bool(r.norm() * back.norm() * floor < 1)
+
+
+def _triangular(r: Tensor, c: Tensor, *, upper: bool) -> Tensor:
+    return torch.linalg.solve_triangular(r, c[:, None], upper=upper)[:, 0]
+
+
 def _left(part: Svd) -> Tensor:
     """U, (N, k)."""
     return part.u if part.q is None or part.wide else part.q.applied(part.u.T).T
+
+
+def _weights(u: Tensor) -> tuple[Tensor, Tensor]:
+    """√(φ(u)φ(−u)) and that over φ(u), relative to the largest weight."""
+    log_weight = F.logsigmoid(u) + F.logsigmoid(-u)
+    top = log_weight.max()
+    root = ((log_weight - top) / 2).exp()
+    return root, (F.logsigmoid(-u) - (log_weight + top) / 2).exp()
 
 
 def _weighted(basis: Tensor, u: Tensor) -> Tensor:
@@ -84,20 +140,16 @@ def _weighted(basis: Tensor, u: Tensor) -> Tensor:
 
     Rows are sorted by weight before a pivoted QR, which then is accurate row by row.
     """
-    log_weight = F.logsigmoid(u) + F.logsigmoid(-u)
-    top = log_weight.max()
-    order = log_weight.argsort(descending=True)
-    root = ((log_weight - top) / 2).exp()[order]
-    target = (F.logsigmoid(-u) - (log_weight + top) / 2).exp()[order]
+    root, target = _weights(u)
+    order = root.argsort(descending=True)
+    root, target = root[order], target[order]
     rows = root[:, None] * basis[order]
-    if bool(root[-1] > 1e-3):  # no pivots needed: the condition is at most the weights' spread
+    if bool(root[-1] > _LIKE):  # no pivots needed: the condition is at most the weights' spread
         q, r = torch.linalg.qr(rows)
         columns = torch.arange(len(r), device=r.device)
     else:
         q, r, columns = pivoted_qr(rows, 0.0)
-    solved = torch.linalg.solve_triangular(r[:, : len(r)], (q.T @ target)[:, None], upper=True)[
-        :, 0
-    ]
+    solved = _triangular(r[:, : len(r)], q.T @ target, upper=True)
     out = torch.zeros_like(basis[0])
     out[columns[: len(r)]] = solved
     return out

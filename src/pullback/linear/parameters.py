@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,11 +66,12 @@ class Source:
         return [w.to(device=self.device, dtype=self.dtype, copy=True) for w in tensors]
 
 
-def whole_numbers(name: str, values: Sequence[Any], least: int = 1) -> tuple[int, ...]:
-    """The values as integers ≥ least."""
+def whole_numbers(name: str, given: Any, least: int = 1) -> tuple[int, ...]:
+    """The given values as integers ≥ least."""
+    values: list[Any] = list(given) if isinstance(given, Iterable) else [None]
     if not all(isinstance(v, int) and not isinstance(v, bool) and v >= least for v in values):
         raise PullbackError(
-            f"{name} is not usable", f"got {values!r}", f"Use whole numbers ≥ {least}"
+            f"{name} is not usable", f"got {given!r}", f"Use whole numbers ≥ {least}"
         )
     return tuple(values)
 

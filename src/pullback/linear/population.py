@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .._core.factor import Factor, Whitened
 from ..metrics import Metric
-from .checks import refuse_nonfinite, refuse_shape
+from .checks import refuse_kind, refuse_nonfinite, refuse_shape
 
 _STEP, _RANGE = 0.25, 45.0  # the trapezoidal error is e^{−2π²/_STEP}, the tail's e^{−_RANGE}
 
@@ -57,7 +57,9 @@ def population_fisher(beta: Tensor) -> PopulationFisher:
     """F at β, (D,)."""
     refuse_shape("β", beta, ("D",))
     refuse_nonfinite("β", beta)
-    size = torch.linalg.vector_norm(beta)
+    refuse_kind("β", beta)
+    top = beta.abs().max()  # squares of large or small entries are not representable
+    size = torch.where(top > 0, top * torch.linalg.vector_norm(beta / top), 0.0)
     a, c = curvatures(size)
     return PopulationFisher(a, c, torch.where(size > 0, beta / size, 0.0))
 

@@ -47,6 +47,7 @@ def split(factors: Sequence[Tensor], grad: Tensor, method: str = "pinv") -> list
         raise PullbackError(
             f"Unknown method {method!r}", "it is not one of the choices", 'Use "pinv" or "qr"'
         )
+    refuse_nonfinite("The gradient", grad)
     reason = split_obstacle(factors)
     if reason:
         raise PullbackError(

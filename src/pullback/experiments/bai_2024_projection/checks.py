@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from ..check import Check, recorded
-from ..results import Results
+from ..framework.check import Check, recorded
+from ..framework.results import Results
 from .moves import METHODS
 
 Verdict = tuple[str, bool, str]

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...kernels import gradient_norm
-from ..check import Check
-from ..experiment import Context, Experiment, Item
-from ..plain import Record
-from ..results import Results
-from ..tabular import Table
+from ..framework.check import Check
+from ..framework.experiment import Context, Experiment, Item
+from ..framework.plain import Record
+from ..framework.results import Results
+from ..framework.tabular import Table
 from . import moves
 from .checks import judged, slope
 from .moves import METHODS, Scene

@@ -5,9 +5,9 @@ from __future__ import annotations
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from .. import plots
-from ..plain import Record
-from ..results import Results
+from ..framework import plots
+from ..framework.plain import Record
+from ..framework.results import Results
 from .moves import METHODS
 
 _COLORS = dict(zip(METHODS, ("#7F7F7F", "#0072B2", "#D55E00"), strict=True))

@@ -8,10 +8,10 @@ from itertools import pairwise
 from statistics import fmean, median, stdev
 
 from ..bai_2024_sobolev.curves import counted, epochs, reached
-from ..check import Check, recorded
-from ..plain import Record
-from ..quantiles import quantiles
-from ..tabular import Table
+from ..framework.check import Check, recorded
+from ..framework.plain import Record
+from ..framework.quantiles import quantiles
+from ..framework.tabular import Table
 from .methods import ADAM, FIRST, POLAR, SECOND, SGD, SLICED, START, UNITS
 
 SIMILAR = 0.01  # of accuracies

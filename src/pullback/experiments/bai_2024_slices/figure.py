@@ -8,8 +8,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from .. import plots
-from ..plain import Record
+from ..framework import plots
+from ..framework.plain import Record
 from .methods import ADAM, FIRST, POLAR, SECOND, SGD, SLICED, START, UNITS
 
 #: one row each; a dashed line is what theory says another one equals

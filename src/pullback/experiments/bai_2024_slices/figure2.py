@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
-from ..check import Check
-from ..data import DataSet
-from ..experiment import Context, Experiment, Item
-from ..plain import Record
-from ..results import Results
-from ..tabular import Table
-from ..training import fit
+from ..framework.check import Check
+from ..framework.experiment import Context, Experiment, Item
+from ..framework.plain import Record
+from ..framework.results import Results
+from ..framework.tabular import Table
+from ..learning.data import DataSet
+from ..learning.training import fit
 from .checks import claims, table
 from .law import RATES, law
 from .methods import METHODS, Method

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...symmetry import SliceSGD
-from ..experiment import Context
-from ..plain import Record
+from ..framework.experiment import Context
+from ..framework.plain import Record
 from .networks import digits, mlp
 
 WIDTHS = (64, 32, 24, 16, 10)

@@ -9,8 +9,8 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from .. import data
-from ..data import DataSet
+from ..learning import data
+from ..learning.data import DataSet
 
 #: seven layers whose widths fall by the same number each, as in the paper
 PAPER_WIDTHS = (3072, 2634, 2196, 1758, 1320, 882, 444, 10)

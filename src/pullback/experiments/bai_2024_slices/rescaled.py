@@ -13,13 +13,13 @@ import torch
 import torch.nn.functional as F
 
 from ... import KFAC
-from ..check import Check
-from ..experiment import Context, Experiment, Item
-from ..plain import Record
-from ..quantiles import finite
-from ..results import Results
-from ..tabular import Table
-from ..training import fit
+from ..framework.check import Check
+from ..framework.experiment import Context, Experiment, Item
+from ..framework.plain import Record
+from ..framework.quantiles import finite
+from ..framework.results import Results
+from ..framework.tabular import Table
+from ..learning.training import fit
 from .figure2 import PAPER
 from .networks import digits
 from .rescaled_checks import Ends, claims, table

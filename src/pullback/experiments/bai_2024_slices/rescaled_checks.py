@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from ..check import Check, recorded
-from ..plain import Record
-from ..quantiles import finite, quantiles
-from ..tabular import Table
+from ..framework.check import Check, recorded
+from ..framework.plain import Record
+from ..framework.quantiles import finite, quantiles
+from ..framework.tabular import Table
 from .rescaled_methods import ADAM, KRONECKER, METHODS, MOMENTUM, SGD
 
 #: records, one per seed, by start, method and size

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from matplotlib.figure import Figure
 
-from .. import plots
-from ..quantiles import finite, quantiles
+from ..framework import plots
+from ..framework.quantiles import finite, quantiles
 from .rescaled_checks import Ends
 from .rescaled_methods import METHODS
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ..check import Check, recorded
-from ..plain import Record
+from ..framework.check import Check, recorded
+from ..framework.plain import Record
 from .curves import clearly_fewer, counted, epochs, final
 
 LEVELS = {"train loss": (0.5, 0.1), "test accuracy": (0.8, 0.9)}

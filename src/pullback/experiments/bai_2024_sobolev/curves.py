@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from ..plain import Record
-from ..quantiles import finite, quantiles
+from ..framework.plain import Record
+from ..framework.quantiles import finite, quantiles
 
 
 def reached(record: Record, measure: str, level: float) -> float:

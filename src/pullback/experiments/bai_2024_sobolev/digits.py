@@ -16,14 +16,14 @@ from torch import nn
 from ... import KFAC
 from ...likelihoods import Categorical
 from ...metrics import Euclidean, Fisher, Metric, Sobolev, median_distance
-from .. import data, schedules
-from ..check import Check
-from ..data import DataSet
-from ..experiment import Context, Experiment, Item
-from ..plain import Record
-from ..results import Results
-from ..tabular import Table
-from ..training import fit
+from ..framework.check import Check
+from ..framework.experiment import Context, Experiment, Item
+from ..framework.plain import Record
+from ..framework.results import Results
+from ..framework.tabular import Table
+from ..learning import data, schedules
+from ..learning.data import DataSet
+from ..learning.training import fit
 from .networks import convnet, mlp
 from .tuned_checks import judged, table
 

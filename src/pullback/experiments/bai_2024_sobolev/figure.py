@@ -8,8 +8,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FormatStrFormatter, LogLocator
 
-from .. import plots
-from ..plain import Record
+from ..framework import plots
+from ..framework.plain import Record
 
 _PANELS = (
     ("train loss", "training loss"),

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..._core.errors import PullbackError
-from .. import data
-from ..data import DataSet
+from ..learning import data
+from ..learning.data import DataSet
 
 CLASSES = {"cifar10": 10, "cifar100": 100}
 _MEAN, _STD = (0.5071, 0.4867, 0.4408), (0.2675, 0.2565, 0.2761)

@@ -11,7 +11,7 @@ from torch import nn
 from ... import KFAC
 from ...likelihoods import Categorical
 from ...metrics import Euclidean, Fisher, Metric, Sobolev
-from .. import schedules
+from ..learning import schedules
 
 DIVISOR = 20.0
 

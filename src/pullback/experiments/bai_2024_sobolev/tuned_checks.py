@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..check import Check, recorded
-from ..plain import Record
-from ..results import Results
-from ..tabular import Table
+from ..framework.check import Check, recorded
+from ..framework.plain import Record
+from ..framework.results import Results
+from ..framework.tabular import Table
 from .curves import clearly_fewer, counted, epochs, final
 
 OWN, SHARED, SECOND = "own settings", "K-FAC's settings", "second settings"

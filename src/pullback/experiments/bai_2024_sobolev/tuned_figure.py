@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from .. import plots
-from ..results import Results
+from ..framework import plots
+from ..framework.results import Results
 from .figure import panel
 from .tuned_checks import OWN, SHARED, runs_of
 

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
-from ..check import Check
-from ..experiment import Context, Experiment, Item
-from ..plain import Record
-from ..results import Results
-from ..tabular import Table
-from ..training import fit
+from ..framework.check import Check
+from ..framework.experiment import Context, Experiment, Item
+from ..framework.plain import Record
+from ..framework.results import Results
+from ..framework.tabular import Table
+from ..learning.training import fit
 from . import images
 from .checks import LEVELS, Found
 from .curves import counted, epochs, final

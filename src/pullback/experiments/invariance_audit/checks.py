@@ -8,7 +8,7 @@ from typing import Any
 from ...geometry.charts.transformations import standard
 from ...geometry.invariance.table import shown
 from ...geometry.invariance.verdict import SLACK, Verdict
-from ..check import Check
+from ..framework.check import Check
 
 Row = Mapping[str, Any]
 #: records of all seeds, by network and optimizer

@@ -14,10 +14,10 @@ from ...geometry.charts.transformations import standard
 from ...geometry.invariance.audit import audit
 from ...geometry.invariance.optimizers import Contender, optimizers
 from ...symmetry import SliceSGD
-from ..check import Check
-from ..experiment import Context, Experiment, Item
-from ..results import Results
-from ..tabular import Table
+from ..framework.check import Check
+from ..framework.experiment import Context, Experiment, Item
+from ..framework.results import Results
+from ..framework.tabular import Table
 from .checks import SLICED, Found, claims, worst
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...linear import DiagonalNetwork
-from ..experiment import Experiment
+from ..framework.experiment import Experiment
 
 PAPER = (
     "Kerekes, Mészáros and Huszár (2022), Depth Without the Magic: Inductive Bias of Natural "

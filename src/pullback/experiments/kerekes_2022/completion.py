@@ -12,11 +12,11 @@ from torch import Tensor
 
 from ...linear import DeepMatrix
 from ...linear.solutions import nuclear_norm_completion
-from ..check import Check, recorded
-from ..experiment import Context, Item
-from ..plain import Record
-from ..results import Results
-from ..tabular import Table
+from ..framework.check import Check, recorded
+from ..framework.experiment import Context, Item
+from ..framework.plain import Record
+from ..framework.results import Results
+from ..framework.tabular import Table
 from .common import Repeated, generator, normal
 from .completion_claims import claims, tables
 from .factorization import Observed, descend, effective_rank, product

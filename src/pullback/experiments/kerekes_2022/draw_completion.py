@@ -7,8 +7,8 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from .. import plots
-from ..results import Results
+from ..framework import plots
+from ..framework.results import Results
 
 
 def draw(results: Results, config: dict[str, Any]) -> Figure:

@@ -9,8 +9,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from .. import plots
-from ..results import Results
+from ..framework import plots
+from ..framework.results import Results
 
 
 def draw(

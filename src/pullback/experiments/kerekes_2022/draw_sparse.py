@@ -8,8 +8,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from .. import plots
-from ..results import Results
+from ..framework import plots
+from ..framework.results import Results
 
 
 def draw(results: Results, config: dict[str, Any]) -> Figure:

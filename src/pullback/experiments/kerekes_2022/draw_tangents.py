@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from matplotlib.figure import Figure
 
-from .. import plots
-from ..results import Results
+from ..framework import plots
+from ..framework.results import Results
 from .tangents import METHODS
 
 

@@ -21,7 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .jacobian import Jacobian
 from .rosenbrock import Stiff
+
+_COUNTS = 1e-6  # weights of samples relative to the largest; less only changes J, within its use
 
 
 @dataclass(frozen=True)
@@ -112,29 +115,41 @@ class EuclideanFlow:
         growth = torch.where(self.others > 0, growth, 0.0)
         return fall + growth, fall, growth
 
-    def both(self, v: Tensor) -> tuple[Tensor, Tensor]:
-        """dv/dτ and its derivative, (B, D, D)."""
+    def both(self, v: Tensor) -> tuple[Tensor, Jacobian]:
+        """dv/dτ and its derivative, with v(t̂)' = P∘G divided by the speed of time.
+
+        ∂(P∘G)/∂v = diag(P'∘G) + P (GGᵀ − ZᵀZ) dβ/dv
+        """
         here = self._local(v)
-        g, p, slope, move = here.gradient, here.p, here.slope, here.move
-        rows, level = self.data.rows, 1 + here.level.clamp(min=0)
-        curved = (here.weights * torch.sigmoid(here.margins))[..., None] * rows
-        # ∂G/∂β = GGᵀ − Σ (weight)φ(u) x̃x̃ᵀ
-        bend = g[:, :, None] * g[:, None, :] - curved.mT @ rows
+        g, p, slope = here.gradient, here.p, here.slope
+        z = self._curvature(here)
         square = v.square() + self.scale.square()
         p1 = self.others * v / square * p  # P'
         k1 = 2 * self.others * v * (self.scale / square).square()
         slope1 = p1 * (slope / p) + p * k1
-        moved = p[..., None] * bend * slope[:, None, :] + torch.diag_embed(p1 * g)  # ∂(P∘G)/∂v
+
+        def bend(t: Tensor) -> Tensor:
+            """∂G/∂β t = G(Gᵀt) − Zᵀ(Z t)."""
+            return g * (g * t).sum(1, keepdim=True) - _times(z.mT, _times(z, t))
+
         speed, fall, growth = self._speed(v, here)
-        q1 = (p1 * slope + p * slope1) * g.square()
-        q1 = q1 + 2 * slope * (bend @ (p * slope * g)[..., None])[..., 0]
+        level = 1 + here.level.clamp(min=0)
+        q1 = (p1 * slope + p * slope1) * g.square() + 2 * slope * bend(p * slope * g)
         speed1 = q1 / level - fall / level * torch.where(here.level > 0, g * slope, 0.0)
-        size, length = move.norm(dim=1, keepdim=True), v.norm(dim=1, keepdim=True)
-        grown = (move[:, None, :] @ moved)[:, 0] / size - size * v / length / (length + self.scale)
-        grown = grown / (length + self.scale)
+        size, length = here.move.norm(dim=1, keepdim=True), v.norm(dim=1, keepdim=True)
+        grown = (slope * bend(p * here.move) + p1 * g * here.move) / size
+        grown = (grown - size * v / length / (length + self.scale)) / (length + self.scale)
         speed1 = speed1 + torch.where(growth > 0, grown, 0.0)
-        f = move / speed
-        return f, (moved - f[..., None] * speed1[:, None, :]) / speed[..., None]
+        f = here.move / speed
+        left = torch.cat([-z, g[:, None], -(f / p)[:, None]], 1).mT * (p / speed)[..., None]
+        right = torch.cat([z, g[:, None], (speed1 / slope)[:, None]], 1).mT * slope[..., None]
+        return f, Jacobian(p1 * g / speed, left, right)
+
+    def _curvature(self, here: _Local) -> Tensor:
+        """Z, (B, k, D), the rows of weights that count, times √(weight φ(u))."""
+        weights = here.weights * torch.sigmoid(here.margins)
+        count = (weights > _COUNTS * weights.amax(1, keepdim=True)).any(0)
+        return weights[:, count, None].sqrt() * self.data.rows[:, count]
 
     def run(
         self, level: float, start: Tensor | None = None, watch: Callable[..., None] | None = None
@@ -159,6 +174,10 @@ class _Local:
     slope: Tensor
     move: Tensor
     level: Tensor
+
+
+def _times(matrix: Tensor, vector: Tensor) -> Tensor:
+    return (matrix @ vector[..., None])[..., 0]
 
 
 def _log_loss(u: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:

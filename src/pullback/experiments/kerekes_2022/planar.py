@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from ...linear.solutions import lp_max_margin
-from ..check import Check, recorded
-from ..experiment import Context, Item
-from ..plain import Record
-from ..results import Results
-from ..tabular import Table
+from ..framework.check import Check, recorded
+from ..framework.experiment import Context, Item
+from ..framework.plain import Record
+from ..framework.results import Results
+from ..framework.tabular import Table
 from .common import DTYPE, Repeated, angle, flat_start, generator
 from .margins import EuclideanFlow, Signed
 from .natural import last, natural_flow, sample_descent

@@ -5,8 +5,8 @@ With W = 1 − h d J, d = 1/(2 + √2), one step from y of y' = f(y) is
     k₁ = W⁻¹f(y)    k₂ = W⁻¹(f(y + h k₁/2) − k₁) + k₁    y⁺ = y + h k₂
     k₃ = W⁻¹(f(y⁺) − (6 + √2)(k₂ − f₁) − 2(k₁ − f(y)))   error ≈ h (k₁ − 2k₂ + k₃)/6
 
-It is L-stable, so that what has settled does not limit the step. Every system has its
-own step size.
+It is L-stable, so that what has settled does not limit the step, and of order two whatever
+stands for J. Every system has its own step size.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..._core.errors import PullbackError
+from .jacobian import Jacobian
 
 _D = 1 / (2 + 2**0.5)
 _E = 6 + 2**0.5
@@ -32,13 +33,13 @@ class Stiff:
 
     Attributes:
         velocity: f.
-        both: y ↦ f and ∂f/∂y, (B, n) and (B, n, n).
+        both: y ↦ f (B, n) and ∂f/∂y.
         rtol: of one step, relative to every entry of y.
         atol: of one step, one number or one per system, (B, 1).
     """
 
     velocity: Of
-    both: Callable[[Tensor], tuple[Tensor, Tensor]]
+    both: Callable[[Tensor], tuple[Tensor, Jacobian]]
     rtol: float = 1e-5
     atol: Tensor | float = 1e-9
 
@@ -46,12 +47,7 @@ class Stiff:
         """y after a step of h (B,), and its error in units of the tolerance, (B,)."""
         step = h[:, None]
         f0, jacobian = self.both(y)
-        eye = torch.eye(y.shape[1], dtype=y.dtype, device=y.device)
-        lu, pivots = torch.linalg.lu_factor(eye - _D * step[..., None] * jacobian)
-
-        def solve(r: Tensor) -> Tensor:
-            return torch.linalg.lu_solve(lu, pivots, r[..., None])[..., 0]
-
+        solve = jacobian.solver(_D * step)
         k1 = solve(f0)
         f1 = self.velocity(y + 0.5 * step * k1)
         k2 = solve(f1 - k1) + k1

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ..._core.errors import PullbackError
 from ...linear import DeepMatrix
-from ..experiment import Context
-from ..plain import Record
+from ..framework.experiment import Context
+from ..framework.plain import Record
 from .common import generator, normal
 from .factorization import Observed, descend, product
 

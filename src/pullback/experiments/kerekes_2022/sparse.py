@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -12,11 +12,11 @@ from torch import Tensor
 
 from ..._core.errors import PullbackError
 from ...linear.solutions import ridgeless
-from ..check import Check, recorded
-from ..experiment import Context, Item
-from ..plain import Record
-from ..results import Results
-from ..tabular import Table
+from ..framework.check import Check, recorded
+from ..framework.experiment import Context, Item
+from ..framework.plain import Record
+from ..framework.results import Results
+from ..framework.tabular import Table
 from .common import Repeated, expected_accuracy, flat_start, generator, sparse
 from .margins import EuclideanFlow, Signed
 from .natural import last, population_descent, sample_descent
@@ -109,23 +109,36 @@ def _data(config: dict[str, Any], context: Context) -> list[tuple[Tensor, Tensor
 
 def _euclidean(config: dict[str, Any], context: Context) -> Record:
     """accuracy[depth][N] at the last level, path[level][depth][N], and β of the largest N."""
-    data, depths = _data(config, context), config["depths"]
-    signed = Signed.of(data * len(depths))
-    flow = EuclideanFlow(signed, [d for d in depths for _ in data], config["scale"], rtol=1e-4)
-    v, path, levels = None, [], config["levels"]
-    beta = torch.zeros_like(signed.rows[:, 0])
+    data, levels = _data(config, context), config["levels"]
+    runs = [(depth, pair) for depth in config["depths"] for pair in data]
+    path, ends = [], []
+    for place, (depth, pair) in enumerate(runs):  # one by one: sizes and times differ widely
+
+        def watch(level: float, done: float, place: int = place) -> None:
+            context.watch((place + done) / len(runs), f"loss e^−{level:g}")
+
+        betas = _levels(EuclideanFlow(Signed.of([pair]), depth, config["scale"], 1e-4), levels, watch)
+        path.append(expected_accuracy(betas, config["nonzero"]))
+        ends.append(betas[-1])
+    shape = (len(config["depths"]), len(data), -1)
+    accuracy = torch.stack(path).view(shape).permute(2, 0, 1).tolist()
+    kept = torch.stack(ends).view(shape)[:, -1]
+    return {"accuracy": accuracy[-1], "path": accuracy, "levels": levels, "beta": kept.cpu()}
+
+
+def _levels(
+    flow: EuclideanFlow, levels: Sequence[float], watch: Callable[[float, float], None]
+) -> Tensor:
+    """β of a single flow at every level, (levels, D)."""
+    v, betas = None, []
     for place, level in enumerate(levels):
 
-        def watch(reached: Tensor, place: int = place, level: float = level) -> None:
-            share = float((reached / level).clamp(0, 1).mean())
-            context.watch((place + share) / len(levels), f"loss e^−{level:g}")
+        def share(reached: Tensor, place: int = place, level: float = level) -> None:
+            watch(level, (place + float((reached / level).clamp(0, 1))) / len(levels))
 
-        v = flow.run(level, v, watch)
-        beta = flow.beta(v)
-        accuracy = expected_accuracy(beta, config["nonzero"])
-        path.append(accuracy.view(len(depths), len(data)).tolist())
-    kept = beta.view(len(depths), len(data), -1)[:, -1]
-    return {"accuracy": path[-1], "path": path, "levels": levels, "beta": kept.cpu()}
+        v = flow.run(level, v, share)
+        betas.append(flow.beta(v)[0])
+    return torch.stack(betas)
 
 
 def _natural(depth: int, config: dict[str, Any], context: Context) -> Record:

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from ..results import Results
-from ..tabular import Table
+from ..framework.results import Results
+from ..framework.tabular import Table
 
 Found = tuple[str, bool, str]
 

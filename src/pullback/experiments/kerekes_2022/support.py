@@ -12,11 +12,11 @@ import torch
 
 from ...linear import logistic_natural_gradient
 from ...linear.solutions import l2_max_margin
-from ..check import Check, recorded
-from ..experiment import Context, Item
-from ..plain import Record
-from ..results import Results
-from ..tabular import Table
+from ..framework.check import Check, recorded
+from ..framework.experiment import Context, Item
+from ..framework.plain import Record
+from ..framework.results import Results
+from ..framework.tabular import Table
 from .common import DTYPE, Repeated, angle, generator, normal
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class Support(Repeated):
         return [Table(["D/N", "ℓ2 margin", "NGD"], rows, title)]
 
     def draw(self, results: Results) -> dict[str, Figure]:
-        from .. import plots
+        from ..framework import plots
 
         config = self.config(results.quick)
         n, ratios = config["samples"], config["ratios"]

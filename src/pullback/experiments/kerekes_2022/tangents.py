@@ -12,11 +12,11 @@ from torch import Tensor
 
 from ...kernels import natural_ntk, ntk
 from ...linear import DeepMatrix
-from ..check import Check, recorded
-from ..experiment import Context, Item
-from ..plain import Record
-from ..results import Results
-from ..tabular import Table
+from ..framework.check import Check, recorded
+from ..framework.experiment import Context, Item
+from ..framework.plain import Record
+from ..framework.results import Results
+from ..framework.tabular import Table
 from .common import DTYPE, Repeated
 
 if TYPE_CHECKING:

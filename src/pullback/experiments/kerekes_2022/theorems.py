@@ -14,11 +14,11 @@ from ...flow import Supervised, Trajectory, integrate
 from ...likelihoods import Bernoulli
 from ...linear import DiagonalNetwork, LinearModel
 from ...linear.solutions import l1_max_margin, l2_max_margin, ordinary_least_squares, ridgeless
-from ..check import Check, recorded
-from ..experiment import Context, Item
-from ..plain import Record
-from ..results import Results
-from ..tabular import Table
+from ..framework.check import Check, recorded
+from ..framework.experiment import Context, Item
+from ..framework.plain import Record
+from ..framework.results import Results
+from ..framework.tabular import Table
 from .common import DTYPE, Repeated, generator, normal
 
 TIMES = (0.3, 1.0, 3.0, 10.0)

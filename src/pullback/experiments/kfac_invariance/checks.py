@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from ..check import Check, recorded
+from ..framework.check import Check, recorded
 from .methods import GROUPS, INVARIANT, UNDAMPED
 from .nets import NETS
 from .run import Record

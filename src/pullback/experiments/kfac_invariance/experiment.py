@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ..check import Check
-from ..experiment import Context, Experiment, Item
-from ..results import Results
-from ..tabular import Table
+from ..framework.check import Check
+from ..framework.experiment import Context, Experiment, Item
+from ..framework.results import Results
+from ..framework.tabular import Table
 from .checks import Found, claims
 from .methods import GROUPS, INVARIANT, METHODS, TIKHONOV, UNDAMPED, Method
 from .nets import EXHIBITS, NETS, Net

@@ -9,8 +9,8 @@ from statistics import median
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from .. import plots
-from ..plots import INK, PALETTE
+from ..framework import plots
+from ..framework.plots import INK, PALETTE
 from .checks import SAME, Found
 from .methods import GROUPS
 from .nets import Net

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..check import Check, recorded
+from ..framework.check import Check, recorded
 from .statistics import Summary
 
 SOLVED = 0.1  # relative error at which a run counts as having got somewhere

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ..check import Check
-from ..experiment import Context, Experiment, Item
-from ..results import Results
-from ..tabular import Table
+from ..framework.check import Check
+from ..framework.experiment import Context, Experiment, Item
+from ..framework.results import Results
+from ..framework.tabular import Table
 from .methods import Method
 from .problems import Setting
 from .runs import Record, run

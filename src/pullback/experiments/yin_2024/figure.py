@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from matplotlib.figure import Figure
 
-from .. import plots
-from ..results import Results
+from ..framework import plots
+from ..framework.results import Results
 
 if TYPE_CHECKING:
     from .experiment import Comparison

@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Iterable, Sequence
 
-from ..quantiles import finite, held
+from ..framework.quantiles import finite, held
 from .runs import Record
 
 

@@ -199,3 +199,8 @@ def _refuse_empty(params: Mapping[str, Tensor]) -> None:
             "no parameter requires a gradient",
             "Unfreeze at least one parameter or pass others",
         )
+    for name, p in params.items():
+        if not p.is_floating_point():
+            raise PullbackError(
+                f"The parameter {name!r} is not of a float type", f"got {p.dtype}", "Call .double()"
+            )

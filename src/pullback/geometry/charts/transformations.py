@@ -147,12 +147,20 @@ class Parameters(Transformation):
         self.about = about or "w = f(θ)"
 
     def twin(self, model: nn.Module, x: Tensor) -> Twin:
+        names = [n for n, _ in model.named_parameters()]
+        twin = reparametrize(model, self.f)
+        still = {n: torch.zeros_like(p) for n, p in twin.inner.named_parameters()}
+
         def weights(module: nn.Module) -> Params:
             assert isinstance(module, Reparametrized)
-            return {**dict(module.inner.named_parameters()), **module.weights()}
+            held = {**dict(module.inner.named_parameters()), **module.weights()}
+            return {n: held[n] for n in names}
 
-        twin = reparametrize(model, self.f)
-        return Twin(twin, weights, twin.push)
+        def push(theta: Params, v: Params) -> Params:
+            moved = {**still, **twin.push(theta, v)}
+            return {n: moved[n] for n in names}
+
+        return Twin(twin, weights, push)
 
 
 def standard(seed: int = 0) -> list[Transformation]:

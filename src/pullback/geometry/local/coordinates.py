@@ -104,6 +104,8 @@ def _refuse(name: str, value: Tensor) -> None:
     if not isinstance(value, Tensor) or not value.is_floating_point():
         kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
         raise PullbackError(what, f"got {kind}", "Pass real floating-point tensors")
+    if value.is_meta:
+        raise PullbackError(what, "they are on the meta device", "Pass tensors that hold numbers")
     if value.numel() == 0:
         raise PullbackError(what, f"the shape {tuple(value.shape)} is empty", "Give at least one")
     if not bool(torch.isfinite(value).all()):

@@ -76,7 +76,8 @@ def flatness(
     Args:
         phi: a function of ξ, or a module with `inputs`.
         loss: a number from φ's values.
-        minimum: w₀; None for a module's own parameters.
+        minimum: w₀; None for a module's own parameters. It may lie above the lowest point of S by
+            a hundredth of ε.
         epsilon: how far the loss may rise.
         inputs, metric, reduction: of (Z, g), as everywhere in `geometry`.
         basis: (p, k) directions to stay in, or "tangent".
@@ -116,6 +117,7 @@ def flatness(
         basis=basis,
         tolerance=tolerance,
     )
+    landscape.check(epsilon)
     start = torch.zeros(1, landscape.dimension, dtype=torch.float64, device=landscape.basis.device)
     if landscape.dimension == 0 or not bool(landscape.density(start)[0] > 0):
         raise PullbackError(
@@ -133,7 +135,7 @@ def flatness(
     return Flatness(
         volume.pulled,
         volume.error,
-        volume.euclidean,
+        volume.euclidean * landscape.unit,
         volume.bounded,
         landscape.rank,
         landscape.dimension,

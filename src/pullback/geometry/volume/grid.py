@@ -75,7 +75,9 @@ def _around(
 ) -> np.ndarray | None:
     """Lower and upper corner (2, k) of a box around the set; None where it has no end."""
     while True:
-        inside = _component(_heights(landscape, box, count), box, epsilon)
+        heights = _heights(landscape, box, count)
+        inside = _component(heights, box, epsilon)
+        landscape.refuse_lower(torch.from_numpy(heights[inside]), epsilon)
         touched = _touched(inside)
         if not touched.any():
             return _tight(inside, box)
@@ -92,7 +94,9 @@ def _exits(landscape: Landscape, epsilon: float, sign: int) -> np.ndarray:
     for axis in range(landscape.dimension):
         points = torch.zeros(len(lengths), landscape.dimension, dtype=torch.float64).to(like)
         points[:, axis] = lengths
-        above = (landscape.height(points) >= epsilon).nonzero()
+        heights = landscape.height(points)
+        above = (heights >= epsilon).nonzero()
+        landscape.refuse_lower(heights[: above[0, 0]] if len(above) else heights, epsilon)
         out.append(float(lengths[above[0, 0]]) if len(above) else sign * np.inf)
     return np.array(out)
 

@@ -108,6 +108,7 @@ def by_hit_and_run(
             u, held = sampler.move(u, radius, inner)
             if move >= moves // 4:
                 shares.append(held)
+        landscape.refuse_lower(landscape.height(u @ sampler.map.T), epsilon)
         per_chain = torch.stack(shares).mean(0)
         ratio = float(per_chain.mean())
         error = float(per_chain.std()) / len(per_chain) ** 0.5
@@ -149,8 +150,10 @@ def _rounding(landscape: Landscape, epsilon: float) -> Tensor | None:
     reach = []
     for axis in axes.T:
         both = lengths[:, None, None] * torch.stack([axis, -axis])
-        above = landscape.height(both.flatten(0, 1)).view(-1, 2) >= epsilon
+        heights = landscape.height(both.flatten(0, 1)).view(-1, 2)
+        above = heights >= epsilon
         first = above.int().argmax(0)
+        landscape.refuse_lower(heights[above.int().cumsum(0) == 0], epsilon)
         if not bool(above.any(0).all()):
             return None
         reach.append(lengths[first].log2().mean().exp2())

@@ -14,13 +14,15 @@ from ..local.ambient import Ambient, MetricLike
 from ..local.coordinates import Coordinates, Phi
 
 _CHUNK = 4096
+_SLACK = 0.01  # of ε that a minimum may be above the lowest point of its set
 
 
 class Landscape:
     r"""F(w₀ + Bθ) − F(w₀) and √det((JB)ᵀ M (JB)), for many θ (n, k) at once.
 
-    Without a basis B is the identity. `kernel` is the dimension of ker JB at the minimum, by
-    singular values of SᵀJB below `tolerance` times the largest.
+    Without a basis B is the identity. `rank` is that of dφ at the minimum, by singular values of
+    SᵀJ above `tolerance` times the largest; `unit` is √det(BᵀB), the Euclidean volume of a unit
+    cube in θ.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class Landscape:
         elif basis is not None:
             self.basis = self._spanning(basis)
         self.dimension = self.basis.shape[1]
+        self.unit = float(torch.linalg.svdvals(self.basis).prod())
         self.base = float(self._raw(torch.zeros_like(self.basis[:1]))[0])
         if not torch.isfinite(torch.tensor(self.base)):
             raise PullbackError(
@@ -60,13 +63,23 @@ class Landscape:
             )
 
     def _spanning(self, basis: Tensor) -> Tensor:
-        if basis.ndim != 2 or basis.shape[0] != self._space.size:
+        fits = isinstance(basis, Tensor) and basis.ndim == 2 and len(basis) == self._space.size
+        if not fits or not basis.shape[1] or not bool(torch.isfinite(basis).all()):
+            got = tuple(basis.shape) if isinstance(basis, Tensor) else type(basis).__name__
             raise PullbackError(
                 "The basis does not fit the parameters",
-                f"got shape {tuple(basis.shape)} for {self._space.size} parameters",
-                "Give one column of that length per direction",
+                f"got {got} for {self._space.size} parameters, or it is not finite",
+                "Give a matrix with one column of that length per direction",
             )
-        return basis.detach().to(self._origin)
+        basis = basis.detach().to(self._origin)
+        lengths = torch.linalg.svdvals(basis)
+        if basis.shape[1] > len(basis) or not bool(lengths[-1] > self.tolerance * lengths[0]):
+            raise PullbackError(
+                "The basis spans fewer directions than it has columns",
+                "its columns are linearly dependent",
+                "Leave some out",
+            )
+        return basis
 
     def _flat(self, points: Tensor) -> Tensor:
         """Parameters (n, p) from θ (n, k)."""
@@ -83,11 +96,11 @@ class Landscape:
 
         def one(flat: Tensor) -> Tensor:
             height = self._loss(self._value(flat))
-            if height.numel() != 1:
+            if not isinstance(height, Tensor) or height.numel() != 1:
                 raise PullbackError(
-                    "The loss is not a number",
-                    f"it has shape {tuple(height.shape)}",
-                    "Return a sum or a mean",
+                    "The loss is not a tensor of one number",
+                    f"it has shape {tuple(getattr(height, 'shape', ()))}",
+                    "Return a sum or a mean, without .item()",
                 )
             return height.reshape(()).to(torch.float64)
 
@@ -97,6 +110,26 @@ class Landscape:
     def height(self, points: Tensor) -> Tensor:
         """F − F(w₀) at θ (n, k); not a number counts as infinitely high."""
         return (self._raw(points) - self.base).nan_to_num(nan=torch.inf)
+
+    def check(self, epsilon: float) -> None:
+        """Raise where ε is lost in the loss's round-off."""
+        smallest = 100 * torch.finfo(self._space.dtype).eps * abs(self.base)
+        if not epsilon > smallest:
+            raise PullbackError(
+                "epsilon is below what the loss resolves",
+                f"it is {epsilon:.2g} beside a loss of {self.base:.2g} in {self._space.dtype}",
+                f"Use more than {smallest:.2g}, or float64",
+            )
+
+    def refuse_lower(self, heights: Tensor, epsilon: float) -> None:
+        """Raise where points of the set lie well below the given one, which is no minimum then."""
+        lowest = float(heights.min()) if heights.numel() else 0.0
+        if lowest < -_SLACK * epsilon:
+            raise PullbackError(
+                "The point is no minimum",
+                f"the loss is lower by {-lowest:.2g} at others that hang together with it",
+                "Descend further, or raise epsilon",
+            )
 
     def curvature(self) -> Tensor:
         """The Hessian of F at the minimum along the basis, (k, k)."""

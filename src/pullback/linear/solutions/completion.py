@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..._core.errors import PullbackError
-from ..checks import refuse_nonfinite, refuse_shape
+from ..checks import refuse_kind, refuse_nonfinite, refuse_shape
 
 _EVERY = 10
 
@@ -101,7 +101,15 @@ def _observed(
     refuse_shape("The observed values", values, ("n",))
     refuse_shape("The observed rows", rows, values.shape)
     refuse_shape("The observed columns", columns, values.shape)
+    refuse_kind("The observed values", values)
     refuse_nonfinite("The observations", values)
+    if rows.is_floating_point() or columns.is_floating_point():
+        raise PullbackError(
+            "The indices are not whole numbers",
+            f"rows are of {rows.dtype}, columns of {columns.dtype}",
+            "Pass integer tensors, such as those of mask.nonzero().T",
+        )
+    rows, columns = rows.long(), columns.long()
     if not len(values):
         raise PullbackError("Nothing is observed", "there are no entries", "Pass some entries")
     inside = (rows >= 0) & (rows < shape[0]) & (columns >= 0) & (columns < shape[1])

@@ -7,12 +7,15 @@ is what the bias multiplies (1, but 0 at the derivatives of a jet),
     A Aᵀ   = Σ_tt' (ā_t·ā'_t') (δ_t·δ'_t')        (Hadamard of Grams when there is one place)
     A v    = Σ_t δ_tᵀ V ā_t
     Aᵀ c   = Σ_t (Σ_r c_r δ_rt) ⊗ ā_t
+
+Where a mean over places follows, all of them have one cotangent and the row is δ ⊗ Σ_t ā_t: one
+place, whatever their number.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -21,6 +24,7 @@ from ..._core.products import cross
 from .base import Block
 from .contracted import contracted
 from .hadamard import hadamard, heights_only, inner
+from .materialized import materialized
 
 _SQUARES = 2**24  # entries of samples' gradients held at once
 
@@ -68,9 +72,25 @@ class AffineBlock(Block):
             return self._delta.sum(3)
         return torch.einsum("nrgto,t->nrgo", self._delta, self._h)
 
+    @cached_property
+    def _pooled(self) -> AffineBlock:
+        """For `gram`, the same rows from one place, where all places have one cotangent."""
+        (n, g, t, i), first = self.shape, self._delta[:, :, :, :1]
+        if t == 1 or first.is_meta:
+            return self
+        # a layer whose places differ shows it at the second one already
+        if not all(bool((self._delta[:, :, :, :k] == first).all()) for k in (2, t)):
+            return self
+
+        def inputs(some: slice) -> Tensor:
+            return self._inputs_of(some).sum(2, keepdim=True)
+
+        height = first.new_tensor([t]) if self._h is None else self._h.sum().reshape(1)
+        return AffineBlock(self._weight, self._bias, inputs, (n, g, 1, i), first, height)
+
     @property
     def route(self) -> str:
-        return self._route(self)
+        return self._pooled._route(self._pooled)
 
     def _route(self, other: AffineBlock) -> str:
         """The cheapest of Hadamard-of-Grams, contraction and materialized rows, by operations."""
@@ -168,10 +188,12 @@ class AffineBlock(Block):
 
     def gram(self, other: Block, budget: int) -> Tensor:
         assert isinstance(other, AffineBlock)
-        route = self._route(other)
+        one = self._pooled
+        two = one if other is self else other._pooled
+        route = one._route(two)
         if route == "materialized":
-            return self._materialized(other, budget)
-        return self._hadamard(other, budget, contract=route == "contracted")
+            return one._materialized(two, budget)
+        return one._hadamard(two, budget, contract=route == "contracted")
 
     def _hadamard(self, other: AffineBlock, budget: int, *, contract: bool = False) -> Tensor:
         """Σ_g Σ_tt' (ā ā'ᵀ) ∘ (δ δ'ᵀ)."""
@@ -204,35 +226,23 @@ class AffineBlock(Block):
         return one[:, None, None] * two
 
     def _materialized(self, other: AffineBlock, budget: int) -> Tensor:
-        """Σ rows rowsᵀ over panels of output features that fit the budget."""
-        n, groups, _, i = self.shape
-        r, o = self._delta.shape[1], self._delta.shape[-1]
-        n2, r2 = other.shape[0], other._delta.shape[1]
+        """Σ_g of rows rowsᵀ, and of the biases'."""
         x = self._inputs()
         y = x if other is self else other._inputs()
-        out = x.new_zeros(n * r, n2 * r2)
-        panel = max(1, budget // (4 * (n * r + n2 * r2) * i * x.element_size()))
-        for g in range(groups):
-            for a in range(0, o, panel):
-                one = _rows(self._delta[:, :, g, :, a : a + panel], x[:, g])
-                two = one
-                if other is not self:
-                    two = _rows(other._delta[:, :, g, :, a : a + panel], y[:, g])
-                out += cross(one, two)
+        total: Tensor | None = None
+        for g in range(self.shape[1]):
+            d1 = self._delta[:, :, g]
+            d2 = d1 if other is self else other._delta[:, :, g]
+            share = materialized(d1, d2, x[:, g], y[:, g], budget)
+            total = share if total is None else total.add_(share)
+        assert total is not None
         if self._bias is not None:
             b1 = self._shifts().flatten(0, 1).flatten(1)
             b2 = b1 if other is self else other._shifts().flatten(0, 1).flatten(1)
-            out += cross(b1, b2)
-        return out
+            total += cross(b1, b2)
+        return total
 
 
 def _moment(x: Tensor, longest: int) -> Tensor:
     """Σ xxᵀ over the places of (G, P, n)."""
     return x.square().sum(1) if x.shape[-1] > longest else x.mT @ x
-
-
-def _rows(delta: Tensor, inputs: Tensor) -> Tensor:
-    """Σ_t δ_t ⊗ a_t as a matrix: (N, R, T, O), (N, T, I) -> (N·R, O·I)."""
-    n, r, _, o = delta.shape
-    left = delta.permute(0, 1, 3, 2).reshape(n, r * o, -1)
-    return (left @ inputs).view(n * r, o * inputs.shape[-1])

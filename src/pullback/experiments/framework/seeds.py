@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .._core.errors import PullbackError
+from ..._core.errors import PullbackError
 
 
 def seed_range(text: str) -> list[int]:

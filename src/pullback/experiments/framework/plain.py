@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .._core.errors import PullbackError
+from ..._core.errors import PullbackError
 
 #: what an item returns: names to numbers, words, lists, mappings and arrays
 Record = dict[str, Any]

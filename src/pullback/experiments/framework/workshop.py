@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from .._core.errors import PullbackError
+from ..._core.errors import PullbackError
 from . import files
 from .store import Store, changed
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from .._core.errors import PullbackError
+from ..._core.errors import PullbackError
 from . import files, plain
 from .plain import Record
 

@@ -7,11 +7,12 @@ from typing import Any
 
 from rich.table import Table
 
-from .. import pde
-from .._core.errors import PullbackError
-from . import registry, store
-from .experiment import Experiment
-from .progress import clocked
+from ... import pde
+from ..._core.errors import PullbackError
+from .. import registry
+from ..framework import store
+from ..framework.experiment import Experiment
+from ..framework.progress import clocked
 from .record import described, parameters
 
 

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 from torch import Tensor
 
-from ..pde import Problem
+from ...pde import Problem
 from .display import shown
 
 _CELLS = 160  # along each side

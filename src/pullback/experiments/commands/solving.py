@@ -7,9 +7,9 @@ from typing import Any
 
 from rich.console import Console
 
-from .. import pde
-from .device import usable
-from .files import folder
+from ... import pde
+from ..framework.device import usable
+from ..framework.files import folder
 from .record import report, summary, write
 
 

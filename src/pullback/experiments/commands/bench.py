@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .. import KFAC, NaturalGradient
-from ..likelihoods import Categorical
-from ..metrics import Fisher
-from ..solvers import Cholesky
-from ..steps import Constant
-from .evaluation import synchronize
-from .tabular import Cell, Table
+from ... import KFAC, NaturalGradient
+from ...likelihoods import Categorical
+from ...metrics import Fisher
+from ...solvers import Cholesky
+from ...steps import Constant
+from ..framework.tabular import Cell, Table
+from ..learning.evaluation import synchronize
 
 #: layers of the networks
 SIZES: tuple[tuple[int, ...], ...] = ((64, 32, 10), (64, 256, 256, 10), (784, 1024, 1024, 10))

@@ -10,8 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from ..framework.plots import INK, dress
 from .display import shown
-from .plots import INK, dress
 from .problem import Problem
 from .race import Curve
 

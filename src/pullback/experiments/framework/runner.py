@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from .._core.errors import PullbackError
+from ..._core.errors import PullbackError
 from .device import usable
 from .environment import environment
 from .estimates import Estimates

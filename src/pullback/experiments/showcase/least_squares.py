@@ -11,9 +11,9 @@ import math
 import torch
 from torch import Tensor, nn
 
-from .. import NaturalGradient
-from ..solvers import PseudoInverse
-from ..steps import TargetRatio
+from ... import NaturalGradient
+from ...solvers import PseudoInverse
+from ...steps import TargetRatio
 from . import baselines
 from .contender import Contender
 from .problem import Supervised

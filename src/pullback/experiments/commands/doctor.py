@@ -10,14 +10,14 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from .. import KFAC, NaturalGradient
-from ..grams import Rows
-from ..likelihoods import Gaussian
-from ..metrics import Fisher
-from ..solvers import PseudoInverse
-from ..steps import Constant
-from .data import VARIABLE
-from .environment import environment
+from ... import KFAC, NaturalGradient
+from ...grams import Rows
+from ...likelihoods import Gaussian
+from ...metrics import Fisher
+from ...solvers import PseudoInverse
+from ...steps import Constant
+from ..framework.environment import environment
+from ..learning.data import VARIABLE
 
 
 def examined(console: Console) -> bool:

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .. import NaturalGradient, pde
-from ..optim import Objective
-from ..pde.discretize import Trial, term
-from ..pde.measure import Yardstick
-from ..pde.plan import Plan
-from ..solvers import PseudoInverse
-from ..steps import TargetRatio
+from ... import NaturalGradient, pde
+from ...optim import Objective
+from ...pde.discretize import Trial, term
+from ...pde.measure import Yardstick
+from ...pde.plan import Plan
+from ...solvers import PseudoInverse
+from ...steps import TargetRatio
 from . import baselines
 from .contender import Contender
 from .field_figure import draw

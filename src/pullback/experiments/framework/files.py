@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from .._core.errors import PullbackError
+from ..._core.errors import PullbackError
 
 
 def write(path: Path, fill: Callable[[IO[bytes]], object]) -> Path:

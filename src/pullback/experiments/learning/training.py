@@ -19,13 +19,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .._core.errors import PullbackError
-from . import files, schedules
+from ..._core.errors import PullbackError
+from ..framework import files
+from ..framework.experiment import Context, Paused
+from ..framework.plain import Record
+from . import schedules
 from .data import DataSet
 from .evaluation import Measure, Seen, accuracy, autocast, synchronize
-from .experiment import Context, Paused
 from .graphed import GraphedStep
-from .plain import Record
 
 _SAVE_EVERY = 30.0  # seconds, or twenty times what saving takes: factors of K-FAC are large
 

@@ -10,9 +10,9 @@ from typing import Any
 from rich.table import Table
 from torch import nn
 
-from ..pde import Setup, Solution
-from . import files
-from .environment import environment
+from ...pde import Setup, Solution
+from ..framework import files
+from ..framework.environment import environment
 
 
 def summary(solution: Solution) -> Table:

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .. import KFAC, HessianFree, NaturalGradient
-from .._core.errors import PullbackError
-from ..likelihoods import Categorical
+from ... import KFAC, HessianFree, NaturalGradient
+from ..._core.errors import PullbackError
+from ...likelihoods import Categorical
 from . import baselines
 from .contender import Contender
 from .problem import Supervised

@@ -10,10 +10,10 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from .._core.errors import PullbackError
-from . import files, store
+from ..._core.errors import PullbackError
+from ..framework import files, store
+from ..framework.progress import clocked
 from .page import page
-from .progress import clocked
 
 _KINDS = {".svg": "image/svg+xml", ".png": "image/png"}
 _LARGEST = 1_500_000  # bytes of an SVG, above which the PNG is shown

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .._core.errors import PullbackError
+from ..._core.errors import PullbackError
 
 
 def usable(device: str | torch.device) -> torch.device:

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .._core.errors import PullbackError
+from ..._core.errors import PullbackError
 
 VARIABLE = "PULLBACK_DATA"
 _SOURCES = {
@@ -79,7 +79,7 @@ def file(name: str) -> Path:
             f"The data {name} cannot be found",
             where,
             f"Set {VARIABLE} to a folder that holds it; the data come from {source}, the format "
-            "is described in pullback.experiments.data",
+            "is described in pullback.experiments.learning.data",
         )
     return path
 

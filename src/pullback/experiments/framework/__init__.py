@@ -1,0 +1,1 @@
+"""What every experiment shares: items, stores, runs, checks, verdicts and plots."""

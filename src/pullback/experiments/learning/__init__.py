@@ -1,0 +1,1 @@
+"""Data sets and the one training loop of the experiments with networks."""

@@ -1,0 +1,1 @@
+"""The races that the demonstration runs and draws."""
