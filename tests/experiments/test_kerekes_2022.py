@@ -16,6 +16,7 @@ from torch.func import jacfwd
 
 from pullback import PullbackError, flow
 from pullback.experiments import kerekes_2022, registry
+from pullback.experiments.kerekes_2022 import margins
 from pullback.experiments.kerekes_2022.common import angle, expected_accuracy, flat_start, sparse
 from pullback.experiments.kerekes_2022.factorization import (
     Norm,
@@ -50,7 +51,9 @@ def separable(samples: int, dim: int, seed: int = 0) -> tuple[Tensor, Tensor]:
 def test_the_stiff_integrator_has_order_two_and_ignores_what_has_settled() -> None:
     rates = torch.tensor([[-1.0, -1e6]], dtype=DOUBLE)
     none = rates.new_zeros(1, 2, 0)
-    stiff = Stiff(lambda y: rates * (y - 1), lambda y: (rates * (y - 1), Jacobian(rates, none, none)))
+    stiff = Stiff(
+        lambda y: rates * (y - 1), lambda y: (rates * (y - 1), Jacobian(rates, none, none))
+    )
     errors = []
     for count in (20, 40):
         y = torch.tensor([[2.0, 5.0]], dtype=DOUBLE)
@@ -135,6 +138,20 @@ def test_the_flow_reaches_the_margins() -> None:
     assert angle(beta[0], l2_max_margin(x, y).beta) < 0.02
     found, truth = beta[1] / float((y * (x @ beta[1])).min()), l1_max_margin(x, y)
     assert float(found.abs().sum()) < 1.02 * truth.norm  # as slow as 1/log(β/α²)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_samples_of_no_weight_do_not_bend_the_path(
+    depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, y = separable(40, 25)
+    fast = EuclideanFlow(Signed.of([(x, y)]), depth, 0.1, rtol=1e-4)
+    v = fast.run(300.0)
+    assert fast.both(v)[1].left.shape[2] < 25  # so that steps are solved by Woodbury's identity
+    monkeypatch.setattr(margins, "_COUNTS", -1.0)
+    whole = fast.run(300.0)
+    assert fast.both(whole)[1].left.shape[2] == 42
+    assert angle(fast.beta(v)[0], fast.beta(whole)[0]) < 1e-3
 
 
 def test_data_sets_of_several_sizes_do_not_mix() -> None:

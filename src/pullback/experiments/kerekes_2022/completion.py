@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..._core.errors import PullbackError
 from ...linear import DeepMatrix
 from ...linear.solutions import nuclear_norm_completion
 from ..framework.check import Check, recorded
@@ -131,13 +132,16 @@ def _euclidean(depth: int, times: int, config: dict[str, Any], context: Context)
 
 def _natural(depth: int, config: dict[str, Any], context: Context) -> Record:
     """F(β) = 1 as in the paper, and its split (1/L)A⁺∇B⁺; step sizes fall where factors do not."""
-    data, out = problem(config, context), []
+    data, out, steps = problem(config, context), [], []
     start = _factors(depth, 1, 1.0, config["size"], context)
     for truth, mask in zip(data.truth, data.mask, strict=True):
-        model = DeepMatrix.of(start)
+        model, taken = DeepMatrix.of(start), 0
         for _ in range(100):
             gap = (model.beta.detach() - truth).masked_fill(~mask, 0.0)
-            moves = model.split_natural_gradient(gap)
+            try:
+                moves = model.split_natural_gradient(gap)
+            except PullbackError:  # a product of factors lost its rank: the formula ends there
+                break
             # a step moves no factor by more than a tenth of itself
             pairs = zip(moves, model.factors, strict=True)
             sizes = [float(move.norm() / w.detach().norm()) for move, w in pairs]
@@ -145,8 +149,11 @@ def _natural(depth: int, config: dict[str, Any], context: Context) -> Record:
             with torch.no_grad():
                 for w, move in zip(model.factors, moves, strict=True):
                     w -= lr * move
+            taken += 1
         out.append(model.beta.detach())
+        steps.append(taken)
     return _measured(torch.stack(out), data) | {
+        "steps": steps,
         "moved": _moved(torch.stack(out) - product(start), data),
     }
 

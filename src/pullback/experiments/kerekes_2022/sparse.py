@@ -117,7 +117,9 @@ def _euclidean(config: dict[str, Any], context: Context) -> Record:
         def watch(level: float, done: float, place: int = place) -> None:
             context.watch((place + done) / len(runs), f"loss e^−{level:g}")
 
-        betas = _levels(EuclideanFlow(Signed.of([pair]), depth, config["scale"], 1e-4), levels, watch)
+        betas = _levels(
+            EuclideanFlow(Signed.of([pair]), depth, config["scale"], 1e-4), levels, watch
+        )
         path.append(expected_accuracy(betas, config["nonzero"]))
         ends.append(betas[-1])
     shape = (len(config["depths"]), len(data), -1)
