@@ -162,7 +162,8 @@ def main() -> None:
         }
     if options.out is not None:
         place = f"jax {jax.__version__}, neural-tangents {nt.__version__}, {jax.devices()[0]}"
-        record = {"environment": place, "results": results}
+        timed = "processor" if options.cpu_time else "wall"
+        record = {"environment": place, "clock": timed, "results": results}
         options.out.write_text(json.dumps(record, indent=1) + "\n")
 
 
