@@ -15,7 +15,8 @@ from ..framework.results import Results
 def draw(results: Results, config: dict[str, Any]) -> Figure:
     """Means over seeds on the left; the first seed in the other panels."""
     dim, nonzero = config["dim"], config["nonzero"]
-    title = f"Sparse classification, D = {dim}, {nonzero} nonzero, {len(results.seeds)} seeds"
+    seeds = "1 seed" if len(results.seeds) == 1 else f"{len(results.seeds)} seeds"
+    title = f"Sparse classification, D = {dim}, {nonzero} nonzero, {seeds}"
     figure = plots.new(15, 4.8, title)
     left, middle, right = figure.subplots(1, 3)
     _accuracies(left, results, config)
