@@ -35,7 +35,8 @@ def experiments(out: Path) -> Table:
     table.add_column("time", justify="right", no_wrap=True)
     table.add_column("found", no_wrap=True)
     for experiment in map(registry.find, registry.names()):
-        of = f"{experiment.paper.split(',')[0]}, {experiment.figure}"
+        authors = experiment.paper.partition(")")[0] + ")"  # with the year
+        of = f"{authors}, {experiment.figure}"
         table.add_row(experiment.name, of, experiment.claim, *known(experiment, out))
     return table
 
