@@ -55,7 +55,7 @@ class Completion(Repeated):
     steps: int = 20_000
     collapsed: int = 6
     trials: int = 48
-    held: Sequence[bool] = (True,) * 7 + (False,)
+    held: Sequence[bool] = (True,) * 6 + (False,) * 2
 
     def config(self, quick: bool) -> dict[str, Any]:
         sizes = (self.size, self.rank, tuple(self.counts), tuple(self.depths))
