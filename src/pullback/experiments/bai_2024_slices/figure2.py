@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,7 @@ from ..framework.plain import Record
 from ..framework.results import Results
 from ..framework.tabular import Table
 from ..learning.data import DataSet
+from ..learning.precision import tensor_cores
 from ..learning.training import fit
 from .checks import claims, table
 from .law import RATES, law
@@ -102,7 +102,7 @@ class Figure2(Experiment):
     ) -> Record:
         config = self.config(context.quick)
         model = mlp(*config["widths"]).to(context.device)
-        with _fast(context.device):
+        with tensor_cores(context.device):
             return fit(
                 model, method.build(model, rate), images, F.cross_entropy, context,
                 epochs=epochs, batch=config["batch"], graphed=True,
@@ -144,15 +144,3 @@ def _held_out(images: DataSet) -> DataSet:
     n = math.ceil(0.9 * len(images.x))
     x, y = images.x, images.y
     return DataSet(x[:n], y[:n], x[n:], y[n:], images.classes)
-
-
-@contextmanager
-def _fast(device: torch.device) -> Iterator[None]:
-    """Products of float32 matrices in TF32 while it lasts."""
-    before = torch.get_float32_matmul_precision()
-    if device.type == "cuda":
-        torch.set_float32_matmul_precision("high")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -16,6 +15,7 @@ from ..framework.experiment import Context, Experiment, Item
 from ..framework.plain import Record
 from ..framework.results import Results
 from ..framework.tabular import Table
+from ..learning.precision import tensor_cores
 from ..learning.training import fit
 from . import images
 from .checks import LEVELS, Found
@@ -89,7 +89,10 @@ class Training(Experiment):
         data = images.shrunk(data.to(device), method.divisor)
         model = vgg16(images.CLASSES[self.dataset], config["narrow"])
         model = model.to(device=device, memory_format=torch.channels_last)  # pyright: ignore
-        with method.optimizer(model, context.seed, **self.settings) as optimizer, _fast(device):
+        with (
+            method.optimizer(model, context.seed, **self.settings) as optimizer,
+            tensor_cores(device),
+        ):
             return fit(
                 model, optimizer, data, F.cross_entropy, context,
                 epochs=config["epochs"], batch=config["batch"], schedule=method.schedule,
@@ -141,15 +144,3 @@ class Training(Experiment):
 
 def _set(name: str) -> str:
     return name.replace("cifar", "CIFAR-")
-
-
-@contextmanager
-def _fast(device: torch.device) -> Iterator[None]:
-    """Products of float32 matrices in TF32 while it lasts; inverses keep full precision."""
-    before = torch.get_float32_matmul_precision()
-    if device.type == "cuda":
-        torch.set_float32_matmul_precision("high")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)

@@ -90,8 +90,8 @@ class Completion(Repeated):
 
     def judge(self, results: Results) -> list[Check]:
         found = claims(results, self.config(results.quick))
-        held = self.held if not results.quick else [one[1] for one in found]
-        return recorded(found, held, ours={6, 7})
+        # small sizes show the same, less clearly: only the full version says so of the paper
+        return [] if results.quick else recorded(found, self.held, ours={6, 7})
 
     def tables(self, results: Results) -> list[Table]:
         return tables(results, self.config(results.quick))

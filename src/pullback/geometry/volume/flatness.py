@@ -93,20 +93,7 @@ def flatness(
     >>> print(f"{found.volume:.3f}")  # 2π(2√2 − 1)/3
     3.829
     """
-    if not epsilon > 0:
-        raise PullbackError(
-            "epsilon is not positive", f"got {epsilon}", "Say how far the loss may rise"
-        )
-    if method not in ("auto", "grid", "hit-and-run"):
-        raise PullbackError(
-            f"There is no method {method!r}", "a volume is found in two ways", 'Use "auto"'
-        )
-    if chains < 2 or moves < 4:
-        raise PullbackError(
-            "Too few chains or moves for an error bar",
-            f"got {chains} chains of {moves} moves",
-            "Use at least 2 chains of 4 moves",
-        )
+    _refuse(epsilon, method, chains, moves)
     landscape = Landscape(
         phi,
         loss,
@@ -142,3 +129,21 @@ def flatness(
         method,
         landscape.evaluations,
     )
+
+
+def _refuse(epsilon: float, method: str, chains: int, moves: int) -> None:
+    """Raise where a volume cannot be asked for."""
+    if not epsilon > 0:
+        raise PullbackError(
+            "epsilon is not positive", f"got {epsilon}", "Say how far the loss may rise"
+        )
+    if method not in ("auto", "grid", "hit-and-run"):
+        raise PullbackError(
+            f"There is no method {method!r}", "a volume is found in two ways", 'Use "auto"'
+        )
+    if chains < 2 or moves < 4:
+        raise PullbackError(
+            "Too few chains or moves for an error bar",
+            f"got {chains} chains of {moves} moves",
+            "Use at least 2 chains of 4 moves",
+        )

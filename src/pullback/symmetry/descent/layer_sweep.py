@@ -120,19 +120,24 @@ class LayerSweep:
         return torch.where(torch.isfinite(t).all(), t, 0.0)
 
     def _inverted(self, jacobian: Tensor) -> Tensor:
-        """J⁻¹; on a GPU by products, X ← X(2 − JX) from the last one, so that no host is needed."""
+        """J⁻¹; on a GPU by products from the last one, so that no host is needed."""
         if not jacobian.is_cuda:
             return torch.linalg.inv_ex(jacobian)[0]
-        eye = torch.eye(len(jacobian), dtype=jacobian.dtype, device=jacobian.device)
-        # where the last one is far off: a start that converges, if not within this step
-        safe = jacobian.mT / (jacobian.abs().sum(0).max() * jacobian.abs().sum(1).max())
-        off = [torch.linalg.matrix_norm(eye - jacobian @ x) for x in (self._inverse, safe)]
-        x = torch.where(off[0] < off[1], self._inverse, safe)
-        for _ in range(_ROUNDS):
-            x = x @ (2 * eye - jacobian @ x)
-        x = torch.where(torch.isfinite(x).all(), x, 0.0)
-        self._inverse.copy_(x)
-        return x
+        return self._inverse.copy_(inverse_by_products(jacobian, self._inverse))
+
+
+def inverse_by_products(a: Tensor, last: Tensor) -> Tensor:
+    """A few rounds of X ← X(2 − AX) towards A⁻¹, from an inverse of something like A.
+
+    Where that is far off, from a start that converges, if not within one call.
+    """
+    eye = torch.eye(len(a), dtype=a.dtype, device=a.device)
+    safe = a.mT / (a.abs().sum(0).max() * a.abs().sum(1).max())
+    off = [torch.linalg.matrix_norm(eye - a @ x) for x in (last, safe)]
+    x = torch.where(off[0] < off[1], last, safe)
+    for _ in range(_ROUNDS):
+        x = x @ (2 * eye - a @ x)
+    return torch.where(torch.isfinite(x).all(), x, 0.0)
 
 
 def _half(ws: list[Tensor]) -> bool:
