@@ -23,10 +23,21 @@ def test_quick_demo_without_a_terminal(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     titles = ("Least squares", "Poisson's equation", "Digits")
-    for word in (*titles, "SGD", "Adam", "L-BFGS", "Natural gradient", "demo.png", "poisson.png"):
+    for word in (
+        *titles,
+        "SGD",
+        "Adam",
+        "L-BFGS",
+        "Natural gradient",
+        "demo-quick.png",
+        "poisson.png",
+    ):
         assert word in done.stdout
-    for figure in ("demo.png", "poisson.png"):
-        assert (tmp_path / figure).stat().st_size > 10_000
+    for file in ("demo-quick.png", "poisson.png", "demo-quick.json", "report.html"):
+        assert (tmp_path / file).stat().st_size > 10_000
+    text = (tmp_path / "report.html").read_text("utf-8")
+    assert text.count("data-chart hidden") == 4
+    assert done.stdout.rstrip().endswith("report.html")
 
 
 def test_target_is_the_papers() -> None:

@@ -33,6 +33,11 @@ To add one, make a folder `experiments/author_year_topic/` whose `__init__.py` h
             plots.dress(axes)
             return {"": figure}
 
+        def curves(self, results):  # optional; drawn by the page, which zooms and switches axes
+            lines = [over_seeds(f"lr {r}", results.of(f"lr {r}"), "loss", ["step"])
+                     for r in self.rates]
+            return [Chart("Decay", "loss", lines)]
+
     def descend(rate, steps, context):  # work: a record of numbers, lists and arrays
         w = torch.randn(5, device=context.device)  # seeded by context.seed already
         ...
@@ -48,6 +53,7 @@ runs that end early. From Python: `Decay(…).run(quick=True, out=Path("results"
 """
 
 from .framework.check import Check, Verdict, recorded
+from .framework.curves import Chart, Line, Series, over_seeds
 from .framework.experiment import Context, Experiment, Item, Paused
 from .framework.outcome import Outcome
 from .framework.plain import Record
@@ -60,5 +66,6 @@ from .registry import find, names
 __all__ = [
     "Experiment", "Item", "Context", "Paused", "Record",
     "Results", "Check", "Verdict", "recorded", "Table",
+    "Chart", "Series", "Line", "over_seeds",
     "run", "Outcome", "find", "names", "seed_range",
 ]  # fmt: skip

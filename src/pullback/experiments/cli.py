@@ -64,6 +64,7 @@ def run(
     seconds: Annotated[
         float | None, typer.Option(min=0, help="Stop after so long; the same command goes on.")
     ] = None,
+    workers: Annotated[int, typer.Option(min=1, help="Seeds and items in so many processes.")] = 1,
 ) -> None:
     """Repeat a paper's experiment; what is finished is kept and not done again.
 
@@ -73,11 +74,14 @@ def run(
         found = registry.find(name)
         asked = None if seeds is None else seed_range(seeds)
         try:
-            done = found.run(quick, asked, out, _console(), device=device, seconds=seconds)
+            done = found.run(
+                quick, asked, out, _console(), device=device, seconds=seconds, workers=workers
+            )
         except KeyboardInterrupt:
             kept = out / f"{found.stem(quick)}.json"
             where = f"What was finished is in {kept}" if kept.exists() else "Nothing was finished"
-            _console().print(f"Interrupted. {where}; the same command goes on.", highlight=False)
+            words = f"Interrupted. {where}; the same command goes on."
+            _console().print(words, highlight=False, markup=False, soft_wrap=True)
             raise typer.Exit(130) from None
     raise typer.Exit(done.status)
 

@@ -6,6 +6,7 @@ the best of a small grid at that time; `--tune` repeats the search.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -13,23 +14,24 @@ import torch
 import typer
 from rich.console import Console
 
-from .._core.errors import PullbackError
+from .commands import report
+from .framework.environment import environment
+from .framework.files import folder
+from .framework.outcome import Outcome
+from .framework.runner import opened
 from .showcase.display import described, progress, results, shown
-from .showcase.figure import draw
+from .showcase.experiment import Demonstration, budget, problems
 from .showcase.problem import Problem
 from .showcase.race import Curve, run, tune
-from .showcase.table import PROBLEMS
-
-_QUICK = 0.3  # seconds per run of a smoke test
 
 
-def compete(console: Console, problem: Problem) -> list[Curve]:
+def compete(console: Console, problem: Problem, seconds: float) -> list[Curve]:
     """One run of every contender."""
     curves = []
-    with progress(console, problem) as watcher:
+    with progress(console, problem, seconds) as watcher:
         for contender in problem.contenders:
             watch = watcher(contender)
-            curves.append(run(problem, contender, seconds=problem.seconds, watch=watch))
+            curves.append(run(problem, contender, seconds=seconds, watch=watch))
     return curves
 
 
@@ -43,17 +45,16 @@ def search(console: Console, problem: Problem) -> None:
             console.print(f"{name}\n  {tried}", soft_wrap=True)
 
 
-def problems(console: Console, quick: bool) -> list[Problem]:
-    """The problems of the table whose data can be had."""
-    found = []
-    for make in PROBLEMS.values():
-        try:
-            found.append(make())
-        except PullbackError as error:
-            console.print(f"[yellow]Skipped:[/yellow] {error}")
-    for problem in found:
-        problem.seconds = _QUICK if quick else problem.seconds
-    return found
+def kept(out: Path, quick: bool, races: Sequence[tuple[Problem, list[Curve]]]) -> Outcome:
+    """Save the runs in the place of older ones, as the experiment would; its figure too."""
+    demonstration = Demonstration()
+    (out / f"{demonstration.stem(quick)}.json").unlink(missing_ok=True)
+    store, here = opened(demonstration, quick, folder(out)), environment()
+    for problem, curves in races:
+        for curve in curves:
+            name = ((problem.title, curve.name), demonstration.seeds[0])
+            store.put(name, curve.as_dict(), curve.seconds[-1], here)
+    return demonstration.run(quick, out=out)
 
 
 def main(
@@ -61,26 +62,30 @@ def main(
     repeat_search: Annotated[
         bool, typer.Option("--tune", help="Run every point of the grids and stop.")
     ] = False,
-    out: Annotated[Path, typer.Option(help="Folder of the figure.")] = Path("demo"),
+    out: Annotated[Path, typer.Option(help="Folder of results, figures and page.")] = Path("demo"),
 ) -> None:
     """Train three small problems with torch's optimizers and with the natural gradient."""
     console = Console(highlight=False)
     torch.set_num_threads(1)  # such small matrices gain nothing from more
     races = []
-    for problem in problems(console, quick):
+    found, missing = problems()
+    for words in missing:
+        console.print(f"Skipped: {words}", style="yellow", markup=False)
+    for problem in found:
         if repeat_search:
             search(console, problem)
         else:
-            races.append((problem, compete(console, problem)))
+            races.append((problem, compete(console, problem, budget(problem, quick))))
     if repeat_search:
         return
     for problem, curves in races:
         console.print()
         console.print(results(problem, curves))
-    drawn = [draw(races, out / "demo.png")]
+    drawn = list(kept(out, quick, races).files[1:])
     for problem, curves in races:
-        drawn += [problem.picture({c.name: c.model for c in curves}, out)]
+        drawn += [problem.picture({c.name: c.model for c in curves if c.model}, out)]
     console.print(f"\nFigures: {', '.join(str(p) for p in drawn if p)}", soft_wrap=True)
+    console.print(f"Page: {report.write(out)[0]}", soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -29,8 +29,12 @@ FOLDERS: dict[str, tuple[str, ...]] = {
         "bai-2024-sobolev-cifar10-parts",
         "bai-2024-sobolev-digits",
     ),
+    "van_oostrum_2023": ("van-oostrum-2023-examples",),
     "invariance_audit": ("invariance-audit",),
     "kfac_invariance": ("luk-grosse-2018",),
+    "showcase": ("demo",),
+    "kfac_training": ("kfac-autoencoder", "kfac-convnet"),
+    "pde_benchmarks": ("pde-benchmarks",),
     "yin_2024": ("yin-2024-shallow", "yin-2024-deep", "yin-2024-poisson"),
 }
 

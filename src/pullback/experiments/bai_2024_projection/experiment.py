@@ -11,11 +11,13 @@ import torch
 
 from ...kernels import gradient_norm
 from ..framework.check import Check
+from ..framework.curves import Chart
 from ..framework.experiment import Context, Experiment, Item
 from ..framework.plain import Record
 from ..framework.results import Results
 from ..framework.tabular import Table
 from . import moves
+from .charts import charts
 from .checks import judged, slope
 from .moves import METHODS, Scene
 
@@ -89,6 +91,9 @@ class Projection(Experiment):
 
     def judge(self, results: Results) -> list[Check]:
         return judged(results, self.held)
+
+    def curves(self, results: Results) -> list[Chart]:
+        return charts(results)
 
     def tables(self, results: Results) -> list[Table]:
         rows = []

@@ -84,7 +84,8 @@ def _similar(found: Found, one: str, two: str) -> Verdict:
 
 
 def _above(found: Found, one: str, two: str) -> Verdict:
-    a, b = final(found[one])[0], final(found[two])[0]
+    count = min(len(found[one]), len(found[two]))  # the same seeds
+    a, b = final(found[one][:count])[0], final(found[two][:count])[0]
     claim = f"{one} ends at least a point of test accuracy above {two}"
     return claim, a >= b + SIMILAR, f"{a:.4f} and {b:.4f}"
 
@@ -137,5 +138,5 @@ def table(found: Found, level: float) -> Table:
             ]
         )
     columns = ["method", "lr", "test accuracy", "best", f"epochs to {level:g}", "time to it"]
-    columns += ["epoch / SGD's", "lost"]
-    return Table(columns, rows, f"Over {len(found[SGD])} seeds")
+    columns += ["epoch / SGD's", "lost of seeds"]
+    return Table(columns, rows, "Over the seeds of each method")

@@ -6,19 +6,23 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from itertools import pairwise
+from statistics import median
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 import torch.nn.functional as F
 
 from ..framework.check import Check
+from ..framework.curves import Chart
 from ..framework.experiment import Context, Experiment, Item
 from ..framework.plain import Record
 from ..framework.results import Results
 from ..framework.tabular import Table
-from ..learning.data import DataSet
+from ..learning.data import DataSet, generated
 from ..learning.precision import tensor_cores
 from ..learning.training import fit
+from .charts import training
 from .checks import claims, table
 from .law import RATES, law
 from .methods import METHODS, Method
@@ -36,12 +40,14 @@ class Figure2(Experiment):
     """CIFAR-10 and the paper's network; the quick version is a narrow one on digits.
 
     Methods with rates to choose from are tried on a seed of their own, with a tenth of the
-    training images held out, by the best accuracy on these.
+    training images held out, by the best accuracy on these. Seconds of the full version are steps
+    times what one step takes where nothing else runs: runs may share a GPU.
 
     Attributes:
         held, quick_held: which claims held in the full and in the quick runs.
         widths, epochs, batch, lr: of the full version.
         searched: epochs of a trial.
+        quick_epochs: of the quick version.
     """
 
     held: Sequence[bool]
@@ -51,6 +57,7 @@ class Figure2(Experiment):
     batch: int = 128
     lr: float = 0.01
     searched: int = 15
+    quick_epochs: int = 24
     paper: str = PAPER
     seeds: Sequence[int] = tuple(range(5))
     quick_seeds: Sequence[int] = (0, 1, 2)
@@ -59,7 +66,7 @@ class Figure2(Experiment):
         return {
             "dataset": "digits" if quick else "cifar10",
             "widths": list(DIGITS_WIDTHS if quick else self.widths),
-            "epochs": 24 if quick else self.epochs,
+            "epochs": self.quick_epochs if quick else self.epochs,
             "batch": 32 if quick else self.batch,
             "lr": 0.1 if quick else self.lr,
             "level": 0.9 if quick else 0.5,
@@ -69,14 +76,28 @@ class Figure2(Experiment):
             "methods": {m.name: m.described() for m in METHODS},
         }
 
+    def smoke(self) -> Self:
+        return replace(self, judged=False, quick_epochs=1, quick_seeds=(0,))
+
     def items(self, quick: bool) -> list[Item]:
         out = [Item(("law",), law, once=True)]
         for m in METHODS:
             for rate in () if quick else m.rates:
                 work = partial(self._tried, m, rate)
                 out.append(Item(_trial(m, rate), work, once=True, resumable=True))
-            out.append(Item((m.name,), partial(self._chosen, m), resumable=True))
+            if not quick:
+                out.append(Item(("cost", m.name), partial(self._cost, m), once=True))
+            seeds = None if quick else m.seeds
+            out.append(Item((m.name,), partial(self._chosen, m), resumable=True, seeds=seeds))
         return out
+
+    def _cost(self, method: Method, context: Context) -> Record:
+        """Seconds of a step on noise: the median over epochs of a hundred."""
+        config = self.config(context.quick)
+        noise = generated((config["widths"][0],), config["widths"][-1], 100 * config["batch"])
+        record = self._train(method, 1e-5, noise.to(context.device), 8, context)
+        each = [t - s for s, t in pairwise(record["seconds"])]
+        return {"seconds of a step": median(each[1:]) / 100}
 
     def _tried(self, method: Method, rate: float, context: Context) -> Record:
         torch.manual_seed(_SEARCH_SEED)
@@ -111,18 +132,23 @@ class Figure2(Experiment):
     def line(self, record: Record) -> str:
         if "one step" in record:
             return f"after one step {record['one step']:.0e}"
+        if "seconds of a step" in record:
+            return f"{1e3 * record['seconds of a step']:.3f} ms for a step"
         if "score" in record:
             return f"accuracy {record['score']:.3f}"
         loss, accuracy = record["train loss"][-1], record["test accuracy"][-1]
         return f"lr {record['rate']:g}, loss {loss:.3f}, test accuracy {accuracy:.3f}"
 
     def _found(self, results: Results) -> dict[str, list[Record]]:
-        return {m.name: results.of(m.name) for m in METHODS}
+        return {m.name: [_alone(results, m, r) for r in results.of(m.name)] for m in METHODS}
 
     def judge(self, results: Results) -> list[Check]:
         held = self.quick_held if results.quick else self.held
         level = self.config(results.quick)["level"]
         return claims(self._found(results), results.once("law"), level, held)
+
+    def curves(self, results: Results) -> list[Chart]:
+        return training(self._found(results))
 
     def tables(self, results: Results) -> list[Table]:
         return [table(self._found(results), self.config(results.quick)["level"])]
@@ -133,6 +159,14 @@ class Figure2(Experiment):
         where = "digits" if results.quick else "CIFAR-10"
         title = f"Seven-layer ReLU network on {where}, {len(results.seeds)} seeds: mean ± deviation"
         return {"": curves(self._found(results), title)}
+
+
+def _alone(results: Results, method: Method, record: Record) -> Record:
+    """The record with the seconds that it would have taken alone, where that was measured."""
+    if not results.has("cost", method.name):
+        return record
+    cost = results.once("cost", method.name)["seconds of a step"]
+    return {**record, "seconds": [cost * step for step in record["step"]]}
 
 
 def _trial(method: Method, rate: float) -> tuple[str, ...]:

@@ -7,19 +7,21 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 import torch.nn.functional as F
 
 from ... import KFAC
 from ..framework.check import Check
+from ..framework.curves import Chart
 from ..framework.experiment import Context, Experiment, Item
 from ..framework.plain import Record
 from ..framework.quantiles import finite
 from ..framework.results import Results
 from ..framework.tabular import Table
 from ..learning.training import fit
+from .charts import rescaled
 from .figure2 import PAPER
 from .networks import digits
 from .rescaled_checks import Ends, claims, table
@@ -63,6 +65,9 @@ class Rescaled(Experiment):
             "batch": self.batch,
             "methods": {m.name: m.described() for m in METHODS},
         }
+
+    def smoke(self) -> Self:
+        return replace(self, judged=False, batch=512)
 
     def items(self, quick: bool) -> list[Item]:
         config, out = self.config(quick), []
@@ -128,6 +133,9 @@ class Rescaled(Experiment):
 
     def judge(self, results: Results) -> list[Check]:
         return [] if results.quick else claims(self._ends(results), self.held)
+
+    def curves(self, results: Results) -> list[Chart]:
+        return rescaled(self._ends(results))
 
     def tables(self, results: Results) -> list[Table]:
         return [table(name, found) for name, found in self._ends(results).items()]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,7 @@ from ... import KFAC
 from ...likelihoods import Categorical
 from ...metrics import Euclidean, Fisher, Metric, Sobolev, median_distance
 from ..framework.check import Check
+from ..framework.curves import Chart
 from ..framework.experiment import Context, Experiment, Item
 from ..framework.plain import Record
 from ..framework.results import Results
@@ -24,6 +25,7 @@ from ..framework.tabular import Table
 from ..learning import data, schedules
 from ..learning.data import DataSet
 from ..learning.training import fit
+from .charts import tuned
 from .networks import convnet, mlp
 from .tuned_checks import judged, table
 
@@ -112,6 +114,9 @@ class Tuned(Experiment):
         ratios = self.ratios[1:2] if quick else self.ratios
         return [(round(r * d, 6), d) for d, r in product(dampings, ratios)]
 
+    def smoke(self) -> Self:
+        return replace(self, judged=False, batch=512)
+
     def items(self, quick: bool) -> list[Item]:
         out = []
         for net, method in product(self._tasks(quick), METRICS):
@@ -189,6 +194,9 @@ class Tuned(Experiment):
 
     def judge(self, results: Results) -> list[Check]:
         return [] if results.quick else judged(results, list(TASKS), self.held)
+
+    def curves(self, results: Results) -> list[Chart]:
+        return tuned(results, list(self._tasks(results.quick)), list(METRICS))
 
     def tables(self, results: Results) -> list[Table]:
         nets = list(self._tasks(results.quick))

@@ -14,7 +14,7 @@ from ..._core.errors import PullbackError
 from ..learning import data
 from ..learning.data import DataSet
 
-CLASSES = {"cifar10": 10, "cifar100": 100}
+CLASSES = {"cifar10": 10, "cifar100": 100, "generated": 10}
 _MEAN, _STD = (0.5071, 0.4867, 0.4408), (0.2675, 0.2565, 0.2761)
 
 
@@ -23,7 +23,7 @@ def checked(dataset: str) -> str:
     if dataset not in CLASSES:
         raise PullbackError(
             f"There is no data set {dataset!r}",
-            "VGG-16 was trained on two",
+            "it is none that VGG-16 is trained on",
             f"Use one of {', '.join(CLASSES)}",
         )
     return dataset
@@ -34,12 +34,15 @@ def load(dataset: str, sheets: int | None = None) -> DataSet:
     """CIFAR-10, or CIFAR-100 from `cifar100.npz`, normalized; kept, since decoding takes seconds.
 
     Args:
-        dataset: "cifar10" or "cifar100". `cifar100.npz` holds train_images (50000, 32, 32, 3) of
-            uint8, train_labels (fine), test_images and test_labels.
+        dataset: "cifar10", "cifar100", or "generated", a hundred made-up images. `cifar100.npz`
+            holds train_images (50000, 32, 32, 3) of uint8, train_labels (fine), test_images and
+            test_labels.
         sheets: only so many times 500 images of each file.
     """
     if checked(dataset) == "cifar10":
         return data.cifar10(sheets)
+    if dataset == "generated":
+        return data.generated((3, 32, 32), CLASSES[dataset], samples=100)
     some = None if sheets is None else 500 * sheets
     path = data.file("cifar100.npz")
     try:

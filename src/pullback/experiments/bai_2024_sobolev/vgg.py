@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 import torch.nn.functional as F
 
 from ..framework.check import Check
+from ..framework.curves import Chart
 from ..framework.experiment import Context, Experiment, Item
 from ..framework.plain import Record
 from ..framework.results import Results
@@ -18,6 +19,7 @@ from ..framework.tabular import Table
 from ..learning.precision import tensor_cores
 from ..learning.training import fit
 from . import images
+from .charts import charts
 from .checks import LEVELS, Found
 from .curves import counted, epochs, final
 from .methods import Method
@@ -77,6 +79,9 @@ class Training(Experiment):
             "methods": {m.name: m.described() for m in self.methods},
         }
 
+    def smoke(self) -> Self:
+        return replace(self, judged=False, dataset="generated")
+
     def items(self, quick: bool) -> list[Item]:
         config = self.config(quick)
         return [
@@ -122,6 +127,9 @@ class Training(Experiment):
             part: curves({m: found[m] for m in chosen}, title)
             for part, chosen in self.figures.items()
         }
+
+    def curves(self, results: Results) -> list[Chart]:
+        return charts(self._found(results))
 
     def tables(self, results: Results) -> list[Table]:
         goals = [(m, level) for m, levels in LEVELS.items() for level in levels]

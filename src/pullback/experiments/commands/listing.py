@@ -30,13 +30,14 @@ def setups() -> Table:
 
 def experiments(out: Path) -> Table:
     """The experiments that `run` knows; seconds and verdicts where the folder holds results."""
-    table = _bare("experiment", "of")
+    table = _bare("experiment")
+    table.add_column("of", max_width=38)
     table.add_column("claim")
     table.add_column("time", justify="right", no_wrap=True)
     table.add_column("found", no_wrap=True)
     for experiment in map(registry.find, registry.names()):
-        authors = experiment.paper.partition(")")[0] + ")"  # with the year
-        of = f"{authors}, {experiment.figure}"
+        authors, year, _ = experiment.paper.partition(")")  # "Author (2000", and a title behind
+        of = f"{authors}{year}, {experiment.figure}"
         table.add_row(experiment.name, of, experiment.claim, *known(experiment, out))
     return table
 

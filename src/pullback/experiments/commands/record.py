@@ -14,6 +14,8 @@ from ...pde import Setup, Solution
 from ..framework import files
 from ..framework.environment import environment
 
+FORMAT = "pullback solution 1"
+
 
 def summary(solution: Solution) -> Table:
     """What was solved, with what, how long it took and how well it went."""
@@ -44,6 +46,7 @@ def report(
     """All of a run but its parameters: configuration, result, history, environment."""
     history = solution.history
     return {
+        "format": FORMAT,
         "config": {
             "name": name,
             "problem": found.problem.name,

@@ -34,20 +34,22 @@ def solved(
         for file in checkpoints(kept):
             file.unlink()
     elif checkpoints(kept):
-        console.print(f"Going on from {kept} (--fresh starts over)", highlight=False)
+        words = f"Going on from {kept} (--fresh starts over)"
+        console.print(words, highlight=False, markup=False, soft_wrap=True)
     options = {**found.options, **{k: v for k, v in given.items() if v is not None}}
     try:
         solution = found.solve(seed, **options, device=device, checkpoint=kept)
     except KeyboardInterrupt:
         where = f"The run so far is in {kept}; the same command goes on from there."
         left = where if checkpoints(kept) else "Nothing was saved yet."
-        console.print(f"Interrupted. {left}", highlight=False)
+        console.print(f"Interrupted. {left}", highlight=False, markup=False, soft_wrap=True)
         return True
     console.print(summary(solution))
     picture, record = out / f"{name}.png", out / f"{name}.json"
     solution.plot(picture)
     write(record, report(name, found, seed, device, options, solution))
-    console.print(f"Written: {picture}, {record}, {kept}", highlight=False, soft_wrap=True)
+    words = f"Written: {picture}, {record}, {kept}"
+    console.print(words, highlight=False, markup=False, soft_wrap=True)
     return False
 
 

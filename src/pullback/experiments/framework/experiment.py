@@ -8,12 +8,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from rich.console import Console
 
 from .check import Check, Verdict, concluded
+from .curves import Chart
 from .plain import Record
 from .results import Results
 from .store import Key
@@ -76,12 +77,18 @@ class Item:
         work: context ↦ record; depends on nothing but the configuration and the context.
         once: done once, before the seeds: a search for settings, a reference solution.
         resumable: goes on from its checkpoint after `Paused`, so it may start at any time.
+        seeds: it is done for these alone, where not for all.
     """
 
     key: Key
     work: Callable[[Context], Mapping[str, Any]]
     once: bool = False
     resumable: bool = False
+    seeds: Sequence[int] | None = None
+
+    def applies(self, seed: int) -> bool:
+        """Whether it is to be done for this seed."""
+        return self.seeds is None or seed in self.seeds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +96,7 @@ class Experiment(ABC):
     """One figure, table or theorem of a paper, to be repeated.
 
     Subclasses say three things: what results depend on (`config`), what there is to do (`items`),
-    and what the results say (`judge`). Most also `draw` and give `tables`.
+    and what the results say (`judge`). Most also `draw`, and give `curves` and `tables`.
 
     Attributes:
         name: what the command line calls it.
@@ -98,6 +105,7 @@ class Experiment(ABC):
         seeds, quick_seeds: where nothing else is asked for.
         open_parts: parts of the configuration whose entries may come and go, such as methods.
         threads: of the CPU while an item works; None for torch's own.
+        judged: whether its sizes can tell; those of `smoke` mostly cannot.
     """
 
     name: str
@@ -109,6 +117,7 @@ class Experiment(ABC):
     quick_seeds: Sequence[int] = (0,)
     open_parts: frozenset[str] = frozenset({"methods"})
     threads: int | None = 1
+    judged: bool = True
 
     @abstractmethod
     def config(self, quick: bool) -> dict[str, Any]:
@@ -126,6 +135,10 @@ class Experiment(ABC):
         """Figures by what is added to the experiment's name, "" for the only one."""
         return {}
 
+    def curves(self, results: Results) -> Sequence[Chart]:
+        """What a page draws itself, of all that is done: `results.of` may have fewer seeds."""
+        return []
+
     def tables(self, results: Results) -> list[Table]:
         """The numbers for people."""
         return []
@@ -137,6 +150,10 @@ class Experiment(ABC):
     def line(self, record: Record) -> str:
         """What to say when an item is done."""
         return ""
+
+    def smoke(self) -> Self:
+        """The same, so small that its quick version takes seconds: only to see that it runs."""
+        return self
 
     def stem(self, quick: bool) -> str:
         """The name of its files."""
@@ -151,11 +168,14 @@ class Experiment(ABC):
         *,
         device: str | torch.device = "cpu",
         seconds: float | None = None,
+        workers: int = 1,
     ) -> Outcome:
         """Do what is missing, judge, draw and save; see `runner.run`."""
         from .runner import run
 
-        return run(self, quick, seeds, out, console, device=device, seconds=seconds)
+        return run(
+            self, quick, seeds, out, console, device=device, seconds=seconds, workers=workers
+        )
 
     def chosen(self, seeds: Sequence[int] | None, quick: bool) -> list[int]:
         """The seeds of a run."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -14,12 +13,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
 
 from . import files
-from .quantiles import held, quantiles
+from .curves import quartiles
+from .palette import PALETTE as PALETTE
 
 INK, _GRID = "#333333", "#E4E4E4"
-# Okabe and Ito's, which color-blind readers can tell apart
-PALETTE = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#000000")
-_PLACES = 120  # along an axis of seconds
 
 
 def new(width: float, height: float, title: str = "", dpi: int = 120) -> Figure:
@@ -66,29 +63,11 @@ def band(
     spaced: bool = False,
     **style: Any,
 ) -> None:
-    """The median and the quartiles of runs, one x and y each; a run that ended keeps its last y.
-
-    Quantiles are taken at every x > 0 that occurs, or where `spaced` at places evenly spaced in
-    the logarithm, which suits times: no two runs share one.
-    """
-    places = _spaced(xs) if spaced else sorted({float(x) for one in xs for x in one if x > 0})
-    spread = [quantiles([held(x, y, at) for x, y in zip(xs, ys, strict=True)]) for at in places]
-    low, middle, high = ([_shown(v) for v in values] for values in zip(*spread, strict=True))
-    axes.plot(places, middle, color=color, lw=style.pop("lw", 1.8), label=name or None, **style)
-    axes.fill_between(places, low, high, color=color, alpha=0.15, lw=0)
-    axes.plot(places[-1:], middle[-1:], "o", color=color, ms=4)
-
-
-def _spaced(xs: Sequence[Sequence[float]]) -> list[float]:
-    first = min((x for one in xs for x in one[1:2]), default=1e-4)
-    last = max(one[-1] for one in xs)
-    first = max(first, 1e-4)
-    ratio = max(last / first, 1.0)
-    return [first * ratio ** (i / (_PLACES - 1)) for i in range(_PLACES)]
-
-
-def _shown(value: float) -> float:
-    return value if math.isfinite(value) else math.nan
+    """The median and the quartiles of runs, one x > 0 and y each; see `curves.quartiles`."""
+    line = quartiles(xs, ys, spaced=spaced)
+    axes.plot(line.x, line.y, color=color, lw=style.pop("lw", 1.8), label=name or None, **style)
+    axes.fill_between(line.x, line.low, line.high, color=color, alpha=0.15, lw=0)
+    axes.plot(line.x[-1:], line.y[-1:], "o", color=color, ms=4)
 
 
 def save(figure: Figure, stem: Path) -> list[Path]:

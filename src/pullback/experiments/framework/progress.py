@@ -69,6 +69,11 @@ class Progress:
 
         yield watch
 
+    def busy(self, words: str, left: float) -> None:
+        """While several work."""
+        self._left = left
+        self._show(0.0, words, left)
+
     def _show(self, share: float, words: str, left: float) -> None:
         clock = f"{clocked(left)} left" if left else ""
         done = self._done + share

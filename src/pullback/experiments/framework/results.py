@@ -21,8 +21,8 @@ class Results:
         self._store = store
 
     def of(self, *key: str) -> list[Record]:
-        """The records of an item, in the order of the seeds."""
-        return [self._store.record((key, seed)) for seed in self.seeds]
+        """The records of an item, in the order of the seeds it is done for."""
+        return [self._store.record((key, s)) for s in self.seeds if (key, s) in self._store]
 
     def once(self, *key: str) -> Record:
         """The record of an item that is done once for all seeds."""
@@ -36,3 +36,10 @@ class Results:
     def has(self, *key: str, seed: int | None = None) -> bool:
         """Whether an item is done for this seed, or once for all."""
         return (key, seed) in self._store
+
+
+class Available(Results):
+    """Whatever is done, of complete and of other seeds: an item may have any number of records."""
+
+    def __init__(self, store: Store, quick: bool) -> None:
+        super().__init__(store, store.seeds(), quick)

@@ -6,27 +6,26 @@ an item that keeps checkpoints stops itself. The same command goes on from there
 
 from __future__ import annotations
 
-import shutil
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
 
 from ..._core.errors import PullbackError
+from . import parallel
 from .device import usable
-from .environment import environment
+from .doing import Doing
 from .estimates import Estimates
-from .experiment import Context, Experiment, Item, Paused
+from .experiment import Experiment, Item
 from .files import folder
 from .outcome import Outcome, tell
 from .progress import Progress
 from .results import Results
-from .store import Key, Name, Store, slug
+from .store import Key, Name, Store
+from .working import threads
 from .workshop import workshop
 
 
@@ -39,13 +38,20 @@ def run(
     *,
     device: str | torch.device = "cpu",
     seconds: float | None = None,
+    workers: int = 1,
 ) -> Outcome:
-    """Do what is missing under `out`, for at most so many seconds; judge, draw and save."""
+    """Do what is missing under `out`, for at most so many seconds; judge, draw and save.
+
+    With several workers items are done in processes of their own, after those done once; seconds
+    that are measured there are of a machine that others use too.
+    """
     where, console = usable(device), console or Console(quiet=True)
+    if workers > 1:
+        parallel.named(experiment)  # before anything is done
     store = opened(experiment, quick, folder(out))
     asked = experiment.chosen(seeds, quick)
-    work = _Work(experiment, quick, asked, store, where)
-    work.do(console, seconds)
+    work = Work(experiment, quick, asked, store, where)
+    work.do(console, seconds, workers)
     return work.conclude(console)
 
 
@@ -58,7 +64,7 @@ def opened(experiment: Experiment, quick: bool, out: Path) -> Store:
     return store
 
 
-class _Work:
+class Work:
     """The items of one run, each with its seed, in order."""
 
     def __init__(
@@ -75,9 +81,9 @@ class _Work:
         self.once = [i for i in items if i.once]
         self.each = [i for i in items if not i.once]
         self.names: dict[Name, Item] = {(i.key, None): i for i in self.once}
-        self.names |= {(i.key, seed): i for seed in seeds for i in self.each}
-        if len(self.names) < len(self.once) + len(seeds) * len(self.each):
-            keys = [i.key for i in items]
+        self.names |= {(i.key, s): i for s in seeds for i in self.each if i.applies(s)}
+        keys = [i.key for i in items]
+        if len(set(keys)) < len(keys):
             twice = sorted({k for k in keys if keys.count(k) > 1})
             raise PullbackError(
                 f"Items of {experiment.name} share a name",
@@ -87,49 +93,20 @@ class _Work:
 
     # --- doing -------------------------------------------------------------------------------
 
-    def do(self, console: Console, seconds: float | None) -> None:
+    def do(self, console: Console, seconds: float | None, workers: int) -> None:
         """What is missing, until the time is over."""
         missing = [name for name in self.names if name not in self.store]
         if not missing:
             return
         deadline = None if seconds is None else time.monotonic() + seconds
-        guess = self._estimates(missing)
         progress = Progress(console, self.experiment.name, len(self.names))
-        with workshop(self.store) as place, progress, self._threads():
-            here = environment(self.device)
+        with workshop(self.store) as place, progress, threads(self.experiment.threads):
             progress.start(len(self.names) - len(missing))
-            for count, name in enumerate(missing):
-                item = self.names[name]
-                if count and deadline is not None and not self._fits(item, guess, deadline):
-                    break
-                with progress.item(name, guess.left()) as watch:
-                    begun = time.monotonic()
-                    context = Context(
-                        name[1] or 0, self.device, self.quick, place / slug(name),
-                        Results(self.store, self.seeds, self.quick), deadline, watch,
-                    )  # fmt: skip
-                    try:
-                        record = dict(self._worked(item, context))
-                    except Paused:
-                        break
-                    took = time.monotonic() - begun + _before(context.place)
-                    self.store.put(name, record, took, here)
-                    guess.took(item.key, took)
-                    shutil.rmtree(context.place, ignore_errors=True)
-                    progress.said(name, took, self.experiment.line(record))
-
-    def _worked(self, item: Item, context: Context) -> Any:
-        """The record, from random numbers that depend on the seed alone."""
-        begun = time.monotonic()
-        try:
-            devices = [context.device] if context.device.type == "cuda" else []
-            with torch.random.fork_rng(devices):
-                torch.manual_seed(context.seed)
-                return item.work(context)
-        except Paused:
-            spent = _before(context.folder()) + time.monotonic() - begun
-            (context.folder() / "seconds").write_text(f"{spent:.4f}")
-            raise
+            doing = Doing(self, place, progress, self._estimates(missing), deadline)
+            # items that are done once may build on one another
+            alone = missing if workers == 1 else [name for name in missing if name[1] is None]
+            if doing.alone(alone) and workers > 1:
+                doing.together([name for name in missing if name[1] is not None], workers)
 
     def _estimates(self, missing: list[Name]) -> Estimates:
         guess = Estimates(key for key, _ in missing)
@@ -137,21 +114,8 @@ class _Work:
             guess.know(name[0], self._took(name))
         return guess
 
-    def _fits(self, item: Item, guess: Estimates, deadline: float) -> bool:
-        left = deadline - time.monotonic()
-        return left > 0 and (item.resumable or guess.of(item.key) <= left)
-
     def _took(self, name: Name) -> float | None:
         return self.store.took(name) if name in self.store else None
-
-    @contextmanager
-    def _threads(self) -> Iterator[None]:
-        before = torch.get_num_threads()
-        torch.set_num_threads(self.experiment.threads or before)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(before)
 
     # --- concluding --------------------------------------------------------------------------
 
@@ -163,14 +127,13 @@ class _Work:
 
         if not done([i.key for i in self.once], None):
             return []
-        each = [i.key for i in self.each]
-        return [seed for seed in self.seeds if done(each, seed)]
+        return [s for s in self.seeds if done([i.key for i in self.each if i.applies(s)], s)]
 
     def conclude(self, console: Console) -> Outcome:
         """Judge, draw and save what is complete; say what is not."""
         seeds, store = self.complete(), self.store
         results = Results(store, seeds, self.quick)
-        checks = self.experiment.judge(results) if seeds else []
+        checks = self.experiment.judge(results) if seeds and self.experiment.judged else []
         verdict = self.experiment.verdict(checks) if checks else None
         tables = self.experiment.tables(results) if seeds else []
         figures = self._figures(results) if seeds else []
@@ -202,11 +165,3 @@ class _Work:
             stem = self.experiment.stem(self.quick) + (f"-{part}" if part else "")
             written += save(figure, self.store.path.with_name(stem))
         return written
-
-
-def _before(place: Path) -> float:
-    """Seconds that a paused item had already taken."""
-    try:
-        return float((place / "seconds").read_text())
-    except (OSError, ValueError):
-        return 0.0

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from ..._core.errors import PullbackError
 
+_MOST = 10_000  # more are a slip of the pen
+_REMEDY = "Write 0-9 or 0,3,5"
+
 
 def seed_range(text: str) -> list[int]:
     """The seeds of a line.
@@ -14,11 +17,16 @@ def seed_range(text: str) -> list[int]:
     seeds: list[int] = []
     for part in text.split(","):
         ends = part.split("-")
-        if not 1 <= len(ends) <= 2 or not all(end.strip().isdecimal() for end in ends):
-            raise PullbackError(
-                f"The seeds {text!r} cannot be read", f"{part!r} is no range", "Write 0-9 or 0,3,5"
-            )
-        seeds += range(int(ends[0]), int(ends[-1]) + 1)
-    if not seeds:
-        raise PullbackError("There are no seeds", f"got {text!r}", "Write 0-9 or 0,3,5")
+        if len(ends) > 2 or not all(end.strip().isdecimal() for end in ends):
+            raise _refusal(text, f"{part!r} is no range")
+        first, last = int(ends[0]), int(ends[-1])
+        if last < first:
+            raise _refusal(text, f"{part!r} ends before it begins")
+        if last - first + len(seeds) >= _MOST:
+            raise _refusal(text, f"there are more than {_MOST:,}")
+        seeds += range(first, last + 1)
     return seeds
+
+
+def _refusal(text: str, why: str) -> PullbackError:
+    return PullbackError(f"The seeds {text!r} cannot be read", why, _REMEDY)

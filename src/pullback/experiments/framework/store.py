@@ -31,16 +31,27 @@ Key = tuple[str, ...]
 Name = tuple[Key, int | None]
 
 
-def read(path: Path) -> dict[str, Any]:
-    """The content of a results file; refused where it is none."""
-    remedy = "Use another folder (--out), or move the file away"
+_REMEDY = "Use another folder (--out), or move the file away"
+
+
+def content(path: Path) -> dict[str, Any]:
+    """What a JSON file holds; refused where it is unreadable or no mapping."""
     try:
         state = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise PullbackError(f"{path} cannot be read", str(error), remedy) from None
-    if not isinstance(state, dict) or state.get("format") != FORMAT:
+    except (OSError, ValueError, RecursionError) as error:
+        why = f"it is unreadable or cut off ({error})"
+        raise PullbackError(f"{path} cannot be read", why, _REMEDY) from None
+    return state if isinstance(state, dict) else {}
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The content of a results file; refused where it is none."""
+    state = content(path)
+    if (found := state.get("format")) != FORMAT:
         why = f'its "format" is not {FORMAT!r}'
-        raise PullbackError(f"{path} holds no results of an experiment", why, remedy)
+        if isinstance(found, str) and found.startswith("pullback"):
+            why += f" but {found!r}, of another version of pullback"
+        raise PullbackError(f"{path} holds no results of an experiment", why, _REMEDY)
     try:
         kinds = {"config": dict, "environments": list, "about": dict, "summary": dict}
         if wrong := [k for k, kind in kinds.items() if not isinstance(state[k], kind)]:
@@ -49,7 +60,7 @@ def read(path: Path) -> dict[str, Any]:
             _verify(run, len(state["environments"]))
     except (KeyError, TypeError, ValueError) as error:
         why = f"it is incomplete or was changed by hand ({error})"
-        raise PullbackError(f"{path} cannot be read", why, remedy) from None
+        raise PullbackError(f"{path} cannot be read", why, _REMEDY) from None
     return state
 
 
@@ -129,6 +140,10 @@ class Store:
 
     def __len__(self) -> int:
         return len(self._runs)
+
+    def seeds(self) -> list[int]:
+        """Those of which some item is done."""
+        return sorted({seed for _, seed in self._runs if seed is not None})
 
     def took(self, name: Name) -> float | None:
         """Seconds of an item, None where they are not known."""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from ..framework.check import Check
+from ..framework.curves import Chart
 from ..framework.experiment import Context, Experiment, Item
 from ..framework.results import Results
 from ..framework.tabular import Table
+from .charts import charts
 from .checks import Found, claims
 from .methods import GROUPS, INVARIANT, METHODS, TIKHONOV, UNDAMPED, Method
 from .nets import EXHIBITS, NETS, Net
@@ -46,6 +48,10 @@ class Invariance(Experiment):
     nets: Sequence[Net] = field(default=NETS)
     exhibits: Sequence[Net] = field(default=EXHIBITS)
 
+    def smoke(self) -> Self:
+        some = {"nets": self.nets[:2], "exhibits": self.exhibits[:1], "quick_seeds": (0,)}
+        return replace(self, judged=False, **some)
+
     def config(self, quick: bool) -> dict[str, Any]:
         return {
             "steps": _QUICK_STEPS if quick else STEPS,
@@ -73,6 +79,9 @@ class Invariance(Experiment):
         from .figure import draw  # matplotlib is slow to import
 
         return {"": draw(self._found(results), self.nets)}
+
+    def curves(self, results: Results) -> list[Chart]:
+        return charts(self._found(results), self.nets)
 
     def tables(self, results: Results) -> list[Table]:
         found = self._found(results)

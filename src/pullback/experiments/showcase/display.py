@@ -35,9 +35,11 @@ def shown(name: str, value: float) -> str:
 
 
 @contextmanager
-def progress(console: Console, problem: Problem) -> Iterator[Callable[[Contender], Watcher]]:
+def progress(
+    console: Console, problem: Problem, seconds: float
+) -> Iterator[Callable[[Contender], Watcher]]:
     """One bar per contender with its loss and the time left; plain lines without a terminal."""
-    console.print(f"[bold]{problem.title}[/bold], {problem.seconds:g} s for each optimizer")
+    console.print(f"[bold]{problem.title}[/bold], {seconds:g} s for each optimizer")
     if not console.is_terminal:
         yield lambda contender: _announced(console, contender)
         return

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from ..framework import plots
 from ..framework.plots import INK, dress
 from .display import shown
 from .problem import Problem
@@ -28,10 +27,9 @@ _APART = 0.115  # least distance of two labels, as a share of the panel's height
 Race = tuple[Problem, Sequence[Curve]]
 
 
-def draw(races: Sequence[Race], path: Path) -> Path:
-    """Write the figure and return its path."""
-    figure = Figure(figsize=(10.5, 3.7 * len(races)), dpi=130, layout="constrained")
-    FigureCanvasAgg(figure)
+def draw(races: Sequence[Race]) -> Figure:
+    """The figure."""
+    figure = plots.new(10.5, 3.7 * len(races), dpi=130)
     grid = figure.subplots(len(races), 2, squeeze=False, sharey="row")
     for (problem, curves), (left, right) in zip(races, grid, strict=True):
         _panel(left, curves, "seconds")
@@ -40,9 +38,7 @@ def draw(races: Sequence[Race], path: Path) -> Path:
         left.set_title(problem.title, loc="left", color=INK, weight="bold")
         right.set_title(problem.setting, loc="right", color=INK, size=9)
         _label(right, curves)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-    return path
+    return figure
 
 
 def _panel(axes: Axes, curves: Sequence[Curve], along: str) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 
@@ -22,10 +23,13 @@ Watcher = Callable[[float, float], None]
 
 @dataclass
 class Curve:
-    """What was measured along one run, entry 0 at the initial model, and the model at its end."""
+    """What was measured along one run, entry 0 at the initial model, and the model at its end.
+
+    A curve that comes from a file has no model.
+    """
 
     name: str
-    model: nn.Module
+    model: nn.Module | None = None
     seconds: list[float] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
     measures: list[dict[str, float]] = field(default_factory=list)
@@ -35,6 +39,15 @@ class Curve:
         self.seconds.append(seconds)
         self.steps.append(steps)
         self.measures.append(measures)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain lists, to save."""
+        return {"seconds": self.seconds, "steps": self.steps, "measures": self.measures}
+
+    @classmethod
+    def of(cls, name: str, record: Mapping[str, Any]) -> Curve:
+        """What `as_dict` gave."""
+        return cls(name, None, record["seconds"], record["steps"], record["measures"])
 
     def values(self) -> list[float]:
         """The measure that counts, along the run."""

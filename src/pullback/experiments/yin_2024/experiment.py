@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from ..framework.check import Check
+from ..framework.curves import Chart
 from ..framework.experiment import Context, Experiment, Item
 from ..framework.results import Results
 from ..framework.tabular import Table
+from .charts import charts
 from .methods import Method
 from .problems import Setting
 from .runs import Record, run
@@ -57,6 +59,10 @@ class Comparison(Experiment):
             },
         }
 
+    def smoke(self) -> Self:
+        few = {name: n // 20 for name, n in self.setting.points.items()}
+        return replace(self, judged=False, setting=replace(self.setting, points=few))
+
     def items(self, quick: bool) -> list[Item]:
         return [
             Item((method.name,), partial(self._work, method, _shortened(steps, quick)))
@@ -84,6 +90,9 @@ class Comparison(Experiment):
         from .figure import draw  # matplotlib is slow to import
 
         return {"": draw(self, results)}
+
+    def curves(self, results: Results) -> list[Chart]:
+        return charts(self, results)
 
     def tables(self, results: Results) -> list[Table]:
         rows = [

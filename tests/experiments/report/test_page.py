@@ -1,5 +1,7 @@
 """The page: everything is on it, nothing in it is markup of others, and it needs no network."""
 
+import base64
+import hashlib
 import json
 import re
 from html.parser import HTMLParser
@@ -12,9 +14,9 @@ from pullback import PullbackError
 from pullback.experiments.cli import app
 from pullback.experiments.commands import report
 
-from .small import Small, slow
+from ..small import Small, slow
 
-VOID = {"meta", "link", "img", "br"}
+VOID = {"meta", "link", "img", "br", "input"}
 
 
 class Tags(HTMLParser):
@@ -59,9 +61,9 @@ def test_the_page_has_everything_and_escapes_it(tmp_path: Path) -> None:
     assert all(a.get("alt") for tag, a in tags.seen if tag == "img")
     for _, attributes in tags.seen:
         for name in ("src", "href"):
-            assert (attributes.get(name) or "data:").startswith("data:"), "needs the network"
+            assert (attributes.get(name) or "#").startswith(("data:", "#")), "needs the network"
     assert not re.search(r"<(b|i)>", text)
-    assert "prefers-color-scheme: dark" in text
+    assert "light-dark(" in text
     assert 'name="viewport"' in text
 
 
@@ -99,6 +101,7 @@ def test_partial_and_interrupted_runs_are_called_so(tmp_path: Path) -> None:
     text = report.write(tmp_path)[0].read_text("utf-8")
     assert "Seeds: 0,2; partial, 1 of 3 are missing (1)" in text
     assert "--seeds 0,2" in text
+    assert "<td>0,2, partial</td>" in text
     Small(before=slow).run(out=tmp_path / "b", seconds=0.01)
     text = report.write(tmp_path / "b")[0].read_text("utf-8")
     assert "unfinished, 1 of 6 items" in text
@@ -116,16 +119,32 @@ def test_partial_and_interrupted_runs_are_called_so(tmp_path: Path) -> None:
 
 def test_what_cannot_be_read_is_named_and_left_out(tmp_path: Path) -> None:
     Small().run(out=tmp_path)
+    whole = (tmp_path / "small.json").read_text()
+    state = json.loads(whole)
     (tmp_path / "broken.json").write_text("{")
+    (tmp_path / "cut.json").write_text(whole[: len(whole) // 2])
     (tmp_path / "foreign.json").write_text('{"a": 1}')
-    state = json.loads((tmp_path / "small.json").read_text())
-    state["summary"]["checks"] = 3
-    (tmp_path / "changed.json").write_text(json.dumps(state))
+    (tmp_path / "list.json").write_text("[1, 2]")
+    (tmp_path / "bytes.json").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "empty.json").write_text("")
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    (tmp_path / "folder.json").mkdir()
+    (tmp_path / "later.json").write_text(json.dumps({**state, "format": "pullback results 2"}))
+    changed = {**state, "summary": {**state["summary"], "checks": 3}}
+    (tmp_path / "changed.json").write_text(json.dumps(changed))
+    (tmp_path / "solved.json").write_text('{"format": "pullback solution 1", "config": {}}')
     done = CliRunner().invoke(app, ["report", "--out", str(tmp_path)])
     assert done.exit_code == 0, done.output
-    for name in ("broken.json", "foreign.json", "changed.json"):
-        assert f"Left out: {name}" in done.stdout
-        assert name in (tmp_path / "report.html").read_text("utf-8")
+    text = (tmp_path / "report.html").read_text("utf-8")
+    parsed(text)
+    assert text.count("<article") == 1
+    for name in (
+        "broken", "cut", "foreign", "list", "bytes", "empty", "deep", "folder", "later", "changed",
+        "solved",
+    ):  # fmt: skip
+        assert f"Left out: {name}.json" in done.stdout
+        assert f"<li>{name}.json: " in text
+    assert "&#x27;pullback results 2&#x27;, of another version" in text
 
 
 @pytest.mark.parametrize("content", [None, "{"])
@@ -134,17 +153,83 @@ def test_a_folder_without_results_is_refused(content: str | None, tmp_path: Path
         (tmp_path / "x.json").write_text(content)
     with pytest.raises(PullbackError, match=r"no results under.*pullback run"):
         report.write(tmp_path)
-    with pytest.raises(PullbackError, match="no folder"):
+    text = (tmp_path / "report.html").read_text("utf-8")  # and the page says so
+    parsed(text)
+    assert "There are no results under this folder" in text
+    assert ("x.json" in text) == (content is not None)
+    done = CliRunner().invoke(app, ["report", "--out", str(tmp_path)])
+    assert done.exit_code == 1
+    assert "Traceback" not in done.output
+
+
+def test_what_is_no_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PullbackError, match="no such folder"):
         report.write(tmp_path / "nowhere")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(PullbackError, match="it is no folder"):
+        report.write(tmp_path / "file")
 
 
-def test_committed_results_make_a_page(tmp_path: Path) -> None:
-    source = Path(__file__).parents[2] / "benchmarks" / "results"
-    for file in source.glob("yin-2024-*.json"):
+def test_a_page_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    Small().run(out=tmp_path)
+    (tmp_path / "report.html").mkdir()
+    done = CliRunner().invoke(app, ["report", "--out", str(tmp_path)])
+    assert done.exit_code == 1
+    assert "report.html could not be written" in done.output.replace("\n", " ")
+
+
+def test_text_that_is_no_text_is_written(tmp_path: Path) -> None:
+    Small().run(out=tmp_path)
+    file = tmp_path / "small.json"
+    state = json.loads(file.read_text())
+    state["about"]["claim"] = "half \ud800 a pair"
+    file.write_text(json.dumps(state))
+    assert "half ? a pair" in report.write(tmp_path)[0].read_text("utf-8")
+
+
+def test_the_same_name_in_two_folders_has_two_addresses(tmp_path: Path) -> None:
+    for folder in ("a", "b", "b/c"):
+        Small().run(out=tmp_path / folder)
+    ids = re.findall(r'<article id="([^"]+)"', report.write(tmp_path)[0].read_text("utf-8"))
+    assert ids == ["small", "b-c-small", "b-small"] or len(set(ids)) == 3
+
+
+def test_a_page_allows_no_other_script_and_no_request(tmp_path: Path) -> None:
+    Small().run(out=tmp_path)
+    text = report.write(tmp_path)[0].read_text("utf-8")
+    found = re.search(r'Content-Security-Policy" content="([^"]+)"', text)
+    assert found
+    policy = found[1]
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    script = re.search(r"<script>(.*?)</script>", text, re.S)
+    assert script
+    digest = base64.b64encode(hashlib.sha256(script[1].encode()).digest()).decode()
+    assert f"script-src 'sha256-{digest}'" in policy
+
+
+def test_what_solve_leaves_is_on_the_page(tmp_path: Path) -> None:
+    command = ["solve", "poisson2d", "--steps", "2", "--out", str(tmp_path)]
+    assert CliRunner().invoke(app, command).exit_code == 0
+    path, left_out = report.write(tmp_path)
+    assert not left_out
+    text = path.read_text("utf-8")
+    parsed(text)
+    assert "Solved equations" in text
+    assert "relative L² error" in text
+    assert text.count("data-chart hidden") == 2
+    assert f"pullback solve poisson2d --seed 0 --out {tmp_path}" in text
+    assert "data:image/png" in text
+
+
+def test_committed_results_make_a_page(tmp_path: Path, records: Path) -> None:
+    for file in [*records.glob("yin-2024-*.json"), records / "luk-grosse-2018.json"]:
         (tmp_path / file.name).write_bytes(file.read_bytes())
-    (tmp_path / "luk-grosse-2018.json").write_bytes((source / "luk-grosse-2018.json").read_bytes())
     path, left_out = report.write(tmp_path)
     assert not left_out
     text = path.read_text("utf-8")
     parsed(text)
     assert text.count("<article") == 4
+    assert text.count("data-chart hidden") > 20
+    assert "No curves" not in text
+    assert len(text) < 2_000_000
