@@ -7,7 +7,7 @@ STAMP   := .venv/.installed
 PYTEST   = OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint types contracts unit docs-snippets slow bench format clean
+.PHONY: help setup demo test lint types contracts unit docs docs-snippets slow bench format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -25,7 +25,7 @@ demo: $(STAMP) ## run the demonstration; its figure is written to demo/
 	@echo "==> running the demonstration"
 	@$(BIN)/python -m pullback.experiments.demo
 
-test: lint types contracts unit ## everything a change must pass
+test: lint types contracts unit docs ## everything a change must pass
 	@echo "==> all checks passed"
 
 lint: $(STAMP) ## style and formatting
@@ -44,6 +44,10 @@ contracts: $(STAMP) ## import direction between the stages
 unit: $(STAMP) ## tests, docstring examples, README and docs snippets
 	@echo "==> pytest"
 	@$(PYTEST)
+
+docs: $(STAMP) ## the documentation, into site/; a broken link or anchor is an error
+	@echo "==> mkdocs"
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 docs-snippets: $(STAMP) ## only the README and docs snippets
 	@echo "==> README and docs snippets"

@@ -1,46 +1,63 @@
-"""Every ``python`` fence of the README and the docs runs, in order, one namespace per file.
-
-A fence preceded by ``<!-- no-run -->`` is skipped.
-"""
+"""Every snippet of the README and the docs runs, and prints what the page says it prints."""
 
 import re
+import time
 from pathlib import Path
 
-import matplotlib
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.docs.snippets import FIGURES, ROOT, difference, run, snippets
+
 FILES = [p for p in [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))] if p.exists()]
-FENCE = re.compile(
-    r"(?P<skip><!-- no-run -->\s*\n)?"
-    r"^(?P<indent>[ \t]*)```python\b[^\n]*\n(?P<code>.*?)^(?P=indent)```",
-    re.DOTALL | re.MULTILINE,
-)
-
-
-def snippets(text: str) -> list[tuple[int, str]]:
-    """(line of the code's first line, code) of each fence to run."""
-    found = []
-    for match in FENCE.finditer(text):
-        if match["skip"] is None:
-            code = re.sub(rf"^{match['indent']}", "", match["code"], flags=re.MULTILINE)
-            found.append((text.count("\n", 0, match.start("code")) + 1, code))
-    return found
+TUTORIALS = sorted((ROOT / "docs/tutorials").glob("[!i]*.md"))
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.relative_to(ROOT).as_posix())
 def test_snippets_run(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fences = snippets(path.read_text(encoding="utf-8"))
-    if not fences:
+    text = path.read_text(encoding="utf-8")
+    if not any(snippets(text)):
         pytest.skip("no python fences")
     monkeypatch.chdir(tmp_path)
-    matplotlib.use("Agg")
-    namespace: dict[str, object] = {"__name__": "__snippet__"}
-    for line, code in fences:
-        # Blank lines put the file's own line numbers into a traceback.
-        exec(compile("\n" * (line - 1) + code, str(path), "exec"), namespace)
+    begun = time.process_time()
+    for snippet, printed in run(path):
+        if snippet.output is not None:
+            wrong = difference(snippet.output, printed, snippet.rtol)
+            assert wrong is None, f"{path.name}, line {snippet.line}: {wrong}"
+    if path in TUTORIALS:  # 15 s are promised; twice that leaves room for a slower machine
+        assert time.process_time() - begun < 30
+        shown = re.findall(r"figures/tutorials/([\w.-]+)\)", text)
+        assert shown
+        assert all((tmp_path / name).exists() for name in shown), "a figure is not drawn here"
 
 
-def test_a_fence_marked_no_run_is_skipped() -> None:
-    text = "{0}\na = 1\n```\n\n<!-- no-run -->\n{0}\nboom\n```\n\n{0}\nb = a\n```\n"
-    assert snippets(text.format("```python")) == [(2, "a = 1\n"), (11, "b = a\n")]
+def test_every_figure_is_on_a_page() -> None:
+    text = "".join(path.read_text(encoding="utf-8") for path in FILES)
+    unused = [p.name for p in FIGURES.rglob("*.*") if p.suffix != ".py" and p.name not in text]
+    assert not unused
+
+
+def test_fences() -> None:
+    text = (
+        "{0}\na = 1\n```\n\n<!-- no-run -->\n{0}\nboom\n```\n\n"
+        "{0}\nb = a\n```\n\n<!-- rtol 0.5 -->\n```text\nb 1\n```\n"
+    )
+    first, second = snippets(text.format("```python"))
+    assert (first.line, first.code, first.output) == (2, "a = 1\n", None)
+    assert (second.line, second.code, second.output) == (11, "b = a\n", "b 1\n")
+    assert second.rtol == 0.5
+
+
+@pytest.mark.parametrize(
+    ("shown", "printed", "same"),
+    [
+        ("loss 0.50\n", "loss 0.51", True),
+        ("loss 0.50", "loss 0.60", False),
+        ("loss 0.50", "Loss 0.50", False),
+        ("1e-3, 1,000", "1.02e-3, 1,001", True),
+        ("rank 3", "rank 3 4", False),
+        ("−1", "1", False),
+        ("(3, 4) conv2", "(3, 4) conv3", False),
+    ],
+)
+def test_outputs_are_compared_by_words_and_numbers(shown: str, printed: str, same: bool) -> None:
+    assert (difference(shown, printed, 0.05) is None) == same

@@ -1,0 +1,60 @@
+"""Tables of the README and the docs, written from the records in benchmarks/results.
+
+    python -m benchmarks.table            # write them anew
+    python -m benchmarks.table --check    # say which pages do not agree with the records
+
+A table stands between ``<!-- table NAME -->`` and ``<!-- end -->``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from .costs import costs, kfac, worth
+from .environments import environments
+from .numbers import Rows
+from .peers import exact, greedy, kernels, pde, pde_seed0, poisson, scale, spectrum, trust
+from .verdicts import failures, verdicts
+
+#: name -> its rows, of which the first is the head
+TABLES: dict[str, Callable[[], Rows]] = {
+    table.__name__: table
+    for table in (
+        *(verdicts, failures),
+        *(costs, worth, kfac),
+        *(exact, scale, pde, pde_seed0, poisson, trust, spectrum, greedy, kernels),
+        environments,
+    )
+}
+ROOT = Path(__file__).resolve().parents[2]
+BLOCK = re.compile(r"<!-- table (?P<name>\S+) -->\n.*?<!-- end -->", re.DOTALL)
+
+
+def pages() -> list[Path]:
+    """Every page that may hold a table."""
+    return [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
+
+
+def written(text: str) -> str:
+    """A page's text with each of its tables as the records have it."""
+
+    def block(match: re.Match[str]) -> str:
+        rows = TABLES[match["name"]]()
+        lines = "\n".join("| " + " | ".join(row) + " |" for row in rows)
+        head, _, rest = lines.partition("\n")
+        rule = "|" + "---|" * len(rows[0])
+        return f"<!-- table {match['name']} -->\n{head}\n{rule}\n{rest}\n<!-- end -->"
+
+    return BLOCK.sub(block, text)
+
+
+def stale() -> list[Path]:
+    """Pages whose tables the records do not bear out; days, which git knows, are left out."""
+
+    def bare(text: str) -> str:
+        return re.sub(r"\b\d{4}-\d\d-\d\d\b", "", text)
+
+    texts = {page: page.read_text("utf-8") for page in pages()}
+    return [page for page, text in texts.items() if bare(written(text)) != bare(text)]

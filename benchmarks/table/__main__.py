@@ -1,0 +1,21 @@
+"""`python -m benchmarks.table [--check]`."""
+
+import sys
+
+from . import ROOT, pages, stale, written
+
+
+def main() -> int:
+    checking = "--check" in sys.argv
+    found = stale() if checking else pages()
+    for page in found:
+        text = page.read_text("utf-8")
+        if checking or written(text) != text:
+            print(page.relative_to(ROOT))
+        if not checking:
+            page.write_text(written(text), "utf-8")
+    return int(checking and bool(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,87 @@
+"""What a step costs, and what it is worth."""
+
+from __future__ import annotations
+
+from .numbers import Rows, record, size, times
+
+KFAC = {  # label, batch, parameters
+    "autoencoder": ("autoencoder 784-1000-500-250-30", "512", 2_837_314),
+    "convnet": ("small convnet", "128", 66_570),
+    "resnet50": ("ResNet-50", "64", 25_557_032),
+    "gpt2": ("GPT-2 small, bf16", "8×1024", 124_475_904),
+}
+EXACT = {
+    "cifar-mlp": ("MLP 3072-2634-…-444-10", "256"),
+    "wide-mlp": ("MLP 3072-5120⁴-10", "512"),
+    "resnet18": ("ResNet-18 (group norm)", "128"),
+}
+
+
+def costs() -> Rows:
+    """A step beside one of the first-order method, same model and batch."""
+    rows = [["method", "model", "parameters", "batch", "time", "memory", "where", "record"]]
+    for name, where in (("kfac-cpu", "CPU"), ("kfac-cuda", "H200")):
+        for key, one in record(name)["results"].items():
+            label, batch, count = KFAC[key]
+            more = [label, size(count), batch]
+            ratio, held = one["ratio"], times(one["ratio"].get("memory"))
+            for schedule in ("10/100", "every step"):
+                method = "K-FAC" if schedule == "10/100" else "K-FAC, every step"
+                cell = times(ratio[schedule])
+                rows.append([method, *more, cell, held, where, f"`{name}`"])
+    for key, (label, batch) in EXACT.items():
+        one = record("scale_h200")["results"][key]
+        held = one["peak_bytes"]["natural gradient"] / one["peak_bytes"]["SGD"]
+        method = "exact, sample space"
+        more = [label, size(one["parameters"]), batch, times(one["ratio"]), times(held)]
+        rows.append([method, *more, "H200", "`scale_h200`"])
+    one = record("slices-cuda")["results"]["mlp"]
+    more = ["MLP 3072-2634-…-444-10", size(one["parameters"]), "256"]
+    cell = times(one["training step"]["ratio"]["units"])
+    rows.append(["`SliceSGD`", *more, cell, "–", "H200", "`slices-cuda`"])
+    ours, adam = (float(_yin(name)[-1]) for name in ("E-NGD, target ratio", "Adam"))
+    ratio = times(ours / adam)
+    more = ["2-20-20-1, Poisson", "501", "all points"]
+    rows.append(["exact, pseudo-inverse", *more, ratio, "–", "CPU", "`yin-2024-poisson`"])
+    return rows
+
+
+def _yin(method: str) -> list[str]:
+    """A method's row of the Poisson experiment: name, loss, error, ..., ms per step."""
+    rows = record("yin-2024-poisson")["summary"]["tables"][0]["rows"]
+    return next(row for row in rows if row[0] == method)
+
+
+def worth() -> Rows:
+    """What was reached, by the best first-order method that ran beside it and here."""
+    rows = [["task", "first order", "here", "record"]]
+    adam, ours = (_yin(name)[2].replace("e-0", "e-") for name in ("Adam", "E-NGD, target ratio"))
+    cells = [f"{adam} (Adam, 2000 steps)", f"{ours} (`TargetRatio`, 100 steps)"]
+    rows.append(["Poisson's equation, 2-20-20-1, error", *cells, "`yin-2024-poisson`"])
+    for key, label in (
+        ("shakespeare", "transformer, tiny Shakespeare"),
+        ("vgg", "VGG-16, CIFAR-10"),
+    ):
+        best = {name: one["best"] for name, one in record(f"kfac-train-{key}")["tuned"].items()}
+        first = min(("adamw", "sgd"), key=lambda name: best[name])
+        name = {"adamw": "AdamW", "sgd": "SGD"}[first]
+        cells = [f"{best[first]:.3g} ({name})", f"{best['kfac']:.3g} (K-FAC)"]
+        rows.append([f"{label}, loss after about 11 s", *cells, f"`kfac-train-{key}`"])
+    return rows
+
+
+def kfac() -> Rows:
+    rows = [["× the baseline's step", "K-FAC", "straightforward", "floor", "aim"]]
+    for name, schedules in (
+        ("kfac-cpu", ("every step", "10/100")),
+        ("kfac-cuda", ("10/100",)),
+    ):
+        for key, one in record(name)["results"].items():
+            for schedule in schedules:
+                label, batch, _ = KFAC[key]
+                where = ", H200" if name == "kfac-cuda" else ""
+                cells = [one[part][schedule] for part in ("ratio", "naive", "floor", "target")]
+                rows.append(
+                    [f"{label}, batch {batch}{where}, {schedule}", *(f"{c:.2f}" for c in cells)]
+                )
+    return rows

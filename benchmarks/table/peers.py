@@ -1,0 +1,130 @@
+"""The tables of the benchmarks page."""
+
+from __future__ import annotations
+
+import statistics
+from math import inf
+
+from .costs import EXACT
+from .numbers import Rows, memory, record, seconds, size, small, times
+
+
+def exact() -> Rows:
+    peers = ["naive", "NNGeometry", "curvlinops (CG)"]
+    rows = [["problem", "parameters", "rows", "naive", "NNGeometry", "curvlinops"]]
+    for name, one in record("exact_cpu")["results"].items():
+        cells = [times(one["ratio"][p]) if p in one["ratio"] else "fails" for p in peers]
+        rows.append([name, f"{one['parameters']:,}", f"{one['rows']:,}", *cells])
+    return rows
+
+
+def scale() -> Rows:
+    names = {**EXACT, "wide-mlp": ("MLP 3072-5120⁴-10, ReLU", "512")}
+    names["wide-mlp-tanh"] = ("the same with tanh", "512")
+    head = ["model", "parameters", "rows", "J would take", "SGD", "natural gradient", "ratio"]
+    rows = [[*head, "peak memory", "error"]]
+    for key, one in record("scale_h200")["results"].items():
+        label, batch = names[key]
+        sgd, ours = (one["milliseconds"][k] for k in ("SGD", "natural gradient"))
+        jacobian = memory(4 * one["parameters"] * one["rows"])
+        error = "–" if key == "resnet18" else small(one["error_same_pattern"], 0)
+        row = [f"{label}, batch {batch}", size(one["parameters"]), f"{one['rows']:,}", jacobian]
+        row += [f"{sgd:.1f} ms", f"{ours:.0f} ms", times(one["ratio"])]
+        rows.append([*row, memory(one["peak_bytes"]["natural gradient"]), error])
+    return rows
+
+
+def pde() -> Rows:
+    head = ["set-up", "seed", "parameters", "error", "target", "to target", "steps", "seconds"]
+    rows = [[*head, "runs at a time"]]
+    for one in sorted(record("pde-cuda")["runs"].values(), key=lambda r: (r["name"], r["seed"])):
+        reached = one["seconds to target"]
+        to = "**missed**" if reached is None else f"{seconds(reached)} s"
+        took = seconds(one["seconds"]) + (", budget" if "budget" in one["stopped"] else "")
+        row = [f"`{one['name']}`", str(one["seed"]), f"{one['parameters']:,}", small(one["error"])]
+        rows.append([*row, small(one["target"]), to, str(one["steps"]), took, str(one["parallel"])])
+    return rows
+
+
+def pde_seed0() -> Rows:
+    """One line for each problem."""
+    rows = [["problem", "parameters", "error", "reported elsewhere", "seconds to reach it"]]
+    runs = [one for one in record("pde-cuda")["runs"].values() if one["seed"] == 0]
+    for one in sorted(runs, key=lambda r: r["error"]):
+        reached = one["seconds to target"]
+        to = "missed" if reached is None else seconds(reached)
+        cells = [f"{one['parameters']:,}", small(one["error"]), small(one["target"]), to]
+        rows.append([f"`{one['name']}`: {one['problem']}", *cells])
+    return rows
+
+
+def poisson() -> Rows:
+    rows = [["", "median error", "worst", "seeds at 1e-6", "at 1e-9", "CPU s to 1e-6", "ms/step"]]
+    for key, name in (("ours", "`pde.solve`"), ("reference", "reference")):
+        one = record("poisson")["summary"][key]
+        least = [f"{one['at most'][bar]} of {one['runs']}" for bar in ("1e-06", "1e-09")]
+        spent, step = one["median CPU seconds to 1e-06"], one["CPU ms per step"]
+        row = [name, small(one["median error"]), small(one["worst error"]), *least]
+        rows.append([*row, f"{spent:.1f}", f"{step:.0f}"])
+    return rows
+
+
+def trust() -> Rows:
+    rows = [["`TargetRatio`", "seeds", "median error", "worst", "steps to 1e-9", "missed"]]
+    for name, runs in record("trust")["runs"].items():
+        errors = [run["error"] for run in runs.values()]
+        to = [run["to 1e-9"] for run in runs.values()]
+        middle = statistics.median_high(inf if t is None else t for t in to)
+        cells = [small(statistics.median(errors)), small(max(errors))]
+        cells += ["–" if middle == inf else f"{middle:.0f}", str(to.count(None))]
+        rows.append([f"target {name}", str(len(runs)), *cells])
+    return rows
+
+
+def spectrum() -> Rows:
+    rows = [["rows × parameters", "precision", "one CPU thread", "H200"]]
+    ratios: dict[tuple[int, int, str], dict[str, float]] = {}
+    for place in ("cpu", "cuda"):
+        for one in record(f"spectrum-{place}")["results"]:
+            key = (one["rows"], one["parameters"], one["dtype"])
+            ratios.setdefault(key, {})[place] = one["ratio"]
+    for (n, p, dtype), found in ratios.items():
+        cells = [f"{found[k]:.1f}×" if k in found else "–" for k in ("cpu", "cuda")]
+        rows.append([f"{n:,} × {p:,}", dtype, *cells])
+    return rows
+
+
+def greedy() -> Rows:
+    rows = [["Gram", "floor", "`OrthogonalGreedy(500)`", "with `block=10`", "naive"]]
+    for name, one in record("greedy")["results"].items():
+        cells = [one["seconds"].get(k) for k in ("floor", "greedy", "greedy, block of 10", "naive")]
+        label = name if name == "dense" else f"{name}, {one['rows']:,} rows".replace("rows, ", "")
+        rows.append([label, *("–" if c is None else f"{c:.1f} s" for c in cells)])
+    return rows
+
+
+NETWORKS = {
+    "mlp": "MLP 784-512-512-10",
+    "conv": "conv net, 16–64 channels",
+    "attention": "transformer block, width 64",
+    "wide-attention": "transformer block, width 256",
+}
+
+
+def kernels() -> Rows:
+    head = ["network", "N", "pullback", "torch.func", "ratio", "neural-tangents", "ratio"]
+    rows = [head]
+    other = record("kernels-neural-tangents-cpu")["results"]
+    for key, one in record("kernels-cpu")["results"].items():
+        for size_, found in one["sizes"].items():
+            both = [
+                f"{took:.2g} s, {found['peak_bytes'][route] / 2**20:.0f} MB"
+                if (took := found["seconds"].get(route))
+                else "–"
+                for route in ("pullback", "torch.func contraction")
+            ]
+            best = min(other.get(key, {}).get(size_, {}).values(), default=None)
+            ratio = best and best / found["seconds"]["pullback"]
+            cells = [times(found["ratio"]), f"{best:.2g} s" if best else "–", times(ratio)]
+            rows.append([NETWORKS[key], size_, *both, *cells])
+    return rows

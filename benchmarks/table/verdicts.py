@@ -1,0 +1,62 @@
+"""What the experiments found."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from .numbers import RESULTS, Rows
+
+
+def experiments() -> list[tuple[str, dict[str, Any]]]:
+    """(name, record) of every experiment with a record, in order of names."""
+    found = ((path.stem, json.loads(path.read_text("utf-8"))) for path in RESULTS.glob("*.json"))
+    return sorted((name, one) for name, one in found if "about" in one)
+
+
+def seeds(one: dict[str, Any]) -> str:
+    complete, asked = one["summary"].get("complete"), one["summary"].get("asked")
+    if not asked:
+        return "–"
+    return str(len(asked)) if complete == asked else f"{len(complete or [])} of {len(asked)}"
+
+
+def outcome(one: dict[str, Any]) -> str:
+    if not one["summary"]:
+        return "unfinished"
+    verdict = one["summary"]["verdict"]
+    return verdict["outcome"] if verdict else "no claim of the paper"
+
+
+def held(one: dict[str, Any], of_paper: bool = True) -> str:
+    """How many of the checks hold, of the paper's claims or of ours."""
+    checks = [c for c in one["summary"].get("checks", []) if c["of_paper"] == of_paper]
+    return f"{sum(c['holds'] for c in checks)} of {len(checks)}" if checks else "–"
+
+
+def cited(paper: str) -> str:
+    """ "Bai, Rosenberg and Xu (2024), Title" as "Bai et al. 2024"."""
+    authors, _, rest = paper.partition(" (")
+    first, *others = authors.replace(" and ", ", ").split(", ")
+    names = {0: first, 1: authors}.get(len(others), f"{first} et al.")
+    return f"{names} {rest.partition(')')[0]}".strip()
+
+
+def verdicts() -> Rows:
+    rows = [["experiment", "claim", "found", "claims that hold", "seeds"]]
+    for name, one in experiments():
+        about = one["about"]
+        of = f"{cited(about['paper'])}, {about['figure']}"
+        claim = about["claim"].rstrip(".")
+        rows.append([f"`{name}` ({of})", claim, outcome(one), held(one), seeds(one)])
+    return rows
+
+
+def failures() -> Rows:
+    """What did not hold, with the number that says so."""
+    rows = [["experiment", "claim of the paper that does not hold", "evidence"]]
+    for name, one in experiments():
+        for check in one["summary"].get("checks", []):
+            if check["of_paper"] and not check["holds"]:
+                rows.append([f"`{name}`", check["claim"], check["numbers"]])
+    return rows

@@ -1,0 +1,52 @@
+"""The shell commands of the README and the docs name what exists; other tests run them."""
+
+import importlib.util
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import typer
+
+from pullback.experiments import cli
+from tests.docs.snippets import ROOT
+
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
+FENCE = re.compile(r"^```bash\n(.*?)^```", re.DOTALL | re.MULTILINE)
+
+SHELL = {"for", "do", "done", "done;", "wait"}
+
+
+def commands() -> Iterator[tuple[str, list[str]]]:
+    for page in PAGES:
+        for fence in FENCE.findall(page.read_text("utf-8")):
+            for line in fence.splitlines():
+                words = shlex.split(line, comments=True)
+                if words and words[0] not in SHELL:
+                    yield page.name, words
+
+
+FOUND = sorted({(page, *words) for page, words in commands()})
+
+
+@pytest.mark.parametrize("found", FOUND, ids=" ".join)
+def test_command_exists(found: tuple[str, ...]) -> None:
+    _, program, *rest = found
+    if program == "pullback":
+        known = typer.main.get_command(cli.app).commands[rest[0]]  # type: ignore[attr-defined]
+        options = {name for param in known.params for name in param.opts}
+        assert {word for word in rest if word.startswith("--")} <= options
+    elif program == "python":
+        flag, module, *arguments = rest
+        assert flag == "-m"
+        spec = importlib.util.find_spec(module)
+        assert spec is not None
+        assert spec.origin is not None
+        if spec.submodule_search_locations is None:
+            text = Path(spec.origin).read_text("utf-8")
+            assert all(word in text for word in arguments if word.startswith("--"))
+    elif program == "make":
+        assert re.search(rf"^{rest[0]}:", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)
+    else:
+        assert [program, rest[0]] == ["pip", "install"]

@@ -1,0 +1,38 @@
+"""Links of the Markdown files outside docs/ lead somewhere; mkdocs checks those inside."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.docs.snippets import ROOT
+
+PAGES = sorted(ROOT.glob("*.md"))
+LINK = re.compile(r"\]\((?!https?://|mailto:)([^)\s]+)\)")
+
+
+def anchors(path: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    text = re.sub(r"^```.*?^```", "", path.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
+    found = set()
+    for title in re.findall(r"^#+ (.*)$", text, re.MULTILINE):
+        kept = re.sub(r"[^\w\- ]", "", title.lower())
+        found.add(kept.strip().replace(" ", "-"))
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_resolve(page: Path) -> None:
+    for link in LINK.findall(page.read_text("utf-8")):
+        name, _, anchor = link.partition("#")
+        target = page.parent / name if name else page
+        assert target.exists(), link
+        if anchor:
+            assert anchor in anchors(target), link
+
+
+def test_the_navigation_names_every_page() -> None:
+    listed = re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text("utf-8"), re.MULTILINE)
+    assert set(listed) | {"tutorials/index.md"} == {
+        path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")
+    }

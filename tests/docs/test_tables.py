@@ -1,0 +1,51 @@
+"""The tables of the README and the docs say what the committed records say."""
+
+import re
+
+import pytest
+
+from benchmarks import table
+from benchmarks.table.environments import environments
+from benchmarks.table.numbers import RESULTS, times
+
+
+def test_every_table_agrees_with_its_record() -> None:
+    names = [page.relative_to(table.ROOT).as_posix() for page in table.stale()]
+    assert not names, f"run `python -m benchmarks.table`: {names}"
+
+
+def test_every_table_is_shown_somewhere() -> None:
+    text = "".join(page.read_text("utf-8") for page in table.pages())
+    assert set(re.findall(r"<!-- table (\S+) -->", text)) == set(table.TABLES)
+
+
+def test_every_record_has_a_date_and_an_environment() -> None:
+    head, *rows = environments()
+    assert head == ["record", "date", "environment"]
+    assert all(re.fullmatch(r"\d{4}-\d\d-\d\d", row[1]) and row[2] for row in rows)
+    assert len(rows) == len(list(RESULTS.glob("*.json")))
+
+
+def test_a_table_is_written_between_its_marks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(table.TABLES, "x", lambda: [["a", "b"], ["1", "2"]])
+    text = "before\n<!-- table x -->\nold\n<!-- end -->\nafter\n"
+    new = "before\n<!-- table x -->\n| a | b |\n|---|---|\n| 1 | 2 |\n<!-- end -->\nafter\n"
+    assert table.written(text) == new
+    assert table.written(new) == new
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"), [(1.058, "1.06×"), (6.89, "6.9×"), (31.01, "31×"), (None, "–")]
+)
+def test_ratios(value: float | None, shown: str) -> None:
+    assert times(value) == shown
+
+
+def test_numbers_in_the_limits() -> None:
+    """What the README says in words."""
+    rows = table.TABLES["costs"]()[1:]
+    exact = [float(row[4].rstrip("×")) for row in rows if row[0] == "exact, sample space"]
+    kfac = [float(row[4].rstrip("×")) for row in rows if row[0] == "K-FAC" and row[6] == "H200"]
+    text = " ".join((table.ROOT / "README.md").read_text("utf-8").split())
+    assert f"{min(exact):.0f} to {max(exact):.0f} times SGD" in text
+    assert f"costs {min(kfac):.1f} to {max(kfac):.1f} baseline steps" in text
