@@ -2,197 +2,197 @@
 
     python -m benchmarks.slices [--device cuda] [--quick] [--only NAME ...] [--out FILE]
 
-Models: the seven-layer ReLU network for CIFAR-10 of the paper (21.6M parameters, batch 128) and
-ResNet-50 (on a GPU batch 64 of 224×224, on a CPU two images of 64×64). The baseline is the faster
-of torch's foreach and fused SGD. The floor is the traffic that a retraction cannot do without: one
-class of units reads its weights once for the norms and reads and writes them once to rescale,
-three passes where SGD itself has three.
+Models: the seven-layer ReLU network for CIFAR-10 of the paper (21.6M parameters, batch 128), with
+biases ("mlp") and without as in the paper's figure ("bare"), where approach I needs no projection,
+and ResNet-50 (on a GPU batch 64 of 224×224, on a CPU two images of 64×64). Steps are taken
+*eagerly* and, on a GPU, *captured*: a block of them is recorded as one CUDA graph and replayed, so
+that no launch is waited for and what is measured is the device's own work.
+
+Routes take turns: in every round, in random order, a short block of each. A ratio is the median
+over rounds of a block's time over that of the baseline **in the same round**, with the 95 %
+interval of that median; the baseline is the faster of torch's foreach and fused SGD. "SGD again" is
+fused SGD a second time: its ratio to the first is what the measurement itself can tell.
+
+Beside the times stand the operations of a step (no views; one foreach is one) and the bytes that
+they read and write, with the time that takes at the bandwidth of a plain copy. SGD needs three
+passes over the parameters; to balance a class of units is to read its weights once for the norms,
+and to read and write them once to rescale: three more.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import json
-from collections.abc import Callable
-from itertools import pairwise
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
 
-from pullback.symmetry.actions.scaling import Leg, Scaling
-from pullback.symmetry.slice_sgd import SliceSGD
-from pullback.symmetry.sliced import Sliced
-
-from .kfac_models import Bottleneck, resnet50
-from .timing import compare, environment
+from .slices_routes import Bench, Route
+from .timing import environment, synchronize
 
 RESULTS = Path(__file__).parent / "results"
-PAPER = (3072, 2634, 2196, 1758, 1320, 882, 444, 10)
 TARGET = 1.05
-Make = Callable[[nn.Module], torch.optim.Optimizer]
+PLAIN = ("SGD foreach", "SGD fused")
+BASES = {
+    "SGD again": ("SGD fused",),
+    "units, momentum": ("SGD momentum",),
+    "Sliced Adam": ("Adam",),
+}
 
 
-def relu_mlp(widths: tuple[int, ...] = PAPER, bias: bool = True) -> nn.Sequential:
-    layers: list[nn.Module] = []
-    for a, b in pairwise(widths):
-        layers += [nn.Linear(a, b, bias=bias), nn.ReLU()]
-    return nn.Sequential(*layers[:-1])
+def in_rounds(
+    blocks: Mapping[str, Callable[[], Any]],
+    device: torch.device,
+    rounds: int,
+    seconds: float,
+    warmup: int = 2,
+) -> dict[str, list[float]]:
+    """Seconds of each block in each round; fewer rounds where the time is up, never below three."""
+    order, shuffle = list(blocks), random.Random(0).shuffle
+    times: dict[str, list[float]] = {name: [] for name in blocks}
+    begun = time.perf_counter()
+    for done in range(-warmup, rounds):
+        if done >= 3 and time.perf_counter() - begun > seconds:
+            break
+        shuffle(order)
+        for name in order:
+            synchronize(device)
+            start = time.perf_counter()
+            blocks[name]()
+            synchronize(device)
+            if done >= 0:
+                times[name].append(time.perf_counter() - start)
+    return times
 
 
-def scaling(model: nn.Module, into: list[str], out: list[str]) -> Scaling:
-    """Units whose modules' rows (or gains) lead in, and whose columns lead out."""
-    modules = dict(model.named_modules())
-    units = len(next(modules[into[0]].parameters()))
-    legs = []
-    for name in into:
-        for key, w in modules[name].named_parameters(recurse=False):
-            rows = torch.arange(units).view(-1, *[1] * (w.ndim - 1))
-            legs.append(Leg(f"{name}.{key}", rows, 1))
-    for name in out:
-        w = modules[name].weight
-        assert isinstance(w, Tensor)
-        columns = torch.arange(units).view(1, -1, *[1] * (w.ndim - 2))
-        legs.append(Leg(f"{name}.weight", columns, -1))
-    return Scaling(units, legs, f"{into} against {out}")
+def middle(values: list[float]) -> dict[str, float]:
+    """The median, a 95 % interval of it from order statistics, and the quartiles."""
+    ranked, n = sorted(values), len(values)
+    reach = round(0.98 * n**0.5)
+    low, high = max(0, n // 2 - reach), min(n - 1, (n - 1) // 2 + reach)
+    return {
+        "ratio": statistics.median(ranked),
+        "low": ranked[low],
+        "high": ranked[high],
+        "quartile_1": ranked[n // 4],
+        "quartile_3": ranked[(3 * n) // 4 if n > 1 else 0],
+    }
 
 
-def mlp_scalings(model: nn.Module) -> list[Scaling]:
-    names = [n for n, m in model.named_modules() if isinstance(m, nn.Linear)]
-    return [scaling(model, [a], [b]) for a, b in pairwise(names)]
-
-
-def resnet_scalings(model: nn.Module) -> list[Scaling]:
-    """The gains of each norm into the next convolutions; along a skip they are one."""
-    assert isinstance(model, nn.Sequential)
-    out = []
-    into, readers = ["1"], list[str]()
-    for i, block in enumerate(model):
-        if not isinstance(block, Bottleneck):
-            continue
-        readers.append(f"{i}.conv1")
-        out.append(scaling(model, [f"{i}.norm1"], [f"{i}.conv2"]))
-        out.append(scaling(model, [f"{i}.norm2"], [f"{i}.conv3"]))
-        if len(block.skip):
-            out.append(scaling(model, into, [*readers, f"{i}.skip.0"]))
-            into, readers = [f"{i}.skip.1"], []
-        into.append(f"{i}.norm3")
-    return [*out, scaling(model, into, [*readers, str(len(model) - 1)])]
-
-
-class Bench:
-    """A model with a batch: routes are training steps on copies of it."""
-
-    def __init__(self, name: str, device: torch.device, quick: bool) -> None:
-        torch.manual_seed(0)
-        self.device, self.name = device, name
-        if name == "mlp":
-            widths = (48, 64, 48, 32, 10) if quick else PAPER
-            self.model: nn.Module = relu_mlp(widths).to(device)
-            x = torch.randn(8 if quick else 128, widths[0], device=device)
-            self.scalings = mlp_scalings(self.model)
-        else:
-            large = device.type == "cuda" and not quick
-            self.model = resnet50(depths=(1, 1, 1, 1) if quick else (3, 4, 6, 3)).to(device)
-            n, side = (64, 224) if large else (2, 64)
-            x = torch.randn(n, 3, side, side, device=device)
-            self.scalings = resnet_scalings(self.model)
-        self.x, self.y = x, torch.randint(0, 10, (len(x),), device=device)
-
-    def route(self, make: Make, alone: bool) -> Callable[[], Any]:
-        model = copy.deepcopy(self.model)
-        optimizer = make(model)
-
-        def full() -> None:
-            optimizer.zero_grad()
-            F.cross_entropy(model(self.x), self.y).backward()
-            optimizer.step()
-
-        full()
-        return optimizer.step if alone else full
-
-    def optimizers(self) -> dict[str, Make]:
-        lr = 1e-4
-        out: dict[str, Make] = {
-            "SGD foreach": lambda m: torch.optim.SGD(m.parameters(), lr, foreach=True),
-            "SGD fused": lambda m: torch.optim.SGD(m.parameters(), lr, fused=True),
-            "SGD momentum": lambda m: torch.optim.SGD(m.parameters(), lr, momentum=0.9),
-        }
-        for name, options in {
-            "units": {},
-            "units, every 10": {"every": 10},
-            "units, all layers": {"sweeps": 1},
-            "units, momentum": {"momentum": 0.9},
-            "layers": {"group": "layer"},
-            "layers, approach II": {"group": "layer", "gradient": "gtk-orthonormal"},
-            "layers, polar": {"group": "layer", "gradient": "gtk-polar"},
-        }.items():
-            out[name] = lambda m, options=options: SliceSGD(
-                m, lr, symmetry=self.scalings, **options
-            )
-        out["Adam"] = lambda m: torch.optim.Adam(m.parameters(), lr)
-        out["Sliced Adam"] = lambda m: Sliced(
-            torch.optim.Adam(m.parameters(), lr), self.scalings, model=m
-        )
-        return out
-
-
-BASES = {"units, momentum": ("SGD momentum",), "Sliced Adam": ("Adam",)}
-
-
-def ratios(seconds: dict[str, float]) -> dict[str, float]:
-    """Of each route to its baseline."""
+def ratios(times: Mapping[str, list[float]]) -> dict[str, dict[str, float]]:
+    """Of each route to its baseline, round by round; seconds are those of one step."""
     out = {}
-    for name, s in seconds.items():
-        if not name.startswith("SGD") and name != "Adam":
-            bases = BASES.get(name, ("SGD foreach", "SGD fused"))
-            known = [seconds[b] for b in bases if b in seconds]
-            if known:
-                out[name] = s / min(known)
+    for name, mine in times.items():
+        known = [b for b in BASES.get(name, PLAIN) if b in times and b != name]
+        if known and name not in (*PLAIN, "Adam", "SGD momentum"):
+            base = min(known, key=lambda b: statistics.median(times[b]))
+            out[name] = middle([a / b for a, b in zip(mine, times[base], strict=True)])
     return out
 
 
-def repeated(run: Callable[[], Any], times: int) -> Callable[[], Any]:
-    return lambda: [run() for _ in range(times)]
+def bandwidth(device: torch.device, quick: bool) -> float:
+    """Bytes per second of a copy, read and written."""
+    source = torch.ones(
+        2**16 if quick else 2**28 if device.type == "cuda" else 2**24, device=device
+    )
+    target = torch.empty_like(source)
+    times = in_rounds({"copy": lambda: target.copy_(source)}, device, 10, 1.0)["copy"]
+    return 8 * source.numel() / min(times)
+
+
+def captured(
+    routes: Mapping[str, Route], alone: bool, device: torch.device
+) -> tuple[dict[str, Callable[[], Any]], dict[str, str]]:
+    """Blocks as graphs in one pool of memory; and those that could not be recorded."""
+    blocks, failed = {}, {}
+    pool = torch.cuda.graph_pool_handle()
+    for name, route in routes.items():
+        try:
+            step = route.alone if alone else route.train
+            blocks[name] = route.captured(step, pool, device)
+        except RuntimeError as error:
+            torch.cuda.synchronize(device)
+            failed[name] = str(error).splitlines()[0]
+    return blocks, failed
+
+
+def show(title: str, part: Mapping[str, Any]) -> None:
+    print(f"\n{title}: {part['rounds']} rounds")
+    for name, ms in part["milliseconds"].items():
+        found = part["ratio"].get(name)
+        shown = f"{found['ratio']:6.3f} [{found['low']:.3f}, {found['high']:.3f}]" if found else ""
+        print(f"  {name:24} {ms:9.4f} ms {shown}", flush=True)
+    for name, why in part.get("failed", {}).items():
+        print(f"  {name:24} not captured: {why}")
+
+
+def traffic(bench: Bench, routes: Mapping[str, Route], speed: float) -> dict[str, Any]:
+    """What the steps do and what they cannot do without, at `speed` bytes per second."""
+    size = sum(p.numel() * p.element_size() for p in bench.model.parameters())
+    count = sum(p.numel() for p in bench.model.parameters())
+    print(f"\n{bench.name}, {count:,} parameters; copy at {1e-9 * speed:.0f} GB/s")
+    for n, r in routes.items():
+        ms = 1e3 * r.bytes / speed
+        print(f"  {n:24} {r.operations:7.1f} operations, {ms:9.4f} ms of traffic")
+    floor = 3e3 * size / speed
+    return {
+        "parameters": count,
+        "batch": list(bench.x.shape),
+        "target": TARGET,
+        "copy_gigabytes_per_second": 1e-9 * speed,
+        "floor_milliseconds": {"SGD": floor, "retraction": floor},
+        "operations": {n: r.operations for n, r in routes.items()},
+        "gigabytes": {n: 1e-9 * r.bytes for n, r in routes.items()},
+        "traffic_milliseconds": {n: 1e3 * r.bytes / speed for n, r in routes.items()},
+    }
 
 
 def measure(
-    name: str, device: torch.device, quick: bool, only: list[str] | None = None
-) -> dict[str, Any]:
-    bench = Bench(name, device, quick)
-    result: dict[str, Any] = {"parameters": sum(p.numel() for p in bench.model.parameters())}
-    size = 4e-9 * result["parameters"]
-    result["floor_gigabytes"] = {"SGD": 3 * size, "retraction": 3 * size}
-    # a retraction is one of two classes in turn, so a repeat is several steps
-    chunk = 1 if quick else 20 if device.type == "cuda" else 2
-    for kind, alone in (("training step", False), ("step alone", True)):
-        chosen = {n: m for n, m in bench.optimizers().items() if only is None or n in only}
-        routes = {n: repeated(bench.route(make, alone), chunk) for n, make in chosen.items()}
-        seconds = compare(routes, device, repeats=2 if quick else 9, warmup=2, patience=20)
-        seconds = {n: s / chunk for n, s in seconds.items()}
-        found = ratios(seconds)
-        result[kind] = {"milliseconds": {n: 1e3 * s for n, s in seconds.items()}, "ratio": found}
-        print(f"\n{name}, {kind} ({result['parameters']:,} parameters)")
-        for route, s in seconds.items():
-            shown = f"{found[route]:6.3f}" if route in found else ""
-            print(f"  {route:22} {1e3 * s:9.3f} ms {shown}")
-        del routes
-    result["target"] = TARGET
-    return result
+    name: str, device: torch.device, options: argparse.Namespace, save: Callable[[Any], None]
+) -> None:
+    bench = Bench(name, device, options.quick)
+    chosen = [n for n in bench.optimizers() if not options.routes or n in options.routes]
+    routes = {n: bench.route(n) for n in chosen}
+    result = traffic(bench, routes, bandwidth(device, options.quick))
+    graphs = (False, True) if device.type == "cuda" else (False,)
+    for alone, graph in product((False, True), graphs):
+        blocks = {n: r.block(r.alone if alone else r.train) for n, r in routes.items()}
+        failed: dict[str, str] = {}
+        if graph:
+            blocks, failed = captured(routes, alone, device)
+        times = in_rounds(blocks, device, options.rounds, options.seconds)
+        per_step = {n: [t / routes[n].steps for t in found] for n, found in times.items()}
+        title = f"{'captured' if graph else 'eager'} {'step alone' if alone else 'training step'}"
+        result[title] = {
+            "rounds": len(next(iter(times.values()), [])),
+            "milliseconds": {n: 1e3 * statistics.median(t) for n, t in per_step.items()},
+            "ratio": ratios(per_step),
+            "failed": failed,
+        }
+        del blocks
+        show(f"{name}, {title}", result[title])
+        result["finite"] = {n: r.finite() for n, r in routes.items()}
+        save(result)
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, nothing written")
-    parser.add_argument("--only", nargs="*", default=None)
+    parser.add_argument("--only", nargs="*", default=None, help="mlp, bare, resnet50")
     parser.add_argument("--routes", nargs="*", default=None, help="some of the optimizers")
+    parser.add_argument("--rounds", type=int, default=None)
+    parser.add_argument("--seconds", type=float, default=18.0, help="of each table, at most")
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args([] if arguments is None else arguments)
     device = torch.device(options.device)
+    options.rounds = options.rounds or (3 if options.quick else 40)
     torch.set_float32_matmul_precision("high" if device.type == "cuda" else "highest")
     torch.backends.cudnn.allow_tf32 = True
     print(environment(device))
@@ -200,12 +200,16 @@ def main(arguments: list[str] | None = None) -> None:
     results: dict[str, Any] = {}
     if path.exists() and not options.quick:
         results = json.loads(path.read_text())["results"]
-    for name in ("mlp", "resnet50"):
+
+    def save(name: str, result: Any) -> None:
+        results[name] = result
+        if not options.quick:
+            record = {"environment": environment(device), "results": results}
+            path.write_text(json.dumps(record, indent=1) + "\n")
+
+    for name in ("mlp", "bare", "resnet50"):
         if options.only is None or name in options.only:
-            results[name] = measure(name, device, options.quick, options.routes)
-            if not options.quick:
-                record = {"environment": environment(device), "results": results}
-                path.write_text(json.dumps(record, indent=1) + "\n")
+            measure(name, device, options, lambda result, name=name: save(name, result))
 
 
 if __name__ == "__main__":

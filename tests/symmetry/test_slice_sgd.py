@@ -455,6 +455,42 @@ def test_recorded_graphs_do_what_the_kernels_do(group: str, momentum: float) -> 
         assert len(optimizers[1]._keeper._replay._graphs) == 2
 
 
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("group", ["neuron", "layer"])
+@pytest.mark.parametrize("gradient", GRADIENTS)
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_training_steps_can_be_captured(group: str, gradient: str, momentum: float) -> None:
+    """Two steps, forward to retraction, as one graph: what the same steps do on a CPU."""
+    models = [mlp(3, 8, 6, 5, 2), mlp(3, 8, 6, 5, 2).cuda()]
+    options = {"group": group, "gradient": gradient, "momentum": momentum}
+    opts = [make(m, 0.01, captured=2, **options) for m in models]
+    x, y = (t.cuda() for t in data(models[1]))
+
+    def steps(m: nn.Sequential, o: SliceSGD, x: Tensor, y: Tensor) -> None:
+        for _ in range(2):
+            o.zero_grad()
+            F.mse_loss(m(x), y).backward()
+            o.step()
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            steps(models[1], opts[1], x, y)
+    torch.cuda.current_stream().wait_stream(stream)
+    opts[1].zero_grad()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        steps(models[1], opts[1], x, y)
+    for _ in range(3):
+        graph.replay()
+    for _ in range(5):
+        steps(models[0], opts[0], x.cpu(), y.cpu())
+    for p, q in zip(*(m.parameters() for m in models), strict=True):
+        assert relative(q.cpu(), p) < 1e-10
+
+
 # --- bad input ------------------------------------------------------------------------------------
 
 

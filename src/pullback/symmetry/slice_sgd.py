@@ -9,19 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.sgd import sgd
 
 from .._core.capture import plain
 from .._core.errors import PullbackError
 from ..optim.checks import own_group, refuse_model, refuse_sparse
 from .descent.directions import GRADIENTS, direction
 from .descent.keeper import Keeper, scalings_of
+from .descent.plain_step import sgd_step
 from .slices.chains import layers_of
 from .slices.choice import layer_slice
 from .slices.layer_slice import EqualNorm
 from .slices.slice import Retraction, Slice
 
-_OWN = ("model", "scalings", "group", "gradient", "every", "sweeps", "_kind")
+_OWN = ("model", "scalings", "group", "gradient", "every", "sweeps", "captured", "_kind")
 
 
 class SliceSGD(Optimizer):
@@ -37,9 +37,9 @@ class SliceSGD(Optimizer):
     for all layers, the projection does nothing, and one step changes the function exactly as one
     step of SGD from the same point. What remains is where the next gradient is taken. On the
     balanced slice that holds with biases and uniform weight decay too; on the slice of equal norms
-    biases make a real difference. Projections are computed on the slice of equal norms; on the
-    balanced one the gradient of a loss is tangent already, and what a regularizer in the loss adds
-    along an orbit is undone by the retraction.
+    biases make a real difference. Projections are computed where they are needed: there, and where
+    layers decay differently. Elsewhere the gradient of a loss is tangent already, and what a
+    regularizer in the loss adds along an orbit is undone by the retraction.
 
     `"gtk-orthonormal"` is approach II as the paper computes it: the tangent kernel of
     {r, unit ∂_ψ}, whose radial part is ℓ times as long. `"gtk-polar"` is the kernel of the polar
@@ -65,9 +65,14 @@ class SliceSGD(Optimizer):
         symmetry: what `symmetry.find(model, x)` returned, or a list of scalings; by default they
             are found from the model's graph.
         params: parameters or param groups, by default all that require gradients.
-        every: retract after every so manieth step only. Off by O(every·lr²) in between.
+        every: retract after every so manieth step only; in between parameters are off the slice by
+            O(every·lr²), and where no projection is needed steps are SGD's own. 10 is the cheap
+            route: a tenth of the retraction's passes over the weights.
         sweeps: for units: None balances every other layer after each step, exactly, while the
             rest is off by O(lr²); n balances all layers, n times. Layers are always exact.
+        captured: how many steps are recorded in one CUDA graph, if any are: a multiple of `every`,
+            with sweeps=None for units of twice that, as layers take turns. Without it, recording
+            steps that differ is refused.
     """
 
     def __init__(
@@ -83,6 +88,7 @@ class SliceSGD(Optimizer):
         params: Iterable[Any] | None = None,
         every: int = 1,
         sweeps: int | None = None,
+        captured: int | None = None,
     ) -> None:
         refuse_model(model, "SliceSGD", "its parameters are scaled here, on one process")
         _one_of("group", group, ("neuron", "layer"))
@@ -90,11 +96,10 @@ class SliceSGD(Optimizer):
         for name, value in (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay)):
             _number(name, value)
         self.model, self.group, self.gradient = model, group, gradient
-        self.every, self.sweeps = every, sweeps
+        self.every, self.sweeps, self.captured = every, sweeps, captured
         self.scalings, _ = scalings_of(symmetry, model)
-        self._rates: tuple[Any, Tensor] | None = None
         self._kind = "balanced" if group == "neuron" else layer_slice
-        self._keeper = Keeper(model, self.scalings, self._kind, every, sweeps)
+        self._keeper = self._keep()
         self._names = {id(p): n for n, p in plain(model).named_parameters()}
         if params is None:
             params = [p for p in plain(model).parameters() if p.requires_grad]
@@ -132,7 +137,7 @@ class SliceSGD(Optimizer):
         self._keeper.refresh()
         steps = self.param_groups[0]["steps"] = self.param_groups[0]["steps"] + 1
         due = self._keeper.due(steps)
-        moved = self._layers_at_once() if due else frozenset()
+        moved = frozenset() if self._tangent() else self._layers_at_once(due)
         moves = None if moved else self._directions()
         for group in self.param_groups:
             self._descend(group, moves, moved)
@@ -140,13 +145,17 @@ class SliceSGD(Optimizer):
             self._keeper.run(steps, self._followers())
         return loss
 
-    def _layers_at_once(self) -> frozenset[str]:
-        """Move layers and retract them in one go, where that can be; what was moved."""
+    def _tangent(self) -> bool:
+        """Whether the gradient is tangent as it is, with its weight decay."""
+        decays = {group["weight_decay"] for group in self.param_groups}
+        balanced = not isinstance(self._keeper.slice, EqualNorm) or len(decays) == 1
+        return self.gradient == "riemannian" and balanced and self._keeper.orthogonal
+
+    def _layers_at_once(self, retract: bool) -> frozenset[str]:
+        """Move layers, and retract them in one go, where that can be; what was moved."""
         layers = self._keeper.layers
-        plain = all(
-            not g["momentum"] and not isinstance(g["lr"], Tensor) for g in self.param_groups
-        )
-        if layers is None or not plain or self.gradient == "gtk-polar":
+        other = any(g["momentum"] or isinstance(g["lr"], Tensor) for g in self.param_groups)
+        if layers is None or other or self.gradient == "gtk-polar":
             return frozenset()
         found = {
             self._names[id(p)]: (p.grad, group["lr"], group["weight_decay"])
@@ -158,15 +167,7 @@ class SliceSGD(Optimizer):
             return frozenset()
         grads = {n: found[n][0] for n in layers.names}
         rates = tuple((found[n][1], found[n][2]) for n in layers.names)
-        if self._rates is None or self._rates[0] != rates:
-            made = torch.tensor(rates, dtype=torch.float64).to(layers.params[0].device)
-            self._rates = (rates, made)
-        lr, decay = self._rates[1].to(layers.dtype).unbind(1)
-        self._keeper.replay(
-            (self.gradient, rates),
-            [*layers.params, *grads.values()],
-            lambda: layers.run(self.gradient, grads, lr, decay),
-        )
+        layers.run(self.gradient, grads, rates, retract)
         return frozenset(layers.names)
 
     def _descend(
@@ -177,34 +178,20 @@ class SliceSGD(Optimizer):
         ]
         if not params:
             return
-        if moves is None:
-            grads = [p.grad for p in params]
-        else:
-            grads = [moves[self._names[id(p)]] for p in params]
-        momentum = group["momentum"]
-        buffers = [self.state[p].get("momentum_buffer") if momentum else None for p in params]
-        sgd(
+        grads = [p.grad if moves is None else moves[self._names[id(p)]] for p in params]
+        sgd_step(
             params,
             grads,  # pyright: ignore[reportArgumentType]
-            buffers,
-            has_sparse_grad=any(g is not None and g.is_sparse for g in grads),
-            weight_decay=group["weight_decay"] if moves is None else 0.0,
-            momentum=momentum,
+            self.state,
             lr=group["lr"],
-            dampening=0.0,
-            nesterov=False,
-            maximize=False,
+            momentum=group["momentum"],
+            weight_decay=group["weight_decay"] if moves is None else 0.0,
         )
-        if momentum:
-            for p, buffer in zip(params, buffers, strict=True):
-                self.state[p]["momentum_buffer"] = buffer
 
     def _directions(self) -> dict[str, Tensor] | None:
         """X by name; None where it is the gradient itself."""
         found = self._keeper.slice
-        if found is None:
-            return None
-        if self.gradient == "riemannian" and not isinstance(found, EqualNorm):
+        if found is None or self._tangent():
             return None
         named, gradients = {}, {}
         for group in self.param_groups:
@@ -234,9 +221,12 @@ class SliceSGD(Optimizer):
         super().__setstate__(state)
         if "model" in state:
             self._names = {id(p): n for n, p in plain(self.model).named_parameters()}
-            self._keeper = Keeper(self.model, self.scalings, self._kind, self.every, self.sweeps)
+            self._keeper = self._keep()
             self._keeper.own(self.param_groups)
-            self.start, self._rates = None, None
+            self.start = None
+
+    def _keep(self) -> Keeper:
+        return Keeper(self.model, self.scalings, self._kind, self.every, self.sweeps, self.captured)
 
     def __repr__(self) -> str:
         kind = type(self.slice).__name__

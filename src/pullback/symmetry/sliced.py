@@ -34,6 +34,7 @@ class Sliced(Optimizer):
         every: retract after every so manieth step only.
         sweeps: for "balanced": None balances every other layer after each step, n balances all
             layers, n times.
+        captured: how many steps are recorded in one CUDA graph, if any are: see `SliceSGD`.
         transport: powers of α by name, for state that torch's optimizers do not have.
         model: the module, where `symmetry` is a list of scalings.
     """
@@ -46,6 +47,7 @@ class Sliced(Optimizer):
         *,
         every: int = 1,
         sweeps: int | None = None,
+        captured: int | None = None,
         transport: Mapping[str, int] | None = None,
         model: Any = None,
     ) -> None:
@@ -60,7 +62,7 @@ class Sliced(Optimizer):
         self._ready = True
         self._link()
         self.param_groups[0].setdefault(_COUNT, 0)
-        self._keeper = Keeper(model, scalings, slice, every, sweeps)
+        self._keeper = Keeper(model, scalings, slice, every, sweeps, captured)
         self._keeper.own(self.param_groups)
         #: what the retraction at construction met: how far away, and dead units
         self.start: Retraction | None = self.retract_()

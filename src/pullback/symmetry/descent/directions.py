@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..._core.space import compute_dtype
-from ..slices.polar import polar_tangential
+from ..slices.polar import polar_direction
 
 GRADIENTS = ("riemannian", "gtk-orthonormal", "gtk-polar")
 
@@ -55,6 +55,8 @@ def _directed(
 ) -> dict[str, Tensor]:
     flat = [n for names in blocks for n in names]
     dtype = compute_dtype(params[flat[0]].dtype)
+    if kind == "gtk-polar":
+        return _polar(blocks, params, gradients, dtype)
     ws = [params[n].detach() for n in flat]
     gs = [gradients[n].to(w.dtype) for n, w in zip(flat, ws, strict=True)]
     norms = torch.stack(torch._foreach_norm(ws, 2, dtype)).square()
@@ -64,8 +66,6 @@ def _directed(
     inverse = torch.where(sizes > 0, 1 / sizes, 0.0)
     rho = (owner @ dots) * inverse
     radial = rho.mean() if kind == "riemannian" else rho.sum()
-    if kind == "gtk-polar":
-        return _polar(blocks, params, gradients, finite(radial * inverse), dtype)
     pull = owner.mT @ finite((radial - rho) * inverse)
     return {
         n: torch.addcmul(g, w, c.to(w.dtype)) for n, w, g, c in zip(flat, ws, gs, pull, strict=True)
@@ -76,19 +76,16 @@ def _polar(
     blocks: Sequence[Sequence[str]],
     params: Mapping[str, Tensor],
     gradients: Mapping[str, Tensor],
-    pull: Tensor,
     dtype: torch.dtype,
 ) -> dict[str, Tensor]:
-    out: dict[str, Tensor] = {}
-    for names, c in zip(blocks, pull, strict=True):
-        w = torch.cat([params[n].detach().to(dtype).reshape(-1) for n in names])
-        g = torch.cat([gradients[n].to(dtype).reshape(-1) for n in names])
-        moved = (c * w + polar_tangential(w, g)).split([params[n].numel() for n in names])
-        out |= {
-            n: m.view(params[n].shape).to(params[n].dtype)
-            for n, m in zip(names, moved, strict=True)
-        }
-    return out
+    flat = [n for names in blocks for n in names]
+    w = torch.cat([params[n].detach().to(dtype).reshape(-1) for n in flat])
+    g = torch.cat([gradients[n].to(dtype).reshape(-1) for n in flat])
+    sizes = [sum(params[n].numel() for n in names) for names in blocks]
+    moved = polar_direction(w, g, sizes).split([params[n].numel() for n in flat])
+    return {
+        n: m.view(params[n].shape).to(params[n].dtype) for n, m in zip(flat, moved, strict=True)
+    }
 
 
 def finite(x: Tensor) -> Tensor:

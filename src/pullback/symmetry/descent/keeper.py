@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..._core.capture import plain
 from ..._core.errors import PullbackError
+from ..._core.replay import Replay, recording
 from ..actions.scaling import Scaling
 from ..slices.chains import layers_of
 from ..slices.choice import make_slice, two_sided
@@ -18,7 +19,6 @@ from ..slices.slice import Retraction, Slice
 from ..slices.units import Units
 from .layer_step import LayerStep
 from .layer_sweep import LayerSweep
-from .replay import Replay
 from .sweep import Followers, Sweep
 
 
@@ -51,6 +51,8 @@ class Keeper:
         kind: of the slice, one of `SLICES`, or a function of the scalings that chooses one.
         every: retract on every so manieth step.
         sweeps: how often all units are balanced in a retraction; None: every other layer, in turn.
+        captured: how many steps are recorded in one CUDA graph; None: steps are not recorded, or
+            they are all alike.
     """
 
     def __init__(
@@ -60,14 +62,19 @@ class Keeper:
         kind: str | Callable[[Sequence[Scaling]], str],
         every: int = 1,
         sweeps: int | None = None,
+        captured: int | None = None,
     ) -> None:
-        for name, value in (("every", every), ("sweeps", 1 if sweeps is None else sweeps)):
+        given = {"every": every, "sweeps": sweeps, "captured": captured}
+        for name, value in given.items():
+            if value is None and name != "every":
+                continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise PullbackError(
                     f"{name}= is not usable", f"got {value!r}", "Use a whole number ≥ 1"
                 )
         self.named = dict(plain(model).named_parameters(remove_duplicate=False))
         self.scalings, self.every, self.sweeps = tuple(scalings), every, sweeps
+        self.captured = captured
         self._kind = kind
         #: the parameters that the optimizer moves, by id
         self.optimized: set[int] = set()
@@ -108,6 +115,8 @@ class Keeper:
             self._sweep = kind_of_sweep(self.slice, self.named)
             if isinstance(self.slice, EqualNorm) and isinstance(self._sweep, LayerSweep):
                 self.layers = LayerStep(self._sweep, layers_of(self.slice.scalings), self.named)
+            if self.captured is not None and self.captured % self.period:
+                self._refuse_graph(self.captured)
 
     @torch.no_grad()
     def retract_(self, followers: Followers) -> Retraction | None:
@@ -122,13 +131,33 @@ class Keeper:
                 target.copy_((target.to(t.dtype) * factor).to(target.dtype))
         return done
 
+    @property
+    def orthogonal(self) -> bool:
+        """Whether the slice is orthogonal to orbits, so that gradients of a loss are tangent."""
+        return not isinstance(self._sweep, LayerSweep) or self._sweep.orthogonal
+
+    @property
+    def period(self) -> int:
+        """After how many steps all comes around."""
+        turns = self._sweep.turns if self._sweep is not None and self.sweeps is None else 1
+        return self.every * turns
+
     def due(self, steps: int) -> bool:
         """Whether a step with this number, from 1, is followed by a retraction."""
-        return self._sweep is not None and steps % self.every == 0
+        if self._sweep is None:
+            return False
+        # what a graph holds is replayed as it is, whatever the number of the step
+        if self.captured is None and self.period > 1 and recording(self._own[0]):
+            self._refuse_graph(1)
+        return steps % self.every == 0
 
-    def replay(self, key: Hashable, tensors: Sequence[Tensor], work: Callable[[], None]) -> None:
-        """Do work on these tensors, on a GPU as one launch."""
-        self._replay.run(key, tensors, work)
+    def _refuse_graph(self, steps: int) -> NoReturn:
+        raise PullbackError(
+            f"A graph of {steps} step{'s' if steps > 1 else ''} would leave retractions out",
+            f"steps differ, and come around after {self.period}: a replay does always the same",
+            f"Record {self.period} steps, or a multiple, and say so: captured={self.period}; or "
+            "make them all alike: every=1, sweeps=1",
+        )
 
     def run(self, steps: int, followers: Followers) -> None:
         """Retract after a step, by sweeps."""

@@ -5,7 +5,9 @@ a layer k (`directions`), and
 
     w ← f (a w − η g),    a = 1 − η(c_k + decay),    |a w − η g|² = a²q − 2aη d + η²e.
 
-So the retraction's factors f are known before anything is written.
+So the retraction's factors f are known before anything is written: w and g are read twice, and w is
+multiplied and added to. What lies between are some dozens of operations on (P,) numbers in places
+of their own, on a GPU one recorded graph, wherever the gradients are.
 """
 
 from __future__ import annotations
@@ -15,8 +17,12 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from .directions import dot, finite, owners
+from ..._core.replay import Replay
+from .directions import dot, owners
 from .layer_sweep import LayerSweep
+
+#: learning rate and weight decay of each parameter
+Rates = tuple[tuple[float, float], ...]
 
 
 class LayerStep:
@@ -37,41 +43,64 @@ class LayerStep:
         self._sweep, self.names = sweep, sweep.names
         self.params = [params[n] for n in self.names]
         dtype, device = sweep.dtype, self.params[0].device
-        chains = tuple(tuple(tuple(names) for names in chain) for chain in layers)
-        self._owners = [owners(chain, tuple(self.names), dtype, device) for chain in chains]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """In which the numbers are computed."""
-        return self._sweep.dtype
+        blocks = tuple(tuple(names) for chain in layers for names in chain)
+        self._owner = owners(blocks, tuple(self.names), dtype, device)
+        ones = [self._owner.new_ones(len(chain), len(chain)) for chain in layers]
+        means = [x / len(x) for x in ones]
+        eye = torch.eye(len(blocks), dtype=dtype, device=device)
+        # ρ ↦ what is added along each ŵ: mean ρ − ρ_k, or Σρ − ρ_k
+        self._radial = {
+            "riemannian": (torch.block_diag(*means) - eye),
+            "gtk-orthonormal": (torch.block_diag(*ones) - eye),
+        }
+        new = self._owner.new_zeros
+        self._numbers, self._factors = new(3, len(self.names)), new(2, len(self.names))
+        self._known: Rates | None = None
+        self._rates = new(2, len(self.names))
+        self._replay = Replay()
 
     def run(
-        self, kind: str, gradients: Mapping[str, Tensor], rates: Tensor, decays: Tensor
+        self, kind: str, gradients: Mapping[str, Tensor], rates: Rates, retract: bool = True
     ) -> None:
-        """Move all parameters; `rates` and `decays` are those of each parameter, (P,)."""
-        dtype = self.dtype
+        """Move all parameters, and with `retract` onto the slice."""
+        if rates != self._known:
+            self._known = rates
+            self._rates.copy_(torch.tensor(rates, dtype=self._rates.dtype).mT)
         ws = [w.detach() for w in self.params]
         gs = [gradients[n].to(w.dtype) for n, w in zip(self.names, ws, strict=True)]
-        low = torch.float32 if ws[0].element_size() < 4 else None
-        q, e = (
-            torch.stack([x.to(dtype) for x in torch._foreach_norm(ts, 2, low)]).square()
-            for ts in (ws, gs)
-        )
-        d = torch.stack([dot(w, g, low or w.dtype) for w, g in zip(ws, gs, strict=True)]).to(dtype)
-        a = 1 - rates * (self._pull(kind, q, d + decays * q) + decays)
-        squares = (a * a * q - 2 * a * rates * d + rates * rates * e).clamp_min(0)
-        f = self._sweep.factors(squares)
-        of_w, of_g = (a * f).unbind(), (-rates * f).unbind()
-        for w, g, s, c in zip(ws, gs, of_w, of_g, strict=True):
-            w.mul_(s.to(w.dtype)).addcmul_(g, c.to(w.dtype))
+        self._measure(ws, gs, retract)
+        self._replay.run((kind, retract), [self._numbers], lambda: self._solve(kind, retract))
+        of_w, of_g = (each.unbind() for each in self._factors.to(_low(ws) or ws[0].dtype))
+        for w, g, a, b in zip(ws, gs, of_w, of_g, strict=True):
+            w.mul_(a).addcmul_(g, b)
+
+    def _measure(self, ws: list[Tensor], gs: list[Tensor], retract: bool) -> None:
+        """⟨w, g⟩, |w| and, which only the retraction needs, |g| of each parameter: (3, P)."""
+        low = _low(ws)
+        dots = [dot(w, g, low or w.dtype) for w, g in zip(ws, gs, strict=True)]
+        norms = torch._foreach_norm([*ws, *gs] if retract else ws, 2, low)
+        found = torch.stack([*dots, *norms]).view(-1, len(ws))
+        self._numbers[: len(found)].copy_(found)
+
+    def _solve(self, kind: str, retract: bool) -> None:
+        """The factors of w and of g, (2, P), from the numbers."""
+        d, size, slope = self._numbers
+        rate, decay = self._rates
+        q = size.square()
+        a = 1 - rate * (self._pull(kind, q, torch.addcmul(d, decay, q)) + decay)
+        self._factors[0], self._factors[1] = a, -rate
+        if retract:
+            rest = torch.addcmul(a * q, rate, d, value=-2)
+            moved = (rate * slope).square_().addcmul_(a, rest).clamp_min_(0)
+            self._factors.mul_(self._sweep.factors(moved))
 
     def _pull(self, kind: str, q: Tensor, d: Tensor) -> Tensor:
-        """c of each parameter's layer, (P,)."""
-        total = torch.zeros_like(q)
-        for owner in self._owners:
-            sizes = (owner @ q).sqrt()
-            inverse = torch.where(sizes > 0, 1 / sizes, 0.0)
-            rho = (owner @ d) * inverse
-            radial = rho.mean() if kind == "riemannian" else rho.sum()
-            total = total + owner.mT @ finite((radial - rho) * inverse)
-        return total
+        """c of each parameter's layer, (P,); 0 where that is zero or not finite."""
+        inverse = (self._owner @ q).rsqrt().nan_to_num(posinf=0.0)
+        along = self._radial[kind] @ ((self._owner @ d) * inverse)
+        return self._owner.mT @ (along * inverse).nan_to_num(0.0, 0.0, 0.0)
+
+
+def _low(ws: list[Tensor]) -> torch.dtype | None:
+    """The dtype of sums over half-precision entries."""
+    return torch.float32 if ws[0].element_size() < 4 else None

@@ -4,10 +4,12 @@ With squared norms q (P,) of the parameters and powers B (P, U) of the scalings,
 log-scales t have x = q exp(2Bt). Newton's method from t = 0 finds
 
     equal norms   D log(R x) = 0      R (blocks, P) adds up a block, D (U, blocks) takes differences
-    balance       Bᵀx = 0
+    balance       Bᵀx = 0             with Jacobians 2D(R x∘B)/(R x) and 2Bᵀ(x∘B)
 
-Without biases the first is linear in t and done in one step; else the distance from the slice after
-an SGD step is O(lr²) and two steps leave O(lr⁸).
+Without biases the first is linear in t and done in one step; else the distance δ from the slice
+after an SGD step is O(lr²), one step leaves O(δ²), and each further one with the same inverse one
+more power, at the price of a few products: two of them end where a second Newton step would. (In
+float32 one is enough.)
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from ..slices.units import wide
 from .sweep import Followers
 
 _FAR = 30.0
-_ROUNDS = 4
+_ROUNDS = 3
 
 
 class LayerSweep:
@@ -41,16 +43,19 @@ class LayerSweep:
         eye = torch.eye(slice.units.total, dtype=wide(first), device=first.device)
         powers = [part.log_factor(eye).reshape(-1) for part in slice.units.parts]
         self._powers = torch.stack(powers)
-        self._blocks, self._differences = None, None
-        self._steps = 2
+        self._twice = 2 * self._powers
+        self._blocks, self._left = None, self._powers.mT
+        #: whether the slice is orthogonal to orbits: equal norms are balanced without biases
+        self.orthogonal = True
+        self._chords = 2 if first.dtype == torch.float64 else 1
         if isinstance(slice, EqualNorm):
-            self._blocks, self._differences = self._matrices(slice, eye)
+            self._blocks, self._left = self._matrices(slice, eye)
             # one kind of powers in each block: log-linear
-            mixed = any(
-                len({tuple(powers[self.names.index(n)].tolist()) for n in b}) > 1
-                for b in self._counted(slice)
-            )
-            self._steps = 2 if mixed else 1
+            kinds = dict(zip(self.names, map(tuple, self._powers.tolist()), strict=True))
+            blocks = self._counted(slice)
+            mixed = any(len({kinds[n] for n in block}) > 1 for block in blocks)
+            self._chords *= mixed
+            self.orthogonal = not mixed and sum(map(len, blocks)) == len(kinds)
         # of the Jacobian at the last retraction: the start of the next
         self._inverse = torch.zeros_like(eye)
         if eye.is_cuda:
@@ -83,7 +88,9 @@ class LayerSweep:
     def run(self, turn: int | None = None, followers: Followers | None = None) -> None:
         """Retract; followers are carried along."""
         ws = [self._params[n] for n in self.names]
-        factors = self.factors(self._squares()).unbind()
+        # in the precision of the weights: kernels that convert as they go are slow
+        low = torch.float64 if ws[0].dtype == torch.float64 else torch.float32
+        factors = self.factors(self._squares()).to(low).unbind()
         for name, w, factor in zip(self.names, ws, factors, strict=True):
             w.mul_(factor)
             for target, power in (followers or {}).get(name, ()):
@@ -93,7 +100,7 @@ class LayerSweep:
         """|w|² of all parameters, (P,)."""
         ws = [self._params[n].detach() for n in self.names]
         norms = torch._foreach_norm(ws, 2, torch.float32 if _half(ws) else None)
-        return torch.stack([n.to(self._powers.dtype) for n in norms]).square()
+        return torch.stack(norms).to(self.dtype).square()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -105,19 +112,28 @@ class LayerSweep:
         return (self._powers @ self._log_scales(squares)).exp()
 
     def _log_scales(self, squares: Tensor) -> Tensor:
-        t = squares.new_zeros(self._powers.shape[1])
-        for _ in range(self._steps):
-            x = squares * (2 * (self._powers @ t)).exp()
-            if self._blocks is None or self._differences is None:
-                slope = self._powers.mT @ x
-                jacobian = 2 * (self._powers.mT * x) @ self._powers
-            else:
-                sums = self._blocks @ x
-                slope = 0.5 * self._differences @ sums.log()
-                jacobian = self._differences @ ((self._blocks * x) / sums[:, None]) @ self._powers
-            t = t - (self._inverted(jacobian) @ slope).clamp(-_FAR, _FAR)
+        sums = self._sums(squares)
+        inverse = self._inverted(self._jacobian(squares, sums))
+        t = -(inverse @ self._slope(sums))
+        for _ in range(self._chords):
+            moved = self._sums(squares * (self._twice @ t).exp())
+            t = torch.addmv(t, inverse, self._slope(moved), alpha=-1)
         # a layer that is zero or not finite: nothing is scaled
-        return torch.where(torch.isfinite(t).all(), t, 0.0)
+        return (t + 0 * t.sum()).nan_to_num(0.0, 0.0, 0.0).clamp_(-_FAR, _FAR)
+
+    def _sums(self, x: Tensor) -> Tensor:
+        """What slopes are made of: squared norms of blocks, or x itself."""
+        return x if self._blocks is None else self._blocks @ x
+
+    def _slope(self, sums: Tensor) -> Tensor:
+        """What is to vanish, (U,)."""
+        return self._left @ (sums if self._blocks is None else sums.log())
+
+    def _jacobian(self, x: Tensor, sums: Tensor) -> Tensor:
+        """The slope's derivative by t, (U, U)."""
+        if self._blocks is None:
+            return (self._left * x) @ self._twice
+        return self._left @ ((self._blocks * x / sums[:, None]) @ self._twice)
 
     def _inverted(self, jacobian: Tensor) -> Tensor:
         """J⁻¹; on a GPU by products from the last one, so that no host is needed."""
@@ -127,17 +143,17 @@ class LayerSweep:
 
 
 def inverse_by_products(a: Tensor, last: Tensor) -> Tensor:
-    """A few rounds of X ← X(2 − AX) towards A⁻¹, from an inverse of something like A.
+    """A few rounds of X ← 2X − XAX towards A⁻¹, from an inverse of something like A.
 
-    Where that is far off, from a start that converges, if not within one call.
+    Where that is far off, from Aᵀ/|A|², which converges, if not within one call. With it, and ever
+    after, |1 − AX|² is less than the number of rows.
     """
-    eye = torch.eye(len(a), dtype=a.dtype, device=a.device)
-    safe = a.mT / (a.abs().sum(0).max() * a.abs().sum(1).max())
-    off = [torch.linalg.matrix_norm(eye - a @ x) for x in (last, safe)]
-    x = torch.where(off[0] < off[1], last, safe)
+    off = torch.eye(len(a), dtype=a.dtype, device=a.device).addmm_(a, last, alpha=-1)
+    near = torch.linalg.vector_norm(off) < len(a) ** 0.5
+    x = torch.where(near, last, a.mT / torch.linalg.vector_norm(a).square())
     for _ in range(_ROUNDS):
-        x = x @ (2 * eye - a @ x)
-    return torch.where(torch.isfinite(x).all(), x, 0.0)
+        x = torch.addmm(x, x @ a, x, beta=2, alpha=-1)
+    return x.nan_to_num(0.0, 0.0, 0.0)
 
 
 def _half(ws: list[Tensor]) -> bool:

@@ -10,33 +10,67 @@ They depend on the order of the entries, and so does what is made of them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
 from torch import Tensor
 
 
 def polar_tangential(w: Tensor, g: Tensor) -> Tensor:
     r"""Σ_l ⟨g, ∂_{ψ^l}⟩ ∂_{ψ^l} for flat w and g (n,), without the basis.
 
-    With s = cumsum(w g) and d_l = w_{l+1} s_l/a_l − a_l g_{l+1} = ⟨g, ∂_{ψ^l}⟩,
+    With A = cumsum(w²), s = cumsum(w g) and h = A g − w s = −⟨g, ∂_{ψ^{k−1}}⟩ a_{k−1},
 
-        out_k = w_k Σ_{l≥k} d_l w_{l+1}/a_l − d_{k−1} a_{k−1}.
+        out_k = h_k − w_k Σ_{j>k} h_j w_j/A_{j−1}.
 
     >>> import torch
     >>> w, g = torch.tensor([1.0, 2.0, 2.0]), torch.tensor([1.0, 0.0, -1.0])
     >>> polar_tangential(w, g)
     tensor([ 6.8000,  3.6000, -7.0000])
     """
-    out = g.new_zeros(g.shape)
-    if w.numel() < 2:
-        return out
-    a = w.square().cumsum(0)[:-1].sqrt()
-    s = (w * g).cumsum(0)[:-1]
+    sizes = [w.numel()]
+    return _tangential(w, g, *_sums(w, g, sizes), sizes, w.new_zeros(1))
+
+
+def polar_direction(w: Tensor, g: Tensor, sizes: Sequence[int]) -> Tensor:
+    r"""The kernel of {r, ∂_ψ} for flat layers one after the other, (Σ sizes,).
+
+    It is (Σρ) ŵ_k and the above in each layer k, with ρ_k = ⟨ŵ_k, g_k⟩. Entries are worked on all
+    at once, and only running sums are taken layer by layer.
+    """
+    squares, dots = _sums(w, g, sizes)
+    last = [end - 1 for end in accumulate(sizes)]
+    inverse = torch.stack([squares[i] for i in last]).rsqrt().nan_to_num(posinf=0.0)
+    radial = (torch.stack([dots[i] for i in last]) * inverse).sum()
+    # a gradient that is not finite would spread from one layer to the others
+    pull = (radial * inverse).nan_to_num(0.0, 0.0, 0.0)
+    return _tangential(w, g, squares, dots, sizes, pull)
+
+
+def _sums(w: Tensor, g: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """cumsum(w²) and cumsum(w g), anew in each layer."""
+    found = (w * w, w * g)
+    for each in found:
+        for piece in each.split(list(sizes)):
+            piece.cumsum_(0)
+    return found
+
+
+def _tangential(
+    w: Tensor, g: Tensor, squares: Tensor, dots: Tensor, sizes: Sequence[int], pull: Tensor
+) -> Tensor:
+    """The tangential part of each layer plus pull·w."""
+    out = (squares * g).addcmul_(w, dots, value=-1)
+    terms = torch.mul(out, w, out=dots)
+    terms[1:].div_(squares[:-1])
     # the tangent of entries before the first that is not zero has no direction: none is taken
-    slope = (w[1:] / a).where(a > 0, 0.0)
-    d = slope * s - a * g[1:]
-    tail = (d * slope).flip(0).cumsum(0).flip(0)
-    out[:-1] = w[:-1] * tail
-    out[1:] -= d * a
-    return out
+    terms.nan_to_num_(0.0, 0.0, 0.0)
+    for piece, c in zip(terms.split(list(sizes)), pull, strict=True):
+        piece[:1].zero_()  # a layer's first entry has no angle, and h is 0 there to round-off
+        piece.cumsum_(0)
+        piece.sub_(piece[-1] - c)
+    return out.addcmul_(w, terms)
 
 
 def polar_basis(w: Tensor) -> Tensor:

@@ -10,6 +10,11 @@ from torch import Tensor
 _MOST = 16
 
 
+def recording(t: Tensor) -> bool:
+    """Whether work on this tensor would be recorded in a CUDA graph, and not be done."""
+    return t.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 class Replay:
     """Runs work on a GPU as a recorded graph from the third time on; elsewhere as it is.
 
@@ -20,14 +25,15 @@ class Replay:
     def __init__(self) -> None:
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._seen: dict[Hashable, int] = {}
-        self._off = False
+        #: whether recording was given up
+        self.off = False
 
     def run(self, key: Hashable, tensors: Sequence[Tensor], work: Callable[[], None]) -> None:
         """Do the work, which touches these tensors and no others that outlive it."""
-        if self._off or not tensors or any(t.device.type != "cuda" for t in tensors):
+        if self.off or not tensors or any(t.device.type != "cuda" for t in tensors):
             work()
             return
-        if torch.cuda.is_current_stream_capturing():
+        if recording(tensors[0]):
             work()  # into the graph that somebody else records
             return
         place = (key, tuple(t.data_ptr() for t in tensors))
@@ -46,15 +52,19 @@ class Replay:
     def _record(self, place: Hashable, device: torch.device, work: Callable[[], None]) -> None:
         if len(self._graphs) >= _MOST:
             self._graphs.clear()
-            self._off = True
+            self.off = True
             work()
             return
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.device(device), torch.cuda.graph(graph):
+            # other threads, which pin the next batch's memory, say, may go on meanwhile
+            with (
+                torch.cuda.device(device),
+                torch.cuda.graph(graph, capture_error_mode="thread_local"),
+            ):
                 work()
         except RuntimeError:  # a kernel that cannot be recorded; nothing was run
-            self._off = True
+            self.off = True
             torch.cuda.synchronize(device)
             work()
             return
