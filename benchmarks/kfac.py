@@ -26,9 +26,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import pullback as pb
+from pullback.experiments.kfac_training.networks import autoencoder
 
 from .kfac_floor import Rates, floor, rates
-from .kfac_models import GPT, autoencoder, convnet, resnet50
+from .kfac_models import GPT, convnet, resnet50
 from .naive_kfac import NaiveKFAC
 from .timing import compare, environment, peak_bytes
 

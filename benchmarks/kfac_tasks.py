@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 import pullback as pb
+from pullback.experiments.kfac_training.networks import MNIST, autoencoder
 
 from . import kfac_data
 from .kfac import bernoulli, categorical
-from .kfac_models import GPT, MNIST, autoencoder, character_transformer, vgg16
+from .kfac_models import GPT, character_transformer, vgg16
 from .timing import synchronize
 
 

@@ -18,12 +18,49 @@ def test_every_example_has_a_test() -> None:
     assert {path.stem for path in FOLDER.glob("*.py")} <= tested
 
 
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda path: path.stem)
+def test_every_example_is_short(path: Path) -> None:
+    assert len(path.read_text("utf-8").splitlines()) < 60
+
+
 def test_exact_classification() -> None:
     assert run("exact_classification", steps=20) > 0.99
 
 
-def test_least_squares_pinn_style() -> None:
-    assert run("least_squares_pinn_style") < 1e-6
+def test_pinn_from_scratch() -> None:
+    assert run("pinn_from_scratch") < 1e-6
+
+
+def test_kfac_plain_loop(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("kfac_plain_loop", epochs=2) > 0.95
+    assert "BatchNorm1d" in capsys.readouterr().out
+
+
+def test_kfac_lightning() -> None:
+    pytest.importorskip("lightning", reason="Lightning is not installed")
+    assert run("kfac_lightning", epochs=5) > 0.95
+
+
+def test_kfac_hugging_face() -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    first, last = run("kfac_hugging_face", steps=30)
+    assert last < 0.3 * first
+
+
+def test_tangent_kernel() -> None:
+    plain, natural, condition = run("tangent_kernel")
+    assert plain < 1e-5
+    assert natural < 1e-3
+    assert condition > 1e3
+
+
+def test_slices() -> None:
+    ends = run("slices", steps=20)
+    was, rescaled = ends["SGD"]
+    assert not abs(rescaled - was) < 1
+    for name in ("SliceSGD", "Sliced Adam"):
+        was, rescaled = ends[name]
+        assert abs(rescaled - was) < 1e-6 * was
 
 
 def test_population_fisher(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,14 +2,14 @@
 
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from click.testing import Result
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from pullback import pde
 from pullback.experiments import registry
@@ -143,6 +143,11 @@ def test_run_repeats_an_experiment(tmp_path: Path) -> None:
         (["nothing"], "yin-2024-deep"),
         (["yin-2024-shalow"], "yin-2024-shallow, yin-2024-poisson, yin-2024-deep look most like"),
         (["yin-2024-deep", "--seeds", "a-b"], "Write 0-9"),
+        (["yin-2024-deep", "--seeds", ""], "'' is no range"),
+        (["yin-2024-deep", "--seeds", "1,,2"], "'' is no range"),
+        (["yin-2024-deep", "--seeds", "-1"], "'-1' is no range"),
+        (["yin-2024-deep", "--seeds", "0,3-1"], "'3-1' ends before it begins"),
+        (["yin-2024-deep", "--seeds", "0-999999999"], "more than 10,000"),
         (["yin-2024-deep", "--device", "abacus"], "--device cpu"),
         (["yin-2024-deep", "--out", __file__], "--out"),
     ],
@@ -155,6 +160,85 @@ def test_run_refuses_with_a_message(
     assert done.exit_code == 1
     assert words in done.output.replace("\n", " ")
     assert "Traceback" not in done.output
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA")
+@pytest.mark.parametrize("command", [["run", "luk-grosse-2018"], ["solve", "ritz"], ["bench"]])
+def test_no_cuda_is_a_message(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = run.invoke(app, [*command, "--device", "cuda"])
+    assert done.exit_code == 1
+    assert "The device 'cuda' cannot be used" in done.output
+    assert "--device cpu" in done.output.replace("\n", " ")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("more", [[], ["--workers", "2"]])
+def test_missing_data_say_what_to_set_and_where_to_get_it(
+    more: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PULLBACK_DATA", str(tmp_path / "data"))
+    arguments = ["run", "bai-2024-sobolev-cifar10", "--quick", "--out", str(tmp_path)]
+    done = run.invoke(app, [*arguments, *more])
+    assert done.exit_code == 1
+    for words in ("cifar10_train_a.npz", "Set PULLBACK_DATA", "https://www.cs.toronto.edu"):
+        assert words in done.output
+    assert "Traceback" not in done.output
+
+
+@pytest.mark.parametrize("command", [["run", "small"], ["solve", "ritz", "--steps", "1"]])
+def test_a_folder_that_cannot_be_written_to_is_refused(
+    command: list[str], small: list[Small], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # root may write everywhere
+    monkeypatch.setattr(os, "access", lambda path, mode, **_: mode != os.W_OK)
+    done = run.invoke(app, [*command, "--out", str(tmp_path)])
+    assert done.exit_code == 1
+    assert "Pass another --out" in done.output
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_is_a_message_and_leaves_what_was_there(
+    small: list[Small], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["run", "small", "--out", str(tmp_path)]
+    assert run.invoke(app, [*arguments, "--seeds", "0"]).exit_code == 0
+    before = (tmp_path / "small.json").read_bytes()
+
+    def full(file: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        done = run.invoke(app, [*arguments, "--seeds", "0-1"])
+    assert done.exit_code == 1
+    assert "No space left on device" in done.output
+    assert "what was finished before is intact" in done.output
+    assert (tmp_path / "small.json").read_bytes() == before
+    assert run.invoke(app, [*arguments, "--seeds", "0-1"]).exit_code == 0
+
+
+def test_results_of_another_experiment_are_refused(small: list[Small], tmp_path: Path) -> None:
+    (tmp_path / "small.json").write_text('{"format": "something else"}')
+    done = run.invoke(app, ["run", "small", "--out", str(tmp_path)])
+    assert done.exit_code == 1
+    assert "holds no results of an experiment" in done.output
+    assert (tmp_path / "small.json").read_text() == '{"format": "something else"}'
+
+
+@pytest.mark.parametrize("option", [["--workers", "0"], ["--seconds", "-1"], ["--seeds"]])
+def test_options_out_of_range_are_refused(option: list[str], small: list[Small]) -> None:
+    assert run.invoke(app, ["run", "small", *option]).exit_code == 2
+
+
+def test_list_names_paper_figure_claim_and_time(small: list[Small], tmp_path: Path) -> None:
+    assert run.invoke(app, ["run", "small", "--out", str(tmp_path)]).exit_code == 0
+    listed = run.invoke(app, ["list", "--out", str(tmp_path)])
+    line = next(line for line in listed.stdout.splitlines() if line.startswith("small "))
+    for words in ("Nobody (2000), Figure 1", "0.0 s", "reproduced"):
+        assert words in line
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import torch
 
 from pullback import PullbackError
 from pullback.experiments import Context, Item, Paused, registry
-from pullback.experiments.framework import experiment, files, progress, runner
+from pullback.experiments.framework import doing, experiment, files, progress, runner, working
 from pullback.experiments.framework.outcome import UNFINISHED
 from pullback.experiments.framework.store import Store
 
@@ -81,6 +81,15 @@ def test_status_says_whether_checks_are_as_recorded(tmp_path: Path) -> None:
     assert done.status == 1
     assert done.verdict is not None
     assert done.verdict.outcome == "not reproduced"
+
+
+def test_sizes_that_cannot_tell_are_not_judged(tmp_path: Path) -> None:
+    done = Small(bad=True, judged=False).run(out=tmp_path)
+    assert done.status == 0
+    assert done.verdict is None
+    assert not done.checks
+    assert state(tmp_path)["summary"]["verdict"] is None
+    assert Small().smoke().judged
 
 
 def test_another_configuration_is_refused_and_methods_may_come_and_go(tmp_path: Path) -> None:
@@ -156,7 +165,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     found = Clock()
-    for module in (runner, experiment, progress):
+    for module in (runner, doing, working, experiment, progress):
         monkeypatch.setattr(module, "time", found)
     return found
 

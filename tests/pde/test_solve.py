@@ -528,3 +528,38 @@ def test_checkpoints_are_written_now_and_then(tmp_path: Path, monkeypatch: Any) 
     path, seen = tmp_path / "run.pt", []
     run(steps=3, checkpoint=path, callbacks=[lambda run, info: seen.append(path.exists())])
     assert seen == [False, True, True]
+
+
+def test_any_of_torchs_optimizers_takes_the_losss_gradient(tmp_path: Path) -> None:
+    """Plain gradient descent, by hand; and a run that goes on from its checkpoint."""
+    problem, start = pde.Poisson(dim=1), pde.mlp(1, 6, 1, seed=0)
+    options: dict[str, Any] = dict(points=30, progress=False, patience=None)
+
+    def adam(module: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.Adam(module.parameters(), lr=1e-2)
+
+    before = {n: p.detach().clone() for n, p in start.named_parameters()}
+    x = torch.linspace(0, 1, 5, dtype=torch.float64)[:, None]
+    values = start(x).detach()
+    once = pde.solve(
+        problem,
+        start,
+        steps=1,
+        optimizer=lambda m: torch.optim.SGD(m.parameters(), 1e-3),
+        **options,
+    )
+    moved = {n: (before[n] - p.detach()) / 1e-3 for n, p in start.named_parameters()}
+    slope = sum(float((g * g).sum()) for g in moved.values())
+    assert not torch.equal(start(x).detach(), values)
+    # the loss falls by lr·|∇L|² to first order
+    assert math.isclose((once.history.loss[0] - once.loss) / 1e-3, slope, rel_tol=0.2)
+
+    whole = pde.solve(problem, pde.mlp(1, 6, 1, seed=0), steps=8, optimizer=adam, **options)
+    path = tmp_path / "run.pt"
+    for steps in (3, 8):
+        parts = pde.solve(
+            problem, pde.mlp(1, 6, 1, seed=0), steps=steps, optimizer=adam, checkpoint=path,
+            **options,
+        )  # fmt: skip
+    assert parts.history.loss == whole.history.loss
+    assert whole.history.loss[-1] < whole.history.loss[0]

@@ -19,6 +19,11 @@ class PullbackError(RuntimeError):
         self.why = why
         self.remedy = remedy
 
+    def __reduce__(self) -> tuple[type[PullbackError], tuple[str, str, str]]:
+        # exceptions are rebuilt from their message, and this one from its parts: by which it can
+        # come back from another process
+        return type(self), (self.what, self.why, self.remedy)
+
 
 class Status(Enum):
     """How a computation ended; the value is the sentence a user reads, remedy included."""

@@ -6,9 +6,11 @@ import time
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ..optim import KFAC, NaturalGradient, Objective, StepInfo
 from ..solvers import PseudoInverse
@@ -40,7 +42,7 @@ def _spectral(dtype: torch.dtype) -> PseudoInverse:
     return PseudoInverse(rcond=_CUT if dtype == torch.float64 else None, double=True)
 
 
-def _optimizer(trial: Trial, settings: Settings, dtype: torch.dtype) -> NaturalGradient | KFAC:
+def _optimizer(trial: Trial, settings: Settings, dtype: torch.dtype) -> Optimizer:
     if settings.optimizer is not None:
         return settings.optimizer(trial)
     return NaturalGradient(
@@ -52,12 +54,21 @@ def _optimizer(trial: Trial, settings: Settings, dtype: torch.dtype) -> NaturalG
     )
 
 
-def _stepped(optimizer: NaturalGradient | KFAC, objective: Objective) -> StepInfo:
+def _stepped(optimizer: Optimizer, objective: Objective, trial: Trial) -> StepInfo:
     if isinstance(optimizer, NaturalGradient):
         return optimizer.step(objective=objective)
-    loss = optimizer.step(objective=objective)
-    done = optimizer.info
-    return StepInfo(loss, done.accepted, damping=done.damping, reason=done.reason)
+    if isinstance(optimizer, KFAC):
+        loss = optimizer.step(objective=objective)
+        done = optimizer.info
+        return StepInfo(loss, done.accepted, damping=done.damping, reason=done.reason)
+
+    def closure() -> Any:  # torch's closures return a float
+        optimizer.zero_grad()
+        value = objective.loss(dict(trial.named_parameters()))
+        value.backward()
+        return value.detach()
+
+    return StepInfo(float(optimizer.step(closure)), accepted=True)
 
 
 class Run:
@@ -66,7 +77,7 @@ class Run:
     Attributes:
         problem, network: what is solved, and with what.
         history: what happened so far.
-        optimizer: the natural gradient.
+        optimizer: the natural gradient, or another.
     """
 
     def __init__(
@@ -213,7 +224,7 @@ class Run:
         start = time.perf_counter()
         number = len(self.history)
         objective = self._at(number)
-        info = _stepped(self.optimizer, objective)
+        info = _stepped(self.optimizer, objective, self._trial)
         self._say_nested()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)

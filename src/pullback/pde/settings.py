@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from .._core.errors import PullbackError
-from ..optim import KFAC, NaturalGradient, StepInfo
+from ..optim import StepInfo
 from ..solvers import Solver
 from ..steps import Step
 from .kinds import is_integer, is_number, require
@@ -46,7 +47,7 @@ class Settings:
     callbacks: Sequence[Callback]
     device: str | torch.device | None
     progress: bool
-    optimizer: Callable[[nn.Module], NaturalGradient | KFAC] | None = None
+    optimizer: Callable[[nn.Module], Optimizer] | None = None
 
     def __post_init__(self) -> None:
         self._check_length()

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from .._core.errors import PullbackError
-from ..optim import KFAC, NaturalGradient
 from ..solvers import Solver
 from ..steps import Step
 from .plan import Refine
@@ -45,7 +45,7 @@ def solve(
     callbacks: Sequence[Callback] = (),
     device: str | torch.device | None = None,
     progress: bool = True,
-    optimizer: Callable[[nn.Module], NaturalGradient | KFAC] | None = None,
+    optimizer: Callable[[nn.Module], Optimizer] | None = None,
 ) -> Solution:
     """Fit the network to the problem's conditions; its parameters change in place.
 
@@ -73,7 +73,7 @@ def solve(
         device: where to solve; by default where the network is.
         progress: show a line on the terminal.
         optimizer: instead of solver and step, a function that makes the optimizer of a module,
-            `lambda module: KFAC(module, ...)` say.
+            `lambda module: KFAC(module, ...)` say, or one of torch's.
     """
     settings = Settings(
         steps, points, sampler, seed, resample, refine, solver, step, gram, memory,

@@ -1,0 +1,151 @@
+"""The experiment: a grid for every method, then the best of each over seeds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+
+from ... import KFAC
+from ..framework.check import Check, recorded
+from ..framework.curves import Chart, over_seeds
+from ..framework.experiment import Context, Experiment, Item
+from ..framework.plain import Record
+from ..framework.quantiles import finite
+from ..framework.results import Results
+from ..framework.tabular import Table
+from ..learning import schedules
+from ..learning.training import fit
+from .checks import Found, claims, table
+from .methods import METHODS, Method, Settings
+from .tasks import Task
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+PAPER = (
+    "Martens and Grosse (2015), Optimizing Neural Networks with Kronecker-factored Approximate "
+    "Curvature"
+)
+_SEARCH_SEED = 100
+_ALONG = {"seconds": "seconds of training", "step": "steps"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training(Experiment):
+    """One network, trained by all.
+
+    Attributes:
+        task: network, data and loss.
+        epochs, quick_epochs: of every method; K-FAC has fewer, and its rate falls sooner.
+        batch, quick_batch: samples of a step.
+        held: which claims held in the full runs; the quick version has the first alone.
+    """
+
+    task: Task
+    epochs: Mapping[str, int] = field(
+        default_factory=lambda: {"SGD": 100, "Adam": 100, "K-FAC": 25}
+    )
+    quick_epochs: Mapping[str, int] = field(
+        default_factory=lambda: {"SGD": 60, "Adam": 60, "K-FAC": 30}
+    )
+    batch: int = 1000
+    quick_batch: int = 128
+    # the second is expected, not yet found: the full run is to come
+    held: Sequence[bool] = (True, True)
+    paper: str = PAPER
+    seeds: Sequence[int] = (0, 1, 2)
+
+    def config(self, quick: bool) -> dict[str, Any]:
+        return {
+            "task": self.task.title,
+            "epochs": dict(self.quick_epochs if quick else self.epochs),
+            "batch": self.quick_batch if quick else self.batch,
+            "methods": {m.name: m.described() for m in METHODS},
+        }
+
+    def smoke(self) -> Self:
+        once = dict.fromkeys(self.quick_epochs, 1)
+        return replace(self, judged=False, quick_epochs=once, quick_batch=400)
+
+    def items(self, quick: bool) -> list[Item]:
+        out = []
+        for m in METHODS:
+            for place, some in enumerate(m.grid):
+                work = partial(self._tried, m, some)
+                out.append(Item(_trial(m, place), work, once=True, resumable=True))
+            out.append(Item((m.name,), partial(self._chosen, m), resumable=True))
+        return out
+
+    def _tried(self, method: Method, some: Settings, context: Context) -> Record:
+        torch.manual_seed(_SEARCH_SEED)
+        record = self._train(method, some, replace(context, seed=_SEARCH_SEED))
+        return {"settings": dict(some), "score": finite(record["train loss"][-1])}
+
+    def _chosen(self, method: Method, context: Context) -> Record:
+        tried = [context.done.once(*_trial(method, i)) for i in range(len(method.grid))]
+        some = min(tried, key=lambda t: t["score"])["settings"]
+        return {"settings": some, **self._train(method, some, context)}
+
+    def _train(self, method: Method, some: Settings, context: Context) -> Record:
+        config = self.config(context.quick)
+        model, images = self.task.made(context.quick)
+        model, images = model.to(context.device), images.to(context.device)
+        optimizer = method.on(model, self.task.likelihood(), context.seed, some)
+        with optimizer if isinstance(optimizer, KFAC) else nullcontext():  # which ends its hooks
+            return fit(
+                model, optimizer, images, self.task.loss, context,
+                epochs=config["epochs"][method.name], batch=config["batch"],
+                schedule=schedules.linear, evaluated=20_000,
+            )  # fmt: skip
+
+    def line(self, record: Record) -> str:
+        if "score" in record:
+            return f"{_told(record['settings'])}, loss {record['score']:.4g}"
+        loss, spent = record["train loss"][-1], record["seconds"][-1]
+        return f"{_told(record['settings'])}, loss {loss:.4g} in {spent:.1f} s"
+
+    def _found(self, results: Results) -> Found:
+        return {m.name: results.of(m.name) for m in METHODS}
+
+    def judge(self, results: Results) -> list[Check]:
+        found = claims(self._found(results))
+        # seconds of a tiny network are Python's; and only the full version speaks of the paper
+        if results.quick:
+            return recorded(found[:1], self.held[:1], ours={0})
+        return recorded(found, self.held)
+
+    def tables(self, results: Results) -> list[Table]:
+        return [table(self._found(results), _told)]
+
+    def draw(self, results: Results) -> Mapping[str, Figure]:
+        from .figure import draw  # matplotlib is slow to import
+
+        seeds = f"{len(results.seeds)} seed{'s' if len(results.seeds) > 1 else ''}"
+        return {"": draw(self._found(results), f"{self.task.title}, {seeds}")}
+
+    def curves(self, results: Results) -> list[Chart]:
+        found = self._found(results)
+        return [
+            Chart(
+                f"{self.task.title}: {side} loss",
+                f"{side} loss",
+                [over_seeds(name, runs, f"{key} loss", _ALONG) for name, runs in found.items()],
+                x=_ALONG,
+                note="medians and quartiles over seeds",
+            )
+            for side, key in (("training", "train"), ("test", "test"))
+        ]
+
+
+def _trial(method: Method, place: int) -> tuple[str, ...]:
+    return ("search", method.name, str(place))
+
+
+def _told(some: Settings) -> str:
+    return ", ".join(f"{k} {v:g}" if math.isfinite(v) else k for k, v in some.items())

@@ -1,0 +1,31 @@
+"""Training and test loss, against seconds and against steps."""
+
+from __future__ import annotations
+
+from matplotlib.figure import Figure
+
+from ..framework import plots
+from .checks import Found, mark
+
+_PANELS = (
+    ("train loss", "seconds"), ("train loss", "step"), ("test loss", "seconds"),
+)  # fmt: skip
+_WIDE = 20  # below, a logarithmic axis would have no tick
+_NAMES = {"seconds": "seconds of training", "step": "steps"}
+
+
+def draw(found: Found, title: str) -> Figure:
+    """Medians and quartiles over seeds; a line at the best loss of SGD and Adam."""
+    figure = plots.new(13, 4.2, f"{title}: medians and quartiles")
+    panels = figure.subplots(1, len(_PANELS))
+    for axes, (measure, along) in zip(panels, _PANELS, strict=True):
+        for color, (name, runs) in zip(plots.PALETTE, found.items(), strict=False):
+            xs, ys = [r[along] for r in runs], [r[measure] for r in runs]
+            plots.band(axes, xs, ys, color, name, spaced=along == "seconds")
+        if measure == "train loss":
+            axes.axhline(mark(found), color=plots.INK, lw=0.8, ls=":")
+        ends = [v for runs in found.values() for r in runs for v in r[measure] if v > 0]
+        plots.dress(axes, logy=max(ends) > _WIDE * min(ends))
+        plots.label(axes, _NAMES[along], measure.replace("train", "training"))
+    panels[0].legend(frameon=False)
+    return figure

@@ -1,0 +1,68 @@
+"""The optimizers with their grids."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ... import KFAC
+from ...likelihoods import Likelihood
+
+Settings = Mapping[str, Any]
+#: (model, likelihood, seed, settings) ↦ optimizer
+Build = Callable[[nn.Module, Likelihood, int, Settings], Optimizer]
+
+
+@dataclass(frozen=True)
+class Method:
+    """Something to compare.
+
+    Attributes:
+        name: in tables and figures.
+        build: the optimizer.
+        grid: settings to choose from.
+        common: settings that stay.
+    """
+
+    name: str
+    build: Build
+    grid: Sequence[Settings]
+    common: Mapping[str, Any]
+
+    def described(self) -> dict[str, Any]:
+        """Everything a run depends on."""
+        return {"grid": [dict(s) for s in self.grid], **self.common}
+
+    def on(self, model: nn.Module, likelihood: Likelihood, seed: int, some: Settings) -> Optimizer:
+        """The optimizer of a model."""
+        return self.build(model, likelihood, seed, {**some, **self.common})
+
+
+def _sgd(model: nn.Module, likelihood: Likelihood, seed: int, some: Settings) -> Optimizer:
+    return torch.optim.SGD(model.parameters(), nesterov=True, **some)
+
+
+def _adam(model: nn.Module, likelihood: Likelihood, seed: int, some: Settings) -> Optimizer:
+    return torch.optim.Adam(model.parameters(), **some)
+
+
+def _kfac(model: nn.Module, likelihood: Likelihood, seed: int, some: Settings) -> KFAC:
+    return KFAC(model, likelihood=likelihood, seed=seed, **some)
+
+
+SGD, ADAM, KRONECKER = "SGD", "Adam", "K-FAC"
+METHODS = (
+    Method(SGD, _sgd, [{"lr": lr} for lr in (3e-3, 1e-2, 3e-2, 0.1, 0.3)], {"momentum": 0.9}),
+    Method(ADAM, _adam, [{"lr": lr} for lr in (1e-3, 3e-3, 1e-2, 3e-2, 0.1)], {}),
+    Method(
+        KRONECKER,
+        _kfac,
+        [{"damping": d} for d in (0.01, 0.03, 0.1, 0.3, 1.0)],
+        {"lr": 0.2, "kl_clip": 0.1, "momentum": 0.8, "statistics_every": 2, "invert_every": 10},
+    ),
+)

@@ -1,0 +1,132 @@
+"""Items in processes of their own: the same records, and an interruption that loses nothing."""
+
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pullback import PullbackError
+from pullback.experiments import Paused, registry
+from pullback.experiments.framework import parallel
+from pullback.experiments.framework.experiment import Context
+from pullback.experiments.framework.parallel import Job
+
+from .small import Small, quiet, said
+
+NAME = "van-oostrum-2023-examples"
+
+
+def records(out: Path) -> dict[tuple[Any, ...], Any]:
+    held = json.loads((out / f"{NAME}-quick.json").read_text("utf-8"))
+    return {(*run["key"], run["seed"]): run["record"] for run in held["runs"]}
+
+
+def test_two_processes_make_the_records_of_one(tmp_path: Path) -> None:
+    ours, console = registry.find(NAME), quiet()
+    ours.run(True, out=tmp_path / "one")
+    done = ours.run(True, out=tmp_path / "two", console=console, workers=2)
+    assert done.status == 0
+    assert done.done == done.total
+    assert records(tmp_path / "one") == records(tmp_path / "two")
+    assert f"[{done.total}/{done.total}]" in said(console)
+    assert not (tmp_path / "two" / f"{NAME}-quick.work").exists()
+
+
+def test_an_experiment_that_processes_cannot_find_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PullbackError, match=r"several processes.*Use one worker"):
+        Small().run(out=tmp_path, workers=2)
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(PullbackError, match="several processes"):
+        registry.find("luk-grosse-2018").smoke().run(True, out=tmp_path, workers=2)
+
+
+def test_errors_come_back_from_a_process() -> None:
+    error = pickle.loads(pickle.dumps(PullbackError("what", "why", "remedy")))
+    assert (error.what, error.why, error.remedy) == ("what", "why", "remedy")
+    assert str(error) == "what: why. remedy"
+
+
+def job(tmp_path: Path, until: float | None = None) -> Job:
+    return Job("small", False, tmp_path, (("lr 0.1",), 1), (0, 1), "cpu", tmp_path / "place", until)
+
+
+@pytest.fixture
+def found(monkeypatch: pytest.MonkeyPatch) -> list[Small]:
+    """The experiment that a process finds."""
+    ours = [Small()]
+    monkeypatch.setattr(registry, "find", lambda name: ours[0])
+    parallel._opened.cache_clear()
+    return ours
+
+
+def test_what_a_process_does(tmp_path: Path, found: list[Small]) -> None:
+    sent = pickle.loads(pickle.dumps(parallel._work(job(tmp_path))))
+    record, took = parallel.received(sent)
+    assert took > 0
+    assert isinstance(record["path"], np.ndarray)
+    alone = Small()
+    alone.run(seeds=[1], out=tmp_path / "alone")
+    (one,) = [
+        run
+        for run in json.loads((tmp_path / "alone" / "small.json").read_text())["runs"]
+        if run["key"] == ["lr 0.1"]
+    ]
+    assert one["record"]["loss"] == record["loss"]
+
+
+def test_a_process_pauses_when_the_time_is_over(tmp_path: Path, found: list[Small]) -> None:
+    def late(key: str, context: Context) -> None:
+        assert context.due
+        raise Paused
+
+    found[0] = Small(before=late)
+    assert parallel._work(job(tmp_path, until=time.time() - 1)) is None
+    assert (tmp_path / "place" / "seconds").exists()
+
+
+def test_a_process_that_dies_is_reported() -> None:
+    with parallel.processes(1, 1) as pool:
+        pool._running[pool._pool.submit(os._exit, 9)] = (("k",), 0)  # pyright: ignore
+        with pytest.raises(PullbackError, match="fewer --workers"):
+            list(pool.finished())
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals to groups of processes")
+def test_an_interruption_ends_the_processes_and_keeps_what_is_finished(tmp_path: Path) -> None:
+    command = [
+        sys.executable, "-m", "pullback.experiments.cli", "run", "kerekes-2022-support", "--seeds",
+        "0-30", "--workers", "2", "--out", str(tmp_path),
+    ]  # fmt: skip
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    file = tmp_path / "kerekes-2022-support.json"
+    deadline = time.monotonic() + 100
+    while not file.exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all of them
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "the same command goes on" in out
+    assert "Traceback" not in err
+    assert len(json.loads(file.read_text("utf-8"))["runs"]) >= 1
+    assert ended(process.pid)
+
+
+def ended(group: int) -> bool:
+    """Whether a group of processes is gone, after ten seconds at most."""
+    for _ in range(200):
+        try:
+            os.killpg(group, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.05)
+    return False

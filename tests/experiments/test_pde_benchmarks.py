@@ -1,0 +1,76 @@
+"""The benchmark set: methods as options of `solve`, runs that pause, claims on made-up curves."""
+
+import math
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from pullback import pde
+from pullback.experiments import Paused, pde_benchmarks
+from pullback.experiments.framework.experiment import Context
+from pullback.experiments.framework.results import Results
+from pullback.experiments.framework.store import Store
+from pullback.experiments.pde_benchmarks.checks import claims, final, reached
+from pullback.experiments.pde_benchmarks.methods import ADAM, GAUSS_NEWTON, LBFGS, METHODS
+from pullback.experiments.pde_benchmarks.runs import solved
+from pullback.experiments.pde_benchmarks.targets import QUICK, SLABS, TARGETS
+
+(OURS,) = pde_benchmarks.EXPERIMENTS
+
+
+def context(tmp_path: Path, **more: object) -> Context:
+    done = Results(Store(tmp_path / "r.json", {}), [0], True)
+    return Context(0, torch.device("cpu"), True, tmp_path / "place", done, **more)  # pyright: ignore
+
+
+def test_every_problem_of_the_set_has_a_set_up() -> None:
+    assert {*TARGETS, *QUICK, *SLABS} <= set(pde.SETUPS)
+    assert {name for name in TARGETS if pde.setup(name).options.get("slabs")} == set(SLABS)
+    assert not set(OURS.problems) & set(SLABS)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda m: m.name)
+def test_every_method_lowers_the_loss(method: object, tmp_path: Path) -> None:
+    assert method in METHODS
+    found = pde.setup("ritz")
+    options = method.options(*method.rates[-1:])  # pyright: ignore[reportAttributeAccessIssue]
+    chosen = {**found.options, **options, "points": 60, "steps": 25}
+    record = solved(found, chosen, 60.0, context(tmp_path))
+    assert record["step"][-1] == 25
+    assert record["seconds"] == sorted(record["seconds"])
+    assert record["error"][-1] < record["error"][0]
+
+
+def test_a_run_pauses_and_goes_on(tmp_path: Path) -> None:
+    found = pde.setup("ritz")
+    options = {**found.options, "points": 60, "steps": 40}
+    with pytest.raises(Paused):
+        solved(found, options, 60.0, context(tmp_path, deadline=time.monotonic() - 1))
+    record = solved(found, options, 60.0, context(tmp_path))
+    fresh = solved(found, options, 60.0, replace(context(tmp_path), place=tmp_path / "other"))
+    assert record["step"][-1] == fresh["step"][-1] == 40
+    assert math.isclose(record["error"][-1], fresh["error"][-1], rel_tol=1e-9)
+
+
+def curve(*errors: float) -> list[dict[str, list[float]]]:
+    return [{"error": list(errors), "seconds": [float(i) for i in range(len(errors))]}]
+
+
+def test_claims() -> None:
+    found = {
+        "poisson2d": {GAUSS_NEWTON: curve(1, 1e-10), ADAM: curve(1, 1e-2), LBFGS: curve(1, 1e-4)},
+        "heat1d": {GAUSS_NEWTON: curve(1, 1e-5), ADAM: curve(1, math.nan), LBFGS: curve(1, 1e-3)},
+    }
+    ahead, accurate = claims(found, TARGETS)
+    assert ahead.holds
+    assert not accurate.holds
+    assert "1 of 2 problems; not heat1d (1.0e-05)" in accurate.numbers
+    assert len(claims(found, {})) == 1
+    found["heat1d"][LBFGS] = curve(1, 5e-5)
+    assert not claims(found, {})[0].holds
+    assert final(curve(1, math.nan)) == math.inf
+    assert reached(curve(1, 1e-3, 1e-6), 1e-3) == 1.0
+    assert reached(curve(1, 1e-3), 1e-9) == math.inf

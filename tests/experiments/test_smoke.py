@@ -1,0 +1,78 @@
+"""Every experiment from beginning to end in seconds: run, record, resume, draw, report."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from pullback.experiments import registry
+from pullback.experiments.cli import app
+from pullback.experiments.framework import doing
+from pullback.experiments.framework.check import Check
+
+from .small import quiet, said
+
+_SECONDS = 10.0  # of one core
+
+
+@pytest.mark.parametrize("name", registry.names())
+def test_smoke(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PULLBACK_DATA", raising=False)  # no data but what is installed or made up
+    monkeypatch.chdir(tmp_path)
+    ours, begun = registry.find(name).smoke(), time.process_time()
+    done = ours.run(True, out=tmp_path, console=quiet())
+    assert time.process_time() - begun < _SECONDS
+    assert done.done == done.total > 0
+    assert done.seeds == tuple(ours.quick_seeds)
+    # what these sizes cannot tell is not judged
+    assert done.status == 0, [str(c) for c in done.checks if not c.agrees]
+    assert ours.judged or not done.checks
+    assert (done.verdict is None) == (not any(c.of_paper for c in done.checks))
+    for check in done.checks:
+        assert isinstance(check, Check)
+
+    held = json.loads((tmp_path / f"{name}-quick.json").read_text("utf-8"))
+    assert held["about"]["name"] == name
+    assert held["summary"]["items"] == [done.total, done.total]
+    assert len(held["runs"]) == done.total
+    pictures = [p for p in done.files if p.suffix == ".png"]
+    assert pictures or name in NOT_DRAWN
+    assert all(p.read_bytes()[:4] == b"\x89PNG" for p in pictures)
+    assert {p.with_suffix(".svg") for p in pictures} <= set(done.files)
+
+    def refused(*_: object) -> None:
+        raise AssertionError("an item was done again")
+
+    monkeypatch.setattr(doing, "worked", refused)
+    console = quiet()
+    again = ours.run(True, out=tmp_path, console=console)
+    assert again.checks == done.checks
+    assert "Written" in said(console)
+
+    told = CliRunner().invoke(app, ["report", "--out", str(tmp_path)])
+    assert told.exit_code == 0, told.output
+    page = (tmp_path / "report.html").read_text("utf-8")
+    assert f"{name}-quick" in page
+    assert not pictures or "<img" in page
+
+
+#: theorems that are numbers alone
+NOT_DRAWN = {"kerekes-2022-theorems"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", registry.names())
+def test_quick(name: str, tmp_path: Path) -> None:
+    """Two minutes of two cores at most, and all checks as recorded; where there are the data."""
+    if "cifar10" in name:
+        pytest.importorskip("PIL")
+        from pullback.experiments.learning.data import available
+
+        if not available("cifar10_test.npz"):
+            pytest.skip("PULLBACK_DATA names no folder with CIFAR-10")
+    begun = time.perf_counter()
+    done = registry.find(name).run(True, out=tmp_path)
+    assert done.status == 0, [str(c) for c in done.checks if not c.agrees]
+    assert time.perf_counter() - begun < 120
