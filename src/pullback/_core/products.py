@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 _SPLIT_ABOVE = 2**36  # flops from which split TF32 products beat one float32 product
 _DEPTH = 1024  # longest sum left to a tensor core, whose accumulator truncates
-_PANELS = 4
+_PANELS = 8
+_TILE = 256
 
 
 def gram(x: Tensor) -> Tensor:
@@ -25,14 +26,42 @@ def gram(x: Tensor) -> Tensor:
     split = _Split.active() and _large(x, x.T)
     high, low = _halves(x) if split else (x, x)
     out = x.new_zeros(n, n) if split else x.new_empty(n, n)
-    panels = max(1, min(_PANELS, n // (1024 if x.is_cuda else 48)))
-    for a, b in pairwise([n * i // panels for i in range(panels + 1)]):
+    for a, b in panels(n, x):
         if split:
             _accumulate(out[a:, a:b], (high[a:], low[a:]), (high[a:b].T, low[a:b].T))
         else:
             torch.mm(x[a:], x[a:b].T, out=out[a:, a:b])
-        out[a:b, b:] = out[b:, a:b].T
+    return mirrored(out)
+
+
+def panels(n: int, like: Tensor) -> list[tuple[int, int]]:
+    """Bounds of the columns a symmetric matrix is multiplied by, one panel where n is small."""
+    count = max(1, min(_PANELS, n // (1024 if like.is_cuda else 48)))
+    return list(pairwise([n * i // count for i in range(count + 1)]))
+
+
+def mirrored(out: Tensor) -> Tensor:
+    """What stands above the diagonal from what stands below it, in place."""
+    n = out.shape[0]
+    step = _TILE if out.device.type == "cpu" else 16 * _TILE  # turned over within the cache
+    for a in range(0, n, step):
+        b = min(a + step, n)
+        for c in range(b, n, step):
+            out[a:b, c : c + step] = out[c : c + step, a:b].T
+        corner = out[a:b, a:b].tril_()
+        corner += corner.tril(-1).T
     return out
+
+
+def add_cross(out: Tensor, x: Tensor, y: Tensor) -> None:
+    """out += X Yᵀ; where y is x, on and below the diagonal at least: `mirrored` gives the rest."""
+    split = _Split.active() and _large(x, y.T)
+    for a, b in panels(len(x), x) if y is x else [(0, len(y))]:
+        start = a if y is x else 0
+        if split:
+            _accumulate(out[start:, a:b], _halves(x[start:]), _halves(y[a:b].T))
+        else:
+            out[start:, a:b].addmm_(x[start:], y[a:b].T)
 
 
 def moment(x: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from ..maps import Linearization
 from .change import FunctionChange
 from .layouts import Layout, as_layout
 from .operator import KernelOperator
-from .tangent import Model, Tangent, arguments, as_tangent, part
+from .tangent import Model, Tangent, arguments, as_tangent
 from .tiles import MEMORY, assembled, check_sizes
 
 
@@ -119,12 +119,13 @@ class FeatureKernel(TangentKernel):
         check_sizes(chunk, memory)
         args = arguments(x)
         n = len(args[0])
-        _, event = self.tangent.probe(args)
-        held = event.numel() * self.width * torch.finfo(self.tangent.space.dtype).bits // 8
+        probe = self.tangent.probe(args)
+        held = probe.event.numel() * self.width * torch.finfo(self.tangent.space.dtype).bits // 8
         step = max(1, min(n, memory // held)) if chunk is None else chunk
         with torch.no_grad():
             pieces = [
-                self.features(self.tangent.at(part(args, a, a + step))) for a in range(0, n, step)
+                self.features(self.tangent.chunk(args, a, min(a + step, n), probe))
+                for a in range(0, n, step)
             ]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
@@ -161,7 +162,8 @@ def ntk(
     (torch.Size([2, 2, 3, 3]), tensor([[ 6.,  3.],
             [ 3., 15.]]))
     """
-    return NTK(as_tangent(model, params))(x, x2, layout=layout, chunk=chunk, memory=memory)
+    tangent = as_tangent(model, params, copy=False)
+    return NTK(tangent)(x, x2, layout=layout, chunk=chunk, memory=memory)
 
 
 def ntk_operator(

@@ -34,9 +34,11 @@ class KernelOperator:
         self._one = _parts(arguments(x), chunk)
         x2 = None if x2 is x else x2
         self._two = self._one if x2 is None else _parts(arguments(x2), chunk)
-        _, event = kernel.tangent.probe(self._one[0])
-        self.event, space = tuple(event), kernel.tangent.space
-        m = event.numel()
+        first, tangent = self._one[0], kernel.tangent
+        probe = tangent.probe(first)
+        tangent.chunk(first, 0, min(len(first[0]), 2 * len(probe.value)), probe)
+        self.event, space = tuple(probe.event), tangent.space
+        m = probe.event.numel()
         self.shape = tuple(m * sum(len(a[0]) for a in side) for side in (self._one, self._two))
         self.dtype, self.device = space.dtype, space.device
 

@@ -3,6 +3,7 @@ r"""The tangent space T_fΦ of a model at its parameters: J(x) = dφ_w at any in
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,12 +13,25 @@ from .._core.capture import Selector, plain
 from .._core.errors import PullbackError, reraise_fatal
 from .._core.space import ParameterSpace, tolerance
 from .._core.state import RandomState
-from ..maps import Call, FunctionLinearization, Linearization, ModuleMap
+from ..maps import Call, FunctionLinearization, Linearization, ModuleMap, shared_plans
 
 Function = Callable[..., Tensor]  # of a parameter dict and inputs
 Model = nn.Module | Function
 
 _PROBE = 4  # samples of a batch that are also run by themselves
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Values (few, *event), and the entries that one covector of one sample holds."""
+
+    value: Tensor
+    entries: int
+
+    @property
+    def event(self) -> torch.Size:
+        """The shape of one output."""
+        return self.value.shape[1:]
 
 
 class Tangent:
@@ -30,6 +44,7 @@ class Tangent:
         params: the parameters by name, and their values; by default the module's own that require
             gradients. For a module, those not named keep their values and are not differentiated.
         output: which tensor of a structured output is the function's value.
+        copy: without, the parameters are not copied, and a step of an optimizer does move them.
     """
 
     def __init__(
@@ -38,9 +53,10 @@ class Tangent:
         params: Mapping[str, Tensor] | None = None,
         *,
         output: Selector = None,
+        copy: bool = True,
     ) -> None:
         self.model = plain(model) if isinstance(model, nn.Module) else model
-        self.params = _parameters(self.model, params)
+        self.params = _parameters(self.model, params, copy)
         self.space = ParameterSpace(self.params)
         self.output, self._plans = output, {}
 
@@ -72,7 +88,10 @@ class Tangent:
         model = self.model
         if isinstance(model, nn.Module):
             source = ModuleMap(model, Call.of(*args), output=self.output, plans=self._plans)
-            return source.linearize(self.params)
+            linear = source.linearize(self.params)
+            if (plans := shared_plans(linear)) is not None:
+                source.plans = plans
+            return linear
 
         def function(params: dict[str, Tensor]) -> Tensor:
             z = model(params, *args)
@@ -80,21 +99,24 @@ class Tangent:
 
         return FunctionLinearization(function, self.params)
 
-    def probe(self, x: Any) -> tuple[int, torch.Size]:
-        """From a few samples run by themselves: entries that one covector of one sample holds, and
-        the shape of one output.
-
-        They must have the values that they have within a batch: else the batch is coupled.
-        """
+    def probe(self, x: Any) -> Probe:
+        """What a few samples show when they are run by themselves."""
         args = arguments(x)
-        n = len(args[0])
-        few = max(1, min(_PROBE, n // 2))
+        few = max(1, min(_PROBE, len(args[0]) // 2))
         linear = self.at(part(args, 0, few))
-        if few < n:
-            whole = self.at(part(args, 0, min(n, 2 * _PROBE)))
-            _refuse_coupled(whole.value[:few], linear.value, getattr(whole, "graph", whole.value))
         held = getattr(linear, "footprint", 0) if isinstance(self.model, nn.Module) else 0
-        return held // few or self.space.size, linear.value.shape[1:]
+        return Probe(linear.value, held // few or self.space.size)
+
+    def chunk(self, args: tuple[Tensor, ...], start: int, stop: int, probe: Probe) -> Linearization:
+        """J at the samples in [start, stop); the first chunk must have the values of the probe.
+
+        Where they differ the model couples the samples of a batch.
+        """
+        linear, few = self.at(part(args, start, stop)), len(probe.value)
+        if start == 0 and len(args[0]) > few:
+            whole = linear if stop > few else self.at(part(args, 0, min(len(args[0]), 2 * _PROBE)))
+            _refuse_coupled(whole.value[:few], probe.value, getattr(whole, "graph", whole.value))
+        return linear
 
     def moved(self, v: Tensor) -> dict[str, Tensor]:
         """The parameters w + v for a flat v, (p,)."""
@@ -102,9 +124,11 @@ class Tangent:
         return {n: p.detach() + pieces[n].to(p.dtype) for n, p in self.params.items()}
 
 
-def as_tangent(model: Model | Tangent, params: Mapping[str, Tensor] | None = None) -> Tangent:
+def as_tangent(
+    model: Model | Tangent, params: Mapping[str, Tensor] | None = None, *, copy: bool = True
+) -> Tangent:
     """The tangent space itself, or that of a model."""
-    return model if isinstance(model, Tangent) else Tangent(model, params)
+    return model if isinstance(model, Tangent) else Tangent(model, params, copy=copy)
 
 
 def arguments(x: Any) -> tuple[Tensor, ...]:
@@ -131,7 +155,7 @@ def part(args: tuple[Tensor, ...], start: int, stop: int) -> tuple[Tensor, ...]:
     return tuple(a[start:stop] for a in args)
 
 
-def _parameters(model: Any, params: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+def _parameters(model: Any, params: Mapping[str, Tensor] | None, copy: bool) -> dict[str, Tensor]:
     if not isinstance(model, nn.Module):
         if not callable(model) or params is None:
             raise PullbackError(
@@ -139,7 +163,7 @@ def _parameters(model: Any, params: Mapping[str, Tensor] | None) -> dict[str, Te
                 f"got {type(model).__name__} {'without' if params is None else 'with'} parameters",
                 "Pass a module, or a function of (parameter dict, inputs) with params=",
             )
-        return _snapshot(params)
+        return _snapshot(params, copy)
     own = dict(model.named_parameters())
     if params is None:
         params = {n: p for n, p in own.items() if p.requires_grad}
@@ -150,10 +174,10 @@ def _parameters(model: Any, params: Mapping[str, Tensor] | None) -> dict[str, Te
             f"unknown or of another shape: {unknown}" if unknown else "there is none to move",
             "Unfreeze a parameter of the module, or name its own in params=",
         )
-    return _snapshot(params)
+    return _snapshot(params, copy)
 
 
-def _snapshot(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _snapshot(params: Mapping[str, Tensor], copy: bool) -> dict[str, Tensor]:
     wrong = [n for n, p in params.items() if not p.is_floating_point() or p.is_meta]
     if wrong:
         raise PullbackError(
@@ -161,7 +185,7 @@ def _snapshot(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
             f"{wrong} hold no floating-point numbers",
             "Pass float tensors on a device that holds their values",
         )
-    kept = {n: p.detach().clone() for n, p in params.items()}
+    kept = {n: p.detach().clone() if copy else p.detach() for n, p in params.items()}
     if kept:
         _refuse_infinite("The parameters are", *kept.values())
     return kept
@@ -188,6 +212,11 @@ def _refuse_broken(linear: Linearization, x: Tensor) -> None:
 
 def _refuse_infinite(what: str, *tensors: Tensor) -> None:
     """An activation may hide an infinity from the output, but not from J."""
+    # A sum is finite only if all of its terms are; one that overflows is looked at term by term.
+    parts = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
+    sums = torch.stack([t.detach().sum().to(torch.float64) for t in parts])
+    if bool(torch.isfinite(sums).all()):
+        return
     if not bool(torch.stack([torch.isfinite(t).all() for t in tensors]).all()):
         raise PullbackError(
             f"{what} not finite",

@@ -12,7 +12,7 @@ from .._core.errors import PullbackError
 from .._core.products import full_precision
 from ..maps import Pulled
 from .layouts import Full, Layout
-from .tangent import Tangent, arguments, part
+from .tangent import Tangent, arguments
 
 MEMORY = 2**30  # bytes for what is pulled back and for temporaries; the kernel itself is beside it
 
@@ -24,8 +24,9 @@ class Batch:
         self.args = arguments(x)
         self.count = len(self.args[0])
         self._tangent, self._layout = tangent, layout
-        entries, self.event = tangent.probe(self.args)
-        held = entries * self.event.numel() * torch.finfo(tangent.space.dtype).bits // 8
+        self._probe = tangent.probe(self.args)
+        self.event = self._probe.event
+        held = self._probe.entries * self.event.numel() * torch.finfo(tangent.space.dtype).bits // 8
         self._keep = 2 * self.count * held <= memory
         self._kept: dict[int, list[Pulled]] = {}
         # two chunks at a time
@@ -40,7 +41,8 @@ class Batch:
         """A chunk's covectors, pulled back; all chunks are kept if they fit the memory."""
         if some.start in self._kept:
             return self._kept[some.start]
-        pulled = self._layout.pull(self._tangent.at(part(self.args, some.start, some.stop)))
+        linear = self._tangent.chunk(self.args, some.start, some.stop, self._probe)
+        pulled = self._layout.pull(linear)
         if self._keep:
             self._kept[some.start] = pulled
         return pulled

@@ -7,6 +7,7 @@ from .jets import Scheme
 from .module import ModuleMap
 from .objective import ObjectiveMap, Residual
 from .operator import OperatorMap
+from .shared import shared_plans
 
 __all__ = [
     "Call",
@@ -21,4 +22,5 @@ __all__ = [
     "Residual",
     "Scheme",
     "identity_covectors",
+    "shared_plans",
 ]

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .._core.factor import Factor
+from .._core.products import mirrored
 from .._core.space import ParameterSpace
 from .layers.base import Block
 
@@ -77,12 +78,12 @@ class Pulled:
         mine, theirs = dict(self.blocks), dict(other.blocks)
         for key in self.blocks:
             if type(mine[key]) is type(theirs.get(key)):
-                out += mine.pop(key).gram(theirs.pop(key), budget)
+                mine.pop(key).add_gram(out, theirs.pop(key), budget)
         # calls that took different ways through the model cover these parameters differently
         one, two = _rows(mine.values()), _rows(theirs.values())
         for name in one.keys() & two.keys():
             out += one[name] @ two[name].T
-        return out
+        return mirrored(out) if other is self else out
 
     def project(self, v: Tensor) -> Tensor:
         """A v: (N, R)."""

@@ -17,7 +17,8 @@ from .._core.errors import PullbackError, reraise_fatal
 from .._core.factor import Factor
 from .._core.space import ParameterSpace, tolerance
 from .base import Linearization, Map, Pulled
-from .record import Recorder
+from .record import Entry, Recorder
+from .reverse import vectorized
 from .structure import Structure
 
 
@@ -207,10 +208,13 @@ class ModuleLinearization(Linearization):
         self, u: Tensor, inputs: list[Any], *, batched: bool = False
     ) -> tuple[Tensor | None, ...]:
         """Autograd's answer for parameters or for the layers' outputs; the graph is kept."""
+        u = u.to(self.graph.dtype)
+        if batched and u.is_cuda:
+            return vectorized(self.graph, inputs, u)
         return torch.autograd.grad(
             self.graph,
             inputs,
-            u.to(self.graph.dtype),
+            u,
             retain_graph=True,
             allow_unused=True,
             is_grads_batched=batched,
@@ -233,6 +237,11 @@ class ModuleLinearization(Linearization):
         known = {name for e in entries for name in e.names.values()}
         rest = sum(p.numel() for n, p in self._leaves.items() if n not in known)
         return sum(prod(e.shape) for e in entries) + self.value.shape[0] * rest
+
+    @property
+    def entries(self) -> list[Entry]:
+        """The uses of known layers in the pass."""
+        return self._recorder.entries
 
     @property
     def leaves(self) -> dict[str, Tensor]:

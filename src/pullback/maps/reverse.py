@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.func import vmap
 
 from .._core.errors import reraise_fatal
 from .._core.space import tolerance
@@ -44,9 +45,31 @@ def batched_cotangents(
         linear.gradients(covectors, edges, batched=True), layouts, strict=True
     ):
         assert gradient is not None
-        placed = torch.stack([layout(g) for g in gradient.unbind()], 1)
-        out.append(placed.to(linear.space.dtype))
+        out.append(layout.of_batch(gradient).to(linear.space.dtype))
     return out
+
+
+def vectorized(z: Tensor, inputs: list[Any], u: Tensor) -> tuple[Tensor | None, ...]:
+    """Autograd's answers for covectors u (R, *z.shape) side by side, by torch.func's rules.
+
+    `is_grads_batched` has older ones, which take convolutions, normalizations and most activations
+    covector by covector: ten launches where one does. They serve where torch.func's do not.
+    """
+    used: list[bool] = []
+
+    def pull(one: Tensor) -> tuple[Tensor, ...]:
+        found = torch.autograd.grad(z, inputs, one, retain_graph=True, allow_unused=True)
+        used[:] = [g is not None for g in found]
+        return tuple(g for g in found if g is not None)
+
+    try:
+        pulled = iter(vmap(pull)(u))
+    except (RuntimeError, UserWarning, NotImplementedError) as error:
+        reraise_fatal(error)
+        return torch.autograd.grad(
+            z, inputs, u, retain_graph=True, allow_unused=True, is_grads_batched=True
+        )
+    return tuple(next(pulled) if some else None for some in used)
 
 
 def vectorizes(linear: Replay, edges: list[Any], u: Tensor, truth: Sequence[Tensor | None]) -> bool:

@@ -20,11 +20,13 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
-from ..._core.products import cross
+from ..._core.products import add_cross, mirrored
 from .base import Block
-from .contracted import contracted
-from .hadamard import hadamard, heights_only, inner
-from .materialized import materialized
+from .contracted import add_contracted
+from .hadamard import add_hadamard, heights_only, inner
+from .materialized import add_materialized
+from .routes import Costs
+from .separated import Separated, add_separated
 
 _SQUARES = 2**24  # entries of samples' gradients held at once
 
@@ -88,24 +90,26 @@ class AffineBlock(Block):
         height = first.new_tensor([t]) if self._h is None else self._h.sum().reshape(1)
         return AffineBlock(self._weight, self._bias, inputs, (n, g, 1, i), first, height)
 
+    @cached_property
+    def _separated(self) -> list[Separated]:
+        """By group, the factors of the cotangents where covectors and places separate."""
+        if self._delta.is_meta:
+            return []
+        found = [Separated.of(self._delta[:, :, g]) for g in range(self.shape[1])]
+        return [one for one in found if one is not None] if all(found) else []
+
     @property
     def route(self) -> str:
         return self._pooled._route(self._pooled)
 
     def _route(self, other: AffineBlock) -> str:
-        """The cheapest of Hadamard-of-Grams, contraction and materialized rows, by operations."""
-        n, g, t, i = self.shape
-        n2, _, t2, _ = other.shape
-        r, r2, o = self._delta.shape[1], other._delta.shape[1], self._delta.shape[-1]
-        pairs = n * r * n2 * r2
-        sweep = 40 if t * t2 > 1 else 4  # multiply-adds in the time of passing over an entry
-        passing = 400 if self._delta.is_cuda else 8  # the same for one pass out and back
-        costs = {
-            "hadamard": g * t * t2 * (n * n2 * i + pairs * (o + sweep)),
-            "materialized": g * o * i * (pairs + t * (n * r + n2 * r2)),
-            "contracted": g * t * (n * n2 * (t2 * i + r2 * o * (2 * t2 + passing)) + 2 * pairs * o),
-        }
-        return "hadamard" if self._weight is None else min(costs, key=lambda way: costs[way])
+        """The cheapest way to the Gram, by operations."""
+        if self._weight is None:
+            return "hadamard"
+        costs = Costs(self.shape, self._delta, other.shape, other._delta)
+        if costs.separation_may_pay() and self._separated and other._separated:
+            return "separated"
+        return costs.cheapest()
 
     def rows(self) -> dict[str, Tensor]:
         out = {}
@@ -188,33 +192,47 @@ class AffineBlock(Block):
 
     def gram(self, other: Block, budget: int) -> Tensor:
         assert isinstance(other, AffineBlock)
+        sides = (b.shape[0] * b._delta.shape[1] for b in (self, other))
+        out = self._delta.new_zeros(*sides)
+        self.add_gram(out, other, budget)
+        return mirrored(out) if other is self else out
+
+    def add_gram(self, out: Tensor, other: Block, budget: int) -> None:
+        """Σ_g Σ_tt' (ā ā'ᵀ) ∘ (δ δ'ᵀ)."""
+        assert isinstance(other, AffineBlock)
         one = self._pooled
         two = one if other is self else other._pooled
-        route = one._route(two)
-        if route == "materialized":
-            return one._materialized(two, budget)
-        return one._hadamard(two, budget, contract=route == "contracted")
+        one._add(out, two, one._route(two), budget)
 
-    def _hadamard(self, other: AffineBlock, budget: int, *, contract: bool = False) -> Tensor:
-        """Σ_g Σ_tt' (ā ā'ᵀ) ∘ (δ δ'ᵀ)."""
-        total: Tensor | None = None
+    def _add(self, out: Tensor, other: AffineBlock, route: str, budget: int) -> None:
         x = self._inputs() if self._weight is not None else None
         y = x if other is self or x is None else other._inputs()
+        heights = self._heights(other)
         for g in range(self.shape[1]):
             d1 = self._delta[:, :, g]
             d2 = d1 if other is self else other._delta[:, :, g]
-            weights = None
-            if x is not None and y is not None:
-                weights = partial(inner, x[:, g], y[:, g], self._heights(other))
-            elif self._h is not None:
-                weights = partial(heights_only, d1, self._heights(other))
-            if contract and weights is not None:
-                share = contracted(d1, d2, weights, budget)
+            if x is None or y is None:
+                weights = None if self._h is None else partial(heights_only, d1, heights)
+                add_hadamard(out, d1, d2, weights, budget)
+            elif route == "materialized":
+                add_materialized(out, d1, d2, x[:, g], y[:, g], budget)
+            elif route == "separated":
+                one = self._moments(g, x)
+                add_separated(out, one, one if other is self else other._moments(g, y), budget)
             else:
-                share = hadamard(d1, d2, weights, budget)
-            total = share if total is None else total.add_(share)
-        assert total is not None
-        return total
+                add = add_contracted if route == "contracted" else add_hadamard
+                add(out, d1, d2, partial(inner, x[:, g], y[:, g], heights), budget)
+        if route == "materialized" and self._bias is not None:
+            shifts = self._shifts().flatten(2).flatten(0, 1)
+            same = other is self
+            add_cross(out, shifts, shifts if same else other._shifts().flatten(2).flatten(0, 1))
+
+    def _moments(self, g: int, inputs: Tensor) -> tuple[Separated, Tensor]:
+        """The factors of a group and their moments with the inputs."""
+        heights = None
+        if self._bias is not None:
+            heights = self._delta.new_ones(self.shape[2]) if self._h is None else self._h
+        return self._separated[g], self._separated[g].moments(inputs[:, g], heights)
 
     def _heights(self, other: AffineBlock) -> Tensor | None:
         """h_t h'_t', (T, 1, T'), where there is a bias."""
@@ -224,23 +242,6 @@ class AffineBlock(Block):
         one = self._delta.new_ones(t) if self._h is None else self._h
         two = other._delta.new_ones(t2) if other._h is None else other._h
         return one[:, None, None] * two
-
-    def _materialized(self, other: AffineBlock, budget: int) -> Tensor:
-        """Σ_g of rows rowsᵀ, and of the biases'."""
-        x = self._inputs()
-        y = x if other is self else other._inputs()
-        total: Tensor | None = None
-        for g in range(self.shape[1]):
-            d1 = self._delta[:, :, g]
-            d2 = d1 if other is self else other._delta[:, :, g]
-            share = materialized(d1, d2, x[:, g], y[:, g], budget)
-            total = share if total is None else total.add_(share)
-        assert total is not None
-        if self._bias is not None:
-            b1 = self._shifts().flatten(0, 1).flatten(1)
-            b2 = b1 if other is self else other._shifts().flatten(0, 1).flatten(1)
-            total += cross(b1, b2)
-        return total
 
 
 def _moment(x: Tensor, longest: int) -> Tensor:

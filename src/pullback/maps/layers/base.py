@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..._core.products import cross
+from ..._core.products import add_cross, mirrored
 
 
 class Block(ABC):
@@ -42,14 +42,18 @@ class Block(ABC):
 
     def gram(self, other: Block, budget: int) -> Tensor:
         """A Aᵀ of this block against `other` of the same parameters: (N·R, N'·R')."""
-        total: Tensor | float = 0.0
-        mine = self.rows()
+        mine, name = self.rows(), self.names[0]
         theirs = mine if other is self else other.rows()
+        sides = (rows[name].shape[0] * rows[name].shape[1] for rows in (mine, theirs))
+        out = mine[name].new_zeros(*sides)
         for name in self.names:
             x = mine[name].flatten(0, 1)
-            total = total + cross(x, x if other is self else theirs[name].flatten(0, 1))
-        assert isinstance(total, Tensor)
-        return total
+            add_cross(out, x, x if other is self else theirs[name].flatten(0, 1))
+        return mirrored(out) if other is self else out
+
+    def add_gram(self, out: Tensor, other: Block, budget: int) -> None:
+        """The same added to `out`; where `other` is this block, on and below the diagonal."""
+        out += self.gram(other, budget)
 
     def project(self, v: Mapping[str, Tensor]) -> Tensor:
         """A v: (N, R)."""
@@ -70,6 +74,12 @@ class RowsBlock(Block):
 
     def rows(self) -> dict[str, Tensor]:
         return self._rows
+
+    def add_gram(self, out: Tensor, other: Block, budget: int) -> None:
+        theirs = other.rows()
+        for name, rows in self._rows.items():
+            x = rows.flatten(0, 1)
+            add_cross(out, x, x if other is self else theirs[name].flatten(0, 1))
 
     def narrow(self, start: int, stop: int) -> Block:
         return RowsBlock({n: r[start:stop] for n, r in self._rows.items()})

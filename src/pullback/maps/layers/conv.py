@@ -8,8 +8,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..._core.products import products
 from .affine import AffineBlock
 from .base import Block, joined
+from .lines import by_lines, channel_lines
 from .moments import Moments, Sharing, moments, second_moment
 from .patches import patch_moment, patches
 from .registry import Layer, Use, register
@@ -47,6 +49,9 @@ class Conv(Layer):
     def outputs(self, module: Any, x: Tensor, delta: Tensor, sharing: Sharing) -> Tensor:
         dims = len(module.kernel_size)
         d = delta if delta.ndim == 2 + dims else delta[None]
+        if by_lines(d, module.groups) and not sharing.reduce and d.shape[1] <= sharing.longest:
+            lines = channel_lines(d)[None]
+            return products(lines, lines)
         d = d.unflatten(1, (module.groups, -1)).flatten(3)  # (B, G, O, places)
         d = d.sum(3).transpose(0, 1) if sharing.reduce else d.permute(1, 0, 3, 2).flatten(1, 2)
         return second_moment(d, sharing)

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from ..._core.products import mirrored
 from ..._core.scatter import add_at
 from .base import Block
-from .hadamard import hadamard
+from .hadamard import add_hadamard
 
 
 class GatherBlock(Block):
@@ -49,10 +50,17 @@ class GatherBlock(Block):
         return {self._name: out.flatten()}
 
     def gram(self, other: Block, budget: int) -> Tensor:
+        assert isinstance(other, GatherBlock)
+        sides = (b._delta.shape[0] * b._delta.shape[1] for b in (self, other))
+        out = self._delta.new_zeros(*sides)
+        self.add_gram(out, other, budget)
+        return mirrored(out) if other is self else out
+
+    def add_gram(self, out: Tensor, other: Block, budget: int) -> None:
         """Σ_tt' [i_t = i'_t'] (δ_t·δ'_t')."""
         assert isinstance(other, GatherBlock)
 
         def same(one: slice, two: slice) -> Tensor:
             return self._index[one][:, :, None, None] == other._index[two][None, None]
 
-        return hadamard(self._delta, other._delta, same, budget)
+        add_hadamard(out, self._delta, other._delta, same, budget)

@@ -2,35 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from torch import Tensor
 
-from ..._core.products import cross
+from ..._core.products import add_cross, cross
 
 Weights = Callable[[slice, slice], Tensor]
 
+_WIDTH = 512  # rows and columns of a tile that stays in a CPU's cache
 
-def hadamard(d1: Tensor, d2: Tensor, weights: Weights | None, budget: int) -> Tensor:
-    """Σ_tt' w_tt' (δ_t·δ'_t') for cotangents (N, R, T, O): (N·R, N'·R').
+
+def add_hadamard(out: Tensor, d1: Tensor, d2: Tensor, weights: Weights | None, budget: int) -> None:
+    """out += Σ_tt' w_tt' (δ_t·δ'_t') for cotangents (N, R, T, O) and `out` (N·R, N'·R').
 
     `weights` gives a_t·a'_t' as (n, T, n', T') for slices of samples. Panels of samples keep the
-    largest temporary within the budget, and where d2 is d1 only half of the panels is formed.
+    largest temporary within the budget, and where d2 is d1 only the lower half is formed.
     """
     (n, r, t, _), (n2, r2, t2, _) = d1.shape, d2.shape
-    symmetric = d2 is d1
+    if t * t2 == 1:
+        one = d1.flatten(1, 2)
+        _add_one_place(out, one, one if d2 is d1 else d2.flatten(1, 2), weights, budget)
+        return
     panel = max(1, budget // (4 * r * t * n2 * r2 * t2 * d1.element_size()))
-    if panel >= n:
-        return _panel(d1, d2, weights, slice(0, n), slice(0, n2))
-    out = d1.new_empty(n * r, n2 * r2)
     for a in range(0, n, panel):
         b = min(a + panel, n)
-        stop = b if symmetric else n2
+        stop = b if d2 is d1 else n2
         tile = _panel(d1, d2, weights, slice(a, b), slice(0, stop))
-        out[a * r : b * r, : stop * r2] = tile
-        if symmetric:
-            out[: a * r, a * r : b * r] = tile[:, : a * r].T
-    return out
+        out[a * r : b * r, : stop * r2] += tile
+
+
+def _add_one_place(
+    out: Tensor, d1: Tensor, d2: Tensor, weights: Weights | None, budget: int
+) -> None:
+    """out += w (δ·δ') for (N, R, O): each tile is multiplied, weighted and added while in cache."""
+    (n, r, _), (n2, r2, _) = d1.shape, d2.shape
+    left = d1.flatten(0, 1)
+    right = left if d2 is d1 else d2.flatten(0, 1)
+    if weights is None:
+        add_cross(out, left, right)
+        return
+    w = weights(slice(0, n), slice(0, n2)).view(n, n2)
+    for rows, some in _tiles(d1, d2, budget):
+        tile = left[rows.start * r : rows.stop * r] @ right[some.start * r2 : some.stop * r2].T
+        target = out[rows.start * r : rows.stop * r, some.start * r2 : some.stop * r2]
+        along = w[rows, some].repeat_interleave(r2, 1)[:, None]  # long lines are fast lines
+        target.unflatten(0, (-1, r)).addcmul_(tile.unflatten(0, (-1, r)), along)
+
+
+def _tiles(d1: Tensor, d2: Tensor, budget: int) -> Iterator[tuple[slice, slice]]:
+    """Slices of samples; where d2 is d1, those on and below the diagonal."""
+    (n, r, _), (n2, r2, _) = d1.shape, d2.shape
+    if d1.device.type == "cpu":
+        high, wide = 2 * _WIDTH // r, min(_WIDTH, max(_WIDTH // 8, n2 * r2 // 8)) // r2
+    else:
+        high, wide = n, budget // (4 * n * r * r2 * d1.element_size())
+    high, wide = max(1, high), max(1, wide)
+    for a in range(0, n2, wide):
+        for b in range(a if d2 is d1 else 0, n, high):
+            yield slice(b, min(b + high, n)), slice(a, min(a + wide, n2))
 
 
 def _panel(d1: Tensor, d2: Tensor, weights: Weights | None, one: slice, two: slice) -> Tensor:
@@ -41,9 +71,7 @@ def _panel(d1: Tensor, d2: Tensor, weights: Weights | None, one: slice, two: sli
     out = cross(left, right).view(rows, r, t, columns, r2, t2)
     if weights is not None:
         out *= weights(one, two).view(rows, 1, t, columns, 1, t2)
-    if t * t2 > 1:
-        out = out.sum((2, 5))
-    return out.view(rows * r, columns * r2)
+    return out.sum((2, 5)).view(rows * r, columns * r2)
 
 
 def inner(x: Tensor, y: Tensor, heights: Tensor | None, one: slice, two: slice) -> Tensor:

@@ -21,7 +21,7 @@ a `Conv3d`, and those of images that are mostly edge.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -29,11 +29,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..._core.products import moment, products
+from ..._core.products import products
 from ..._core.space import compute_dtype
+from .lines import by_lines, line_moment
 
 _GAIN = 1.5  # saved multiplications that pay for smaller products, one by one
-_CACHE, _MEMORY = 2**24, 2**30  # bytes unfolded at a time, on the CPU and elsewhere
+_CACHE, _MEMORY = 2**24, 2**28  # bytes unfolded at a time, on the CPU and elsewhere
 
 
 def patches(module: Any, x: Tensor) -> Tensor:
@@ -54,9 +55,11 @@ def patch_moment(module: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     """Σ a aᵀ (G, I, I) and Σ a (G, I) over samples and places, for x (B, C, *space).
 
     a is the patch, I = C/G·kernel channel-major as in `weight.flatten(1)`. Half precision is
-    accumulated in float32, and the result stays there.
+    accumulated in float32, and the result stays there. Without a bias Σ a may be left out, (1, 1).
     """
     x, dtype, groups = x.detach(), compute_dtype(x.dtype), module.groups
+    if by_lines(x, groups):
+        return line_moment(module, x)
     alone = _padded(module, x.sum(0, keepdim=True, dtype=dtype))
     first = windows(module, alone).sum(2)[0]  # a is linear in x
     axes = _axes(module, alone.shape[2:])
@@ -71,11 +74,7 @@ def patch_moment(module: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     # Sums over few samples would move the moments more often than the inputs.
     limit = max(_CACHE if x.device.type == "cpu" else _MEMORY, 4 * second.nbytes)
     for some in x.chunk(max(1, -(-len(x) * copied // limit))):
-        some = _padded(module, some)
-        if x.is_cuda and groups == 1:
-            second += _gathered(some, axes)
-        else:
-            second += _folded(some, groups, axes, slide)
+        second += _folded(_padded(module, some), groups, axes, slide)
     return second, first
 
 
@@ -135,17 +134,6 @@ def _folded(x: Tensor, groups: int, axes: Sequence[_Axis], slide: Sequence[_Axis
     where = [len(slide), *([*slide, None, *fold].index(a) for a in axes)]  # twice (C, *kernel)
     second = second.permute(0, *(1 + i for i in where), *(1 + len(held) + i for i in where))
     return second.flatten(1 + len(held)).flatten(1, len(held))
-
-
-def _gathered(x: Tensor, axes: Sequence[_Axis]) -> Tensor:
-    """(1, I, I) by one copy of all patches with the channels last, which moves whole lines."""
-    x, dims = x.movedim(1, -1).contiguous(), len(axes)
-    for a in axes:
-        x = replace(a, index=a.index - 1).unfold(x)  # (B, *places, C, *offsets)
-    x = x.movedim(1 + dims, -1)
-    k, c = prod(a.k for a in axes), x.shape[-1]
-    second = moment(x.reshape(-1, k * c)).view(k, c, k, c)
-    return second.permute(1, 0, 3, 2).reshape(1, k * c, k * c)
 
 
 def _moment(x: Tensor, steps: Sequence[tuple[int, int]]) -> Tensor:

@@ -47,7 +47,7 @@ class Scale(Layer):
     ) -> Tensor:
         """Σ_n rows rowsᵀ of one covector, unit by unit: (U, k, k) for these of gain and shift."""
         rows = self.unit_rows(module, x, delta, roles, sharing)
-        return torch.einsum("nuk,nul->ukl", rows, rows)
+        return rows.permute(1, 2, 0) @ rows.transpose(0, 1)
 
     def unit_rows(
         self, module: Any, x: Tensor, delta: Tensor, roles: Sequence[str], sharing: Sharing

@@ -1,0 +1,91 @@
+"""The Gram of rows where covectors and places separate, against the rows themselves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pullback.kernels import ntk
+from pullback.maps.layers import AffineBlock
+from pullback.maps.layers import separated as module
+from pullback.maps.layers.separated import Separated
+from pullback.testing import assert_close
+
+
+def block(
+    n: int, seed: int, *, bias: bool = True, height: Tensor | None = None, r: int = 3
+) -> AffineBlock:
+    generator = torch.Generator().manual_seed(seed)
+    g, t, i, o = 2, 4, 5, 6
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    x, gate = draw(n, g, t, i), draw(n, 1, g, t, o).relu()
+    gate[..., 0] = 0  # a dead unit
+    delta = gate * draw(1, r, g, 1, o)
+    return AffineBlock("w", "b" if bias else None, x.__getitem__, (n, g, t, i), delta, height)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("jet", [True, False])
+@pytest.mark.parametrize("cache", [1, 200, 2**20])
+def test_it_is_the_gram_of_rows(
+    bias: bool, jet: bool, cache: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_CACHE", cache)
+    monkeypatch.setattr(AffineBlock, "_route", lambda self, other: "separated")
+    height = torch.tensor([1.0, 0.0, 0.0, 2.0], dtype=torch.float64) if jet else None
+    a = block(5, 0, bias=bias, height=height)
+    b = block(4, 1, bias=bias, height=height, r=2)
+    rows = [torch.cat(list(x.rows().values()), -1).flatten(0, 1) for x in (a, b)]
+    assert_close(a.gram(b, 2**30), rows[0] @ rows[1].T, 1e-13, "two blocks")
+    own = a.gram(a, 2**30)
+    assert_close(own, rows[0] @ rows[0].T, 1e-13, "one block")
+    assert torch.equal(own, own.T)
+
+
+def test_what_does_not_separate_is_refused() -> None:
+    delta = block(5, 0)._delta[:, :, 0]
+    assert Separated.of(delta) is not None
+    for place in ((0, 0, 0, 1), (4, 2, 3, 5)):  # seen by few, and by all of them alone
+        changed = delta.clone()
+        changed[place] += 1e-6
+        assert Separated.of(changed) is None
+    assert Separated.of(torch.zeros(3, 2, 2, 4)) is not None
+    assert Separated.of(torch.full((3, 2, 2, 4), torch.nan)) is None
+
+
+class Pooling(nn.Module):
+    """A read-out of the mean over places of an activation."""
+
+    def __init__(self, last: nn.Module) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 16), nn.Linear(16, 24)
+        self.last = last
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.second(torch.tanh(self.first(x)))).mean(1))
+
+
+@pytest.mark.parametrize("layout", ["full", "trace", "diagonal"])
+@pytest.mark.parametrize("linear", [True, False])
+def test_networks_that_read_out_a_mean(layout: str, linear: bool) -> None:
+    torch.manual_seed(0)
+    last = nn.Linear(24, 10) if linear else nn.Sequential(nn.Tanh(), nn.Linear(24, 10))
+    model = Pooling(last).double()
+    x = torch.randn(40, 16, 6, dtype=torch.float64)
+    params = list(model.parameters())
+    z = model(x)
+    rows = torch.stack(
+        [
+            torch.cat([g.flatten() for g in torch.autograd.grad(v, params, retain_graph=True)])
+            for v in z.flatten()
+        ]
+    )
+    want = (rows @ rows.T).view(40, 10, 40, 10).transpose(1, 2)
+    if layout != "full":
+        want = want.diagonal(dim1=2, dim2=3)
+        want = want.sum(-1) if layout == "trace" else want
+    assert_close(ntk(model, x, layout=layout), want, 1e-12, layout)
