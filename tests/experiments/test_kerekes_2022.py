@@ -6,6 +6,7 @@ import io
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch.func import jacfwd
 from pullback import PullbackError, flow
 from pullback.experiments import kerekes_2022, registry
 from pullback.experiments.kerekes_2022 import margins
+from pullback.experiments.kerekes_2022.adaptive import march, relative
 from pullback.experiments.kerekes_2022.common import angle, expected_accuracy, flat_start, sparse
 from pullback.experiments.kerekes_2022.factorization import (
     Norm,
@@ -30,6 +32,7 @@ from pullback.experiments.kerekes_2022.margins import EuclideanFlow, Signed
 from pullback.experiments.kerekes_2022.natural import population_descent, sample_descent
 from pullback.experiments.kerekes_2022.planar import points
 from pullback.experiments.kerekes_2022.rosenbrock import Stiff
+from pullback.experiments.kerekes_2022.runge_kutta import Explicit
 from pullback.likelihoods import Bernoulli
 from pullback.linear import DiagonalNetwork
 from pullback.linear.solutions import l1_max_margin, l2_max_margin
@@ -62,8 +65,40 @@ def test_the_stiff_integrator_has_order_two_and_ignores_what_has_settled() -> No
         errors.append(abs(float(y[0, 0]) - 1 - math.exp(-1)))
         assert abs(float(y[0, 1]) - 1) < 1e-6
     assert 3 < errors[0] / errors[1] < 5
-    with pytest.raises(PullbackError, match="did not arrive"):
-        stiff.march(torch.ones(1, 2, dtype=DOUBLE), lambda y: y[:, 0], 2.0, max_steps=3)
+
+
+def test_the_explicit_integrator_has_order_five() -> None:
+    explicit = Explicit(lambda y: torch.stack([y[:, 1], -y[:, 0]], 1), relative(0.0, 1.0))
+    errors, estimates = [], []
+    for count in (10, 20):
+        y, h = torch.tensor([[0.0, 1.0]], dtype=DOUBLE), torch.full((1,), 1 / count, dtype=DOUBLE)
+        estimates.append(float(explicit.step(y, h)[1]))
+        for _ in range(count):
+            y, _ = explicit.step(y, h)
+        errors.append(abs(float(y[0, 0]) - math.sin(1)))
+    assert 25 < errors[0] / errors[1] < 40
+    assert 25 < estimates[0] / estimates[1] < 40
+
+
+def test_a_march_stops_each_system_by_itself_and_says_which_are_late() -> None:
+    rates = torch.tensor([[1.0], [2.0], [0.0]], dtype=DOUBLE)
+    pair = Explicit(lambda y: rates * y, relative(1e-8))
+    start = torch.ones(3, 1, dtype=DOUBLE)
+    seen: list[Tensor] = []
+    y, late = march(pair, start, lambda y: y[:, 0].log(), 0.3, watch=seen.append, max_steps=200)
+    assert late.tolist() == [False, False, True]
+    assert seen
+    assert y[:, 0].log().tolist() == pytest.approx([0.3, 0.3, 0.0], abs=1.3e-3)
+    assert bool((y[:2, 0].log() >= 0.3).all())
+    _, still = march(pair, start, lambda y: y[:, 0].log(), 0.3, max_steps=2)
+    assert still.all()
+
+
+def test_a_step_that_is_not_a_number_is_refused_until_it_is_too_short() -> None:
+    pair = Explicit(lambda y: y * math.nan)
+    y, late = march(pair, torch.ones(1, 2, dtype=DOUBLE), lambda y: y[:, 0], 2.0)
+    assert late.all()
+    assert bool((y == 1).all())
 
 
 @pytest.mark.parametrize("rank", [1, 2, 5, 9])
@@ -152,6 +187,70 @@ def test_samples_of_no_weight_do_not_bend_the_path(
     whole = fast.run(300.0)
     assert fast.both(whole)[1].left.shape[2] == 42
     assert angle(fast.beta(v)[0], fast.beta(whole)[0]) < 1e-3
+
+
+def test_errors_are_measured_where_the_logits_are() -> None:
+    """One sample moves alone, or all alike: by the definition, through autograd's Jacobian."""
+    x, y = separable(9, 4)
+    found = EuclideanFlow(Signed.of([(x, y)]), 3, 0.2, rtol=1e9, logits=0.1)
+    v, error = draw(1, 4, seed=2), 1e-3 * draw(1, 4, seed=3)
+    beta = v * (v.square() + 0.04)
+    u = y * (x @ beta[0])
+    off = y * (x @ ((3 * v.square() + 0.04) * error)[0])
+    weights = torch.sigmoid(-u)
+    mean = (weights * off).sum() / weights.sum()
+    level = -F.softplus(-u).mean().log()
+    assert bool((weights > 1e-5 * weights.max()).all())
+    apart, together = float((off - mean).abs().max()), float(mean.abs() / (1 + level.clamp(min=0)))
+    size = float(found.size(v, v, error))
+    assert size == pytest.approx(max(apart, together) / 0.1, rel=1e-9)
+    entries = EuclideanFlow(Signed.of([(x, y)]), 3, 0.2, rtol=1e-6, logits=1e9)
+    truth = float((error.abs() / (1e-6 * (v.abs() + 0.02))).max())
+    assert float(entries.size(v, v, error)) == pytest.approx(truth, rel=1e-9)
+
+
+def test_flows_with_small_margins_arrive_and_the_loss_falls_all_the_way() -> None:
+    """‖β‖ is a hundred times the margin: if errors count by the size of v alone, weights jump."""
+    x, y = sparse(300, 20, 4, torch.Generator().manual_seed(2), CPU)
+    ends = []
+    for rtol, logits in ((1e-2, 0.05), (3e-5, 0.005)):
+        found = EuclideanFlow(Signed.of([(x, y)]), 4, 0.1, rtol=rtol, logits=logits)
+        seen: list[float] = []
+        v = found.run(1000.0, None, lambda level, seen=seen: seen.append(float(level)))
+        assert seen == sorted(seen)
+        assert float(found.level(v)) == pytest.approx(1000, abs=1.1)
+        ends.append(found.beta(v)[0])
+        assert float((y * (x @ ends[-1])).min() / ends[-1].norm()) < 0.02
+    assert angle(*ends) < 1e-4
+
+
+def test_a_flow_that_cannot_arrive_says_so() -> None:
+    x = torch.ones(2, 1, dtype=DOUBLE)
+    found = EuclideanFlow(Signed.of([(x, torch.tensor([1.0, -1.0], dtype=DOUBLE))]), 1, 1.0)
+    with pytest.raises(PullbackError, match="did not arrive"):
+        found.run(5.0)
+
+
+def test_a_flow_that_ends_early_does_not_lose_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = EuclideanFlow.run
+
+    def stuck(self: EuclideanFlow, level: float, *rest: Any) -> Tensor:
+        if level > 2 and self.data.rows.shape[1] == 6 and float(self.others) == 1:
+            raise PullbackError("The flow did not arrive", "it was told so", "None")
+        return whole(self, level, *rest)
+
+    monkeypatch.setattr(EuclideanFlow, "run", stuck)
+    small = EXPERIMENTS["figure4"].smoke()
+    found = small.run(True, [0], tmp_path, Console(file=io.StringIO()))
+    assert found.status == 0
+    record = json.loads((tmp_path / "kerekes-2022-figure4-quick.json").read_text())
+    euclidean = next(r["record"] for r in record["runs"] if r["key"] == ["EGD"])
+    assert euclidean["arrived"] == [[5, 5], [2, 5]]
+    early, late = (level[1][0] for level in euclidean["path"])
+    assert early == late
+    assert "1 flow" in record["summary"]["tables"][0]["title"]
 
 
 def test_data_sets_of_several_sizes_do_not_mix() -> None:

@@ -51,14 +51,14 @@ EXPERIMENTS = (
         small=(100, 5, (25, 50, 80, 150, 250), (1, 2, 3)),
         lr=1 / 3,
         end=10.0,
-        seeds=(0,),
-        held=(True, True, False, False, True, False, True, True, True, True),
+        seeds=(0, 1, 2),
+        held=(True, True, False, False, True, True, True, True, True, True),
     ),
     Completion(
         name="kerekes-2022-figure5",
         figure="Figure 5",
         claim="EGD with L ≥ 2 completes matrices of low rank, NGD never does",
-        seeds=(0, 1),
+        seeds=(0, 1, 2, 3, 4),
     ),
     Sparse(
         name="kerekes-2022-figure6",

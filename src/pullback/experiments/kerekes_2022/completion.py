@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
@@ -14,10 +14,12 @@ from ..._core.errors import PullbackError
 from ...linear import DeepMatrix
 from ...linear.solutions import nuclear_norm_completion
 from ..framework.check import Check, recorded
+from ..framework.curves import Chart
 from ..framework.experiment import Context, Item
 from ..framework.plain import Record
 from ..framework.results import Results
 from ..framework.tabular import Table
+from . import charts
 from .common import Repeated, generator, normal
 from .completion_claims import claims, tables
 from .factorization import Observed, descend, effective_rank, product
@@ -66,10 +68,14 @@ class Completion(Repeated):
             "counts": list(counts),
             "depths": list(depths),
             "start": self.start,
-            "steps": 2000 if quick else self.steps,
+            "steps": min(self.steps, 2000) if quick else self.steps,
             "collapsed": self.collapsed,
-            "trials": 12 if quick else self.trials,
+            "trials": min(self.trials, 12) if quick else self.trials,
         }
+
+    def smoke(self) -> Self:
+        small = (8, 1, (30, 50), (1, 2, 3))
+        return replace(self, judged=False, small=small, steps=100, trials=2)
 
     def items(self, quick: bool) -> list[Item]:
         config, out = self.config(quick), []
@@ -80,7 +86,7 @@ class Completion(Repeated):
             work = partial(_euclidean, depth, config["collapsed"] // depth, config)
             out.append(Item(("EGD, collapsed start", f"L={depth}"), work))
         out.append(Item(("nuclear norm",), partial(_nuclear, config)))
-        out.append(Item(("search",), partial(search, config["trials"])))
+        out.append(Item(("search",), partial(search, config["trials"], config["steps"])))
         return out
 
     def line(self, record: Record) -> str:
@@ -92,6 +98,9 @@ class Completion(Repeated):
         found = claims(results, self.config(results.quick))
         # small sizes show the same, less clearly: only the full version says so of the paper
         return [] if results.quick else recorded(found, self.held, ours={6, 7})
+
+    def curves(self, results: Results) -> list[Chart]:
+        return charts.completion(results, self.config(results.quick))
 
     def tables(self, results: Results) -> list[Table]:
         return tables(results, self.config(results.quick))

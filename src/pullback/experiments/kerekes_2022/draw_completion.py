@@ -6,6 +6,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator
 
 from ..framework import plots
 from ..framework.results import Results
@@ -42,7 +43,13 @@ def draw(results: Results, config: dict[str, Any]) -> Figure:
     ):
         plots.dress(axes, logx=False)
         plots.label(axes, "observed entries", what, name)
-    left.legend(frameon=False, fontsize=7, ncols=2)
+    # between what completes and what does not there is room in the middle
+    middle.legend(
+        *left.get_legend_handles_labels(), frameon=False, fontsize=7, ncols=2, loc="center"
+    )
+    middle.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    middle.yaxis.set_major_formatter("{x:g}")
+    middle.yaxis.set_minor_locator(NullLocator())
     right.legend(frameon=False, fontsize=8)
     return figure
 

@@ -67,5 +67,5 @@ class Jacobian:
 
 
 def _factored(matrix: Tensor) -> Solve:
-    lu, pivots = torch.linalg.lu_factor(matrix)
+    lu, pivots, _ = torch.linalg.lu_factor_ex(matrix)  # singular: not a number, not an exception
     return lambda r: torch.linalg.lu_solve(lu, pivots, r[..., None])[..., 0]

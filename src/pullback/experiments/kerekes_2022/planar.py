@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
 
 from ...linear.solutions import lp_max_margin
 from ..framework.check import Check, recorded
+from ..framework.curves import Chart
 from ..framework.experiment import Context, Item
 from ..framework.plain import Record
 from ..framework.results import Results
 from ..framework.tabular import Table
+from . import charts
 from .common import DTYPE, Repeated, angle, flat_start, generator
 from .margins import EuclideanFlow, Signed
 from .natural import last, natural_flow, sample_descent
@@ -74,6 +76,9 @@ class Planar(Repeated):
             "end": self.end,
         }
 
+    def smoke(self) -> Self:
+        return replace(self, judged=False, depths=(1, 2), levels=(1, 10), end=2.0)
+
     def items(self, quick: bool) -> list[Item]:
         config = self.config(quick)
         natural = [
@@ -99,6 +104,9 @@ class Planar(Repeated):
             [*(d != 3 or results.quick for d in depths), *(True,) * 5],
             ours={len(depths) + 2, len(depths) + 4},
         )
+
+    def curves(self, results: Results) -> list[Chart]:
+        return charts.planar(results, self.config(results.quick)["depths"])
 
     def tables(self, results: Results) -> list[Table]:
         rows = []

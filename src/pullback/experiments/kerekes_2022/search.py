@@ -21,7 +21,7 @@ SIZE, RANK, COUNT, STEPS = 16, 2, 130, 80
 FISHERS = ("all entries", "observed entries")
 
 
-def search(trials: int, context: Context) -> Record:
+def search(trials: int, steps: int, context: Context) -> Record:
     """Random depth 2–3, learning rate, size of the start, damping; and EGD with L = 2, 3 beside."""
     source, here = generator(20_000 + context.seed), torch.device("cpu")  # tiny decompositions
     truth = normal((SIZE, RANK), source, here) @ normal((RANK, SIZE), source, here)
@@ -30,16 +30,19 @@ def search(trials: int, context: Context) -> Record:
     for i in range(trials):
         out.append(_trial(i, data, source))
         context.watch(i / trials, "trials")
-    return {"trials": out, "euclidean": [_euclidean(d, data, context.seed) for d in (2, 3)]}
+    return {
+        "trials": out,
+        "euclidean": [_euclidean(d, data, context.seed, min(steps, 4000)) for d in (2, 3)],
+    }
 
 
-def _euclidean(depth: int, data: Observed, seed: int) -> float:
+def _euclidean(depth: int, data: Observed, seed: int, steps: int) -> float:
     source = generator(30_000 + seed)
     factors = [
         1e-3 ** (1 / depth) * normal((SIZE, SIZE), source, data.truth.device) / SIZE**0.5
         for _ in range(depth)
     ]
-    done = descend([w[None] for w in factors], data, steps=4000)
+    done = descend([w[None] for w in factors], data, steps=steps)
     return float(data.error(product(done))[0])
 
 

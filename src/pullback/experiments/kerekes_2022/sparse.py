@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
@@ -13,10 +13,12 @@ from torch import Tensor
 from ..._core.errors import PullbackError
 from ...linear.solutions import ridgeless
 from ..framework.check import Check, recorded
+from ..framework.curves import Chart
 from ..framework.experiment import Context, Item
 from ..framework.plain import Record
 from ..framework.results import Results
 from ..framework.tabular import Table
+from . import charts
 from .common import Repeated, expected_accuracy, flat_start, generator, sparse
 from .margins import EuclideanFlow, Signed
 from .natural import last, population_descent, sample_descent
@@ -71,6 +73,9 @@ class Sparse(Repeated):
             "end": self.end,
         }
 
+    def smoke(self) -> Self:
+        return replace(self, judged=False, small=(12, 2, (6, 24), (1, 2)), levels=(2, 5))
+
     def items(self, quick: bool) -> list[Item]:
         config = self.config(quick)
         natural = [
@@ -88,6 +93,9 @@ class Sparse(Repeated):
         found = claims(results, self.config(results.quick))
         # small sizes show the same, less clearly: only the full version says so of the paper
         return [] if results.quick else recorded(found, self.held, ours={len(found) - 1})
+
+    def curves(self, results: Results) -> list[Chart]:
+        return charts.sparse(results, self.config(results.quick))
 
     def tables(self, results: Results) -> list[Table]:
         from .sparse_claims import table
@@ -108,22 +116,32 @@ def _data(config: dict[str, Any], context: Context) -> list[tuple[Tensor, Tensor
 
 
 def _euclidean(config: dict[str, Any], context: Context) -> Record:
-    """accuracy[depth][N] at the last level, path[level][depth][N], and β of the largest N."""
+    """accuracy[depth][N] at the last level, path[level][depth][N], and β of the largest N.
+
+    `arrived`[depth][N] is the last level that a flow came to; it is looked at there from then on.
+    """
     data, levels = _data(config, context), config["levels"]
     runs = [(depth, pair) for depth in config["depths"] for pair in data]
-    path, ends = [], []
+    path, ends, arrived = [], [], []
     for place, (depth, pair) in enumerate(runs):  # one by one: sizes and times differ widely
 
         def watch(level: float, done: float, place: int = place) -> None:
             context.watch((place + done) / len(runs), f"loss e^−{level:g}")
 
         betas = _levels(Signed.of([pair]), depth, config["scale"], levels, watch)
+        arrived.append(levels[len(betas) - 1])
+        betas = torch.cat([betas, betas[-1:].expand(len(levels) - len(betas), -1)])
         path.append(expected_accuracy(betas, config["nonzero"]))
         ends.append(betas[-1])
     shape = (len(config["depths"]), len(data), -1)
     accuracy = torch.stack(path).view(shape).permute(2, 0, 1).tolist()
-    kept = torch.stack(ends).view(shape)[:, -1]
-    return {"accuracy": accuracy[-1], "path": accuracy, "levels": levels, "beta": kept.cpu()}
+    return {
+        "accuracy": accuracy[-1],
+        "path": accuracy,
+        "levels": levels,
+        "arrived": torch.tensor(arrived).view(shape[:2]).tolist(),
+        "beta": torch.stack(ends).view(shape)[:, -1].cpu(),
+    }
 
 
 def _levels(
@@ -133,16 +151,19 @@ def _levels(
     levels: Sequence[float],
     watch: Callable[[float, float], None],
 ) -> Tensor:
-    """β of a single flow at every level, (levels, D)."""
-    v, betas = None, []
+    """β of a single flow at every level that it comes to, (levels, D)."""
+    flow, v, betas = EuclideanFlow(data, depth, scale, rtol=3e-4), None, []
     for place, level in enumerate(levels):
 
         def share(reached: Tensor, place: int = place, level: float = level) -> None:
             watch(level, (place + float((reached / level).clamp(0, 1))) / len(levels))
 
-        # errors of logits, about L·rtol·level, have to stay small or the weights of samples jump
-        flow = EuclideanFlow(data, depth, scale, rtol=min(3e-4, 0.02 / level))
-        v = flow.run(level, v, share)
+        try:
+            v = flow.run(level, v, share)
+        except PullbackError:
+            if v is None:
+                raise
+            break
         betas.append(flow.beta(v)[0])
     return torch.stack(betas)
 

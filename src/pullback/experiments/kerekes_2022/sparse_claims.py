@@ -113,6 +113,16 @@ def _least_squares(results: Results, natural: np.ndarray, few: np.ndarray) -> Fo
     )
 
 
+def _late(results: Results) -> str:
+    """How many flows ended at a larger loss than the others, where any did."""
+    levels = [
+        np.asarray(r["arrived"]) < r["levels"][-1] for r in results.of("EGD") if "arrived" in r
+    ]
+    count = sum(int(late.sum()) for late in levels)
+    what = "1 flow" if count == 1 else f"{count} flows"
+    return f"; {what} of EGD ended early, see `arrived`" if count else ""
+
+
 def table(results: Results, config: dict[str, Any]) -> Table:
     """Accuracies in percent."""
 
@@ -127,5 +137,6 @@ def table(results: Results, config: dict[str, Any]) -> Table:
         rows.append(line(f"NGD, L = {depth}", means(results, "NGD", f"L={depth}").tolist()))
     rows.append(line("NGD, population", means(results, "NGD, population").tolist()))
     rows.append(line("least squares", means(results, "NGD", "L=1", row=1).tolist()))
-    title = f"Test accuracy, percent, means over {len(results.seeds)} seeds; D = {config['dim']}"
+    seeds = "1 seed" if len(results.seeds) == 1 else f"{len(results.seeds)} seeds"
+    title = f"Test accuracy, percent, means over {seeds}; D = {config['dim']}{_late(results)}"
     return Table(["method", *(f"N={n}" for n in config["samples"])], rows, title)
