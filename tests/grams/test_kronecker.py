@@ -220,3 +220,22 @@ def test_bad_blocks_are_refused(block: Any, what: str) -> None:
     with pytest.raises(pb.PullbackError) as caught:
         Kronecker([block])
     assert caught.value.what == what
+
+
+@pytest.mark.parametrize("damping", [1e-12, 1e-6, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float32, DOUBLE])
+def test_gains_and_shifts_invert_by_elimination(dtype: torch.dtype, damping: float) -> None:
+    """Singular pairs, and pairs that round-off left indefinite, stay within 1/damping."""
+    v = draw(50, 2).to(dtype)
+    singular = v[:, :, None] * v[:, None]
+    regular = symmetric(50, 2).to(dtype)
+    regular += 0.1 * torch.eye(2, dtype=dtype)
+    got = Units(regular).inverse(damping)
+    want = torch.linalg.inv(regular.double() + damping * torch.eye(2, dtype=DOUBLE))
+    torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-4)
+    for m in (singular, torch.zeros_like(singular)):
+        found = Units(m).inverse(damping).double()
+        assert torch.isfinite(found).all()
+        assert torch.equal(found, found.mT)
+        values = torch.linalg.eigvalsh(found)
+        assert (values[:, 1] <= 3.01 / damping).all()

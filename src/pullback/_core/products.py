@@ -20,10 +20,10 @@ _TILE = 256
 
 def gram(x: Tensor) -> Tensor:
     """X Xᵀ for (n, d): only the panels on and below the diagonal are multiplied."""
-    n = x.shape[0]
-    if n * n * x.shape[1] < (2**27 if x.is_cuda else 2**22):  # panels would not pay
+    n, split = x.shape[0], _Split.active() and _large(x, x.T)
+    small = n * n * x.shape[1] < (2**27 if x.is_cuda else 2**22)  # panels would not pay
+    if not split and (small or len(panels(n, x)) == 1):
         return x @ x.T
-    split = _Split.active() and _large(x, x.T)
     high, low = _halves(x) if split else (x, x)
     out = x.new_zeros(n, n) if split else x.new_empty(n, n)
     for a, b in panels(n, x):

@@ -84,7 +84,8 @@ class Categorical(Likelihood):
 
     def counted(self, z: Tensor, cotangent: Tensor) -> Tensor | None:
         axis = self._axis(z)
-        silent = (cotangent == 0).all(axis, keepdim=True)
+        largest = torch.linalg.vector_norm(cotangent, torch.inf, axis, keepdim=True)
+        silent = largest == 0
         if not bool(silent.any()):
             return None
         certain = torch.softmax(z, axis).amax(axis, keepdim=True) == 1

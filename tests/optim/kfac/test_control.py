@@ -189,3 +189,27 @@ def test_a_metric_that_couples_samples_and_does_not_declare_it_is_refused() -> N
     opt = pb.KFAC(model, lr=0.1, metric=Undeclared())
     with opt, pytest.raises(pb.PullbackError, match="couples the samples"):
         model(x).sum().backward()
+
+
+class Ridge(pb.optim.kfac.damping.Damping):
+    """A damping of one's own, which knows but whole sides."""
+
+    def sides(self, pair, reference, value, *, spare=False):
+        eyes = [torch.eye(n, dtype=pair.left.dtype) for n in pair.shape[1:]]
+        return pair.left + value * eyes[0], pair.right + value * eyes[1]
+
+
+def test_a_damping_of_ones_own() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2, dtype=torch.float64)
+    opt = pb.KFAC(model, lr=1.0, damping=Ridge(0.3), momentum=0.0, fisher="exact", ema=0.5)
+    x, y = torch.randn(9, 3, dtype=torch.float64), torch.randn(9, 2, dtype=torch.float64)
+    start = [p.detach().clone() for p in model.parameters()]
+    (0.5 * (model(x) - y).square().sum(1).mean()).backward()
+    opt.step()
+    a = torch.cat([x, torch.ones(9, 1, dtype=torch.float64)], 1)
+    eye = torch.eye(4, dtype=torch.float64)
+    gradient = torch.cat([model.weight.grad, model.bias.grad[:, None]], 1)  # pyright: ignore
+    want = gradient / 1.3 @ torch.linalg.inv(a.T @ a / 9 + 0.3 * eye)
+    moved = torch.cat([start[0] - model.weight, (start[1] - model.bias)[:, None]], 1)
+    torch.testing.assert_close(moved, want)

@@ -335,7 +335,7 @@ def _wide(count: int) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_round_off_does_not_hide_a_singular_side(dtype: torch.dtype) -> None:
     """Covariances of softmax residuals are singular; their Cholesky pivots often say otherwise."""
-    from pullback.grams.kronecker import sides
+    from pullback.grams.kronecker import inverses
 
     generator = torch.Generator().manual_seed(0)
     for n in (3, 4, 7, 12):
@@ -346,19 +346,19 @@ def test_round_off_does_not_hide_a_singular_side(dtype: torch.dtype) -> None:
             d = (p - torch.eye(n, dtype=dtype)[y]) @ torch.randn(
                 n, n, dtype=dtype, generator=generator
             )
-            found = sides.inverses([(d.T @ d / 200)[None]], singular=True)
+            found = inverses([(d.T @ d / 200)[None]], singular=True)
             (rank,) = found.ranks
             assert rank is not None
             assert int(rank) <= n - 1
 
 
 def test_a_side_of_zeros_has_failed_or_is_left_out() -> None:
-    from pullback.grams.kronecker import sides
+    from pullback.grams.kronecker import inverses
 
     zero, fine = torch.zeros(1, 3, 3, dtype=torch.float64), torch.eye(3, dtype=torch.float64)[None]
-    strict = sides.inverses([zero, fine])
+    strict = inverses([zero, fine])
     assert strict.failed == [True, False]
     torch.testing.assert_close(strict.sides[1], fine)
-    found = sides.inverses([zero, fine], singular=True)
+    found = inverses([zero, fine], singular=True)
     assert found.failed == [False, False]
     assert not found.sides[0].any()

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import pullback as pb
-from pullback.optim.kfac import control, optimizer
+from pullback.optim.kfac import steady
 from pullback.optim.kfac.proof import Proof
 
 
@@ -45,7 +45,7 @@ def net() -> nn.Module:
 
 
 def fused(monkeypatch) -> None:
-    monkeypatch.setattr(optimizer, "fusible", lambda params, directions: True)
+    monkeypatch.setattr(steady, "usable", lambda params: True)
 
 
 def test_the_same_steps_as_with_waiting(monkeypatch) -> None:
@@ -67,10 +67,9 @@ def test_broken_gradients_move_nothing(monkeypatch) -> None:
     assert not all(two)
 
 
-def test_fusible_only_on_one_cuda_device() -> None:
-    p = {"w": torch.zeros(3)}
-    assert not control.fusible(p, p)
-    assert not control.fusible({**p, "v": torch.zeros(3).double()}, p)
+def test_only_on_one_cuda_device() -> None:
+    assert not steady.usable([torch.zeros(3)])
+    assert not steady.usable([torch.zeros(3), torch.zeros(3).double()])
 
 
 def test_the_proof_looks_at_some_samples_at_a_time(monkeypatch) -> None:

@@ -2,6 +2,6 @@
 
 from .blocks import Block, Pair, Rotated, Units, merged
 from .gram import Kronecker
-from .sides import Inverses, inverses
+from .inverting import Inverses, inverses
 
 __all__ = ["Block", "Inverses", "Kronecker", "Pair", "Rotated", "Units", "inverses", "merged"]

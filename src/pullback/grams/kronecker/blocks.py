@@ -162,10 +162,25 @@ class Units(Block):
             shifted = m + damping
             good = shifted > torch.finfo(m.dtype).tiny
             return torch.where(good, 1 / shifted, 0.0)
+        if m.shape[-1] == 2 and not isinstance(damping, Tensor) and damping > 0:
+            return _two(m, damping)
         values, vectors = torch.linalg.eigh(m)
         keep = sides.cut(values) | (torch.as_tensor(damping, device=m.device) > 0)
         weights = torch.where(keep, 1 / (values.clamp(min=0) + damping), 0.0)
         return (vectors * weights[..., None, :]) @ vectors.mT
+
+
+def _two(m: Tensor, damping: float) -> Tensor:
+    """(F + damping)⁻¹ of 2×2 matrices, the larger entry eliminated: what is left is ≥ damping."""
+    entries = m.diagonal(dim1=1, dim2=2).clamp(min=0) + damping
+    swap = entries[:, 0] < entries[:, 1]
+    large, small = entries.amax(1), entries.amin(1)
+    slope = m[:, 0, 1] / large
+    rest = (small - m[:, 0, 1] * slope).clamp(min=damping)
+    cross = -slope / rest
+    one, two = 1 / large - slope * cross, 1 / rest
+    first, last = torch.where(swap, two, one), torch.where(swap, one, two)
+    return torch.stack([first, cross, cross, last], -1).view_as(m)
 
 
 def merged(pairs: Sequence[Pair]) -> Pair:

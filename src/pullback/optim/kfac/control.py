@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from ..._core.errors import PullbackError
 from ...steps.quadratic import best_factors
 from .damping import Adaptive
-from .ranks import Low
 from .source import Source
-from .sums import Key
 
 if TYPE_CHECKING:
     from .optimizer import KFAC
@@ -29,11 +25,8 @@ class Control:
         params: Mapping[str, nn.Parameter],
         directions: dict[str, Tensor],
         source: Source,
-        broken: Tensor | None = None,
     ) -> None:
         self._opt, self._params, self._source = optimizer, params, source
-        #: 1 where nothing may move, decided on the device
-        self._broken = broken
         self._directions = directions
         #: actual over predicted reduction
         self.ratio: float | None = None
@@ -83,17 +76,11 @@ class Control:
         return gradient
 
     def _buffer(self, p: Tensor) -> Tensor:
-        """The parameter's momentum, on its device."""
-        state = self._opt.state[p]
-        if "momentum" not in state:
-            state["momentum"] = torch.zeros_like(p)
-        elif state["momentum"].device != p.device or state["momentum"].dtype != p.dtype:
-            state["momentum"] = state["momentum"].to(p)
-        return state["momentum"]
+        return momentum_of(self._opt.state, p)
 
     def _apply(self, *, decay: bool = True) -> None:
         shrink = self._shrink()
-        if decay and self._broken is None:
+        if decay:
             self._decay()
         if self._opt.rule is not None:
             self._combine()
@@ -110,29 +97,12 @@ class Control:
             ]
             if shrink is not None:
                 deltas = torch._foreach_mul(deltas, shrink)
-            if self._broken is not None:
-                self._fused(chosen, list(deltas), group, self._broken)
-                continue
             if momentum and self._opt.rule is None:
                 buffers = [self._buffer(p) for p in chosen]
                 torch._foreach_mul_(buffers, momentum)
                 torch._foreach_add_(buffers, deltas)
                 deltas = buffers
             torch._foreach_add_(chosen, deltas, alpha=-lr)
-
-    def _fused(
-        self, chosen: list[Tensor], deltas: list[Tensor], group: dict[str, Any], broken: Tensor
-    ) -> None:
-        """The same in one kernel, which does nothing if `broken` says so."""
-        lr, momentum = float(group["lr"]), float(group["momentum"])
-        if group["weight_decay"]:
-            decay = lr * float(group["weight_decay"])
-            torch._foreach_mul_(chosen, 1 - decay * (1 - broken))
-        buffers = [self._buffer(p) for p in chosen] if momentum else []
-        torch._fused_sgd_(
-            chosen, deltas, buffers, weight_decay=0.0, momentum=momentum, lr=lr, dampening=0.0,
-            nesterov=False, maximize=False, is_first_step=False, grad_scale=None, found_inf=broken,
-        )  # fmt: skip
 
     def _combine(self) -> None:
         """The best αΔ + βm in the plane of direction and last move, by the exact model."""
@@ -173,77 +143,16 @@ class Control:
         return (limit / total.clamp(min=tiny)).sqrt().clamp(max=1.0)
 
 
+def momentum_of(state: Mapping[Tensor, Any], p: Tensor) -> Tensor:
+    """The parameter's momentum, on its device."""
+    own = state[p]
+    if "momentum" not in own:
+        own["momentum"] = torch.zeros_like(p)
+    elif own["momentum"].device != p.device or own["momentum"].dtype != p.dtype:
+        own["momentum"] = own["momentum"].to(p)
+    return own["momentum"]
+
+
 def sum_of(x: Mapping[str, Tensor], y: Mapping[str, Tensor], names: Sequence[str]) -> Tensor:
     """⟨x, y⟩ over all parameters."""
     return torch.stack([torch.sum(x[n].double() * y[n].double()) for n in names]).sum()
-
-
-def finite(tensors: Sequence[Tensor]) -> Tensor:
-    """Whether all entries are finite, as a tensor."""
-    norms = torch._foreach_norm([t.detach() for t in tensors])
-    if len({(n.dtype, n.device) for n in norms}) > 1:
-        norms = [n.to(norms[0].device, torch.float64) for n in norms]
-    return torch.isfinite(torch.stack(list(norms))).all()
-
-
-class Look:
-    """Whether a step can be taken from these gradients, and which low-rank ones hold.
-
-    The answer is fetched while the device works on: it is asked for as late as possible.
-    """
-
-    def __init__(
-        self, loss: float | None, gradients: Sequence[Tensor | None], low: Mapping[Key, Low]
-    ) -> None:
-        found = [g for g in gradients if g is not None]
-        if not found:
-            raise PullbackError(
-                "There is no gradient to follow",
-                "every parameter's gradient is None",
-                "Call loss.backward() before step()",
-            )
-        self._loss, self._low = loss, low
-        self._good = good = finite(found)
-        flags = torch.stack([good, *(x.holds.to(good.device) for x in low.values())])
-        self._event: torch.cuda.Event | None = None
-        if flags.is_cuda:
-            self._flags = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True)
-            self._flags.copy_(flags, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
-        else:
-            self._flags = flags
-
-    @property
-    def broken(self) -> Tensor:
-        """1 on the device where a gradient is not finite, else 0."""
-        return 1 - self._good.float()
-
-    def _fetched(self) -> list[bool]:
-        if self._event is not None:
-            self._event.synchronize()
-        return self._flags.tolist()
-
-    def reason(self) -> str:
-        """Why no step can be taken, or nothing."""
-        if self._loss is not None and not isfinite(self._loss):
-            return f"the loss is {self._loss}"
-        return "" if self._fetched()[0] else "a gradient is not finite"
-
-    def low(self) -> dict[Key, Low]:
-        """The low-rank gradients that hold."""
-        if not self._low:
-            return {}
-        holds = self._fetched()[1:]
-        return {k: x for (k, x), held in zip(self._low.items(), holds, strict=True) if held}
-
-
-def fusible(params: Mapping[str, Tensor], directions: Mapping[str, Tensor]) -> bool:
-    """Whether one kernel can move them all: on one CUDA device, one dtype, laid out alike."""
-    if len({(p.dtype, p.device) for p in params.values()}) > 1:
-        return False
-    some = next(iter(params.values()))
-    return some.is_cuda and all(
-        p.stride() == directions[n].stride() and p.dtype == directions[n].dtype
-        for n, p in params.items()
-    )

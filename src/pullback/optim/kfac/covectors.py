@@ -11,7 +11,7 @@ from ..._core.space import compute_dtype
 from ...metrics import Fisher, Metric
 from .coupling import Coupling, coupled, refusal
 
-_ENTRIES = 2**26  # of the output whose scores are drawn at once
+_ENTRIES = 2**25  # of the output whose scores are drawn at once
 
 
 def drawn(
@@ -26,6 +26,8 @@ def drawn(
     batch_dim: int,
 ) -> Iterator[tuple[Tensor, Coupling | None]]:
     """The covectors, each with the relation of the samples where the metric has one."""
+    if fisher != "mc" or not isinstance(metric, Fisher):  # which takes some samples at a time
+        z, cotangent = (t.to(compute_dtype(t.dtype)) for t in (z, cotangent))
     if metric.couples_samples:
         yield from coupled(
             metric, fisher, z, draws=draws, inputs=inputs, generator=generator, batch_dim=batch_dim

@@ -19,10 +19,12 @@ class Damping(ABC):
         value: λ, in the units of the Gram.
         exact: whether R ⊗ C + λ is inverted as it stands, in the eigenbases of its sides.
         referenced: whether long-run averages of the sides are needed.
+        shifts_only: whether all that is added are the multiples of the identity in `shifts`.
     """
 
     exact: bool = False
     referenced: bool = False
+    shifts_only: bool = False
 
     def __init__(self, value: float = 1e-3) -> None:
         if not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
@@ -34,6 +36,10 @@ class Damping(ABC):
         self, pair: Pair, reference: Pair | None, value: float, *, spare: bool = False
     ) -> tuple[Tensor, Tensor]:
         """The two sides to be inverted; those of a spare pair may be overwritten."""
+
+    def shifts(self, rows: Tensor, columns: Tensor, value: float) -> tuple[Tensor, Tensor]:
+        """The multiples of the identity for left and right sides of these mean eigenvalues."""
+        raise NotImplementedError(type(self).__name__)
 
     def __repr__(self) -> str:
         fields = ", ".join(f"{k}={v!r}" for k, v in vars(self).items() if not k.startswith("_"))
@@ -47,21 +53,26 @@ class Tikhonov(Damping):
     nothing is added, and singular sides are inverted on their range.
     """
 
+    shifts_only = True
+
     def sides(
         self, pair: Pair, reference: Pair | None, value: float, *, spare: bool = False
     ) -> tuple[Tensor, Tensor]:
         if value == 0:
             return pair.left, pair.right
-        rows, columns = sides.trace(pair.left), sides.trace(pair.right)
-        tiny = torch.finfo(rows.dtype).tiny ** 0.5
-        ratio = (columns.clamp(min=tiny) / pair.shape[2]) / (rows.clamp(min=tiny) / pair.shape[1])
-        pi = ratio.sqrt().clamp(1e-6, 1e6)
-        pi = torch.where((rows > tiny) & (columns > tiny), pi, torch.ones_like(pi))
-        root = value**0.5
+        rows, columns = (sides.diagonal(s).mean(-1) for s in (pair.left, pair.right))
+        left, right = self.shifts(rows, columns, value)
         return (
-            sides.shifted(pair.left, root / pi, spare=spare),
-            sides.shifted(pair.right, root * pi, spare=spare),
+            sides.shifted(pair.left, left, spare=spare),
+            sides.shifted(pair.right, right, spare=spare),
         )
+
+    def shifts(self, rows: Tensor, columns: Tensor, value: float) -> tuple[Tensor, Tensor]:
+        tiny = torch.finfo(rows.dtype).tiny ** 0.5
+        pi = (columns.clamp(min=tiny) / rows.clamp(min=tiny)).sqrt().clamp(1e-6, 1e6)
+        pi = torch.where((rows > tiny) & (columns > tiny), pi, 1.0)
+        root = value**0.5
+        return root / pi, root * pi
 
 
 class Exact(Damping):
@@ -135,11 +146,15 @@ class Adaptive(Damping):
         self.low, self.high, self.factor = low, high, factor
         self.smallest, self.largest = smallest, largest
         self.exact, self.referenced = self.inner.exact, self.inner.referenced
+        self.shifts_only = self.inner.shifts_only
 
     def sides(
         self, pair: Pair, reference: Pair | None, value: float, *, spare: bool = False
     ) -> tuple[Tensor, Tensor]:
         return self.inner.sides(pair, reference, value, spare=spare)
+
+    def shifts(self, rows: Tensor, columns: Tensor, value: float) -> tuple[Tensor, Tensor]:
+        return self.inner.shifts(rows, columns, value)
 
     def next(self, value: float, ratio: float) -> float:
         """λ after a step with this ratio of actual to predicted reduction."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,56 +12,19 @@ from torch import Tensor, nn
 from torch._C._functorch import (
     peek_interpreter_stack,  # pyright: ignore[reportMissingModuleSource]
 )
-from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
-from ..._core.capture import Selector, plain, select
-from ...maps.layers.moments import Sharing
-from ...metrics import Metric
+from ..._core.capture import plain, select
 from . import outputs
 from .covectors import drawn
+from .graph import accumulates, refuse_reentrant
 from .inverse import Inverse
 from .measure import Measure, NotFinite
 from .pending import Again, Pending, Root
-from .sums import Key, Sums
-from .sweep import refuse_reentrant
+from .pool import MISSED, Pool, Recipe
+from .sums import Key, averaged
 from .tape import Tape
 from .watch import Watch
-
-#: why a forward pass gave no statistics; of several passes, the one that came farthest tells
-_MISSED = (
-    "the model was not called",
-    "the model was called inside a transform of torch.func, or held other parameters than the "
-    "optimizer's",
-    "the model was called without gradients",
-    "the model was in evaluation mode",
-    "the model's output does not depend on its parameters",
-    "no gradient reached the model's output",
-    "the gradient passed the model's output, but not to its parameters",
-)
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """What is measured: the metric at the output, and how places and samples count."""
-
-    metric: Metric
-    fisher: str
-    sharing: Sharing
-    joint: bool
-    draws: int
-    output: Selector
-    batch_dim: int
-
-
-@dataclass
-class Pool:
-    """Everything gathered since the last step."""
-
-    sums: dict[Key, Sums] = field(default_factory=dict)
-    samples: Tensor | float = 0.0
-    calls: int = 0
-    missed: int = 0
 
 
 class Gatherer:
@@ -91,7 +53,7 @@ class Gatherer:
     @property
     def missed(self) -> str:
         """Why no statistics were taken."""
-        return _MISSED[self.pool.missed]
+        return MISSED[self.pool.missed]
 
     @property
     def reasons(self) -> dict[str, str]:
@@ -195,7 +157,7 @@ class Gatherer:
 
     def _receive(self, pending: Pending, cotangent: Tensor) -> None:
         leaves, root = self._leaves(), pending.root()
-        if not _accumulates(leaves):  # a gradient by the inputs alone: a penalty, an attack
+        if not accumulates(leaves):  # a gradient by the inputs alone: a penalty, an attack
             refuse_reentrant(root)
             self._miss(6)
             return
@@ -214,12 +176,12 @@ class Gatherer:
     def _take(self, root: Root, z: Tensor, tape: Tape, inputs: Any, cotangent: Tensor) -> None:
         recipe, axis, leaves = self.recipe, self.recipe.batch_dim, self._leaves()
         with torch.autocast(z.device.type, enabled=False):
-            value = outputs.arranged(z, axis)
+            value = outputs.arranged(z, axis, cast=False)
             self.pool.calls += 1
-            if bool((value.isnan() | value.isposinf()).any()):  # −inf may mask a class
+            if not bool(value.amax() < torch.inf):  # NaN too; −inf may mask a class
                 self.pool.samples = torch.nan
                 return
-            slope = outputs.arranged(cotangent, axis)
+            slope = outputs.arranged(cotangent, axis, cast=False)
             mask = recipe.metric.counted(value, slope)
             keep = outputs.places(mask, z, axis)
             samples: Tensor | float = recipe.metric.samples(value)
@@ -255,7 +217,7 @@ class Gatherer:
         if self.recipe.fisher == "empirical":  # a mean's own cotangents are divided by N
             scale = samples ** (2 if reduction == "mean" else 1) / loss_scale**2
         self.clear()
-        return {k: s.averages(k.joint, samples, scale) for k, s in pool.sums.items()}
+        return averaged(pool.sums, samples, scale)
 
     def random(self, device: torch.device) -> torch.Generator:
         """Draws of their own, so that the training's random numbers stay what they were."""
@@ -286,14 +248,3 @@ class Gatherer:
 @torch._disable_dynamo
 def _received(gatherer: Gatherer, pending: Pending, cotangent: Tensor) -> None:
     gatherer._receive(pending, cotangent)
-
-
-def _accumulates(leaves: Mapping[str, Tensor]) -> bool:
-    """Whether the backward pass under way is going to reach one of these parameters."""
-    for p in leaves.values():
-        try:
-            if torch._C._will_engine_execute_node(get_gradient_edge(p).node):
-                return True
-        except RuntimeError:  # asked for by autograd.grad
-            return True
-    return False

@@ -57,6 +57,14 @@ class Inverse:
         there = {n: None if t is None else t.to(*to) for n, t in self.tensors().items()}
         return Inverse(**there, factors=self.factors)
 
+    def renewals(self, other: Inverse) -> list[tuple[Tensor, Tensor]] | None:
+        """What to copy where, to take over another one's values in the same memory."""
+        pairs = list(zip(self.tensors().values(), other.tensors().values(), strict=True))
+        same = all(t is None or u is None or t.shape == u.shape for t, u in pairs)
+        if self.kind != other.kind or not same:
+            return None
+        return [(held, new) for held, new in pairs if held is not None and new is not None]
+
     @property
     def kind(self) -> tuple[object, ...]:
         """Inverses of the same kind are applied together."""
@@ -78,14 +86,16 @@ class Group:
         self, members: Mapping[Key, Inverse], shapes: Mapping[Key, tuple[int, ...]]
     ) -> None:
         self.keys = list(members)
-        self._shapes = shapes
+        self.names = [n for k in self.keys for n in k.names]
+        self._shapes = [shapes[k] for k in self.keys]
+        self._counts = [shape[0] for shape in self._shapes]
+        self._fit: dict[str, torch.Size] = {}
         if len(members) == 1:
             self._all = next(iter(members.values()))
             for name, tensor in self._all.tensors().items():
                 if tensor is not None and tensor.is_cuda:  # where products of parts are slower
                     setattr(self._all, name, tensor.contiguous())
             return
-        counts = [shapes[k][0] for k in self.keys]
         stacked: dict[str, Tensor | None] = {}
         for name in ("left", "right", "border", "corner"):
             pieces = [getattr(m, name) for m in members.values()]
@@ -94,56 +104,93 @@ class Group:
                 continue
             whole = torch.cat(pieces)
             stacked[name] = whole
-            for member, piece in zip(members.values(), whole.split(counts), strict=True):
+            for member, piece in zip(members.values(), whole.split(self._counts), strict=True):
                 setattr(member, name, piece)
         self._all = Inverse(**stacked, factors=next(iter(members.values())).factors)
 
-    def __call__(self, parameters: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-        """The directions of all members, by name."""
-        gradients = {k: [_gradient(parameters[n], dtype) for n in k.names] for k in self.keys}
-        if self.keys[0].kind != "kronecker":
-            return self._units(gradients, parameters)
-        counts = [self._shapes[k][0] for k in self.keys]
-        weights = [_weight(k, g[0], self._shapes[k]) for k, g in gradients.items()]
-        biases = [g[1].reshape(self._shapes[k][0], -1) for k, g in gradients.items() if k.joint]
-        v = weights[0] if len(weights) == 1 else torch.cat(weights)
-        b = None if not biases else biases[0] if len(biases) == 1 else torch.cat(biases)
-        weight, bias = (solved if self._all.factors else applied)(self._all, v, b)
-        out = {}
-        for key, w in zip(self.keys, weight.split(counts), strict=True):
-            out[key.names[0]] = w.reshape(parameters[key.names[0]].shape)
-        if bias is not None:
-            for key, s in zip(self.keys, bias.split(counts), strict=True):
-                out[key.names[1]] = s.reshape(parameters[key.names[1]].shape)
+    def __call__(
+        self, gradients: Mapping[str, Tensor], like: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """The directions of all members, by name and in the parameters' shapes."""
+        return self.apply(self.stack(gradients, like), like)
+
+    @property
+    def _roles(self) -> int:
+        """Stacks of inputs: weights and biases, or gains and shifts."""
+        return len(self.keys[0].names)
+
+    @property
+    def _kronecker(self) -> bool:
+        return self.keys[0].kind == "kronecker"
+
+    def _shape(self, i: int, role: int) -> tuple[int, ...]:
+        """Of one member's share: weights (G, O, I), biases (G, O), and units flat."""
+        shape = self._shapes[i]
+        if not self._kronecker:
+            return shape[:1]
+        return shape[:2] if role else (*shape[:2], shape[2] - self.keys[i].joint)
+
+    def check(self, like: Mapping[str, Tensor]) -> None:
+        """Raise where a parameter is no longer what its block was built for."""
+        for key, shape in zip(self.keys, self._shapes, strict=True):
+            for role, name in enumerate(key.names):
+                p = like[name]
+                if self._fit.get(name) == p.shape:
+                    continue
+                rows = p.numel() if role or key.bias or not self._kronecker else len(p)
+                found = (rows, p.numel() // max(1, rows))
+                wide = shape[2] - key.joint if self._kronecker and not role else 1
+                high = shape[0] * shape[1] if self._kronecker else shape[0]
+                refuse_shape(key, found, (high, wide))
+                self._fit[name] = p.shape
+
+    def stack(self, gradients: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> list[Tensor]:
+        """The members' gradients, one stack per role; a missing one is zero."""
+        self.check(like)
+        some = next(t for t in self._all.tensors().values() if t is not None)
+        out = []
+        for role in range(self._roles):
+            pieces = []
+            for i, key in enumerate(self.keys):
+                g = gradients.get(key.names[role])
+                if g is None:
+                    pieces.append(some.new_zeros(self._shape(i, role)))
+                else:
+                    pieces.append(g.to(some.dtype).reshape(self._shape(i, role)))
+            out.append(pieces[0] if len(pieces) == 1 else torch.cat(pieces))
         return out
 
-    def _units(
-        self, gradients: Mapping[Key, Sequence[Tensor]], parameters: Mapping[str, Tensor]
-    ) -> dict[str, Tensor]:
+    def room(self, like: Mapping[str, Tensor]) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """Stacks of zeros that gradients can be written to, and their views by name."""
+        stacks = self.stack({}, like)
+        views = {}
+        for role, stack in enumerate(stacks):
+            for key, piece in zip(self.keys, stack.split(self._counts), strict=True):
+                views[key.names[role]] = piece.view(like[key.names[role]].shape)
+        return stacks, views
+
+    def apply(self, stacks: Sequence[Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The directions, from stacked gradients."""
+        if self._kronecker:
+            v, b = stacks[0], stacks[1] if len(stacks) > 1 else None
+            found = (solved if self._all.factors else applied)(self._all, v, b)
+        else:
+            found = self._units(stacks)
+        out = {}
+        for role, whole in enumerate(found[: self._roles]):
+            assert whole is not None
+            pieces = [whole] if len(self.keys) == 1 else whole.split_with_sizes(self._counts)
+            for key, piece in zip(self.keys, pieces, strict=True):
+                name = key.names[role]
+                out[name] = piece.reshape(like[name].shape)
+        return out
+
+    def _units(self, flat: Sequence[Tensor]) -> list[Tensor]:
         """Entry by entry: Σ_j m_ij g_j for gains and shifts of all units at once."""
-        counts = [self._shapes[k][0] for k in self.keys]
-        for key, found in gradients.items():
-            refuse_shape(key, (found[0].numel(), len(found)), self._shapes[key])
-        roles = range(len(self.keys[0].names))
-        flat = [torch.cat([g[j].flatten() for g in gradients.values()]) for j in roles]
         m = self._all.left
         assert m is not None
-        out = {}
-        for i in roles:
-            total = sum((m[:, i, j] * flat[j] for j in roles[1:]), m[:, i, 0] * flat[0])
-            for key, piece in zip(self.keys, total.split(counts), strict=True):
-                out[key.names[i]] = piece.view(parameters[key.names[i]].shape)
-        return out
-
-
-def _gradient(p: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.zeros_like(p, dtype=dtype) if p.grad is None else p.grad.to(dtype)
-
-
-def _weight(key: Key, gradient: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """(G, O, I), without the bias."""
-    alone = Key(key.kind, key.names[:1], key.bias)
-    return arranged(alone, [gradient], (*shape[:2], shape[2] - key.joint))
+        roles = range(len(flat))
+        return [sum((m[:, i, j] * flat[j] for j in roles[1:]), m[:, i, 0] * flat[0]) for i in roles]
 
 
 def applied(inverse: Inverse, v: Tensor, b: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -179,12 +226,21 @@ def solved(inverse: Inverse, v: Tensor, b: Tensor | None) -> tuple[Tensor, Tenso
 
 
 def turned(
-    key: Key, inverse: Inverse, parameters: Mapping[str, Tensor], shape: tuple[int, ...]
+    key: Key,
+    inverse: Inverse,
+    gradients: Mapping[str, Tensor],
+    like: Mapping[str, Tensor],
+    shape: tuple[int, ...],
 ) -> dict[str, Tensor]:
     """The same in eigenbases: U (scale ∘ UᵀVW) Wᵀ."""
-    assert inverse.scale is not None
-    like = [parameters[n] for n in key.names]
-    v = arranged(key, [_gradient(p, inverse.scale.dtype) for p in like], shape)
-    v = rotated(inverse.left, v, inverse.right) * inverse.scale
-    found = scattered(key, rotated(inverse.left, v, inverse.right, back=True), like)
-    return dict(zip(key.names, found, strict=True))
+    scale = inverse.scale
+    assert scale is not None
+    zero = scale.new_zeros
+    found = [gradients.get(n) for n in key.names]
+    given = [
+        zero(like[n].shape) if g is None else g.to(scale.dtype)
+        for n, g in zip(key.names, found, strict=True)
+    ]
+    v = rotated(inverse.left, arranged(key, given, shape), inverse.right) * scale
+    back = rotated(inverse.left, v, inverse.right, back=True)
+    return dict(zip(key.names, scattered(key, back, [like[n] for n in key.names]), strict=True))

@@ -14,12 +14,13 @@ from ..._core.space import compute_dtype
 from ...maps.layers.moments import Sharing
 from ..checks import refuse_sparse
 from .coupling import Coupling, apart
+from .graph import last, pulled, refuse_reentrant
 from .inverse import Inverse
 from .pending import Root
 from .plan import Plan
 from .proof import Proof
 from .sums import Key, Sums
-from .sweep import Sweep, basis_by, last, pulled, refuse_reentrant, wanted_by
+from .sweep import Sweep, basis_by, wanted_by
 from .tape import Tape
 from .taps import add_taps, replayed, roles
 

@@ -2,39 +2,38 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from ..._core.capture import Selector, plain
 from ..._core.errors import PullbackError
-from ...grams.kronecker.sides import diagonal
 from ...likelihoods import Likelihood
 from ...maps.layers.moments import Sharing
 from ...metrics import Euclidean, Fisher, Metric, as_metric
 from ...steps import QuadraticModel
-from ..checks import gradient_of, own_group, refuse_model
+from ..checks import own_group, refuse_model
 from ..terms import Objective
 from .checks import check, refuse_inference, refuse_unready
-from .control import Control, Look, finite, fusible
+from .control import Control
 from .coupling import refuse_options
 from .curvature import Curvature
-from .damping import Adaptive, Damping, as_damping
-from .gather import Gatherer, Recipe
+from .damping import Damping, as_damping
+from .gather import Gatherer
 from .info import KFACInfo
+from .look import Look, finite
+from .moving import Moving
+from .pool import Recipe
 from .ranks import Ranks
 from .reports import Reports
+from .saving import MEMORY, Saving
 from .source import source_of
-from .sums import Key
-
-_MEMORY = "pullback"
+from .steady import Steady
 
 
-class KFAC(Reports, Optimizer):
+class KFAC(Reports, Moving, Saving):
     r"""w ← w − η F̂⁻¹∇L with the K-FAC metric F̂ = ⊕_l R_l ⊗ C_l, in an ordinary training loop.
 
     On statistics steps, while the loss's gradient passes the model's output, targets drawn from
@@ -153,26 +152,8 @@ class KFAC(Reports, Optimizer):
         self._gatherer = Gatherer(self.model, recipe, self.seed)
         self._ranks = Ranks(self.model)
         self._info = KFACInfo()
+        self._steady = Steady()
         self._look: Look | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        """All but the hooks: a copy or a pickle brings its model along."""
-        self._settle()
-        apart = ("_gatherer", "_ranks", "_names", "_by_name", "_look")
-        own = {n: v for n, v in vars(self).items() if n not in apart}
-        own.pop("step", None)  # a scheduler counts calls by a function of its own
-        return {**own, "gathered": self._gatherer.state_dict()}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        gathered = state.pop("gathered", None)
-        info = state.pop("_info", None)
-        super().__setstate__(state)
-        if gathered is not None:
-            self._register()
-            self._choose()
-            self._gatherer.load_state_dict(gathered)
-            self._resume()
-            self._info = info
 
     def __enter__(self) -> KFAC:
         return self
@@ -200,7 +181,7 @@ class KFAC(Reports, Optimizer):
     @property
     def _memory(self) -> dict[str, Any]:
         """What is saved beside the param groups; the key is no tensor, so torch passes it on."""
-        return self.state[_MEMORY]  # pyright: ignore[reportArgumentType]
+        return self.state[MEMORY]  # pyright: ignore[reportArgumentType]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, and the statistics of gradients that were never used."""
@@ -212,9 +193,6 @@ class KFAC(Reports, Optimizer):
         """What was seen belonged to gradients that are used or dropped, and to old parameters."""
         self._gatherer.settle()
         self._ranks.clear()
-
-    def _due(self) -> bool:
-        return not self._closed and self._memory["steps"] % self.statistics_every == 0
 
     @torch.no_grad()
     def step(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -241,164 +219,22 @@ class KFAC(Reports, Optimizer):
         loss = source.evaluate()
         params = self._active()
         low = self._ranks.low(self.curvature.inverses, self._by_name)
-        look = Look(source.loss, [p.grad for p in params.values()], low)
         learning = self._gatherer.pool.calls > 0 or self._due()
-        if learning and (reason := look.reason()):
+        if not learning and not low and self._steadily(source):
+            return loss
+        look = Look(source.loss, finite([p.grad for p in params.values()]), low)  # pyright: ignore[reportArgumentType]
+        if reason := look.reason():
             return self._rejected(reason, loss)
         taken = self._learn(source.found())
         # corrected eigenvalues belong to the old eigenbases: new ones serve from the next step on
         self._invert(taken and not self.ekfac)
         low = look.low()
+        if learning and not low and not self.ekfac and self._steadily(source, taken=taken):
+            return loss
         directions = self.curvature.precondition(self._by_name, params, low)
-        # between statistics nothing waits for the device: it moves nothing by itself if it must not
-        late = not learning and self.rule is None and not isinstance(self.damping, Adaptive)
-        late = late and fusible(params, directions)
-        if not learning and not late and (reason := look.reason()):
-            return self._rejected(reason, loss)
-        control = Control(self, params, directions, source, look.broken if late else None)
+        control = Control(self, params, directions, source)
         accepted, reason = control.move()
         if self.ekfac:
             self._invert(taken)
-        self._memory["steps"] += 1
-        self._forget()
-        self._gatherer.due = self._due() or self._gatherer.lacking
-        self._look = look if late else None
-        self._info = KFACInfo(
-            accepted,
-            reason,
-            self._memory["damping"],
-            taken,
-            self._notes(),
-            control.ratio,
-            *control.factors,
-            len(low),
-        )
+        self._done(accepted, reason, taken, control.ratio, *control.factors, len(low))
         return loss
-
-    @property
-    def info(self) -> KFACInfo:
-        """What the last step did."""
-        self._settle()
-        return self._info
-
-    def _settle(self) -> None:
-        """Take notice of a step that moved nothing, if the last one was such."""
-        look, self._look = self._look, None
-        if look is not None and (reason := look.reason()):
-            self._memory["steps"] -= 1
-            self._gatherer.due = self._due() or self._gatherer.lacking
-            self._info = KFACInfo(False, reason, self._memory["damping"])
-
-    def _rejected(self, reason: str, loss: Any) -> Any:
-        self._forget()
-        self._info = KFACInfo(False, reason, self._memory["damping"])
-        return loss
-
-    def _active(self) -> dict[str, nn.Parameter]:
-        """The parameters with a gradient, by name, in the order of the groups."""
-        out = {}
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.requires_grad and p.grad is not None:
-                    name = self._names[id(p)]
-                    gradient_of(name, p)
-                    if p.shape != self._shapes[name]:
-                        raise PullbackError(
-                            f"Parameter {name!r} changed its shape",
-                            f"it was {tuple(self._shapes[name])}, and is {tuple(p.shape)} now",
-                            "Build the optimizer again after changing the model",
-                        )
-                    out[name] = p
-        return out
-
-    def _learn(self, found: dict[Key, dict[str, Tensor]] | None) -> bool:
-        """Take up the statistics gathered since the last step, if all are finite."""
-        self._skipped = False
-        if found is None:
-            found = self._gathered()
-        if not found:
-            return False
-        # of a second moment the diagonal tells: no entry is larger
-        self._skipped = not finite([diagonal(t) for x in found.values() for t in x.values()])
-        if self._skipped:
-            self._memory["skipped"] = self._memory.get("skipped", 0) + 1
-            return False
-        self.curvature.take(found, self.ema, self.damping, self._memory["damping"])
-        self._memory["taken"] += 1
-        return True
-
-    def _gathered(self) -> dict[Key, dict[str, Tensor]]:
-        """The averages over what the hooks saw since the last step."""
-        if not self._gatherer.pool.calls:
-            if self._due():
-                raise PullbackError(
-                    "A statistics step saw no layer",
-                    self._gatherer.missed,
-                    "Call the module given to KFAC, in training mode, and backpropagate from its "
-                    "output before step()",
-                )
-            return {}
-        self._skipped = not self._gatherer.pool.sums  # nothing finite was met
-        loss_scale = 1.0 if self.grad_scaler is None else float(self.grad_scaler.get_scale())
-        return self._gatherer.averages(self.reduction, loss_scale)
-
-    def _invert(self, taken: bool) -> None:
-        """Renew inverses when it is time, and make those that are missing."""
-        steps, count, held = self._memory["steps"], self._memory["taken"], self.curvature
-        early = steps < self.invert_every and count & (count - 1) == 0
-        again = self._memory.pop("again", False)  # the damping grew after a rejected step
-        if (taken and (steps % self.invert_every == 0 or early)) or again:
-            keys = list(held.averages)
-        else:
-            keys = [k for k in held.averages if k not in held.inverses]
-        if keys:
-            once = self.invert_every == 1 == self.statistics_every and on_cpu(self._by_name)
-            held.invert(self.damping, self._memory["damping"], keys, eigen=self.ekfac, once=once)
-            if self.ekfac:
-                self._gatherer.bases = held.inverses
-
-    def _notes(self) -> dict[str, str]:
-        notes = {", ".join(k.names): note for k, note in self.curvature.notes.items()}
-        if self._skipped:
-            notes["statistics"] = "they were not finite; the last good ones stay"
-        return notes
-
-    def state_dict(self) -> dict[str, Any]:
-        """Param groups, momentum, averages, inverses and the draws' random state."""
-        self._settle()
-        out = super().state_dict()
-        memory = {
-            **self._memory,
-            "curvature": self.curvature.state_dict(),
-            "gathered": self._gatherer.state_dict(),
-        }
-        out["state"] = {**out["state"], _MEMORY: copy.deepcopy(memory)}
-        return out
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Resume to the same bits."""
-        if _MEMORY not in state_dict.get("state", {}):
-            raise PullbackError(
-                "The saved state is not KFAC's",
-                "it holds no averages",
-                "Load what KFAC.state_dict() gave",
-            )
-        super().load_state_dict(dict(state_dict))
-        memory = copy.deepcopy(state_dict["state"][_MEMORY])
-        self.curvature.load_state_dict(memory.pop("curvature"))
-        self._gatherer.load_state_dict(memory.pop("gathered"))
-        self.state[_MEMORY] = memory  # pyright: ignore[reportArgumentType]
-        self._resume()
-
-    def _resume(self) -> None:
-        if self.ekfac:
-            self._gatherer.bases = self.curvature.inverses
-        self._gatherer.settle()
-        self._gatherer.due = self._due()
-        if self._closed:
-            self.close()
-
-
-def on_cpu(parameters: Mapping[str, Tensor]) -> bool:
-    """Whether the model is there, where solving with factors is cheaper than inverting them."""
-    return next(iter(parameters.values())).device.type == "cpu"

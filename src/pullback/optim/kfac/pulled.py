@@ -14,7 +14,7 @@ from torch import Tensor
 from ...grams import Part
 from ...maps.layers import AffineBlock
 from ...maps.layers.base import Block
-from .gather import Recipe
+from .pool import Recipe
 from .sums import Key
 
 

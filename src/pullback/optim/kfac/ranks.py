@@ -24,6 +24,7 @@ from .sums import Key
 
 _GAIN = 2  # how much cheaper the factors must be
 _SMALLEST = 2**18  # entries of a weight from which it matters
+_SMALLEST_CUDA = 2**25  # where to find out whether the factors hold is to wait for the device
 
 
 @dataclass
@@ -41,6 +42,8 @@ class Factors:
 
 def pays(weight: Tensor, places: int) -> bool:
     """Whether there are few enough places."""
+    if weight.numel() < (_SMALLEST_CUDA if weight.is_cuda else _SMALLEST):
+        return False
     o, i = weight.shape
     return _GAIN * places * (o * o + i * i + o * i) <= o * i * (o + i)
 
@@ -129,6 +132,8 @@ class Ranks:
     ) -> dict[Key, Low]:
         """The blocks whose gradient is at hand in factors, and is cheaper so."""
         out = {}
+        if not self.factors:
+            return out
         for key, inverse in inverses.items():
             weight = parameters[key.names[0]]
             held = self.factors.get(id(weight))

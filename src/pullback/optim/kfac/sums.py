@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -60,16 +61,37 @@ class Sums:
         """Outer products of gains and shifts, or squares of single entries."""
         self.squares = squares if self.squares is None else self.squares + squares
 
-    def averages(self, joint: bool, samples: Tensor | float, scale: float) -> dict[str, Tensor]:
-        """Means over samples (cotangents) and places (inputs), under flat names to be saved."""
-        out = {}
-        if self.squares is not None:
-            out["squares"] = self.squares.mul_(scale / samples)
-        for term, cotangents in self.outputs.items():
+
+def averaged(
+    sums: Mapping[Key, Sums], samples: Tensor | float, scale: Tensor | float
+) -> dict[Key, dict[str, Tensor]]:
+    """Means over samples (cotangents) and places (inputs), under flat names to be saved."""
+    out: dict[Key, dict[str, Tensor]] = {}
+    cotangents: list[Tensor] = []
+    borders: list[tuple[Tensor, Tensor]] = []
+    for key, held in sums.items():
+        own = out[key] = {}
+        if held.squares is not None:
+            own["squares"] = held.squares
+        for term, second in held.outputs.items():
             tag = f"{term.layer}.{'first' if term.input_first else 'last'}"
-            out[f"{tag}.outputs"] = cotangents.mul_(scale / samples)
-            out[f"{tag}.inputs"] = _homogeneous(self.inputs[term], joint)
-        return out
+            own[f"{tag}.outputs"] = second
+            own[f"{tag}.inputs"] = _homogeneous(held.inputs[term], key.joint, borders)
+        cotangents += [t for n, t in own.items() if not n.endswith(".inputs")]
+    factor = scale / samples
+    for some in _alike(cotangents):
+        torch._foreach_mul_(some, factor)  # pyright: ignore[reportCallIssue, reportArgumentType]
+    if borders:
+        torch._foreach_copy_([to for to, _ in borders], [new for _, new in borders])
+    return out
+
+
+def _alike(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Those of one device and dtype together."""
+    kinds: dict[object, list[Tensor]] = {}
+    for t in tensors:
+        kinds.setdefault((t.device, t.dtype), []).append(t)
+    return list(kinds.values())
 
 
 def add_bias(held: Sums, second: Tensor) -> None:
@@ -80,8 +102,11 @@ def add_bias(held: Sums, second: Tensor) -> None:
     held.add_outputs(term, second)
 
 
-def _homogeneous(m: Moments, joint: bool) -> Tensor:
-    """mean āāᵀ with ā = (a, 1) for a joint block, else mean aaᵀ; groups may count apart."""
+def _homogeneous(m: Moments, joint: bool, borders: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """mean āāᵀ with ā = (a, 1) for a joint block, else mean aaᵀ; groups may count apart.
+
+    `borders` receives what is yet to be copied where.
+    """
     one = two = m.places
     if isinstance(m.places, Tensor):
         one, two = m.places.view(-1, 1), m.places.view(-1, *[1] * (m.second.ndim - 1))
@@ -93,6 +118,7 @@ def _homogeneous(m: Moments, joint: bool) -> Tensor:
     g, n = m.first.shape
     out = m.second.new_empty(g, n + 1, n + 1)
     torch.div(m.second, two, out=out[:, :n, :n])
-    out[:, n, :n] = out[:, :n, n] = m.first / one
-    out[:, n, n] = 1
+    row, mean = out.select(1, n), m.first / one
+    row.fill_(1)
+    borders += [(row[:, :n], mean), (out.select(2, n)[:, :n], mean)]
     return out

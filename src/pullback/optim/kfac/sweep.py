@@ -8,6 +8,7 @@ the way, those below which there is no other.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from ..._core.errors import PullbackError
 from ..._core.space import compute_dtype
 from ...maps.layers import AffineBlock, Block, Use
 from ...maps.layers.moments import Moments, Sharing
@@ -26,8 +26,6 @@ from .coupling import Coupling
 from .inverse import Inverse
 from .plan import Plan
 from .sums import Key, Sums, Term, add_bias
-
-Roots = Tensor | GradientEdge
 
 
 @dataclass
@@ -145,8 +143,10 @@ class Sweep:
             entry = self._entries[i]
             for key, roles in plan.units(entry.names):
                 if met.units is not None:
-                    at = [met.roles.index(r) for r in roles]
-                    sums.setdefault(key, Sums()).add_squares(met.units[:, at][:, :, at])
+                    units, at = met.units, [met.roles.index(r) for r in roles]
+                    if at != list(range(units.shape[1])):
+                        units = units[:, at][:, :, at]
+                    sums.setdefault(key, Sums()).add_squares(units)
             key = plan.weight(entry.names)
             if key is not None and met.outputs is not None:
                 held = sums.setdefault(key, Sums())
@@ -160,62 +160,6 @@ class Sweep:
             if key is not None and met.shifts is not None:
                 shared = met.shifts is met.outputs
                 add_bias(sums.setdefault(key, Sums()), met.shifts.clone() if shared else met.shifts)
-
-
-def last(root: Roots, edges: Sequence[GradientEdge]) -> list[int]:
-    """The edges below whose node no other edge's node stands."""
-    own = {e.node for e in edges}
-    below: dict[Any, bool] = {}
-    start = root.grad_fn if isinstance(root, Tensor) else root.node
-    stack: list[tuple[Any, bool]] = [(start, False)]
-    while stack:  # depth first, a node after all that stand below it
-        node, done = stack.pop()
-        if node is None or (not done and node in below):
-            continue
-        after = [n for n, _ in node.next_functions if n is not None]
-        if done:
-            below[node] = any(n in own or below.get(n, False) for n in after)
-        else:
-            below[node] = False
-            stack.append((node, True))
-            stack.extend((n, False) for n in after if n not in below)
-    return [i for i, e in enumerate(edges) if not below.get(e.node, False)]
-
-
-def pulled(
-    root: Roots, covector: Tensor, targets: Sequence[GradientEdge | Tensor]
-) -> tuple[Tensor | None, ...]:
-    """The covector pulled back to these places of the graph, which stays as it is."""
-    asked: Any = list(targets)
-    start: Any = [root]
-    try:
-        return torch.autograd.grad(start, asked, [covector], retain_graph=True, allow_unused=True)
-    except RuntimeError as error:
-        if "checkpoint" not in str(error).lower():
-            raise
-        raise _reentrant() from error
-
-
-def refuse_reentrant(root: Roots) -> None:
-    """Raise where a reentrant checkpoint hides the parameters from the graph."""
-    seen: set[Any] = set()
-    stack: list[Any] = [root.grad_fn if isinstance(root, Tensor) else root.node]
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if "CheckpointFunction" in node.name():
-            raise _reentrant()
-        stack.extend(n for n, _ in node.next_functions)
-
-
-def _reentrant() -> PullbackError:
-    return PullbackError(
-        "The model uses reentrant activation checkpointing",
-        "its graph cannot be asked for the cotangents inside",
-        "Use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)",
-    )
 
 
 def block_of(
@@ -248,10 +192,11 @@ def basis_by(
 ) -> Callable[[Entry], tuple[Key, Inverse] | None]:
     """The eigenbases of a use's block, where it is the block's only use."""
     by_weight = {k.names[0]: k for k, b in bases.items() if b.scale is not None and not k.bias}
+    uses = Counter(e.names.get("weight") for e in entries)
 
     def basis(entry: Entry) -> tuple[Key, Inverse] | None:
-        key = by_weight.get(entry.names.get("weight") or "")
-        uses = sum(e.names.get("weight") == entry.names.get("weight") for e in entries)
-        return None if key is None or uses > 1 else (key, bases[key])
+        weight = entry.names.get("weight")
+        key = by_weight.get(weight or "")
+        return None if key is None or uses[weight] > 1 else (key, bases[key])
 
     return basis
