@@ -36,9 +36,10 @@ def costs() -> Rows:
         more = [label, size(one["parameters"]), batch, times(one["ratio"]), times(held)]
         rows.append([method, *more, "H200", "`scale_h200`"])
     one = record("slices-cuda")["results"]["mlp"]
-    more = ["MLP 3072-2634-…-444-10", size(one["parameters"]), "256"]
-    cell = times(one["training step"]["ratio"]["units"])
-    rows.append(["`SliceSGD`", *more, cell, "–", "H200", "`slices-cuda`"])
+    more = ["MLP 3072-2634-…-444-10", size(one["parameters"]), "128"]
+    for method, route in (("`SliceSGD`", "units"), ("`SliceSGD(every=10)`", "units, every 10")):
+        cell = times(one["captured training step"]["ratio"][route]["ratio"])
+        rows.append([method, *more, cell, "–", "H200", "`slices-cuda`"])
     ours, adam = (float(_yin(name)[-1]) for name in ("E-NGD, target ratio", "Adam"))
     ratio = times(ours / adam)
     more = ["2-20-20-1, Poisson", "501", "all points"]

@@ -22,7 +22,8 @@ def curves(found: Mapping[str, Sequence[Record]], title: str) -> Figure:
     """A row for each group of methods: against seconds (Figure 2a), against epochs (2b)."""
     figure = plots.new(13, 3.1 * len(ROWS) + 0.5, title, dpi=100)
     grid = figure.subplots(len(ROWS), 3, squeeze=False)
-    for row, (group, names) in zip(grid, ROWS.items(), strict=True):
+    for row, (group, all_names) in zip(grid, ROWS.items(), strict=True):
+        names = [n for n in all_names if found[n]]
         for axes, along in zip(row, ("seconds", "epoch"), strict=False):
             for name in names:
                 mean_band(axes, found[name], along, "test accuracy", name)
