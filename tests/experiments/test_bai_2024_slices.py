@@ -28,6 +28,8 @@ from pullback.experiments.bai_2024_slices.networks import PAPER_WIDTHS, convnet,
 from pullback.experiments.bai_2024_slices.rescaled_checks import apart
 from pullback.experiments.bai_2024_slices.rescaled_methods import METHODS as CONTENDERS
 from pullback.experiments.framework.experiment import Context
+from pullback.experiments.framework.results import Available
+from pullback.experiments.framework.runner import opened
 from pullback.symmetry import Sliced
 
 CPU = torch.device("cpu")
@@ -223,6 +225,16 @@ def test_figure2_searches_trains_and_draws(tmp_path: Path, monkeypatch: pytest.M
     rows = state["summary"]["tables"][0]["rows"]
     assert [r[0] for r in rows] == [m.name for m in METHODS]
     assert next(r for r in rows if r[0] == "Adam")[1] == "0.0001"
+
+
+def test_seconds_of_the_full_version_are_those_of_steps_alone(tmp_path: Path) -> None:
+    short = _Short(name="short", figure="", claim="", held=(), quick_held=())
+    held = opened(short, False, tmp_path)
+    record = {"step": [0, 5, 10], "seconds": [0.0, 7.0, 9.0]}
+    held.put((("SGD",), 0), record, 1.0, {})
+    assert short._found(Available(held, False))["SGD"] == [record]
+    held.put((("cost", "SGD"), None), {"seconds of a step": 0.1}, 1.0, {})
+    assert short._found(Available(held, False))["SGD"][0]["seconds"] == [0.0, 0.5, 1.0]
 
 
 def test_networks_take_images() -> None:

@@ -132,6 +132,22 @@ def test_an_item_done_once_comes_first_and_is_seen_by_others(tmp_path: Path) -> 
     assert one["record"]["loss"][0] == pytest.approx(9 * two["record"]["loss"][0])
 
 
+class Few(Small):
+    """The higher rate for one seed alone."""
+
+    def items(self, quick: bool) -> list[Item]:
+        first, *rest = super().items(quick)
+        return [first, *(replace(item, seeds=(1,)) for item in rest)]
+
+
+def test_an_item_may_be_for_some_seeds_alone(tmp_path: Path) -> None:
+    ours = Few()
+    done = ours.run(out=tmp_path)
+    assert (done.done, done.total, done.seeds) == (4, 4, (0, 1, 2))
+    assert ours.made == [("lr 0.1", 0), ("lr 0.1", 1), ("lr 0.5", 1), ("lr 0.1", 2)]
+    assert len(done.checks) == 1
+
+
 class Clock:
     """Time that passes only where somebody says so."""
 
