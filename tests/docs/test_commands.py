@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import typer
 
-from pullback.experiments import cli
+from pullback import pde
+from pullback.experiments import cli, registry
 from tests.docs.snippets import ROOT
 
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
@@ -37,6 +38,10 @@ def test_command_exists(found: tuple[str, ...]) -> None:
         known = typer.main.get_command(cli.app).commands[rest[0]]  # type: ignore[attr-defined]
         options = {name for param in known.params for name in param.opts}
         assert {word for word in rest if word.startswith("--")} <= options
+        if rest[0] == "run" and rest[1] != "NAME":
+            assert registry.find(rest[1]).anywhere or "--device" not in rest
+        if rest[0] == "solve" and rest[1] != "NAME":
+            assert rest[1] in pde.SETUPS
     elif program == "python":
         flag, module, *arguments = rest
         assert flag == "-m"

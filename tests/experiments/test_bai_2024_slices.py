@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from rich.console import Console
 from torch import Tensor, nn
 
+from pullback import PullbackError
 from pullback.experiments.bai_2024_slices import (
     EXPERIMENTS,
     Figure2,
@@ -24,7 +25,13 @@ from pullback.experiments.bai_2024_slices import (
 from pullback.experiments.bai_2024_slices.checks import claims, final, seconds, seconds_per_epoch
 from pullback.experiments.bai_2024_slices.law import law
 from pullback.experiments.bai_2024_slices.methods import METHODS, START, UNITS
-from pullback.experiments.bai_2024_slices.networks import PAPER_WIDTHS, convnet, digits, mlp
+from pullback.experiments.bai_2024_slices.networks import (
+    PAPER_WIDTHS,
+    convnet,
+    digits,
+    load,
+    mlp,
+)
 from pullback.experiments.bai_2024_slices.rescaled_checks import apart
 from pullback.experiments.bai_2024_slices.rescaled_methods import METHODS as CONTENDERS
 from pullback.experiments.framework.experiment import Context
@@ -189,7 +196,8 @@ def test_rescaled_quick_run_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     some = [m for m in CONTENDERS if m.name in ("SGD", "SliceSGD")]
     monkeypatch.setattr(rescaled, "METHODS", tuple(some))
     monkeypatch.setattr("pullback.experiments.bai_2024_slices.rescaled_figure.METHODS", some)
-    (experiment,) = (e for e in EXPERIMENTS if isinstance(e, Rescaled))
+    (full,) = (e for e in EXPERIMENTS if isinstance(e, Rescaled))
+    experiment = replace(full, epochs=2, judged=False)
     assert experiment.run(True, [0], tmp_path, quiet(), seconds=0).status == 3
     assert experiment.run(True, [0], tmp_path, quiet()).status == 0
     path = tmp_path / "bai-2024-slices-rescaled-quick.json"
@@ -240,3 +248,14 @@ def test_seconds_of_the_full_version_are_those_of_steps_alone(tmp_path: Path) ->
 def test_networks_take_images() -> None:
     x = torch.zeros(2, 1, 8, 8)
     assert convnet(4)(x).shape == mlp(64, 5, 10, bias=True)(x).shape == (2, 10)
+
+
+def test_missing_data_are_noticed_before_anything_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PULLBACK_DATA", str(tmp_path))
+    load.cache_clear()
+    (experiment,) = (e for e in EXPERIMENTS if isinstance(e, Figure2))
+    with pytest.raises(PullbackError, match="Set PULLBACK_DATA"):
+        experiment.run(out=tmp_path / "out", console=quiet())
+    assert not list((tmp_path / "out").iterdir())

@@ -84,7 +84,10 @@ def test_interrupt_leaves_the_checkpoint(tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [(["poison"], "poisson2d"), (["ritz", "--device", "abacus"], "--device cpu")],
+    [
+        (["poison"], "look most like it"),
+        (["ritz", "--device", "abacus"], "--device cpu"),
+    ],
 )
 def test_refusals_are_messages(arguments: list[str], words: str, tmp_path: Path) -> None:
     done = run.invoke(app, ["solve", *arguments, "--out", str(tmp_path)])
@@ -119,18 +122,26 @@ def test_commit_only_of_its_own_source(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_run_repeats_an_experiment(tmp_path: Path) -> None:
     listed = run.invoke(app, ["list", "--out", str(tmp_path)])
-    assert "yin-2024-shallow" in listed.stdout
-    arguments = ["run", "yin-2024-shallow", "--quick", "--seeds", "0", "--out", str(tmp_path)]
+    assert "van-oostrum-2023-examples" in listed.stdout
+    arguments = [
+        "run",
+        "van-oostrum-2023-examples",
+        "--quick",
+        "--seeds",
+        "0",
+        "--out",
+        str(tmp_path),
+    ]
     done = run.invoke(app, arguments)
     assert done.exit_code == 0, done.output
     assert {p.name for p in tmp_path.iterdir()} == {
-        f"yin-2024-shallow-quick.{kind}" for kind in ("json", "png", "svg")
+        f"van-oostrum-2023-examples-quick.{kind}" for kind in ("json", "png", "svg")
     }
     listed = run.invoke(app, ["list", "--out", str(tmp_path)])
     assert "s (quick)" in listed.stdout
     again = run.invoke(app, arguments)
     assert again.exit_code == 0
-    (tmp_path / "yin-2024-shallow-quick.json").write_text("{")
+    (tmp_path / "van-oostrum-2023-examples-quick.json").write_text("{")
     broken = run.invoke(app, arguments)
     assert broken.exit_code == 1
     assert "cannot be read" in broken.output
@@ -148,6 +159,8 @@ def test_run_repeats_an_experiment(tmp_path: Path) -> None:
         (["yin-2024-deep", "--seeds", "-1"], "'-1' is no range"),
         (["yin-2024-deep", "--seeds", "0,3-1"], "'3-1' ends before it begins"),
         (["yin-2024-deep", "--seeds", "0-999999999"], "more than 10,000"),
+        (["yin-2024-deep", "--seeds", str(2**63)], "is larger than"),
+        (["yin-2024-deep", "--device", "meta"], "--device cpu"),
         (["yin-2024-deep", "--device", "abacus"], "--device cpu"),
         (["yin-2024-deep", "--out", __file__], "--out"),
     ],
@@ -218,6 +231,24 @@ def test_a_full_disk_is_a_message_and_leaves_what_was_there(
     assert "what was finished before is intact" in done.output
     assert (tmp_path / "small.json").read_bytes() == before
     assert run.invoke(app, [*arguments, "--seeds", "0-1"]).exit_code == 0
+
+
+def test_solve_on_a_full_disk_is_a_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ["solve", "ritz", "--out", str(tmp_path), "--steps"]
+    assert run.invoke(app, [*arguments, "1"]).exit_code == 0
+    kept = (tmp_path / "ritz-seed0.pt").read_bytes()
+
+    def full(content: object, path: Path) -> None:
+        path.write_bytes(b"half")
+        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos")
+
+    monkeypatch.setattr(torch, "save", full)
+    done = run.invoke(app, [*arguments, "2"])
+    assert done.exit_code == 1
+    assert "Free some space" in done.output.replace("\n", " ")
+    assert "Traceback" not in done.output
+    assert (tmp_path / "ritz-seed0.pt").read_bytes() == kept
+    assert not list(tmp_path.glob("*.part"))
 
 
 def test_results_of_another_experiment_are_refused(small: list[Small], tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -106,19 +107,59 @@ def test_an_interruption_ends_the_processes_and_keeps_what_is_finished(tmp_path:
         "0-30", "--workers", "2", "--out", str(tmp_path),
     ]  # fmt: skip
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        preexec_fn=heard,
+    )  # fmt: skip
     file = tmp_path / "kerekes-2022-support.json"
-    deadline = time.monotonic() + 100
-    while not file.exists() and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.05)
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all of them
-    out, err = process.communicate(timeout=60)
+    try:
+        deadline = time.monotonic() + 100
+        while not file.exists() and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all of them
+        out, err = process.communicate(timeout=60)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode == 130, err
     assert "the same command goes on" in out
     assert "Traceback" not in err
     assert len(json.loads(file.read_text("utf-8"))["runs"]) >= 1
     assert ended(process.pid)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals to processes")
+def test_processes_end_when_the_first_one_is_killed(tmp_path: Path) -> None:
+    lines = (
+        "import os, time\n"
+        "from pullback.experiments.framework import parallel\n"
+        "if __name__ == '__main__':\n"
+        "    with parallel.processes(1, 1) as pool:\n"
+        "        print(pool._pool.submit(os.getpid).result(), flush=True)\n"
+        "        pool._pool.submit(time.sleep, 600)\n"
+        "        time.sleep(600)\n"
+    )
+    script = tmp_path / "first.py"
+    script.write_text(lines)
+    with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True) as first:
+        assert first.stdout is not None
+        second = int(first.stdout.readline())
+        first.kill()
+        # the pipe is closed once nobody holds its other end
+        assert first.stdout.read() == ""
+    with suppress(ProcessLookupError):
+        status = Path(f"/proc/{second}/stat")
+        assert not status.exists() or status.read_text().split()[2] == "Z"
+
+
+def test_a_process_never_hears_an_interruption() -> None:
+    with parallel._deaf():
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    assert signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
+
+
+def heard() -> None:
+    """A process that was started in the background ignores interruptions, and so do its own."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def ended(group: int) -> bool:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -84,10 +85,12 @@ def test_status_says_whether_checks_are_as_recorded(tmp_path: Path) -> None:
 
 
 def test_sizes_that_cannot_tell_are_not_judged(tmp_path: Path) -> None:
-    done = Small(bad=True, judged=False).run(out=tmp_path)
+    console = quiet()
+    done = Small(bad=True, judged=False).run(out=tmp_path, console=console)
     assert done.status == 0
     assert done.verdict is None
     assert not done.checks
+    assert "No claim was judged" in said(console)
     assert state(tmp_path)["summary"]["verdict"] is None
     assert Small().smoke().judged
 
@@ -382,6 +385,13 @@ def test_two_processes_may_share_a_folder(tmp_path: Path) -> None:
     assert hosts == {0: "one", 1: "two", 2: "one"}
 
 
+def test_a_folder_of_checkpoints_may_be_cleared_by_another(tmp_path: Path) -> None:
+    def cleared(key: str, context: Context) -> None:
+        shutil.rmtree(context.place.parent, ignore_errors=True)
+
+    assert Small(before=cleared).run(out=tmp_path).status == 0
+
+
 def test_items_need_names_of_their_own(tmp_path: Path) -> None:
     with pytest.raises(PullbackError, match="share a name"):
         Small(rates=(0.1, 0.1)).run(out=tmp_path)
@@ -393,9 +403,23 @@ def test_no_such_device_and_no_such_folder(tmp_path: Path) -> None:
     if not torch.cuda.is_available():
         with pytest.raises(PullbackError, match="'cuda' cannot be used"):
             Small().run(out=tmp_path, device="cuda")
+    with pytest.raises(PullbackError, match="'meta' cannot be used"):
+        Small().run(out=tmp_path, device="meta")
     (tmp_path / "file").write_text("")
     with pytest.raises(PullbackError, match="--out"):
         Small().run(out=tmp_path / "file")
+
+
+def test_items_that_stay_on_the_cpu_refuse_another_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "usable", torch.device)
+    with pytest.raises(PullbackError, match="compute on the CPU"):
+        Small(anywhere=False).run(out=tmp_path, device="cuda")
+    assert not list(tmp_path.iterdir())
+    staying = {n for n in registry.names() if not registry.find(n).anywhere}
+    yin = {f"yin-2024-{n}" for n in ("shallow", "deep", "poisson")}
+    assert staying == yin | {"luk-grosse-2018", "demo"}
 
 
 def test_the_registry_names_what_folders_hold() -> None:

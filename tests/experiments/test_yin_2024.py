@@ -164,7 +164,7 @@ def test_entries_are_few_and_reach_the_end() -> None:
 
 
 def test_quick_run_writes_results_and_figure_and_resumes(tmp_path: Path) -> None:
-    shallow = EXPERIMENTS["shallow"]
+    shallow = replace(EXPERIMENTS["shallow"], quick_steps=3, judged=False)
     assert shallow.run(True, [0], tmp_path, quiet()).status == 0
     path = tmp_path / "yin-2024-shallow-quick.json"
     before = json.loads(path.read_text())
@@ -173,6 +173,22 @@ def test_quick_run_writes_results_and_figure_and_resumes(tmp_path: Path) -> None
     assert (tmp_path / "yin-2024-shallow-quick.png").stat().st_size > 10_000
     assert shallow.run(True, [0], tmp_path, quiet()).status == 0
     assert json.loads(path.read_text()) == before
+
+
+def test_the_quick_version_judges_what_it_can_tell(tmp_path: Path) -> None:
+    for experiment in EXPERIMENTS.values():
+        assert experiment.short
+        assert set(experiment.short) <= set(range(len(experiment.held)))
+    few = Setting(problems.least_squares, (2, 6, 1), {"equation": 60})
+    short = replace(EXPERIMENTS["shallow"], setting=few, quick_steps=3)
+    done = short.run(True, [0], tmp_path, quiet())
+    assert [c.claim for c in done.checks] == [
+        "the Gram is singular to working precision",
+        "greedily chosen vectors keep nine tenths of the energy of the full direction",
+        "NGD-OGA lowers the loss faster than NGD in 30 steps",
+    ]
+    assert done.verdict is not None
+    assert done.verdict.why.startswith("in the short version ")
 
 
 def test_every_method_takes_a_step_on_a_small_poisson_problem() -> None:

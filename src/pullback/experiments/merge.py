@@ -4,7 +4,7 @@
     python -m pullback.experiments.merge NAME parts/0 parts/1 --out results
     pullback run NAME --seeds 0-1 --out results          # nothing is missing: it judges and draws
 
-Processes that share a folder would also share its checkpoints, and the first to finish clears them.
+Processes may share a folder too, but two that save at the same moment may lose an item.
 """
 
 from __future__ import annotations

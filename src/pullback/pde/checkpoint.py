@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,19 @@ _VERSION = 1
 
 def save(path: Path, state: dict[str, Any]) -> None:
     """Write all or nothing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
-    torch.save({"version": _VERSION, **state}, part)
-    os.replace(part, path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save({"version": _VERSION, **state}, part)
+        os.replace(part, path)
+    except (OSError, RuntimeError) as error:  # torch's own of a full disk is the latter
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+        raise PullbackError(
+            f"{path} could not be written",
+            str(error).splitlines()[0],
+            "Free some space or use another path; a checkpoint that was there before is intact",
+        ) from error
 
 
 def restore(path: Path, module: nn.Module, state: dict[str, Any]) -> None:

@@ -79,6 +79,9 @@ class Figure2(Experiment):
     def smoke(self) -> Self:
         return replace(self, judged=False, quick_epochs=1, quick_seeds=(0,))
 
+    def ready(self, quick: bool) -> None:
+        load(self.config(quick)["dataset"])
+
     def items(self, quick: bool) -> list[Item]:
         out = [Item(("law",), law, once=True)]
         for m in METHODS:

@@ -61,13 +61,13 @@ class Rescaled(Experiment):
         return {
             "sizes": list(self.sizes[:: len(self.sizes) - 1] if quick else self.sizes),
             "starts": list(STARTS)[: 1 if quick else None],
-            "epochs": 2 if quick else self.epochs,
+            "epochs": self.epochs,
             "batch": self.batch,
             "methods": {m.name: m.described() for m in METHODS},
         }
 
     def smoke(self) -> Self:
-        return replace(self, judged=False, batch=512)
+        return replace(self, judged=False, batch=512, epochs=2)
 
     def items(self, quick: bool) -> list[Item]:
         config, out = self.config(quick), []
@@ -132,7 +132,7 @@ class Rescaled(Experiment):
         }
 
     def judge(self, results: Results) -> list[Check]:
-        return [] if results.quick else claims(self._ends(results), self.held)
+        return claims(self._ends(results), self.held)
 
     def curves(self, results: Results) -> list[Chart]:
         return rescaled(self._ends(results))

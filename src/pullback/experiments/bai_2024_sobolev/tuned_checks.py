@@ -12,6 +12,7 @@ from .curves import clearly_fewer, counted, epochs, final
 
 OWN, SHARED, SECOND = "own settings", "K-FAC's settings", "second settings"
 Verdict = tuple[str, bool, str]
+PER_NETWORK = 6  # claims
 
 
 def runs_of(results: Results, net: str, method: str, settings: str) -> list[Record]:
@@ -38,7 +39,7 @@ def judged(results: Results, nets: Sequence[str], held: Sequence[bool]) -> list[
             _sooner(results, net, "Sobolev–Fisher, short", OWN),
             _than_second(results, net),
         ]
-    ours = {6 * i + j for i in range(len(nets)) for j in (2, 3, 4, 5)}
+    ours = {PER_NETWORK * i + j for i in range(len(nets)) for j in (2, 3, 4, 5)}
     return recorded(claims, held, ours=ours)
 
 

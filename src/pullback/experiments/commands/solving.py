@@ -8,8 +8,10 @@ from typing import Any
 from rich.console import Console
 
 from ... import pde
+from ..._core.errors import PullbackError
 from ..framework.device import usable
 from ..framework.files import folder
+from ..registry import offered
 from .record import report, summary, write
 
 
@@ -26,6 +28,8 @@ def solved(
 
     `given` are options that replace the set-up's own, None where they do not.
     """
+    if name not in pde.SETUPS:
+        raise PullbackError(f"There is no set-up {name!r}", *offered(name, list(pde.SETUPS)))
     found = pde.setup(name)
     usable(device)
     folder(out)

@@ -10,7 +10,7 @@ from ..._core.errors import PullbackError
 def usable(device: str | torch.device) -> torch.device:
     """The device, or a refusal."""
     try:
-        torch.empty(0, device=device)
+        torch.zeros(1, device=device).item()  # meta has tensors and no values
     except (RuntimeError, AssertionError) as error:
         why = str(error).splitlines()[0].rstrip(".")
         raise PullbackError(

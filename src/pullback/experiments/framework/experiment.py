@@ -106,6 +106,7 @@ class Experiment(ABC):
         open_parts: parts of the configuration whose entries may come and go, such as methods.
         threads: of the CPU while an item works; None for torch's own.
         judged: whether its sizes can tell; those of `smoke` mostly cannot.
+        anywhere: whether `--device` moves its work; what measures CPU seconds stays there.
     """
 
     name: str
@@ -118,6 +119,7 @@ class Experiment(ABC):
     open_parts: frozenset[str] = frozenset({"methods"})
     threads: int | None = 1
     judged: bool = True
+    anywhere: bool = True
 
     @abstractmethod
     def config(self, quick: bool) -> dict[str, Any]:
@@ -130,6 +132,10 @@ class Experiment(ABC):
     @abstractmethod
     def judge(self, results: Results) -> list[Check]:
         """The claims with their numbers; empty where this run cannot tell."""
+
+    def ready(self, quick: bool) -> None:
+        """Refuse, before anything is done, where data are missing that a later item needs."""
+        return
 
     def draw(self, results: Results) -> Mapping[str, Figure]:
         """Figures by what is added to the experiment's name, "" for the only one."""

@@ -13,6 +13,8 @@ from .tabular import Table
 
 #: exit status of a run that has more to do
 UNFINISHED = 3
+#: said of a run that went through and tells nothing
+UNJUDGED = "No claim was judged: this version is too short to tell. The full one does."
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,8 @@ def tell(console: Console, found: Outcome, tables: Sequence[Table], asked: Seque
         console.print(str(check), soft_wrap=True, markup=False, highlight=False)
     if found.verdict is not None:
         console.print(str(found.verdict), soft_wrap=True, markup=False, style="bold")
+    if found.seeds and not found.checks:
+        console.print(UNJUDGED, soft_wrap=True, style="yellow")
     if found.done < found.total:
         partial = f"{found.done} of {found.total} items, {len(found.seeds)} of {len(asked)} seeds"
         console.print(f"Unfinished: {partial}; the same command goes on.", style="yellow")

@@ -2,7 +2,8 @@
 
 A process finds the experiment by its name: what items do are functions, which cannot be sent. It
 reads the results of items that are done once, and sends its record back; nobody else writes. An
-interruption ends the processes, and what had come back is kept.
+interruption ends the processes, and what had come back is kept; so does the end of the first one,
+however it came.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -91,7 +93,8 @@ class Processes:
 
     def start(self, job: Job) -> None:
         """Give one of them something to do."""
-        self._running[self._pool.submit(_work, job)] = job.name
+        with _deaf():  # the first job starts all of them
+            self._running[self._pool.submit(_work, job)] = job.name
 
     def finished(self) -> Iterator[tuple[Name, Sent]]:
         """Wait for one; those that are done by then."""
@@ -123,9 +126,30 @@ def processes(workers: int, threads: int | None) -> Iterator[Processes]:
         pool._pool.shutdown(cancel_futures=True)
 
 
+@contextmanager
+def _deaf() -> Iterator[None]:
+    """Processes that start here never hear an interruption: a terminal's is for the first one."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals can be set in the main thread alone
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def _begin(threads: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal interrupts all: the first one decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_follow, daemon=True).start()
     torch.set_num_threads(threads)
+
+
+def _follow() -> None:
+    """End with the first process: nobody would take the record, nor send another job."""
+    if (first := multiprocessing.parent_process()) is not None:
+        first.join()
+        os._exit(1)
 
 
 @lru_cache(maxsize=1)

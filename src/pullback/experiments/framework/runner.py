@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -45,7 +45,7 @@ def run(
     With several workers items are done in processes of their own, after those done once; seconds
     that are measured there are of a machine that others use too.
     """
-    where, console = usable(device), console or Console(quiet=True)
+    where, console = _where(experiment, device), console or Console(quiet=True)
     if workers > 1:
         parallel.named(experiment)  # before anything is done
     store = opened(experiment, quick, folder(out))
@@ -53,6 +53,18 @@ def run(
     work = Work(experiment, quick, asked, store, where)
     work.do(console, seconds, workers)
     return work.conclude(console)
+
+
+def _where(experiment: Experiment, device: str | torch.device) -> torch.device:
+    """The device; refused where the items would not use it and the record would say they did."""
+    where = usable(device)
+    if where.type != "cpu" and not experiment.anywhere:
+        raise PullbackError(
+            f"{experiment.name} does not run on {str(device)!r}",
+            "its items compute on the CPU",
+            "Leave out --device",
+        )
+    return where
 
 
 def opened(experiment: Experiment, quick: bool, out: Path) -> Store:
@@ -98,6 +110,7 @@ class Work:
         missing = [name for name in self.names if name not in self.store]
         if not missing:
             return
+        self.experiment.ready(self.quick)
         deadline = None if seconds is None else time.monotonic() + seconds
         progress = Progress(console, self.experiment.name, len(self.names))
         with workshop(self.store) as place, progress, threads(self.experiment.threads):
@@ -135,6 +148,8 @@ class Work:
         results = Results(store, seeds, self.quick)
         checks = self.experiment.judge(results) if seeds and self.experiment.judged else []
         verdict = self.experiment.verdict(checks) if checks else None
+        if verdict is not None and self.quick:  # which may leave out claims, seeds and sizes
+            verdict = replace(verdict, why=f"in the short version {verdict.why}")
         tables = self.experiment.tables(results) if seeds else []
         figures = self._figures(results) if seeds else []
         done = sum(name in store for name in self.names)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..._core.errors import PullbackError
 
 _MOST = 10_000  # more are a slip of the pen
+_LARGEST = 2**63 - 1  # that torch takes
 _REMEDY = "Write 0-9 or 0,3,5"
 
 
@@ -20,6 +21,8 @@ def seed_range(text: str) -> list[int]:
         if len(ends) > 2 or not all(end.strip().isdecimal() for end in ends):
             raise _refusal(text, f"{part!r} is no range")
         first, last = int(ends[0]), int(ends[-1])
+        if last > _LARGEST:
+            raise _refusal(text, f"{last} is larger than {_LARGEST}")
         if last < first:
             raise _refusal(text, f"{part!r} ends before it begins")
         if last - first + len(seeds) >= _MOST:

@@ -21,6 +21,7 @@ import numpy as np
 
 from ..._core.errors import PullbackError
 from . import files, plain
+from .configuration import changed, settled
 from .plain import Record
 
 FORMAT = "pullback results 1"
@@ -83,7 +84,7 @@ class Store:
         open_parts: frozenset[str] = frozenset(),
     ) -> None:
         self.path, self.about = path, dict(about or {})
-        self.config = _settled(config)
+        self.config = settled(config)
         self.environments: list[dict[str, Any]] = []
         self.summary: dict[str, Any] = {}
         self.open_parts = open_parts
@@ -229,27 +230,3 @@ def _verify(run: dict[str, Any], environments: int) -> None:
     sound = key and isinstance(run["record"], dict) and run["environment"] in range(environments)
     if not sound or not isinstance(run["took"], (int, float, type(None))):
         raise TypeError(f"the item {key} is malformed")
-
-
-def _settled(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration as it comes back from a file."""
-    content, arrays = plain.split(config)
-    if arrays:
-        raise PullbackError(
-            "The configuration cannot be saved",
-            f"{', '.join(arrays)} are arrays",
-            "Say how they are made instead",
-        )
-    return json.loads(json.dumps(content))
-
-
-def changed(old: dict[str, Any], new: dict[str, Any], open_parts: frozenset[str]) -> list[str]:
-    """What differs, by name."""
-    out = []
-    for part in sorted(old.keys() | new.keys()):
-        one, two = old.get(part), new.get(part)
-        if part in open_parts and isinstance(one, dict) and isinstance(two, dict):
-            out += sorted(f"{part} {k!r}" for k in one.keys() & two.keys() if one[k] != two[k])
-        elif one != two:
-            out.append(part)
-    return out

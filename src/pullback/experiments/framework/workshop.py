@@ -10,7 +10,8 @@ from pathlib import Path
 
 from ..._core.errors import PullbackError
 from . import files
-from .store import Store, changed
+from .configuration import changed
+from .store import Store
 
 _CONFIG = "configuration"
 
@@ -27,7 +28,8 @@ def workshop(store: Store) -> Iterator[Path]:
     try:
         yield place
     finally:
-        if not any(p.is_dir() for p in place.iterdir()):
+        # another process that shares the folder may have cleared it
+        if not any(p.is_dir() for p in place.glob("*")):
             shutil.rmtree(place, ignore_errors=True)
 
 

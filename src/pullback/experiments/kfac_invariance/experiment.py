@@ -44,6 +44,7 @@ class Invariance(Experiment):
     claim: str = "K-FAC trains a network and its affinely reparametrized twin alike"
     about: str = _ABOUT
     quick_seeds: Sequence[int] = (0, 1)
+    anywhere: bool = False
     open_parts: frozenset[str] = frozenset({"nets", "methods"})
     nets: Sequence[Net] = field(default=NETS)
     exhibits: Sequence[Net] = field(default=EXHIBITS)

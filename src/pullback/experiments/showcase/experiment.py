@@ -44,6 +44,7 @@ class Demonstration(Experiment):
         "are of the CPU."
     )
     seeds: Sequence[int] = (0,)
+    anywhere: bool = False
     open_parts: frozenset[str] = frozenset({"problems"})
 
     def config(self, quick: bool) -> dict[str, Any]:

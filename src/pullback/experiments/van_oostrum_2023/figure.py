@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Literal
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -14,6 +15,8 @@ from ..framework.results import Results
 from .theorems import DAMPED
 
 _PHI, _PSI, _SOFT = PALETTE[1], PALETTE[0], PALETTE[6]
+
+Corner = Literal["lower right", "center left", "upper right"]
 
 
 def draw(results: Results) -> Figure:
@@ -35,7 +38,7 @@ def _arrow(axes: Axes, end: Sequence[float], color: str, name: str) -> None:
     axes.plot([], [], color=color, lw=2, label=name)
 
 
-def _framed(axes: Axes, title: str, x: str, y: str, legend: str = "lower right") -> None:
+def _framed(axes: Axes, title: str, x: str, y: str, legend: Corner = "lower right") -> None:
     plots.dress(axes, logx=False, logy=False)
     axes.set_aspect("equal")
     plots.label(axes, x, y, title)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ...framework.outcome import UNJUDGED
 from ...framework.progress import clocked
 from . import charts, pictures
 from .curves import Curves
@@ -85,7 +86,8 @@ def _why(summary: Mapping[str, Any]) -> str:
     """The reason of the verdict; claims that do not hold are among the checks below."""
     verdict = summary.get("verdict")
     if verdict is None:
-        return ""
+        silent = summary.get("complete") and not summary.get("checks")
+        return f'<p class="why">{text(UNJUDGED)}</p>' if silent else ""
     why = str(verdict["why"])
     if summary.get("checks"):
         why = why.partition("; not: ")[0]
