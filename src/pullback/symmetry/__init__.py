@@ -1,6 +1,7 @@
 """Symmetries of networks: group actions on parameters that leave the function as it is."""
 
 from .actions.action import Action
+from .actions.directed import Directed
 from .actions.folding import Folding
 from .actions.mixing import Mixing
 from .actions.scaling import Leg, Scaling
@@ -32,6 +33,7 @@ __all__ = [
     "Scaling",
     "Mixing",
     "Folding",
+    "Directed",
     "Shift",
     "BiasShift",
     "MeanShift",

@@ -9,20 +9,37 @@ from torch import nn
 from .._core.capture import plain
 from .._core.errors import PullbackError
 from .actions.action import Action
+from .actions.directed import Directed, in_parameters, with_weights
 from .actions.folding import Folding, Norm
 from .actions.scaling import Scaling
-from .candidates.propose import mixings, shifts
+from .candidates.exchanges import exchanges
+from .candidates.mixings import mixings
+from .candidates.propose import shifts
 from .candidates.scalings import scalings
 from .candidates.streams import streams
 from .graph.guess import guessed
 from .graph.tracing import Example, trace
 from .graph.walk import Walk
 from .orbits.verify import verified
-from .rules import contractions, norms, pointwise, reductions, selection, structural
+from .rules import (
+    bilinear,
+    contractions,
+    lookups,
+    norms,
+    patches,
+    pointwise,
+    reductions,
+    selection,
+    structural,
+    weight_norm,
+)
 from .symmetry import Symmetry
 
 #: importing these registers the rules for operations
-RULE_BOOKS = (contractions, norms, pointwise, reductions, selection, structural)
+RULE_BOOKS = (
+    *(bilinear, contractions, lookups, norms, patches),
+    *(pointwise, reductions, selection, structural, weight_norm),
+)
 
 Group = Literal["neuron", "layer"]
 
@@ -69,13 +86,18 @@ def candidates(walk: Walk, run: Example) -> list[Action]:
         Norm(f.gain, f.shift, run.fixed[f.mean], (run.fixed[f.variance] + f.eps).rsqrt())
         for f in walk.folds
     ]
+    known = walk.directions
+    params = with_weights(run.params, known)
     mixed = mixings(walk)  # first: their scales are not counted again
-    return [
+    found = [
         *scalings(walk, fixed),
         *mixed,
-        *shifts(walk, run.params, fixed),
-        *streams(walk.ledger, run.params),
+        *shifts(walk, params, fixed),
+        *streams(walk.ledger, params),
+        *exchanges(walk.ledger),
     ]
+    radial = [direction.radial(run.params) for direction in known.values()]
+    return [*(in_parameters(action, known) for action in found), *radial]
 
 
 def build(run: Example, actions: list[Action], group: Group, notes: list[str]) -> Symmetry:
@@ -93,4 +115,6 @@ def build(run: Example, actions: list[Action], group: Group, notes: list[str]) -
 def _merged(action: Action) -> Action:
     if isinstance(action, Folding):
         return Folding(action.scaling.merged(), action.norms)
+    if isinstance(action, Directed):
+        return Directed(_merged(action.inner), action.directions)
     return action.merged() if isinstance(action, Scaling) else action

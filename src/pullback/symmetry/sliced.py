@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .._core.errors import PullbackError
+from .descent.curvature import CurvatureFollower
 from .descent.keeper import Keeper, scalings_of
 from .descent.transport import followers, powers_of
 from .slices.slice import Retraction, Slice
@@ -22,7 +23,8 @@ class Sliced(Optimizer):
 
     The function stays as it is, the scales of the weights stay sound, and the optimizer's state is
     transported: under w ← αw averages of gradients go with 1/α, averages of their squares with
-    1/α². Parameter groups, state and gradients are the inner optimizer's own; schedulers may be
+    1/α², and the factors of `KFAC` as second moments of activations and cotangents do. Parameter
+    groups, state and gradients are the inner optimizer's own; schedulers may be
     given either.
 
     Args:
@@ -64,6 +66,9 @@ class Sliced(Optimizer):
         self.param_groups[0].setdefault(_COUNT, 0)
         self._keeper = Keeper(model, scalings, slice, every, sweeps, captured)
         self._keeper.own(self.param_groups)
+        self._curvature = CurvatureFollower(optimizer, self._keeper.named)
+        if self._curvature.present:
+            self._keeper.watch()
         #: what the retraction at construction met: how far away, and dead units
         self.start: Retraction | None = self.retract_()
 
@@ -80,7 +85,10 @@ class Sliced(Optimizer):
     def retract_(self) -> Retraction | None:
         """Bring parameters and state to the slice to round-off, now."""
         self._keeper.refresh()
-        return self._keeper.retract_(self._followers())
+        done = self._keeper.retract_(self._followers())
+        if done is not None and self._keeper.slice is not None:
+            self._curvature.follow(self._keeper.slice.units, torch.cat(done.scales))
+        return done
 
     def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The inner optimizer's step and the retraction; returns what the former returns."""
@@ -90,7 +98,9 @@ class Sliced(Optimizer):
         steps = self.param_groups[0][_COUNT] = self.param_groups[0].get(_COUNT, 0) + 1
         if self._keeper.due(steps):
             with torch.no_grad():
-                self._keeper.run(steps, self._followers())
+                far = self._keeper.run(steps, self._followers())
+                if far is not None and self._keeper.slice is not None:
+                    self._curvature.follow(self._keeper.slice.units, far)
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -1,110 +1,17 @@
-"""Mixings and shifts from who reads the outputs of linear layers."""
+"""Shifts from who reads the outputs of linear layers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
 
 from ..actions.action import Action, Parameters
 from ..actions.folding import FoldedShift, Norm
-from ..actions.mixing import Mixing
 from ..actions.shifts import BiasShift, CommonShift, MeanShift, Reader
 from ..graph.ledger import Event, Ledger, Producer, Row
-from ..graph.readers import Readers
+from ..graph.readers import Readers, source_of
 from ..graph.walk import Walk
-
-
-def mixings(walk: Walk) -> list[Mixing]:
-    """Invertible matrices between layers with nothing nonlinear between them."""
-    readers = Readers(walk.ledger)
-    out: list[Mixing] = []
-    done: set[tuple[Row, ...]] = set()
-    for event in walk.ledger.events:
-        if event.rows in done or len(event.rows) < 2:
-            continue
-        if event.kind == "linear":
-            found = _between(walk.ledger, readers, event.rows)
-        elif event.kind == "pair":
-            found = _against(walk.ledger, readers, event, done)
-        else:
-            continue
-        done.add(event.rows)
-        if found is not None:
-            out.append(found)
-            _give(walk, event)
-    return out
-
-
-def _give(walk: Walk, event: Event) -> None:
-    """The scales of outputs that are mixed are part of the mixing."""
-    rows = (*event.rows, *event.where) if event.kind == "pair" else event.rows
-    for p, i in rows:
-        walk.scales.fix(walk.ledger.producers[p].atoms[i])
-
-
-def _source(readers: Readers, rows: tuple[Row, ...]) -> tuple[Producer, list[int]] | None:
-    """The layer whose outputs these are; norms and shared layers are no candidates."""
-    made = readers.ledger.producers[rows[0][0]]
-    if any(p != rows[0][0] for p, _ in rows) or made.kind not in ("linear", "conv"):
-        return None
-    outputs = [i for _, i in rows]
-    if len(set(outputs)) != len(outputs) or readers.shared(made, outputs):
-        return None
-    return made, outputs
-
-
-def _into(made: Producer, outputs: list[int]) -> list[tuple[str, Tensor]]:
-    into = [(str(made.weight), made.rows[outputs])]
-    if made.bias is not None and made.bias_rows is not None:
-        into.append((made.bias, made.bias_rows[outputs]))
-    return into
-
-
-def _between(ledger: Ledger, readers: Readers, rows: tuple[Row, ...]) -> Mixing | None:
-    """Outputs of one linear layer that only linear layers read."""
-    source, events = _source(readers, rows), readers.together(rows)
-    if source is None or events is None or not readers.clean(rows):
-        return None
-    if any(e.kind != "linear" for e, _ in events):
-        return None
-    out = []
-    for event, _ in events:
-        reader = ledger.producers[event.where["reader"]]
-        if reader.weight == source[0].weight:
-            return None  # a layer that reads itself
-        out.append((str(reader.weight), torch.tensor(event.where["at"]), False))
-    names = ", ".join(dict.fromkeys(n for n, _, _ in out))
-    about = f"GL({len(rows)}) between {source[0].weight} and {names}"
-    return Mixing(len(rows), _into(*source), out, about)
-
-
-def _against(
-    ledger: Ledger, readers: Readers, event: Event, done: set[tuple[Row, ...]]
-) -> Mixing | None:
-    """Queries against keys; several heads may share either."""
-    lefts, rights = {event.rows: None}, {event.where: None}
-    for _ in range(len(ledger.events)):
-        before = len(lefts) + len(rights)
-        for other in ledger.events:
-            if other.kind == "pair" and (other.rows in lefts or other.where in rights):
-                lefts[other.rows] = rights[other.where] = None
-        if len(lefts) + len(rights) == before:
-            break
-    done.update(lefts)
-    sides: list[list[tuple[str, Tensor]]] = [[], []]
-    for k, side in enumerate((lefts, rights)):
-        for rows in side:
-            source, events = _source(readers, rows), readers.together(rows)
-            if source is None or events is None or not readers.clean(rows):
-                return None
-            if any(e.kind != "pair" or second != bool(k) for e, second in events):
-                return None
-            sides[k].extend(_into(*source))
-    out = [(name, rows, True) for name, rows in sides[1]]
-    about = f"GL({len(event.rows)}) between query {sides[0][0][0]} and key {sides[1][0][0]}"
-    return Mixing(len(event.rows), sides[0], out, about)
 
 
 def shifts(walk: Walk, params: Parameters, norms: list[Norm]) -> Iterator[Action]:
@@ -176,7 +83,7 @@ def _place(event: Event, row: Row) -> int:
 
 def _common(ledger: Ledger, readers: Readers, event: Event, params: Parameters) -> Iterator[Action]:
     """A shift of all of a layer's outputs that a norm or a softmax takes away."""
-    source, events = _source(readers, event.rows), readers.together(event.rows)
+    source, events = source_of(readers, event.rows), readers.together(event.rows)
     if source is None or events is None or len(events) != 1 or not readers.clean(event.rows):
         return
     made, outputs = source

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..._core.capture import plain
 from ..._core.errors import PullbackError
@@ -16,7 +16,7 @@ from ..slices.chains import layers_of
 from ..slices.choice import make_slice, two_sided
 from ..slices.layer_slice import EqualNorm
 from ..slices.slice import Retraction, Slice
-from ..slices.units import Units
+from ..slices.units import Units, wide
 from .layer_step import LayerStep
 from .layer_sweep import LayerSweep
 from .sweep import Followers, Sweep
@@ -82,6 +82,8 @@ class Keeper:
         self._replay = Replay()
         self.slice: Slice | None = None
         self._sweep: Sweep | LayerSweep | None = None
+        self._watched = False
+        self._far: Tensor | None = None
         #: steps together with their retraction, on the slice of equal norms
         self.layers: LayerStep | None = None
         Units(scalings, self.named)  # refuses at once what is not usable
@@ -105,7 +107,7 @@ class Keeper:
             if flag and id(p) in self.optimized
         }
         usable = [s for s in self.scalings if all(id(self.named[n]) in free for n in s.names)]
-        self.slice = self._sweep = self.layers = None
+        self.slice = self._sweep = self.layers = self._far = None
         self._replay = Replay()
         if usable:
             kind = self._kind if isinstance(self._kind, str) else self._kind(usable)
@@ -159,11 +161,19 @@ class Keeper:
             "make them all alike: every=1, sweeps=1",
         )
 
-    def run(self, steps: int, followers: Followers) -> None:
-        """Retract after a step, by sweeps."""
+    def watch(self) -> None:
+        """Keep account of how far sweeps go along the orbits, for what cannot follow by itself."""
+        self._watched = True
+
+    def run(self, steps: int, followers: Followers) -> Tensor | None:
+        """Retract after a step, by sweeps; where they are watched, the log-scales (U,)."""
         sweep = self._sweep
         if sweep is None or self.slice is None:
-            return
+            return None
+        if self._watched and self._far is None:
+            first = self.named[self.slice.units.names[0]]
+            self._far = torch.zeros(self.slice.units.total, dtype=wide(first), device=first.device)
+        far = self._far.zero_() if self._far is not None else None
         turns = (
             [(steps // self.every - 1) % sweep.turns]
             if self.sweeps is None
@@ -171,5 +181,7 @@ class Keeper:
         )
         moved = [self.named[n] for n in self.slice.units.names]
         moved += [target for found in followers.values() for target, _ in found]
+        moved += [] if far is None else [far]
         for turn in turns:
-            self._replay.run(turn, moved, lambda turn=turn: sweep.run(turn, followers))
+            self._replay.run(turn, moved, lambda turn=turn: sweep.run(turn, followers, far))
+        return far

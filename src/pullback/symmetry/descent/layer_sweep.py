@@ -85,12 +85,20 @@ class LayerSweep:
             start += len(links.blocks)
         return adds, torch.stack(differences)
 
-    def run(self, turn: int | None = None, followers: Followers | None = None) -> None:
-        """Retract; followers are carried along."""
+    def run(
+        self,
+        turn: int | None = None,
+        followers: Followers | None = None,
+        moved: Tensor | None = None,
+    ) -> None:
+        """Retract; followers are carried along, and log-scales added to `moved`, (U,)."""
         ws = [self._params[n] for n in self.names]
         # in the precision of the weights: kernels that convert as they go are slow
         low = torch.float64 if ws[0].dtype == torch.float64 else torch.float32
-        factors = self.factors(self._squares()).to(low).unbind()
+        t = self._log_scales(self._squares())
+        if moved is not None:
+            moved.add_(t)
+        factors = (self._powers @ t).exp().to(low).unbind()
         for name, w, factor in zip(self.names, ws, factors, strict=True):
             w.mul_(factor)
             for target, power in (followers or {}).get(name, ()):

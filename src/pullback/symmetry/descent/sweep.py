@@ -106,11 +106,19 @@ class Sweep:
         """How many classes there are."""
         return len(self.classes)
 
-    def run(self, turn: int | None = None, followers: Followers | None = None) -> None:
-        """Balance one class, in turn, or all of them; followers are carried along."""
+    def run(
+        self,
+        turn: int | None = None,
+        followers: Followers | None = None,
+        moved: Tensor | None = None,
+    ) -> None:
+        """Balance one class, in turn, or all of them; followers are carried along.
+
+        Log-scales are added to `moved`, (U,).
+        """
         chosen = self.classes if turn is None else [self.classes[turn % len(self.classes)]]
         for part in chosen:
-            part.run(followers or {})
+            part.run(followers or {}, moved)
 
 
 class _Class:
@@ -130,12 +138,18 @@ class _Class:
             powers.append((0.25 if coupled(units, i) else 0.5) / most)
         # (out/in)^½, less where units of one scaling share weights
         self._powers = powers
+        first = self._into[0][0].w
+        starts = [sum(units.sizes[:i]) for i in color]
+        places = [torch.arange(s, s + units.sizes[i]) for s, i in zip(starts, color, strict=True)]
+        self._places = torch.cat(places).to(first.device)
 
-    def run(self, followers: Followers) -> None:
+    def run(self, followers: Followers, moved: Tensor | None = None) -> None:
         into, out = self._norms(self._into), self._norms(self._out)
         scales = (out / into).pow(self._exponent(into))
         # dead units, and those whose weights are no longer finite, stay as they are
         scales = torch.where((scales > 0) & (scales < torch.inf), scales, 1.0)
+        if moved is not None:
+            moved.index_add_(0, self._places, scales.to(moved.dtype).log())
         known = {1: scales.split(self._sizes)}
         plain: tuple[list[Tensor], list[Tensor]] = ([], [])
         for i, sides in enumerate(zip(self._into, self._out, strict=True)):

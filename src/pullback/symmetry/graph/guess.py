@@ -49,12 +49,14 @@ def _candidates(first: Any) -> list[Tensor]:
 
     if isinstance(first, nn.Linear):
         return [normal(16, first.in_features), normal(4, 6, first.in_features)]
-    if isinstance(first, nn.Embedding):
+    if isinstance(first, nn.RNNBase):
+        return [normal(4, 6, first.input_size)]
+    if isinstance(first, (nn.Embedding, nn.EmbeddingBag)):
         shape = (4, 6)
         tokens = torch.randint(first.num_embeddings, shape, generator=generator)
         return [tokens.to(weight.device)]
     if isinstance(first, nn.modules.conv._ConvNd):
-        ndim = weight.ndim - 2
+        ndim = len(first.kernel_size)
         return [normal(2, first.in_channels, *[side] * ndim) for side in _SIDES]
     if isinstance(first, (nn.LayerNorm, nn.RMSNorm)):
         return [normal(4, 6, *first.normalized_shape), normal(4, *first.normalized_shape)]

@@ -46,3 +46,14 @@ class Readers:
             if read != rows:
                 return None
         return events if all(self.of.get(r) == events for r in rows) else None
+
+
+def source_of(readers: Readers, rows: tuple[Row, ...]) -> tuple[Producer, list[int]] | None:
+    """The layer whose outputs these are; norms and shared layers are no candidates."""
+    made = readers.ledger.producers[rows[0][0]]
+    if any(p != rows[0][0] for p, _ in rows) or made.kind not in ("linear", "conv"):
+        return None
+    outputs = [i for _, i in rows]
+    if len(set(outputs)) != len(outputs) or readers.shared(made, outputs):
+        return None
+    return made, outputs

@@ -57,7 +57,10 @@ class Example:
         args, kwargs = inputs or (self.args, self.kwargs)
         fixed = {n: b.clone() for n, b in self.fixed.items()}
         tensors = in_every_slot(self.model, {**fixed, **params})
-        out = functional_call(self.model, tensors, args, kwargs, tie_weights=False, strict=False)
+        with _attributes_kept(self.model):
+            out = functional_call(
+                self.model, tensors, args, kwargs, tie_weights=False, strict=False
+            )
         found = [t for t in pytree.tree_leaves(out) if isinstance(t, Tensor)]
         found = [t for t in found if t.is_floating_point()]
         if not found:
@@ -127,7 +130,17 @@ def _trace(example: Example, inputs: tuple[Any, Any]) -> Traced:
         return [t for t in pytree.tree_leaves(out) if isinstance(t, Tensor)]
 
     values = [example.params[n] for n in names], [example.fixed[n].clone() for n in fixed]
-    with torch.no_grad(), unfused_attention(), _masks_unread(), warnings.catch_warnings():
+    # cuDNN's recurrent layers would be one operation each
+    apart = torch.backends.cudnn.flags(enabled=False)
+    kept = _attributes_kept(example.model)
+    with (
+        torch.no_grad(),
+        unfused_attention(),
+        _masks_unread(),
+        warnings.catch_warnings(),
+        apart,
+        kept,
+    ):
         warnings.simplefilter("ignore")
         module = make_fx(functionalize(call, remove="mutations"))(*values, inputs)
     return Traced(module.graph, names, fixed)
@@ -159,6 +172,23 @@ def _refuse_example(example: Example) -> None:
             str(error).split("\n")[0][:200],
             "Pass what the model takes: a tensor, a tuple of arguments or a dict of keywords",
         ) from error
+
+
+@contextlib.contextmanager
+def _attributes_kept(model: nn.Module) -> Iterator[None]:
+    """Tensors that modules leave on themselves, as a weight normalization's hook does, go back."""
+    before = {
+        m: {n: v for n, v in vars(m).items() if isinstance(v, Tensor)} for m in model.modules()
+    }
+    try:
+        yield
+    finally:
+        for module, held in before.items():
+            for name, value in list(vars(module).items()):
+                if isinstance(value, Tensor) and name not in held:
+                    delattr(module, name)
+            for name, value in held.items():
+                object.__setattr__(module, name, value)
 
 
 @contextlib.contextmanager

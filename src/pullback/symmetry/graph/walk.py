@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from .ledger import Ledger
 from .scales import FIXED, Scales, collapse
+from .tied import alike
 from .tracing import Traced
 from .values import NONE, Act, Ref, Value
 
@@ -53,6 +54,7 @@ class Walk:
         held: the parameters that were met, by name.
         notes: what was given up, and why.
         folds: batch norms with fixed statistics.
+        directions: weights g v/‖v‖ of weight normalization, by the names that stand for them.
         names: of the constants behind the graph's placeholders.
     """
 
@@ -61,6 +63,7 @@ class Walk:
     held: dict[str, list[Region]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     folds: list[Any] = field(default_factory=list)
+    directions: dict[str, Any] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
 
     def run(self, traced: Traced) -> None:
@@ -128,23 +131,12 @@ class Walk:
         for region in regions:
             if bool((region.mask & mask).any()):
                 if bool((region.mask == mask).all()):
-                    self._equate(region, legs)
+                    region.legs = alike(self.scales, region.legs, legs)
                 else:  # views that overlap in part
                     for array in (*legs.values(), *region.legs.values()):
                         self.scales.fix(array)
                 return
         regions.append(Region(mask, legs))
-
-    def _equate(self, region: Region, legs: dict[tuple[int, ...], Tensor]) -> None:
-        """A parameter that is used twice is scaled in one way."""
-        for key in {*region.legs, *legs}:
-            before, now = region.legs.get(key), legs.get(key)
-            if before is None or now is None:
-                only = before if now is None else now
-                if only is not None:
-                    self.scales.fix(only)
-            else:
-                region.legs[key] = self.scales.unify(before, now)
 
     def act(self, value: Value, *, fixed: bool = False) -> Act:
         """A parameter as an activation: with scales of its own, or fixed."""

@@ -78,13 +78,15 @@ def _lined(w: Tensor, unit: Tensor) -> Tensor:
 
 def _products(action: Mixing, params: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """What the matrices make together, without the outputs in between: (outputs, inputs)."""
-    lines = []
-    for name, place, transposed in action.out:
+    left: list[tuple[str, Tensor]] = []
+    right: list[Tensor] = []
+    for name, places, axis, inverse in action.sides():
         w = params[name]
-        chosen = w.index_select(0 if transposed else 1, place.to(w.device))
-        moved = chosen if transposed else chosen.movedim(1, 0)
-        lines.append(moved.reshape(action.size, -1))
-    right = torch.cat(lines, 1)
-    for name, rows in action.into:
-        w = params[name].index_select(0, rows.to(right.device))
-        yield name, right.T @ w.reshape(action.size, -1)
+        chosen = w.index_select(axis, places.to(w.device)).movedim(axis, 0)
+        lined = chosen.reshape(action.size, -1)
+        if inverse:
+            right.append(lined)
+        else:
+            left.append((name, lined))
+    for name, lined in left:
+        yield name, torch.cat(right, 1).T @ lined

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from ..graph.ledger import Producer, view_rows
-from ..graph.scales import collapse
+from ..graph.scales import ZERO, collapse
 from ..graph.values import NONE, Act, Ref, Value
 from ..graph.walk import Walk, rule
 from .pointwise import added
@@ -83,12 +83,15 @@ def linear(walk: Walk, x: Act, weight: Ref) -> Act:
     incoming = walk.scales.merge(x.scale, [1] if several else [0, 1])  # (b', 1, i)
     count, m = (b if several else 1), weight.view[2]
     atoms = walk.scales.fresh(count * m, walk.ledger.call()).view(count, 1, m)
-    walk.hold(weight, atoms, walk.scales.power(incoming.mT, -1))
+    if bool((incoming != ZERO).any()):  # else the weight is not seen
+        walk.hold(weight, atoms, walk.scales.power(incoming.mT, -1))
     unit = torch.tensor(NONE)
     if several:
         walk.touch(x)
     else:
         unit = _reader(walk, x.unit, weight.moved(lambda t: t[0]), atoms.flatten())
+        if bool((incoming == ZERO).all()) and unit.ndim:
+            walk.ledger.blank.add(len(walk.ledger.producers) - 1)
     return Act.of(atoms, (b, n, m), unit)
 
 
@@ -103,11 +106,11 @@ def _reader(walk: Walk, units: Tensor, weight: Ref, atoms: Tensor) -> Tensor:
     made = walk.ledger.produce(
         Producer("linear", weight.name, outs[1], atoms, about=weight.name.rpartition(".")[0])
     )
-    if units.shape[0] > 1 or units.shape[1] > 1:
-        walk.ledger.touch(units)
-    else:
-        reader = len(walk.ledger.producers) - 1
-        walk.ledger.read("linear", flat[0, 0], ins[1].tolist(), reader=reader)
+    reader = len(walk.ledger.producers) - 1
+    lines = flat.reshape(-1, weight.view[0]).unique(dim=0)
+    for line in lines:  # several where a recurrent layer's outputs of all times are read at once
+        kind = "linear" if len(lines) == 1 else "lines"
+        walk.ledger.read(kind, line, ins[1].tolist(), reader=reader)
     return made
 
 

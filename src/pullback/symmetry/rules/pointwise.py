@@ -66,12 +66,19 @@ def added(walk: Walk, x: Act, y: Value) -> Act:
 def _summed(walk: Walk, x: Act, y: Act, shape: torch.Size) -> Tensor:
     """The units of a sum of two layers' outputs, or of one and an input."""
     sides = [collapse(a.unit) for a in (x, y)]
+    if all(s.numel() == 1 for s in sides) and any(bool((s != NONE).all()) for s in sides):
+        lines = [s.flatten() for s in sides]
+        if (made := walk.ledger.add(*lines)) is not None:
+            return made.expand(shape)
+        walk.ledger.exchange(*lines)
     axes = {_axis(s) for s in sides if bool((s != NONE).any())}
     if len(axes) == 1 and (axis := axes.pop()) is not None:
         n = shape[axis]
         lines = [s.flatten().expand(n) for s in sides if s.numel() in (1, n)]
-        if len(lines) == 2 and (made := walk.ledger.add(*lines)) is not None:
-            return made.view(n, *[1] * (-axis - 1)).expand(shape)
+        if len(lines) == 2:
+            if (made := walk.ledger.add(*lines)) is not None:
+                return made.view(n, *[1] * (-axis - 1)).expand(shape)
+            walk.ledger.exchange(*lines)
     walk.touch(x, y)
     return torch.tensor(NONE)
 

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..graph.ledger import Producer
 from ..graph.scales import FIXED, ZERO
 from ..graph.values import Act, Ref
 from ..graph.walk import Walk, rule, shapes
@@ -161,18 +160,3 @@ def picked(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> A
     d, wide = dims[0], len(indices[dims[0]].shape)
     merged = merged.reshape(*merged.shape[:d], *[1] * wide, *merged.shape[d + 1 :])
     return Act.of(merged, shape)
-
-
-@rule("embedding")
-def embedding(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """Rows of a table: each column has a scale of its own."""
-    table, shape = args[0], shapes(node)[0]
-    if isinstance(table, Act):
-        return Act.of(walk.scales.merge(table.scale, [0])[0], shape)
-    atoms = walk.scales.fresh(shape[-1], walk.ledger.call())
-    walk.hold(table, atoms)
-    line = torch.arange(shape[-1])
-    about = table.name.rpartition(".")[0]
-    entries = table.placed(line.expand(table.view))
-    made = Producer("embedding", table.name, line, atoms, table=entries, about=about)
-    return Act.of(atoms, shape, walk.ledger.produce(made))
