@@ -97,12 +97,10 @@ class Control:
             ]
             if shrink is not None:
                 deltas = torch._foreach_mul(deltas, shrink)
-            if momentum and self._opt.rule is None:
-                buffers = [self._buffer(p) for p in chosen]
-                torch._foreach_mul_(buffers, momentum)
-                torch._foreach_add_(buffers, deltas)
-                deltas = buffers
-            torch._foreach_add_(chosen, deltas, alpha=-lr)
+            if not momentum or self._opt.rule is not None:
+                torch._foreach_add_(chosen, deltas, alpha=-lr)
+            else:
+                advance(chosen, deltas, [self._buffer(p) for p in chosen], lr, momentum)
 
     def _combine(self) -> None:
         """The best αΔ + βm in the plane of direction and last move, by the exact model."""
@@ -141,6 +139,27 @@ class Control:
         total = torch.stack([d.to(dots[0]) for d in dots]).sum()
         tiny = torch.finfo(total.dtype).tiny
         return (limit / total.clamp(min=tiny)).sqrt().clamp(max=1.0)
+
+
+def advance(
+    params: list[Tensor], deltas: list[Tensor], buffers: list[Tensor], lr: float, momentum: float
+) -> None:
+    """m ← μm + Δ, w ← w − ηm: in one pass over the memory where the kernel knows it."""
+    first, every = params[0], [*params, *deltas, *buffers]
+    plain = first.device.type == "cpu" and first.dtype in (torch.float32, torch.float64)
+    if plain and all(t.is_contiguous() and _alike(t, first) for t in every):
+        torch._fused_sgd_(
+            params, deltas, buffers, weight_decay=0.0, momentum=momentum, lr=lr, dampening=0.0,
+            nesterov=False, maximize=False, is_first_step=False, grad_scale=None, found_inf=None,
+        )  # fmt: skip
+        return
+    torch._foreach_mul_(buffers, momentum)
+    torch._foreach_add_(buffers, deltas)
+    torch._foreach_add_(params, buffers, alpha=-lr)
+
+
+def _alike(one: Tensor, two: Tensor) -> bool:
+    return one.device == two.device and one.dtype == two.dtype
 
 
 def momentum_of(state: Mapping[Tensor, Any], p: Tensor) -> Tensor:

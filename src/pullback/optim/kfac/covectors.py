@@ -25,18 +25,18 @@ def drawn(
     generator: torch.Generator,
     batch_dim: int,
 ) -> Iterator[tuple[Tensor, Coupling | None]]:
-    """The covectors, each with the relation of the samples where the metric has one."""
+    """The covectors, each with the relation of the samples where the metric has one.
+
+    z is not held longer than it is needed, the last draw being the last time.
+    """
     if fisher != "mc" or not isinstance(metric, Fisher):  # which takes some samples at a time
         z, cotangent = (t.to(compute_dtype(t.dtype)) for t in (z, cotangent))
     if metric.couples_samples:
-        yield from coupled(
+        return coupled(
             metric, fisher, z, draws=draws, inputs=inputs, generator=generator, batch_dim=batch_dim
         )
-        return
-    for covector in covectors(
-        metric, fisher, z, cotangent, draws=draws, inputs=inputs, generator=generator
-    ):
-        yield covector, None
+    found = covectors(metric, fisher, z, cotangent, draws=draws, inputs=inputs, generator=generator)
+    return ((covector, None) for covector in found)
 
 
 def covectors(
@@ -67,8 +67,11 @@ def covectors(
     if not isinstance(metric, Fisher) and fisher != "empirical":
         _refuse_coupled(metric, z, inputs)
     if fisher == "mc":
-        for _ in range(draws):
+        for _ in range(draws - 1):
             yield _drawn(metric, z, inputs, generator) / draws**0.5
+        last = _drawn(metric, z, inputs, generator)
+        del z, cotangent  # the logits of a language model are larger than its activations
+        yield last if draws == 1 else last / draws**0.5
         return
     if fisher == "empirical":
         yield cotangent * _signs(z, generator)

@@ -15,8 +15,7 @@ from torch._C._functorch import (
 from torch.utils import _pytree as pytree
 
 from ..._core.capture import plain, select
-from . import outputs
-from .covectors import drawn
+from .draws import Draws, draws
 from .graph import accumulates, refuse_reentrant
 from .inverse import Inverse
 from .measure import Measure, NotFinite
@@ -170,45 +169,29 @@ class Gatherer:
                 root = select(again(tape), self.recipe.output)
             z = root.detach()
         assert tape is not None
-        self._take(root, z, tape, inputs, cotangent.detach())
+        with torch.no_grad(), torch.autocast(z.device.type, enabled=False):
+            random = self.random(z.device)
+            found = draws(self.recipe, z, cotangent.detach(), inputs, random)
+            del z  # nor does anybody below hold it any longer than it takes to draw from it
+            self._take(root, found, tape)
 
-    @torch.no_grad()
-    def _take(self, root: Root, z: Tensor, tape: Tape, inputs: Any, cotangent: Tensor) -> None:
-        recipe, axis, leaves = self.recipe, self.recipe.batch_dim, self._leaves()
-        with torch.autocast(z.device.type, enabled=False):
-            value = outputs.arranged(z, axis, cast=False)
-            self.pool.calls += 1
-            if not bool(value.amax() < torch.inf):  # NaN too; −inf may mask a class
-                self.pool.samples = torch.nan
-                return
-            slope = outputs.arranged(cotangent, axis, cast=False)
-            mask = recipe.metric.counted(value, slope)
-            keep = outputs.places(mask, z, axis)
-            samples: Tensor | float = recipe.metric.samples(value)
-            if mask is not None:
-                samples = samples * mask.double().mean()
-            found = drawn(
-                recipe.metric,
-                recipe.fisher,
-                value,
-                slope,
-                draws=recipe.draws,
-                inputs=outputs.first(inputs, len(value), axis),
-                generator=self.random(z.device),
-                batch_dim=axis,
-            )
-            sums, first = self.pool.sums, True
-            for covector, coupling in found:
-                covector = outputs.placed(covector if mask is None else covector * mask, z, axis)
-                try:
-                    self._measure.pull(
-                        root, covector, tape, leaves, sums, keep, inputs=first, coupling=coupling
-                    )
-                except NotFinite:
-                    samples = torch.nan
-                    break
-                first = False
-            self.pool.samples = self.pool.samples + samples
+    def _take(self, root: Root, found: Draws | None, tape: Tape) -> None:
+        self.pool.calls += 1
+        if found is None:
+            self.pool.samples = torch.nan
+            return
+        samples, first, leaves = found.samples, True, self._leaves()
+        for covector, coupling in found.covectors:
+            try:
+                self._measure.pull(
+                    root, covector, tape, leaves, self.pool.sums, found.keep, inputs=first,
+                    coupling=coupling,
+                )  # fmt: skip
+            except NotFinite:
+                samples = torch.nan
+                break
+            first = False
+        self.pool.samples = self.pool.samples + samples
 
     def averages(self, reduction: str, loss_scale: float) -> dict[Key, dict[str, Tensor]]:
         """Means over what was pooled, which is forgotten; "sum" multiplies them by the samples."""

@@ -46,7 +46,7 @@ class Inverse:
             return cls(left, right)
         if sides.is_diagonal(right):
             return cls(left, right[:, :-1], torch.zeros_like(right[:, :-1]), right[:, -1])
-        return cls(left, right[:, :-1, :-1], right[:, :-1, -1], right[:, -1, -1])
+        return cls(left, right[:, :-1, :-1], right[:, -1, :-1], right[:, -1, -1])
 
     def tensors(self) -> dict[str, Tensor | None]:
         """All that is held."""
@@ -207,7 +207,7 @@ def applied(inverse: Inverse, v: Tensor, b: Tensor | None) -> tuple[Tensor, Tens
     b = left * b if sides.is_diagonal(left) else (left @ b[..., None])[..., 0]
     if sides.is_diagonal(right):
         return v * right[:, None], b * s[:, None]
-    weight = torch.baddbmm(b[..., None] * q[:, None], v, right)
+    weight = torch.bmm(v, right).addcmul_(b[..., None], q[:, None])
     return weight, torch.baddbmm((b * s[:, None])[..., None], v, q[..., None])[..., 0]
 
 

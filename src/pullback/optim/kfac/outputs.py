@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..._core.errors import PullbackError
@@ -23,10 +24,10 @@ def arranged(z: Tensor, batch_dim: int, *, cast: bool = True) -> Tensor:
     return z[:, None] if z.ndim == 1 else z
 
 
-def placed(covector: Tensor, z: Tensor, batch_dim: int) -> Tensor:
+def placed(covector: Tensor, ndim: int, dtype: torch.dtype, batch_dim: int) -> Tensor:
     """Back to the layout and the dtype of the output."""
-    covector = covector.view(len(covector)) if z.ndim == 1 else covector
-    return covector.movedim(0, batch_dim).to(z.dtype)
+    covector = covector.view(len(covector)) if ndim == 1 else covector
+    return covector.movedim(0, batch_dim).to(dtype)
 
 
 def places(mask: Tensor | None, z: Tensor, batch_dim: int) -> Tensor | None:

@@ -13,6 +13,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from ..._core.capture import detached
 from ...maps.layers import Compound, Layer, find_compound
 from ...maps.record import Recorder
+from .seen import seen
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,19 @@ class Tape(Recorder):
     def _hook(self, path: str, layer: Layer) -> Any:
         if layer.curvature == "rows":  # it has no factors to give
             return lambda *_: None
-        return super()._hook(path, layer)
+        record = super()._hook(path, layer)
+        if layer.curvature == "units":
+            return record
+
+        def recorded(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+            count = len(self.entries)
+            out = record(module, args, kwargs, output)
+            if len(self.entries) > count:
+                held = self.entries[-1]
+                self.entries[-1] = replace(held, input=seen(held.input, out))
+            return out
+
+        return recorded
 
     def release(self, node: Any) -> None:
         """Do not hold this node of the graph; `edges` takes it again."""

@@ -1,0 +1,41 @@
+"""A layer's input as the layer saw it: under autocast in half precision, and not kept twice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_SAVED = {"AddmmBackward0": "_saved_mat1", "MmBackward0": "_saved_self"}
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def seen(x: Tensor, output: Tensor) -> Tensor:
+    """x in the precision of the output, if that is half of its own.
+
+    Where the graph keeps the same for the layer's own backward pass, that is taken: autocast's copy
+    of a normalization's float32 output, say, which itself nobody needs any more.
+    """
+    if output.dtype not in _HALF or not x.is_floating_point() or x.dtype == output.dtype:
+        return x
+    kept = _kept(output.grad_fn)
+    if kept is None or kept.dtype != output.dtype or kept.numel() != x.numel():
+        return x.to(output.dtype)
+    return kept.view(x.shape) if kept.is_contiguous() else x.to(output.dtype)
+
+
+def _kept(node: Any) -> Tensor | None:
+    """The rows that a product keeps; not where saved tensors are packed, as by checkpoints."""
+    autograd: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
+    packing = getattr(autograd, "_top_saved_tensors_default_hooks", None)
+    if packing is None or packing(True) is not None:
+        return None
+    for _ in range(3):  # the product itself, perhaps below a view and a copy of it
+        if node is None:
+            return None
+        if (name := _SAVED.get(node.name())) is not None:
+            found = getattr(node, name)
+            return None if found is None else found.detach()
+        node = node.next_functions[0][0] if node.next_functions else None
+    return None
