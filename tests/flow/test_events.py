@@ -382,6 +382,11 @@ BAD: dict[str, tuple[dict[str, object], str]] = {
     ),
     "labels of another size": ({"events": [flow.Separated(tensor(1, 1))]}, "do not fit"),
     "labels that are no signs": ({"events": [flow.Separated(tensor(0, 1, 1))]}, "signs"),
+    "an event of several numbers": ({"events": [flow.Event(lambda s: s.flat)]}, "not one number"),
+    "targets that are no tensor": (
+        {"closure_or_objective": flow.Supervised(draw(3, 5), [0.0, 1.0, 1.0], Bernoulli())},
+        "no tensor",
+    ),
     "an event that is NaN": ({"events": [flow.Event(lambda s: float("nan"))]}, "NaN"),
 }
 
@@ -433,3 +438,22 @@ def test_a_function_has_no_other_inputs() -> None:
     found = flow.integrate(lambda w: w, lambda z: z.square().sum(), t=(0, 0.1), start=draw(2))
     with pytest.raises(PullbackError, match="no model"):
         found.values(None, draw(2))
+
+
+def test_a_single_event_needs_no_list() -> None:
+    found = run(events=flow.Event(lambda s: s.t - 0.25, "then"))
+    assert isinstance(found, flow.Trajectory)
+    assert found.status == "event"
+    assert abs(found.end - 0.25) < 1e-9
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_map_that_rounds_is_refused(dtype: torch.dtype) -> None:
+    with pytest.raises(PullbackError, match="needs float64"):
+        flow.integrate(lambda v: v.to(dtype) ** 2, torch.sum, start=tensor(1, 2), t=(0.0, 1.0))
+
+
+@pytest.mark.parametrize("start", [[1.0], 1.0])
+def test_a_start_that_is_no_tensor(start: object) -> None:
+    with pytest.raises(PullbackError, match="start is not usable"):
+        flow.integrate(lambda v: v, torch.sum, start=start, t=(0.0, 1.0))  # pyright: ignore

@@ -279,3 +279,39 @@ def test_damped_flow_and_the_euclidean_metric() -> None:
     rate = k @ torch.linalg.inv(k + 0.5 * torch.eye(5).to(k))
     truth = torch.linalg.matrix_exp(-rate) @ r0
     assert float((found.values() - y - truth).abs().max()) < 1e-8
+
+
+@pytest.mark.parametrize("scale", [30.0, 300.0, 1e6])
+def test_weights_beyond_the_digits_end_the_flow_with_a_reason(scale: float) -> None:
+    """N > D, logits tens apart: the samples of largest weight decide, or the flow says why not."""
+    from pullback.flow.supervised import SupervisedField
+
+    x, beta = draw(6, 3), scale * draw(3, seed=1)
+    y = (x @ beta).sign()
+    data = flow.Supervised(x, (1 + y) / 2, Bernoulli())
+    model = pb.linear.LinearModel(3, beta)
+    local = SupervisedField(model, data, "natural", solver=pb.solvers.PseudoInverse()).local(beta)
+    if local.reason:
+        assert "round to zero" in local.reason
+        assert scale > 100
+    else:
+        truth = -pb.linear.logistic_natural_gradient(x, y, beta)
+        assert float((local.velocity - truth).norm()) < 1e-6 * float(truth.norm())
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8])
+def test_classes_of_any_integer_type(dtype: torch.dtype) -> None:
+    x, y = draw(4, 5), torch.tensor([0, 1, 2, 1])
+    torch.manual_seed(0)
+    model = nn.Linear(5, 3).double()
+    one, two = (
+        flow.integrate(model, flow.Supervised(x, c, Categorical()), t=(0.0, 1.0))
+        for c in (y, y.to(dtype))
+    )
+    assert torch.equal(one.flat(), two.flat())
+
+
+def test_a_single_class_is_refused() -> None:
+    data = flow.Supervised(draw(4, 5), torch.zeros(4).long(), Categorical())
+    with pytest.raises(pb.PullbackError, match="one class"):
+        flow.integrate(nn.Linear(5, 1).double(), data, t=(0.0, 1.0))

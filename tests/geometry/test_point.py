@@ -458,6 +458,18 @@ BAD = {
         ),
         "positive definite",
     ),
+    "inference mode": (
+        torch.inference_mode()(lambda: Point(lambda x: x, tensor(1, 2))),
+        "inference mode",
+    ),
+    "a complex vector": (
+        lambda: Point(lambda x: x, tensor(1, 2)).pushforward(torch.ones(2, dtype=torch.complex64)),
+        "complex64",
+    ),
+    "a vector without values": (
+        lambda: Point(lambda x: x, tensor(1, 2)).pushforward(torch.ones(2, device="meta")),
+        "meta",
+    ),
     "weight of another size": (
         lambda: Point(lambda x: x, tensor(1, 2)).natural_gradient(
             lambda z: z.sum(), WeightedNorm(tensor(1))
@@ -490,3 +502,12 @@ def test_a_kink_may_be_overlooked_on_request_and_smooth_maps_pass() -> None:
     with pytest.raises(PullbackError, match="no derivative"):
         Point(lambda x: x.abs(), torch.tensor([0.0, 1.0]))
     Point(lambda x: x.abs() * x, tensor(0.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_map_that_rounds_is_no_kink(dtype: torch.dtype) -> None:
+    """φ in lower precision than ξ: its differences are steps, its derivative is there."""
+    point = Point(lambda x: x.to(dtype) ** 2, tensor(0.3, -1.2))
+    assert float((point.gram() - torch.diag(tensor(0.36, 5.76))).abs().max()) < 2e-2
+    with pytest.raises(PullbackError, match="kink"):
+        Point(lambda x: x.float().abs(), tensor(0.0, 1.0))

@@ -251,6 +251,9 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "no square": (lambda: Mixing(torch.ones(2, 3)), "square matrix"),
     "wrong side": (lambda: Mixing(torch.eye(3)), "26 entries"),
     "unknown names": (lambda: Elementwise(torch.sinh, names=["nothing"]), "not there"),
+    "another dtype": (lambda: lambda t: 2 * t.float(), "changes the dtype"),
+    "transposed": (lambda: lambda t: t.T, "could not be inverted"),
+    "complex": (lambda: lambda t: 1j * t, "could not be inverted"),
     "no function": (lambda: 3, "no diffeomorphism"),
 }
 
@@ -282,3 +285,14 @@ def test_nothing_to_reparametrize() -> None:
     big = {"w": torch.zeros(3000, dtype=torch.float64)}
     with pytest.raises(PullbackError, match="Give the inverse"):
         reparametrize(lambda p: p["w"], lambda p: {"w": p["w"] + 1}, params=big)
+
+
+@pytest.mark.parametrize(("model", "params"), [(None, torch.ones(2)), (torch.sum, [1.0])])
+def test_what_is_no_function_of_parameters_is_refused(model: Any, params: Any) -> None:
+    with pytest.raises(PullbackError, match="no function of parameters"):
+        reparametrize(model, torch.sinh, params=params)
+
+
+def test_parameters_without_values_are_refused() -> None:
+    with pytest.raises(PullbackError, match="meta"):
+        reparametrize(nn.Linear(2, 2, device="meta"), torch.sinh)

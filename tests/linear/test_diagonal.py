@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -229,6 +230,25 @@ def test_float32() -> None:
             lambda: DiagonalNetwork(2, 2, 0.0).logistic_natural_gradient(draw(3, 2), torch.ones(3)),
             "tangent is zero",
         ),
+        (lambda: DiagonalNetwork(2, 2, dtype=torch.long), "dtype is not usable"),
+        (lambda: DiagonalNetwork(2, 2).natural_gradient(draw(2) * 1j), "no real entries"),
+        (lambda: DiagonalNetwork(2, 2).natural_gradient(3.0), "no tensor"),  # pyright: ignore
+        (
+            lambda: DiagonalNetwork(2, 2, 1e100, dtype=DOUBLE).population_natural_gradient(draw(2)),
+            "not finite",
+        ),
+        (
+            lambda: logistic_natural_gradient(
+                draw(3, 2), torch.tensor([True, False, True]), draw(2)
+            ),
+            "not signs",
+        ),
+        (
+            lambda: logistic_natural_gradient(
+                draw(3, 2), torch.ones(3), draw(2), rcond=float("nan")
+            ),
+            "rcond",
+        ),
         (lambda: logistic_natural_gradient(draw(3, 2), torch.ones(2), draw(2)), "labels y"),
         (lambda: logistic_natural_gradient(draw(3, 2), torch.ones(3), draw(3)), "β does not fit"),
         (lambda: logistic_natural_gradient(draw(3, 2), torch.zeros(3), draw(2)), "not signs"),
@@ -247,3 +267,33 @@ def test_float32() -> None:
 def test_bad_input(call, message: str) -> None:
     with pytest.raises(PullbackError, match=message):
         call()
+
+
+@pytest.mark.parametrize(("scale", "dtype"), [(3e3, DOUBLE), (1e4, DOUBLE), (1e6, torch.float32)])
+def test_logits_far_apart_are_decided_by_the_samples_behind(
+    scale: float, dtype: torch.dtype
+) -> None:
+    """N > D, all correct: the D samples of least margin are met exactly, x̃ᵀΔ = 1/φ(u) = 1."""
+    x, beta = draw(6, 3).to(dtype), scale * draw(3, seed=1).to(dtype)
+    y = (x @ beta).sign()
+    behind = (y * (x @ beta)).argsort()[:3]
+    truth = -torch.linalg.solve((y[:, None] * x)[behind], torch.ones(3, dtype=dtype))
+    got = logistic_natural_gradient(x, y, beta)
+    assert error(got, truth) < 100 * torch.finfo(dtype).eps * float(truth.norm() + 1)
+
+
+def test_weights_out_of_range_are_refused() -> None:
+    """A sample that is wrong by 20 decides nothing beside others that are thousands ahead."""
+    x = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]], dtype=DOUBLE)
+    beta = torch.tensor([-20.0, 9e3], dtype=DOUBLE)
+    with pytest.raises(PullbackError, match="out of range"):
+        logistic_natural_gradient(x, torch.ones(3, dtype=DOUBLE), beta)
+
+
+def test_half_precision_and_whole_numbers_of_numpy() -> None:
+    x, y = draw(6, 3), draw(6, seed=1).sign()
+    want = logistic_natural_gradient(x, y, torch.zeros(3, dtype=DOUBLE))
+    got = logistic_natural_gradient(x.half(), y.half(), torch.zeros(3).half())
+    assert got.dtype is torch.float16
+    assert error(got.double(), want) < 1e-2
+    assert DiagonalNetwork(np.int64(3), np.int64(2)).dim == 3  # pyright: ignore

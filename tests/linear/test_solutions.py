@@ -216,3 +216,15 @@ def test_bad_observations() -> None:
             (8, 8), index, index.flip(0), truth.diagonal(), tol=1e-15, max_iterations=10
         )
     assert not separates(XOR, MIXED)
+
+
+def test_separability_does_not_depend_on_units() -> None:
+    x, beta = draw(8, 4), draw(4, seed=1)
+    y = (x @ beta).sign()
+    scaled = x * torch.tensor([1e-7, 1.0, 1e7, 1e3], dtype=x.dtype)
+    assert separates(scaled, y)
+    assert separates(scaled.requires_grad_(), y)
+    found = l2_max_margin(scaled, y)
+    assert float((y * (scaled.detach() @ found.beta)).min()) > 1 - 1e-9
+    both, signs = torch.cat([scaled, scaled]), torch.cat([y, -y])
+    assert not separates(both, signs)

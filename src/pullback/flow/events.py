@@ -57,7 +57,14 @@ class Event:
 
     def __call__(self, state: State) -> float:
         """Negative before, zero or more after."""
-        value = float(self.function(state))
+        found = self.function(state)
+        if isinstance(found, Tensor) and found.numel() != 1:
+            raise PullbackError(
+                f"The event {self.name!r} is not one number",
+                f"its shape is {tuple(found.shape)}",
+                "Reduce it to one",
+            )
+        value = float(found)
         if value != value:
             raise PullbackError(
                 f"The event {self.name!r} is NaN", f"at t = {state.t:.6g}", "Return a number"

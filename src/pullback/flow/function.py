@@ -46,6 +46,13 @@ class Wrapped(nn.Module):
                 f"got {type(z).__name__}",
                 "Return one real, non-empty floating-point tensor",
             )
+        if z.dtype != torch.float64:
+            raise PullbackError(
+                "A flow needs float64",
+                f"φ gives {z.dtype}, whose round-off is far above what the integrator's error "
+                "control works with",
+                "Keep the dtype of the coordinates in φ",
+            )
         self.shape = z.shape
         return z.reshape(1, -1) if self.whole else z.reshape(-1, 1) if z.ndim < 2 else z
 

@@ -11,7 +11,7 @@ curvatures of the loss differ much.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -43,7 +43,7 @@ def integrate(
     method: str = "DOP853",
     rtol: float = 1e-9,
     atol: float = 1e-11,
-    events: Iterable[Event] = (),
+    events: Iterable[Event] | Event = (),
     at: Sequence[float] | Tensor | None = None,
     max_evaluations: int = 20_000,
     max_step: float = float("inf"),
@@ -100,6 +100,8 @@ def integrate(
             f"it is −∇L, and {given or ['solver']} would not count",
             'Leave it out, or use kind="natural"',
         )
+    if isinstance(events, Event):
+        events = [events]
     field = _field(model, closure_or_objective, metric, kind, start, reduction, options)
     march = March(field, [*events, BlowUp()], at=times[2], budget=max_evaluations)
     scheme = getattr(scipy_integrate, method)
@@ -126,7 +128,13 @@ def _field(
         )
     options["reduction"] = reduction or ("mean" if module else "sum")
     if not module:
-        if not callable(model) or not callable(target) or start is None:
+        if not isinstance(start, (Tensor, Mapping)):
+            raise PullbackError(
+                "The start is not usable",
+                f"got {type(start).__name__}",
+                "Pass a tensor or a dict of tensors",
+            )
+        if not callable(model) or not callable(target):
             raise PullbackError(
                 "This is no map with a loss",
                 f"got {type(model).__name__} and {type(target).__name__}",

@@ -67,6 +67,11 @@ def categorical(z: Tensor, y: Tensor) -> Score:
             f"found {int(y.min())} to {int(y.max())} for {k} logits",
             f"Use classes from 0 to {k - 1}",
         )
+    if k == 1:
+        raise PullbackError(
+            "There is only one class", "its probability is 1 at any logit", "Give two or more"
+        )
+    y = y.long()
     log_p = z.log_softmax(1)
     right = F.one_hot(y, k).bool()
     others = log_p.masked_fill(right, -torch.inf).logsumexp(1, keepdim=True).exp()

@@ -19,13 +19,21 @@ from ..solvers import PseudoInverse, Solver
 from .field import ClosureField, Local
 from .scores import Score, bernoulli, categorical
 
+_CLEAR = 1e-6
+_HIDDEN = (
+    "the weights of samples differ so much that {} directions round to zero beside others (there "
+    "are more samples than parameters, and some logits are tens ahead of others)"
+)
+
 
 @dataclass(frozen=True)
 class Supervised:
     """L = Σ −log p(y | model(x)), or its mean, with the Fisher metric of p.
 
     For `Bernoulli` and `Categorical` the natural flow works in log domain and follows logits of any
-    size; a closure's gradient p − y rounds to zero from logits of about 37 on.
+    size; a closure's gradient p − y rounds to zero from logits of about 37 on. With more samples
+    than parameters the weights of samples count, and a flow ends with a reason where they differ by
+    more than the digits of the numbers.
 
     Args:
         inputs: x, a tensor or a tuple of arguments.
@@ -66,6 +74,9 @@ class SupervisedField(ClosureField):
                 f"got {data.likelihood!r} with reduction={data.reduction!r}",
                 'Pass one of pullback.likelihoods, and "mean" or "sum"',
             )
+        if not isinstance(data.targets, Tensor):
+            got = type(data.targets).__name__
+            raise PullbackError("The targets are no tensor", f"got {got}", "Pass a tensor")
         self._data, self._output, self._memory = data, output, memory
         self._plans: dict[Any, Any] = {}
         chosen = Fisher(data.likelihood) if metric is None else metric
@@ -84,7 +95,9 @@ class SupervisedField(ClosureField):
     def _reduced(self, z: Tensor) -> Tensor:
         data = self._data
         y = data.targets
-        if not isinstance(data.likelihood, Categorical) and y.numel() == z.numel():
+        if isinstance(data.likelihood, Categorical):
+            y = y if y.is_floating_point() else y.long()
+        elif y.numel() == z.numel():
             y = y.to(z).reshape(z.shape)
         nll = data.likelihood.nll(z, y)
         return nll.sum() if data.reduction == "sum" else nll.sum() / data.likelihood.samples(z)
@@ -106,7 +119,10 @@ class SupervisedField(ClosureField):
             mean = 1 / count if self._data.reduction == "mean" else 1.0
             with torch.no_grad():
                 gradient = mean * linear.vjp(score.slope)
-                return Local.checked(loss, gradient, -self._natural(linear, score))
+                x, hidden = self._natural(linear, score)
+                if hidden:
+                    return Local.broken(flat, _HIDDEN.format(hidden))
+                return Local.checked(loss, gradient, -x)
 
     def _score(self, z: Tensor) -> Score | None:
         likelihood, y = self._data.likelihood, self._data.targets.to(z.device)
@@ -116,19 +132,26 @@ class SupervisedField(ClosureField):
             return None
         return None if bool((y == likelihood.ignore_index).any()) else categorical(z, y)
 
-    def _natural(self, linear: Linearization, score: Score) -> Tensor:
-        """(QᵀJ)⁺Qᵀv if its rows are independent, else (S̃ᵀJ)⁺r̃."""
-        v = score.basis_velocity
-        if bool(torch.isfinite(v).all()):
-            x, rank = self._solved(linear, score.basis, v)
-            if rank == v.numel():
-                return x
-        return self._solved(linear, score.pairs, score.white)[0]
+    def _natural(self, linear: Linearization, score: Score) -> tuple[Tensor, int]:
+        """(QᵀJ)⁺Qᵀv if its rows are independent, else (S̃ᵀJ)⁺r̃.
 
-    def _solved(self, linear: Linearization, factor: Factor, r: Tensor) -> tuple[Tensor, int]:
+        And how many directions that clearly move the logits are lost in S̃ᵀJ, whose weights may
+        differ by more than the digits of the numbers.
+        """
+        v = score.basis_velocity
+        finite = torch.isfinite(v)
+        x, rank, clear = self._solved(linear, score.basis, torch.where(finite, v, 0.0))
+        if rank == v.numel() and bool(finite.all()):
+            return x, 0
+        x, seen, _ = self._solved(linear, score.pairs, score.white)
+        return x, max(0, clear - seen)
+
+    def _solved(self, linear: Linearization, factor: Factor, r: Tensor) -> tuple[Tensor, int, int]:
+        """A⁺r, the rank of A, and how many of its singular values are above _CLEAR·σ_max."""
         assert self._solver is not None
         part = Part(linear, factor)
         gram = assemble([part], "auto", self._memory, self._solver.prefers)
         state = self._solver.init(gram)
         found = self._solver.solve(state, part.pull(r.flatten()), whitened=r.flatten())
-        return found.x, found.rank or 0
+        clear = int((state.sigma > _CLEAR * state.sigma.max()).sum()) if len(state.sigma) else 0
+        return found.x, found.rank or 0, clear

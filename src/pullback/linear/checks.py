@@ -12,6 +12,11 @@ from .._core.errors import PullbackError
 
 def refuse_shape(name: str, got: Tensor, want: Sequence[int | str]) -> None:
     """Raise unless the tensor has this shape; a letter stands for any length."""
+    if not isinstance(got, Tensor):
+        raise PullbackError(f"{name} is no tensor", f"got {type(got).__name__}", "Pass a tensor")
+    if got.is_complex() or got.is_meta:
+        kind = "it is on the meta device" if got.is_meta else f"it is of {got.dtype}"
+        raise PullbackError(f"{name} has no real entries", kind, "Pass real numbers")
     fits = got.ndim == len(want) and all(
         isinstance(w, str) or w == g for g, w in zip(got.shape, want, strict=True)
     )
@@ -54,9 +59,15 @@ def refuse_kind(name: str, value: Tensor) -> None:
         raise PullbackError(f"{name} is not of a float type", f"got {got}", "Call .double() on it")
 
 
+def refuse_rcond(rcond: float | None) -> None:
+    """Raise unless it is None or a share of the largest singular value."""
+    if rcond is not None and not 0 <= rcond < 1:
+        raise PullbackError("rcond is not usable", f"got {rcond}", "Use a number from 0 to 1")
+
+
 def signs(y: Tensor, dtype: torch.dtype) -> Tensor:
     """Labels as ±1 in the given dtype; labels of any other kind are refused."""
-    if not bool((y.abs() == 1).all()):
+    if not bool((y.to(dtype).abs() == 1).all()):
         raise PullbackError(
             "The labels are not signs",
             f"found values such as {float(y.flatten()[0]):g}",

@@ -12,7 +12,7 @@ from .._core.errors import PullbackError
 from .._core.factor import Factor
 from ..grams import FactoredGram
 from ..maps import Linearization
-from .checks import refuse_nonfinite, refuse_shape
+from .checks import refuse_nonfinite, refuse_rcond, refuse_shape
 from .grams import Sides, TangentGram, isotropic, proven, tangent_gram
 from .minimum_norm import minimum_norm
 from .parameters import Factored, Source, whole_numbers
@@ -152,6 +152,7 @@ class DeepMatrix(Factored):
         shape = (self.dims[0], self.dims[-1]) if entries is None else entries[0].shape
         refuse_shape("The gradient", grad, shape)
         refuse_nonfinite("The gradient", grad)
+        refuse_rcond(rcond)
         dtype = torch.promote_types(self.compute_dtype, grad.dtype)
         factors, unit = self.values(dtype), 1.0
         for w in factors:

@@ -55,7 +55,7 @@ class DiagonalNetwork(Factored):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        (self.dim, depth) = whole_numbers("dim or depth", [dim, depth])
+        (self.dim, depth) = (dim, depth) = whole_numbers("dim or depth", [dim, depth])
         source, shapes = Source(generator, seed, dtype, device), [(dim,)] * depth
         if init is None:
             # the sign and the distribution function of a normal number are independent
@@ -124,7 +124,9 @@ class DiagonalNetwork(Factored):
         c, h = self._checked(grad)
         fisher = population_fisher(torch.stack(self.values(h.dtype)).prod(0))
         d = fisher.solve(torch.where(h > 0, grad.detach().to(h.dtype), 0.0))
-        return self._moves(c, torch.where(h > 0, d / h.square(), 0.0))
+        along = torch.where(h > 0, d / h.square(), 0.0)
+        refuse_nonfinite("The natural gradient", along)
+        return self._moves(c, along)
 
     def _checked(self, grad: Tensor) -> tuple[Tensor, Tensor]:
         refuse_shape("The gradient", grad, (self.dim,))

@@ -15,7 +15,7 @@ from scipy.linalg import qr
 from torch import Tensor
 
 from .._core.errors import PullbackError
-from .checks import refuse_nonfinite, refuse_shape
+from .checks import refuse_nonfinite, refuse_rcond, refuse_shape
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,7 @@ def kronecker_lstsq(a: Tensor, c: Tensor, t: Tensor, rcond: float | None = None)
     refuse_shape("The right-hand side", t, (a.shape[0], c.shape[1]))
     for name, value in (("A", a), ("C", c), ("The right-hand side", t)):
         refuse_nonfinite(name, value)
+    refuse_rcond(rcond)
     dtype = torch.promote_types(torch.promote_types(a.dtype, c.dtype), t.dtype)
     a, c, t = a.to(dtype), c.to(dtype), t.to(dtype)
     half = complete(a, rcond).solve(t)

@@ -14,16 +14,19 @@ remains, whose weights are taken relative to the largest (common factors of F an
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import log
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .._core.errors import PullbackError
+from .._core.space import compute_dtype
 from .._core.svd import Svd, svd
-from .checks import refuse_data, refuse_nonfinite, refuse_shape, signs
+from .checks import refuse_data, refuse_kind, refuse_nonfinite, refuse_rcond, refuse_shape, signs
 from .kronecker import pivoted_qr
 
+_MODERATE = 5.0  # wrong by so much at most: 1/φ(u) < 150
 _LIKE = 1e-3  # the smallest root of a weight, relative to the largest, at which QR needs no care
 
 
@@ -47,9 +50,11 @@ def logistic_natural_gradient(
     """
     refuse_data(x, y)
     refuse_shape("β", beta, (x.shape[-1],))
-    dtype = torch.promote_types(x.dtype, beta.dtype)
+    refuse_kind("β", beta)
+    given = torch.promote_types(x.dtype, beta.dtype)
+    dtype = compute_dtype(given)
     x, beta = x.detach().to(dtype), beta.detach().to(dtype)
-    return natural_logit_move(x, y, x @ beta, rcond=rcond)
+    return natural_logit_move(x, y, x @ beta, rcond=rcond).to(given)
 
 
 def natural_logit_move(
@@ -61,6 +66,7 @@ def natural_logit_move(
     refuse_nonfinite("A logit", logits)
     y = signs(y, rows.dtype)
     u = y * logits
+    refuse_rcond(rcond)
     floor = max(rows.shape) * torch.finfo(rows.dtype).eps if rcond is None else rcond
     move = _direct(y[:, None] * rows, u, floor)
     if move is None:
@@ -128,11 +134,18 @@ def _left(part: Svd) -> Tensor:
 
 
 def _weights(u: Tensor) -> tuple[Tensor, Tensor]:
-    """√(φ(u)φ(−u)) and that over φ(u), relative to the largest weight."""
-    log_weight = F.logsigmoid(u) + F.logsigmoid(-u)
-    top = log_weight.max()
-    root = ((log_weight - top) / 2).exp()
-    return root, (F.logsigmoid(-u) - (log_weight + top) / 2).exp()
+    """√(φ(u)φ(−u)) and that over φ(u), relative to the largest weight.
+
+    Where 1/φ(u) is moderate everywhere, a sample whose root is below √ε of the next larger one only
+    decides, to round-off, what those before leave open. Such gaps are shortened to √ε e⁻²: it takes
+    dozens of them to leave the range of the numbers.
+    """
+    far = 2 - 0.5 * log(torch.finfo(u.dtype).eps) if bool(u.min() > -_MODERATE) else torch.inf
+    log_root = (F.logsigmoid(u) + F.logsigmoid(-u)) / 2
+    down, order = log_root.sort(descending=True)
+    gaps = (down[:-1] - down[1:]).clamp(max=far)
+    log_root = torch.zeros_like(u).index_copy(0, order[1:], -gaps.cumsum(0))
+    return log_root.exp(), (log_root - F.logsigmoid(u)).exp()
 
 
 def _weighted(basis: Tensor, u: Tensor) -> Tensor:
@@ -149,6 +162,13 @@ def _weighted(basis: Tensor, u: Tensor) -> Tensor:
         columns = torch.arange(len(r), device=r.device)
     else:
         q, r, columns = pivoted_qr(rows, 0.0)
+    if len(r) < basis.shape[1]:
+        raise PullbackError(
+            "The weights of the samples are out of range",
+            f"logits differ by {float(u.max() - u.min()):.3g}, and {basis.shape[1] - len(r)} "
+            "directions have weights that round to zero",
+            "Use float64, smaller logits, or drop samples that are far ahead of the others",
+        )
     solved = _triangular(r[:, : len(r)], q.T @ target, upper=True)
     out = torch.zeros_like(basis[0])
     out[columns[: len(r)]] = solved

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -31,6 +32,8 @@ class Source:
                 "only one of them can decide the factors",
                 "Pass generator= or seed=, not both",
             )
+        if self.dtype is not None and not self.dtype.is_floating_point:
+            raise PullbackError("The dtype is not usable", f"got {self.dtype}", "Use a float type")
 
     def draw(self, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
         """Standard normal tensors, the same for a seed on every device and in every dtype."""
@@ -69,11 +72,13 @@ class Source:
 def whole_numbers(name: str, given: Any, least: int = 1) -> tuple[int, ...]:
     """The given values as integers ≥ least."""
     values: list[Any] = list(given) if isinstance(given, Iterable) else [None]
-    if not all(isinstance(v, int) and not isinstance(v, bool) and v >= least for v in values):
+    if not all(
+        isinstance(v, Integral) and not isinstance(v, bool) and int(v) >= least for v in values
+    ):
         raise PullbackError(
             f"{name} is not usable", f"got {given!r}", f"Use whole numbers ≥ {least}"
         )
-    return tuple(values)
+    return tuple(int(v) for v in values)
 
 
 class Factored(nn.Module):

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .._core.errors import PullbackError
 from .._core.factor import Factor, Whitened
 from ..metrics import Metric
 from .checks import refuse_kind, refuse_nonfinite, refuse_shape
@@ -58,6 +59,8 @@ def population_fisher(beta: Tensor) -> PopulationFisher:
     refuse_shape("β", beta, ("D",))
     refuse_nonfinite("β", beta)
     refuse_kind("β", beta)
+    if not len(beta):
+        raise PullbackError("β is empty", "it has no entries", "Pass at least one")
     top = beta.abs().max()  # squares of large or small entries are not representable
     size = torch.where(top > 0, top * torch.linalg.vector_norm(beta / top), 0.0)
     a, c = curvatures(size)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .._core.errors import PullbackError
-from .checks import refuse_nonfinite
+from .checks import refuse_nonfinite, refuse_shape
 from .kronecker import kronecker_lstsq
 from .tangents import around
 
@@ -23,6 +23,10 @@ def split_obstacle(factors: Sequence[Tensor]) -> str:
     It does where every A_i = W₁⋯W_{i−1} has full row rank and every B_i = W_{i+1}⋯W_L full column
     rank. That J has full row rank is not enough.
     """
+    if not len(factors):
+        raise PullbackError("There are no factors", "the list is empty", "Pass at least one matrix")
+    for i, w in enumerate(factors):
+        refuse_shape(f"Factor {i}", w, (factors[i - 1].shape[-1] if i else "d", "d"))
     before, after = around(factors)
     for i, (a, b) in enumerate(zip(before, after, strict=True)):
         rows, columns = _rank(a), _rank(b)

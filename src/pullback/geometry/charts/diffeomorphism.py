@@ -240,7 +240,7 @@ def _known(params: Params, names: Sequence[str] | None) -> None:
 
 
 def refuse_shapes(found: object, like: Params) -> None:
-    """Raise where names or shapes are not those of the parameters."""
+    """Raise where names, shapes or dtypes are not those of the parameters."""
     want = {n: tuple(t.shape) for n, t in like.items()}
     have = {n: tuple(t.shape) for n, t in found.items()} if isinstance(found, dict) else found
     if have != want:
@@ -249,3 +249,11 @@ def refuse_shapes(found: object, like: Params) -> None:
             f"parameters of shapes {want} became {have}",
             "Return a dict with the same names and shapes",
         )
+    assert isinstance(found, dict)
+    for name, value in like.items():
+        if found[name].dtype != value.dtype:
+            raise PullbackError(
+                "The diffeomorphism changes the dtype",
+                f"{name!r} of {value.dtype} became {found[name].dtype}",
+                "Compute in the dtype of its argument",
+            )

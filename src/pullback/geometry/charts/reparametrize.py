@@ -136,6 +136,13 @@ def reparametrize(
             "w₀ is not known, so there is no θ₀ = f⁻¹(w₀)",
             "Pass params=, a dict of tensors or one tensor",
         )
+    known = isinstance(model, Map) or callable(model)
+    if not known or not isinstance(params, (Tensor, Mapping)):
+        raise PullbackError(
+            "There is no function of parameters here",
+            f"got {type(model).__name__} and {type(params).__name__}",
+            "Pass a function, and a tensor or a dict of tensors",
+        )
     single = isinstance(params, Tensor)
     point = {_ONLY: params} if isinstance(params, Tensor) else dict(params)
     chosen = as_diffeomorphism(f, point, single=single)
@@ -203,4 +210,10 @@ def _refuse_empty(params: Mapping[str, Tensor]) -> None:
         if not p.is_floating_point():
             raise PullbackError(
                 f"The parameter {name!r} is not of a float type", f"got {p.dtype}", "Call .double()"
+            )
+        if p.is_meta:
+            raise PullbackError(
+                f"The parameter {name!r} has no values",
+                "it is on the meta device",
+                "Materialize the model with to_empty",
             )

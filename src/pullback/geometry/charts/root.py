@@ -24,10 +24,13 @@ def elementwise_root(function: Callable[[Tensor], Tensor], w: Tensor) -> Tensor:
     one = torch.ones_like(target)
 
     def value(t: Tensor) -> Tensor:
-        return function(t) - target
+        found = function(t)
+        if found.shape != target.shape or found.is_complex():
+            raise _unsolved(f"f of {tuple(target.shape)} is {found.dtype} {tuple(found.shape)}")
+        return found - target
 
     # the slope between two points apart tells rising from falling, also where f' vanishes
-    rising = torch.sign(function(one) - function(-one))
+    rising = torch.sign(value(one) - value(-one))
     low, high = _bracket(value, target, rising)
     theta = 0.5 * (low + high)
     for _ in range(_ROUNDS):

@@ -50,6 +50,9 @@ class Coordinates:
                 raise _misfit(what, given, self.shape)
             flat = self.space.flatten({n: x.detach().to(self.space.device) for n, x in v.items()})
             return _finite(flat, what)
+        if isinstance(v, Tensor) and (v.is_complex() or v.is_meta):
+            kind = "on the meta device" if v.is_meta else f"of {v.dtype}"
+            raise PullbackError(f"{what} is not usable", f"it is {kind}", "Pass real numbers")
         wanted = (self.shape, (self.space.size,)) if self.single else ((self.space.size,),)
         if not isinstance(v, Tensor) or tuple(v.shape) not in wanted:
             raise _misfit(what, tuple(getattr(v, "shape", ())), self.shape)

@@ -83,6 +83,12 @@ class Point:
         rcond: float | None = None,
         check: bool = True,
     ) -> None:
+        if torch.is_inference_mode_enabled():
+            raise PullbackError(
+                "There is no derivative in inference mode",
+                "it records no graph",
+                "Use torch.no_grad() in place of torch.inference_mode()",
+            )
         self._coordinates = Coordinates(phi, xi)
         self._ambient = Ambient(phi, metric, inputs, reduction)
         self._linear = self._ambient.linearize(self._coordinates)
@@ -250,7 +256,9 @@ class Point:
                 "evaluated twice at ξ it gave two values",
                 "Turn dropout off (model.eval()), or fix the random numbers",
             )
-        if any(torch.finfo(w.dtype).eps > 1e-4 for w in coordinates.point.values()):
+        kinds = {ambient.dtype or now.dtype, *(w.dtype for w in coordinates.point.values())}
+        eps = max(torch.finfo(kind).eps for kind in kinds)
+        if eps > 1e-4:
             return True
         size = float(flat.norm()) / len(flat) ** 0.5
-        return differentiable(value, self._linear.jvp, size, flat)
+        return differentiable(value, self._linear.jvp, size, flat, eps)

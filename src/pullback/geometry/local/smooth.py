@@ -13,7 +13,11 @@ _FINER = 1e-3  # what oscillates within the first steps may be smooth within the
 
 
 def differentiable(
-    value: Callable[[Tensor], Tensor], jvp: Callable[[Tensor], Tensor], size: float, like: Tensor
+    value: Callable[[Tensor], Tensor],
+    jvp: Callable[[Tensor], Tensor],
+    size: float,
+    like: Tensor,
+    eps: float,
 ) -> bool:
     r"""Whether (φ(ξ ± hv) − φ(ξ))/±h → Jv on both sides, for random v.
 
@@ -28,8 +32,8 @@ def differentiable(
         jvp: v ↦ Jv, in the same shape.
         size: ‖ξ‖/√p.
         like: a flat vector, for size, dtype and device.
+        eps: ε, the round-off of φ or of ξ, whichever is larger.
     """
-    eps = torch.finfo(like.dtype).eps
     coarse = max(1.0, size)
     scales = [coarse, _FINER * coarse, *([size] if 0 < size < 1 else [])]
     generator = torch.Generator().manual_seed(0)
@@ -39,7 +43,9 @@ def differentiable(
         pushed = jvp(v).flatten()
         for sign in (1.0, -1.0):
             seen = [
-                _kink(lambda h, v=v: value(h * v).flatten(), z, pushed, sign * eps ** (1 / 3) * s)
+                _kink(
+                    lambda h, v=v: value(h * v).flatten(), z, pushed, sign * eps ** (1 / 3) * s, eps
+                )
                 for s in scales
             ]
             if seen[0] and False not in seen:
@@ -47,9 +53,11 @@ def differentiable(
     return True
 
 
-def _kink(value: Callable[[float], Tensor], z: Tensor, pushed: Tensor, h: float) -> bool | None:
+def _kink(
+    value: Callable[[float], Tensor], z: Tensor, pushed: Tensor, h: float, eps: float
+) -> bool | None:
     """Whether differences with h and h/10 miss Jv alike; None where round-off hides it."""
-    eps, errors = torch.finfo(z.dtype).eps, []
+    errors: list[float] = []
     for step in (h, _SHRINK * h):
         e = (value(step) - z) / step - pushed
         errors.append(float(e.norm()) if bool(torch.isfinite(e).all()) else 0.0)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..._core.errors import PullbackError
 from ..checks import refuse_kind, refuse_nonfinite, refuse_shape
+from ..parameters import whole_numbers
 
 _EVERY = 10
 
@@ -94,10 +95,18 @@ def nuclear_norm_completion(
     )
 
 
+def _sides(shape: tuple[int, int]) -> tuple[int, int]:
+    rows, *columns = whole_numbers("shape", shape) or (0,)
+    if len(columns) != 1:
+        raise PullbackError("shape is not that of a matrix", f"got {shape}", "Pass (m, n)")
+    return rows, columns[0]
+
+
 def _observed(
     shape: tuple[int, int], rows: Tensor, columns: Tensor, values: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The matrix with the observations, zero elsewhere, and where they are."""
+    shape = _sides(shape)
     refuse_shape("The observed values", values, ("n",))
     refuse_shape("The observed rows", rows, values.shape)
     refuse_shape("The observed columns", columns, values.shape)

@@ -93,7 +93,7 @@ def lp_max_margin(x: Tensor, y: Tensor, p: float, *, starts: int = 16, seed: int
 def separates(x: Tensor, y: Tensor) -> bool:
     """Whether some β has y_n x_nᵀβ > 0 for all n."""
     refuse_data(x, y)
-    z = (signs(y, x.dtype)[:, None] * x).double().cpu().numpy()
+    z = (signs(y, x.dtype)[:, None] * x.detach()).double().cpu().numpy()
     return _largest_margin(z) > 0
 
 
@@ -111,11 +111,17 @@ def _signed(x: Tensor, y: Tensor) -> np.ndarray:
 
 
 def _largest_margin(z: np.ndarray) -> float:
-    """max_t: Zβ ≥ t for rows scaled to unit size, |β_i| ≤ 1; zero below the solver's accuracy."""
-    sizes = np.abs(z).max(1)
-    if not (sizes > 0).all():
+    """max_t: Zβ ≥ t for rows scaled to unit size, |β_i| ≤ 1; zero below the solver's accuracy.
+
+    Columns are scaled too: whether some β separates does not depend on the units of the features.
+    """
+    if not np.abs(z).max(1).all():
         return 0.0
-    unit = z / sizes[:, None]
+    unit = z
+    for _ in range(3):
+        for axis in (0, 1):
+            sizes = np.abs(unit).max(axis, keepdims=True)
+            unit = unit / np.where(sizes > 0, sizes, 1.0)
     n, dim = z.shape
     cost = np.append(np.zeros(dim), -1.0)
     box = [(-1.0, 1.0)] * dim + [(None, 1.0)]
