@@ -191,7 +191,7 @@ def test_a_metric_that_couples_samples_and_does_not_declare_it_is_refused() -> N
         model(x).sum().backward()
 
 
-class Ridge(pb.optim.kfac.damping.Damping):
+class Ridge(pb.optim.kfac.Damping):
     """A damping of one's own, which knows but whole sides."""
 
     def sides(self, pair, reference, value, *, spare=False):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import pullback as pb
 from pullback.grams.kronecker import Rotated
-from pullback.optim.kfac import damping as d
+from pullback.optim.kfac.blocks import damping as d
 from pullback.testing import assert_close
 from tests.optim.common import flat, vector
 from tests.optim.kfac import oracle as o

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import pullback as pb
-from pullback.optim.kfac import steady
-from pullback.optim.kfac.proof import Proof
+from pullback.optim.kfac.statistics.proof import Proof
+from pullback.optim.kfac.stepping import steady
 
 
 def trained(model: nn.Module, steps: int, broken: tuple[int, ...] = (), **options):
@@ -73,7 +73,7 @@ def test_only_on_one_cuda_device() -> None:
 
 
 def test_the_proof_looks_at_some_samples_at_a_time(monkeypatch) -> None:
-    from pullback.optim.kfac import proof
+    from pullback.optim.kfac.statistics import proof
 
     def coverage() -> list[Tensor]:
         model = net()

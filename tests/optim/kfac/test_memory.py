@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import pullback as pb
-from pullback.optim.kfac import pending
-from pullback.optim.kfac.control import advance
-from pullback.optim.kfac.measure import Measure
-from pullback.optim.kfac.seen import seen
+from pullback.optim.kfac.statistics import pending
+from pullback.optim.kfac.statistics.measure import Measure
+from pullback.optim.kfac.statistics.seen import seen
+from pullback.optim.kfac.stepping.control import advance
 
 
 class Decoder(nn.Module):

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import pullback as pb
-from pullback.optim.kfac import ranks
+from pullback.optim.kfac.blocks import ranks
 
 
 def trained(model: nn.Module, monkeypatch, gain: float, *, change=None, calls: int = 1):

@@ -1,8 +1,8 @@
 """K-FAC: statistics, averages and schedules around the algebra of `grams.kronecker`."""
 
-from .coverage import Coverage
-from .damping import Adaptive, Damping, Exact, Invariant, Tikhonov
-from .degenerate import Degenerate
+from .blocks.coverage import Coverage
+from .blocks.damping import Adaptive, Damping, Exact, Invariant, Tikhonov
+from .blocks.degenerate import Degenerate
 from .info import KFACInfo
 from .optimizer import KFAC
 

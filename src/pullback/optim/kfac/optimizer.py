@@ -16,21 +16,21 @@ from ...metrics import Euclidean, Fisher, Metric, as_metric
 from ...steps import QuadraticModel
 from ..checks import own_group, refuse_model
 from ..terms import Objective
+from .blocks.curvature import Curvature
+from .blocks.damping import Damping, as_damping
+from .blocks.ranks import Ranks
 from .checks import check, refuse_inference, refuse_unready
-from .control import Control
-from .coupling import refuse_options
-from .curvature import Curvature
-from .damping import Damping, as_damping
-from .gather import Gatherer
 from .info import KFACInfo
-from .look import Look, finite
-from .moving import Moving
-from .pool import Recipe
-from .ranks import Ranks
 from .reports import Reports
 from .saving import MEMORY, Saving
 from .source import source_of
-from .steady import Steady
+from .statistics.coupling import refuse_options
+from .statistics.gather import Gatherer
+from .statistics.pool import Recipe
+from .stepping.control import Control
+from .stepping.look import Look, finite
+from .stepping.moving import Moving
+from .stepping.steady import Steady
 
 
 class KFAC(Reports, Moving, Saving):

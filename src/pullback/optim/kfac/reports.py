@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from ..._core.capture import plain
 from ..._core.errors import PullbackError
 from ...grams.kronecker import Kronecker, Pair
-from .coverage import Coverage, Row, described, expected
-from .curvature import Curvature
-from .degenerate import Degenerate, degenerate
-from .gather import Gatherer
-from .layout import arranged
-from .sums import Key
+from .blocks.coverage import Coverage, Row, described, expected
+from .blocks.curvature import Curvature
+from .blocks.degenerate import Degenerate, degenerate
+from .blocks.layout import arranged
+from .statistics.gather import Gatherer
+from .statistics.sums import Key
 
 
 class Reports:

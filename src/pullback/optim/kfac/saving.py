@@ -9,10 +9,10 @@ from typing import Any
 from torch.optim import Optimizer
 
 from ..._core.errors import PullbackError
-from .curvature import Curvature
-from .gather import Gatherer
+from .blocks.curvature import Curvature
 from .info import KFACInfo
-from .steady import Steady
+from .statistics.gather import Gatherer
+from .stepping.steady import Steady
 
 MEMORY = "pullback"
 #: what belongs to hooks, to the model's objects or to the device

@@ -12,11 +12,11 @@ from ..._core.capture import Call, Capture
 from ..._core.errors import PullbackError
 from ..._core.state import Snapshot
 from ..objective import ObjectiveProblem
-from .damping import Adaptive
-from .exact import products
-from .pulled import statistics_of
-from .sums import Key
-from .watch import trainable
+from .blocks.damping import Adaptive
+from .blocks.exact import products
+from .statistics.pulled import statistics_of
+from .statistics.sums import Key
+from .statistics.watch import trainable
 
 if TYPE_CHECKING:
     from .optimizer import KFAC

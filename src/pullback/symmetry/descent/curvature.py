@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ...optim.kfac import KFAC
-from ...optim.kfac.rescaling import Factors, rescale_
+from ...optim.kfac.blocks.rescaling import Factors, rescale_
 from ..slices.units import Units
 
 

@@ -1,0 +1,98 @@
+"""Averages of statistics over steps, and the Gram blocks that they stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ....grams.kronecker import Block, Pair, Units, merged, sides
+from ..statistics.sums import Key
+
+
+@dataclass
+class Average:
+    """An exponential moving average with bias correction, and the plain mean beside it."""
+
+    value: dict[str, Tensor] = field(default_factory=dict)
+    mass: float = 0.0
+    mean: dict[str, Tensor] | None = None
+    count: int = 0
+
+    def update(self, new: Mapping[str, Tensor], ema: float, *, plain: bool) -> None:
+        """value ← ema·value + (1 − ema)·new."""
+        if {n: v.shape for n, v in self.value.items()} != {n: v.shape for n, v in new.items()}:
+            self.value, self.mass, self.mean, self.count = {}, 0.0, None, 0
+        if not self.value:
+            self.value = {n: (1 - ema) * v if ema else v.clone() for n, v in new.items()}
+        else:
+            for name, v in new.items():
+                self.value[name].lerp_(v, 1 - ema)
+        self.mass = ema * self.mass + 1 - ema
+        self.count += 1
+        if plain:
+            if self.mean is None:
+                self.mean = {n: v.clone() for n, v in self.corrected().items()}
+            else:
+                for name, v in new.items():
+                    self.mean[name].lerp_(v, 1 / self.count)
+
+    def joins(
+        self,
+        new: Mapping[str, Tensor],
+        ema: float,
+        pairs: list[tuple[Tensor, Tensor]],
+        *,
+        plain: bool,
+    ) -> bool:
+        """Whether `update` is but an interpolation, left to be done with those of other blocks."""
+        same = {n: v.shape for n, v in self.value.items()} == {n: v.shape for n, v in new.items()}
+        if plain or not same:
+            return False
+        pairs += [(self.value[n], v) for n, v in new.items()]
+        self.mass = ema * self.mass + 1 - ema
+        self.count += 1
+        return True
+
+    def corrected(self) -> dict[str, Tensor]:
+        """The average without the weight of the empty beginning."""
+        if self.mass == 1.0:
+            return self.value
+        return {n: v / self.mass for n, v in self.value.items()}
+
+    def moved(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Follow the parameters to another device or dtype."""
+        self.value = {n: v.to(device, dtype) for n, v in self.value.items()}
+        if self.mean is not None:
+            self.mean = {n: v.to(device, dtype) for n, v in self.mean.items()}
+
+
+def block_of(key: Key, held: Mapping[str, Tensor]) -> Block:
+    """The Gram block of an average."""
+    if key.kind != "kronecker":
+        return Units(held["squares"])
+    pairs = []
+    width = max(
+        held[f"{tag}.{'outputs' if tag.endswith('first') else 'inputs'}"].shape[-1]
+        for tag in _tags(held)
+    )
+    for tag in _tags(held):
+        a, d = held[f"{tag}.inputs"], held[f"{tag}.outputs"]
+        left, right = (a, d) if tag.endswith(".first") else (d, a)
+        pairs.append(Pair(left, _widened(right, width)))
+    return merged(pairs)
+
+
+def _tags(held: Mapping[str, Tensor]) -> list[str]:
+    return sorted({name.rpartition(".")[0] for name in held})
+
+
+def _widened(side: Tensor, width: int) -> Tensor:
+    """A right side without the bias's coordinate, among others with it."""
+    more = width - side.shape[-1]
+    if not more:
+        return side
+    return F.pad(side, (0, more) if sides.is_diagonal(side) else (0, more, 0, more))

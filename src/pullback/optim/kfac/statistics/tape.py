@@ -1,0 +1,100 @@
+"""What one forward pass did: every use of a layer, and the compound layers to be replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from ...._core.capture import detached
+from ....maps.layers import Compound, Layer, find_compound
+from ....maps.record import Recorder
+from .seen import seen
+
+
+@dataclass(frozen=True)
+class Whole:
+    """One call of a compound layer: its arguments, and where its outputs' cotangents appear."""
+
+    path: str
+    module: nn.Module
+    compound: Compound
+    args: Any
+    kwargs: dict[str, Any]
+    edges: list[GradientEdge | None]
+
+
+class Tape(Recorder):
+    """A recorder that also keeps the arguments of compound layers."""
+
+    def __init__(self, model: nn.Module, leaves: Mapping[str, Tensor]) -> None:
+        super().__init__(model, leaves)
+        self.wholes: list[Whole] = []
+
+    def _hook(self, path: str, layer: Layer) -> Any:
+        if layer.curvature == "rows":  # it has no factors to give
+            return lambda *_: None
+        record = super()._hook(path, layer)
+        if layer.curvature == "units":
+            return record
+
+        def recorded(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+            count = len(self.entries)
+            out = record(module, args, kwargs, output)
+            if len(self.entries) > count:
+                held = self.entries[-1]
+                self.entries[-1] = replace(held, input=seen(held.input, out))
+            return out
+
+        return recorded
+
+    def release(self, node: Any) -> None:
+        """Do not hold this node of the graph; `edges` takes it again."""
+        own = [i for i, e in enumerate(self.entries) if e.edge.node is node]
+        for i in own:
+            held = self.entries[i]
+            self.entries[i] = replace(held, edge=_without(held.edge))
+        for whole in self.wholes:
+            for i, edge in enumerate(whole.edges):
+                if edge is not None and edge.node is node:
+                    whole.edges[i] = _without(edge)
+
+    def edges(self, node: Any) -> list[GradientEdge]:
+        """Where cotangents are wanted: the layers' outputs, then those of compound layers."""
+        found = [e.edge for e in self.entries]
+        found += [e for whole in self.wholes for e in whole.edges if e is not None]
+        return [e if e.node is not None else GradientEdge(node, e.output_nr) for e in found]
+
+    def name(self, parameter: Tensor | None) -> str | None:
+        """The name of a parameter that takes part."""
+        return None if parameter is None else self._names.get(id(parameter))
+
+    def __enter__(self) -> Tape:
+        super().__enter__()
+        for path, module in self._model.named_modules():
+            if (compound := find_compound(module)) is not None:
+                handle = module.register_forward_hook(
+                    self._keep(path, compound), prepend=True, with_kwargs=True
+                )
+                self._stack.callback(handle.remove)
+        return self
+
+    def _keep(self, path: str, compound: Compound) -> Any:
+        def keep(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if not torch.is_grad_enabled():
+                return
+            tensors = compound.outputs(module, output)
+            edges = [get_gradient_edge(t) if t.requires_grad else None for t in tensors]
+            if any(e is not None for e in edges):
+                whole = Whole(path, module, compound, detached(args), detached(kwargs), edges)
+                self.wholes.append(whole)
+
+        return keep
+
+
+def _without(edge: GradientEdge) -> GradientEdge:
+    return GradientEdge(None, edge.output_nr)  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,75 @@
+"""Whether a step can be taken, answered without making the device wait."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from math import isfinite
+
+import torch
+from torch import Tensor
+
+from ...._core.errors import PullbackError
+from ..blocks.ranks import Low
+from ..statistics.sums import Key
+
+
+def finite(tensors: Sequence[Tensor]) -> Tensor:
+    """Whether all entries are finite, as a tensor."""
+    norms = torch._foreach_norm([t.detach() for t in tensors])
+    if len({(n.dtype, n.device) for n in norms}) > 1:
+        norms = [n.to(norms[0].device, torch.float64) for n in norms]
+    return torch.isfinite(torch.stack(list(norms))).all()
+
+
+def refuse_none(gradients: Collection[object]) -> None:
+    """Raise where nothing was differentiated."""
+    if not gradients:
+        raise PullbackError(
+            "There is no gradient to follow",
+            "every parameter's gradient is None",
+            "Call loss.backward() before step()",
+        )
+
+
+class Look:
+    """Whether a step can be taken from these gradients, and which low-rank ones hold.
+
+    The answer is fetched while the device works on: it is asked for as late as possible.
+
+    Args:
+        loss: the loss, where it is known.
+        good: whether all gradients are finite, as a tensor.
+        low: low-rank gradients.
+    """
+
+    def __init__(
+        self, loss: float | None, good: Tensor, low: Mapping[Key, Low] | None = None
+    ) -> None:
+        self._loss, self._low = loss, low or {}
+        flags = torch.stack([good, *(x.holds.to(good.device) for x in self._low.values())])
+        self._event: torch.cuda.Event | None = None
+        if flags.is_cuda:
+            self._flags = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True)
+            self._flags.copy_(flags, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(flags.device))
+        else:
+            self._flags = flags
+
+    def _fetched(self) -> list[bool]:
+        if self._event is not None:
+            self._event.synchronize()
+        return self._flags.tolist()
+
+    def reason(self) -> str:
+        """Why no step can be taken, or nothing."""
+        if self._loss is not None and not isfinite(self._loss):
+            return f"the loss is {self._loss}"
+        return "" if self._fetched()[0] else "a gradient is not finite"
+
+    def low(self) -> dict[Key, Low]:
+        """The low-rank gradients that hold."""
+        if not self._low:
+            return {}
+        holds = self._fetched()[1:]
+        return {k: x for (k, x), held in zip(self._low.items(), holds, strict=True) if held}

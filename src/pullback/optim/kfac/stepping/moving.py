@@ -1,0 +1,107 @@
+"""How a K-FAC optimizer's step ends: taken without waiting where possible, counted and reported."""
+
+from __future__ import annotations
+
+from math import isfinite
+from typing import Any
+
+from torch import nn
+
+from ...._core.errors import PullbackError
+from ....steps import QuadraticModel
+from ...checks import gradient_of
+from ..blocks.damping import Adaptive
+from ..info import KFACInfo
+from ..source import Source
+from .learning import Learning
+from .look import Look, refuse_none
+from .steady import Steady
+
+
+class Moving(Learning):
+    """From gradients to moved parameters, and what is said about it."""
+
+    param_groups: list[dict[str, Any]]
+    state: Any
+    kl_clip: float | None
+    rule: QuadraticModel | None
+    _names: dict[int, str]
+    _shapes: dict[str, Any]
+    _info: KFACInfo
+    _steady: Steady
+    _look: Look | None
+
+    def _forget(self) -> None:
+        raise NotImplementedError
+
+    def _done(self, accepted: bool, reason: str, taken: bool, *control: Any) -> None:
+        self._memory["steps"] += 1
+        self._forget()
+        self._gatherer.due = self._due() or self._gatherer.lacking
+        self._info = KFACInfo(
+            accepted, reason, self._memory["damping"], taken, self._notes(), *control
+        )
+
+    def _steadily(self, source: Source, *, taken: bool | None = None) -> bool:
+        """The move without waiting for the device, where that is possible.
+
+        The device moves nothing by itself if it must not; `_settle` takes notice later. `taken`
+        says whether statistics were taken, on a step where they were due.
+        """
+        lost = source.loss is not None and not isfinite(source.loss)
+        if lost or self.rule is not None or isinstance(self.damping, Adaptive):
+            return False
+        if "again" in self._memory or not self.curvature.complete:
+            return False
+        names = [
+            [self._names[id(p)] for p in g["params"] if p.grad is not None and p.requires_grad]
+            for g in self.param_groups
+        ]
+        look = self._steady.step(
+            self.curvature, self._by_name, names, self.param_groups, self.state, self.kl_clip,
+            source.loss,
+        )  # fmt: skip
+        if look is None:
+            return False
+        if taken is None:
+            self._skipped = False
+        self._done(True, "", bool(taken))
+        self._look = look
+        return True
+
+    @property
+    def info(self) -> KFACInfo:
+        """What the last step did."""
+        self._settle()
+        return self._info
+
+    def _settle(self) -> None:
+        """Take notice of a step that moved nothing, if the last one was such."""
+        look, self._look = self._look, None
+        if look is not None and (reason := look.reason()):
+            self._memory["steps"] -= 1
+            self._gatherer.due = self._due() or self._gatherer.lacking
+            self._info = KFACInfo(False, reason, self._memory["damping"])
+
+    def _rejected(self, reason: str, loss: Any) -> Any:
+        self._forget()
+        self._info = KFACInfo(False, reason, self._memory["damping"])
+        return loss
+
+    def _active(self) -> dict[str, nn.Parameter]:
+        """The parameters with a gradient, by name, in the order of the groups."""
+        out = {}
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.requires_grad and p.grad is not None:
+                    name = self._names[id(p)]
+                    gradient_of(name, p)
+                    if p.shape != self._shapes[name]:
+                        raise PullbackError(
+                            f"Parameter {name!r} changed its shape",
+                            f"it was {tuple(self._shapes[name])}, and is {tuple(p.shape)} now",
+                            "Build the optimizer again after changing the model",
+                        )
+                    out[name] = p
+        refuse_none(out)
+        return out
