@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -170,3 +171,22 @@ def test_schedules() -> None:
     assert schedules.falls([0.5, 0.75], 0.5)(0.8) == 0.25
     assert schedules.warmed(schedules.constant, 0.5)(0.25) == 0.5
     assert schedules.warmed(schedules.linear, 0.0)(0.0) == 1.0
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", ["sgd", "kfac"])
+def test_captured_steps_train_as_the_others(name: str, tmp_path: Path) -> None:
+    ends = []
+    for graphed in (False, True):
+        model = net().cuda().float()
+        given = replace(context(tmp_path / str(graphed)), device=torch.device("cuda"))
+        some = DATA.to("cuda", torch.float32)
+        schedule = schedules.linear if name == "kfac" else schedules.constant
+        record = fit(
+            model, OPTIMIZERS[name](model), some, F.cross_entropy, given,
+            epochs=10, batch=20, schedule=schedule, graphed=graphed,
+        )  # fmt: skip
+        ends.append(record["train loss"])
+    torch.testing.assert_close(ends[0], ends[1], rtol=1e-4, atol=0.0)
+    assert ends[1][-1] < ends[1][0]

@@ -103,7 +103,7 @@ class Training(Experiment):
                 epochs=config["epochs"], batch=config["batch"], schedule=method.schedule,
                 augment=images.CropAndFlip.of(data.x),
                 half=torch.bfloat16 if device.type == "cuda" else None,
-                evaluated=10_000 if device.type == "cuda" else 500,
+                evaluated=10_000 if device.type == "cuda" else 500, graphed=True,
             )  # fmt: skip
 
     def line(self, record: Record) -> str:

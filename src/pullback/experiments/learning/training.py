@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ... import KFAC
 from ..._core.errors import PullbackError
 from ..framework import files
 from ..framework.experiment import Context, Paused
@@ -26,7 +27,7 @@ from ..framework.plain import Record
 from . import schedules
 from .data import DataSet
 from .evaluation import Measure, Seen, accuracy, autocast, synchronize
-from .graphed import GraphedStep
+from .graphed import graphed as captured
 
 _SAVE_EVERY = 30.0  # seconds, or twenty times what saving takes: factors of K-FAC are large
 
@@ -59,8 +60,8 @@ def fit(
         augment: (images, generator) ↦ images.
         half: a dtype for autocast.
         evaluated: at most so many training samples are measured on, and at a time.
-        graphed: on CUDA, capture the step in a graph: for constant rates, and optimizers that
-            neither take a closure nor look at values from the host.
+        graphed: on CUDA, capture the step in a graph: for K-FAC, or for constant rates and
+            optimizers that neither take a closure nor look at values from the host.
 
     Raises:
         Paused: the time is over; called again it goes on from the checkpoint.
@@ -71,7 +72,8 @@ def fit(
     if measures is None:
         measures = {} if data.y.is_floating_point() else {"accuracy": accuracy}
     graphed = graphed and context.device.type == "cuda"
-    if graphed and schedule is not schedules.constant:
+    fixed = graphed and not isinstance(optimizer, KFAC)
+    if fixed and schedule is not schedules.constant:
         why = "the schedule changes the learning rate, which a captured step has fixed"
         raise PullbackError("The step cannot be captured", why, "Leave graphed or schedule out")
     seen = Seen(model, data, {"loss": loss, **measures}, evaluated, half)
@@ -115,7 +117,7 @@ class _Loop:
         self._draw = torch.Generator(self.data.x.device).manual_seed(self.context.seed)
         self._rates = [group["lr"] for group in self.optimizer.param_groups]
         self._saved, self._wait = time.monotonic(), _SAVE_EVERY
-        self._replayed = GraphedStep(self.optimizer, self._gradient) if self.graphed else None
+        self._replayed = captured(self.optimizer, self._gradient) if self.graphed else None
 
     @property
     def lost(self) -> bool:

@@ -70,6 +70,15 @@ class Moving(Learning):
         return True
 
     @property
+    def statistics_due(self) -> bool:
+        """Whether the next forward pass gives statistics.
+
+        Between them forward and backward passes may be replayed from a CUDA graph, if they fill the
+        same gradients.
+        """
+        return self._gatherer._wanted()
+
+    @property
     def info(self) -> KFACInfo:
         """What the last step did."""
         self._settle()
