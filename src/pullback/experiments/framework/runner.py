@@ -159,7 +159,7 @@ class Work:
             "complete": seeds,
             "items": [done, len(self.names)],
             "seconds": round(sum(known), 3) if known else None,
-            "device": str(self.device),
+            "device": self._computed(),
             "checks": [asdict(check) for check in checks],
             "verdict": None if verdict is None else asdict(verdict),
             "tables": [table.as_dict() for table in tables],
@@ -171,6 +171,13 @@ class Work:
         )
         tell(console, found, tables, self.seeds)
         return found
+
+    def _computed(self) -> str:
+        """The kind of device that the items were computed on, perhaps in another run."""
+        kinds = {str(e["device"]) for e in self.store.environments} - {"cpu"}
+        if not kinds or self.device.type != "cpu":
+            return str(self.device)
+        return "mps" if kinds == {"mps"} else "cuda"  # whose environments have the GPU's name
 
     def _figures(self, results: Results) -> list[Path]:
         from .plots import save  # matplotlib is slow to import
