@@ -158,3 +158,22 @@ def shortcut() -> nn.Module:
         skip=nn.Conv2d(2, 4, 1),
         head=nn.Linear(4, 2),
     )
+
+
+def mixer() -> nn.Module:
+    """Tokens are mixed, then channels, behind layer norms; the last one's outputs are averaged."""
+
+    def forward(s: Any, x: Tensor) -> Tensor:
+        x = x + s.t2(F.gelu(s.t1(s.n1(x).transpose(1, 2)))).transpose(1, 2)
+        x = x + s.c2(F.gelu(s.c1(s.n2(x))))
+        return s.head(s.n3(x).mean(1))
+
+    return Of(
+        forward,
+        **{f"n{i}": nn.LayerNorm(4) for i in (1, 2, 3)},
+        t1=nn.Linear(5, 3),
+        t2=nn.Linear(3, 5),
+        c1=nn.Linear(4, 3),
+        c2=nn.Linear(3, 4),
+        head=nn.Linear(4, 3),
+    )

@@ -19,6 +19,7 @@ from tests.symmetry.networks import (
     dense,
     fused_attention,
     in_kernel,
+    mixer,
     mlp,
     nullity,
     own_attention,
@@ -56,6 +57,7 @@ EXACT: dict[str, tuple[Callable[[], nn.Module], Any, int]] = {
     "mlp without bias": (lambda: randomized(mlp([4, 5, 3, 2], bias=False), 2), normal(200, 4), 8),
     "leaky": (lambda: randomized(mlp([3, 5, 2], nn.LeakyReLU)), normal(100, 3), 5),
     "prelu": (lambda: wide(randomized(mlp([3, 5, 2], nn.PReLU))), normal(100, 3), 5),
+    "rrelu": (lambda: wide(randomized(mlp([3, 5, 2], nn.RReLU))).eval(), normal(100, 3), 5),
     "gelu": (lambda: randomized(mlp([3, 5, 2], nn.GELU)), normal(60, 3), 0),
     "tanh": (lambda: randomized(mlp([3, 5, 2], nn.Tanh)), normal(60, 3), 0),
     "conv, groups, pooling, flatten": (
@@ -146,6 +148,38 @@ EXACT: dict[str, tuple[Callable[[], nn.Module], Any, int]] = {
     ),
     "post-norm transformer block": (lambda: randomized(encoder()), normal(20, 5, 4), 46),
     "recurrent": (lambda: randomized(nn.LSTM(3, 2)), normal(4, 30, 3), 8),
+    # 4 gains, 4 shifts and 3 mean directions into the layer that reads the mean
+    "layer norm, averaged": (
+        lambda: randomized(
+            Of(lambda s, x: s.out(s.norm(x).mean(1)), norm=nn.LayerNorm(4), out=nn.Linear(4, 3))
+        ),
+        normal(60, 5, 4),
+        11,
+    ),
+    "linear layers with a mean between": (
+        lambda: randomized(
+            nn.Sequential(
+                *(nn.Conv2d(2, 3, 2), nn.AdaptiveAvgPool2d(1)),
+                *(nn.Flatten(), nn.Linear(3, 3)),
+            )
+        ),
+        normal(60, 2, 4, 4),
+        12,
+    ),
+    "keys and values are means": (
+        lambda: randomized(
+            Of(
+                lambda s, x: s.out(
+                    F.scaled_dot_product_attention(
+                        s.q(x), *(f(x).unflatten(1, (2, 2)).mean(2) for f in (s.k, s.v))
+                    )
+                ),
+                **{name: nn.Linear(3, 3) for name in ("q", "k", "v", "out")},
+            )
+        ),
+        normal(30, 4, 3),
+        9 + 9 + 3 + 3,
+    ),
 }
 
 
@@ -173,6 +207,19 @@ def test_relu_block_of_a_transformer_or_the_difference_is_explained() -> None:
     assert ranks.independent == 59 + 6
     assert in_kernel(dense(model, x), found.generators()) <= 1e-12
     assert ranks.unexplained == 0 or ranks.reasons
+
+
+def test_layers_that_mix_tokens_or_the_difference_is_explained() -> None:
+    model, x = randomized(mixer(), 3), normal(120, 5, 4)
+    found, j = find(model, x), dense(model, x)
+    assert in_kernel(j, found.generators()) < 1e-14
+    # channels' layers are those of a transformer: 11 + 11 behind n2 and n3, 4 of c2; 1 of n1's gain
+    assert found.dimension == 27
+    ranks = found.rank()
+    assert ranks.unexplained == nullity(j) - 27 == 6
+    # the 5 biases of t2 are constants that the next norms take away, and then there is one more
+    assert ranks.reasons[0].startswith("5 further directions are parameters")
+    assert "the graph does not show" in ranks.reasons[1]
 
 
 def test_batch_norm_in_training_mode() -> None:
@@ -410,6 +457,12 @@ def test_rms_norm_swallows_scales_up_to_eps() -> None:
     assert 1e-8 < rejected[0].residual < 1e-2
     layers[1].eps = None  # then that of float64
     assert find(randomized(nn.Sequential(*layers)), normal(30, 3)).rejected == ()
+
+
+def test_complex_parameters_are_refused() -> None:
+    x = normal(5, 3).to(torch.complex64)
+    with pytest.raises(PullbackError, match="complex"):
+        find(mlp([3, 4, 2], nn.Identity).to(torch.complex64), x)
 
 
 def test_group_must_be_known() -> None:

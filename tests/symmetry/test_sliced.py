@@ -275,3 +275,29 @@ def test_factored_state_is_refused_unless_it_is_to_stay() -> None:
     optimizer = sliced(model, torch.optim.Adafactor(model.parameters()), transport=stay)
     backward(model)
     optimizer.step()
+
+
+def test_the_optimizer_of_another_model_is_refused() -> None:
+    model, other = mlp(3, 4, 2), mlp(3, 4, 2)
+    with pytest.raises(PullbackError, match="not the model's"):
+        Sliced(torch.optim.Adam(other.parameters()), model)
+
+
+def test_state_comes_along_from_where_its_factor_overflows() -> None:
+    """Averages of squares are multiplied by 10^560: zeros stay zeros."""
+    model = mlp(3, 4, 5, 2)
+    adam = torch.optim.Adam(model.parameters())
+    backward(model)
+    adam.step()
+    opt = Sliced(adam, scalings(model), model=model)
+    params = dict(model.named_parameters())
+    with torch.no_grad():
+        for group, size in zip(scalings(model), (-322.0, 322.0), strict=True):
+            for name, moved in group.act(params, torch.full((group.units,), size).double()).items():
+                params[name].copy_(moved)
+    for p in params.values():
+        adam.state[p]["exp_avg_sq"].zero_()
+    before = model(data()[0])
+    opt.retract_()
+    assert relative(model(data()[0]), before) < 1e-12
+    assert not any(adam.state[p]["exp_avg_sq"].any() for p in params.values())

@@ -101,6 +101,24 @@ def test_layers_come_back_from_ten_to_the_thirty(kind: str, net: str) -> None:
         assert relative(p, home[name]) < 1e-12, name
 
 
+@pytest.mark.parametrize("size", [80, 120, 140])
+@table
+def test_units_come_back_from_where_squares_vanish(kind: str, net: str, size: float) -> None:
+    make, shape = NETS[net]
+    model = make()
+    x = torch.randn(9, *shape).double()
+    # two neighboring layers share the way: their product is what a weight is multiplied by
+    for i, group in enumerate(scalings(model)):
+        shake(model, [group], size / (1 + i % 2), seed=i)
+    before = model(x).detach()
+    assert all(torch.isfinite(p).all() for p in (before, *model.parameters()))
+    found = SLICES[kind](model)
+    done = found.retract_()
+    assert not done.dead
+    assert relative(model(x), before) < 1e-12
+    assert found.contains()
+
+
 @table
 def test_retract_does_not_touch_its_argument_and_finds_one_point_per_orbit(
     kind: str, net: str
@@ -297,6 +315,8 @@ def test_no_symmetry_and_strange_names_are_refused() -> None:
         Balanced([], model)
     with pytest.raises(PullbackError, match="no such parameter"):
         Balanced([Scaling(1, [Leg("w", torch.zeros(1, 1).long(), 1)])], model)
+    with pytest.raises(PullbackError, match="another shape"):
+        Balanced(scalings(mlp(3, 5, 2)), model)
 
 
 def test_a_parameter_shared_across_two_orbits_is_refused() -> None:

@@ -13,7 +13,9 @@ from torch.func import functional_call
 from pullback import PullbackError
 from pullback.symmetry import Symmetry, find
 from pullback.symmetry.orbits.tangents import Orbits
+from pullback.testing import jacobian
 from tests.symmetry.networks import (
+    Of,
     basic_block,
     cross_attention,
     dense,
@@ -181,6 +183,18 @@ def test_rank_names_few_samples_and_dead_units() -> None:
     on = find(model, normal(100, 3)).rank()
     assert on.unexplained is not None
     assert any("1 of 4 units are on" in r for r in on.reasons)
+
+
+def test_rank_is_not_misled_by_outputs_that_hardly_move() -> None:
+    """Saturated attention weights, whose derivatives are what round-off leaves of them."""
+    attention = nn.MultiheadAttention(4, 2, batch_first=True)
+    model = randomized(Of(lambda s, x: s.a(x, x, x), a=attention), 3)
+    x = normal(20, 5, 4) * (2 * normal(20, 1, 1, seed=4)).exp()
+    j = jacobian(torch.cat([y.flatten() for y in model(x)]), list(model.parameters()))
+    lengths = j.norm(dim=1)
+    assert lengths.min() < 1e-16 * lengths.max()
+    ranks = find(model, x).rank()
+    assert (ranks.independent, ranks.nullity, ranks.reasons) == (24, 24, ())
 
 
 def test_zero_units_are_dependent_generators() -> None:

@@ -66,6 +66,7 @@ class Sliced(Optimizer):
         self.param_groups[0].setdefault(_COUNT, 0)
         self._keeper = Keeper(model, scalings, slice, every, sweeps, captured)
         self._keeper.own(self.param_groups)
+        _refuse_strangers(self._keeper)
         self._curvature = CurvatureFollower(optimizer, self._keeper.named)
         if self._curvature.present:
             self._keeper.watch()
@@ -153,4 +154,14 @@ def _refuse(optimizer: Any) -> None:
             "LBFGS cannot be put on a slice",
             "its history is one flat vector, which is not transported",
             "Use NaturalGradient(..., retract=slice.retract), or Adam",
+        )
+
+
+def _refuse_strangers(keeper: Keeper) -> None:
+    """Raise where the optimizer moves none of the model's parameters."""
+    if keeper.optimized.isdisjoint(id(p) for p in keeper.named.values()):
+        raise PullbackError(
+            "The optimizer's parameters are not the model's",
+            "it moves none of the parameters that the symmetry scales",
+            "Pass the symmetry of the model that the optimizer was built for",
         )

@@ -34,7 +34,6 @@ EXPERIMENTS = (
         "approach II performs like approach I.",
         about="SGD, its control and slices with learning rate 0.01; the polar kernel and Adam with "
         "the best of four by held-out images.",
-        # the last is expected: Sliced Adam has not run in full, approach II for one seed
         held=(True, True, False, True, True, True, False, False, False, False),
         quick_held=(True, False, False, False, True, True, True, False, False, False),
     ),

@@ -16,7 +16,7 @@ from ..slices.chains import layers_of
 from ..slices.choice import make_slice, two_sided
 from ..slices.layer_slice import EqualNorm
 from ..slices.slice import Retraction, Slice
-from ..slices.units import Units, wide
+from ..slices.units import Units, times_exp, wide
 from .layer_step import LayerStep
 from .layer_sweep import LayerSweep
 from .sweep import Followers, Sweep
@@ -129,8 +129,8 @@ class Keeper:
         t = torch.cat(done.scales)
         for part in self.slice.units.parts:
             for target, power in followers.get(part.name, ()):
-                factor = (power * part.log_factor(t)).exp()
-                target.copy_((target.to(t.dtype) * factor).to(target.dtype))
+                moved = times_exp(target.to(t.dtype), power * part.log_factor(t))
+                target.copy_(moved.to(target.dtype))
         return done
 
     @property

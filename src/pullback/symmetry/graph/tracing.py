@@ -158,6 +158,12 @@ def _refuse(model: Any) -> None:
             "the parameters are on the meta device and have no values",
             "Materialize the model first: model.to_empty(device=...) and initialize it",
         )
+    if any(p.is_complex() for p in model.parameters()):
+        raise PullbackError(
+            "Symmetries are those of real parameters",
+            "some of the model's are complex",
+            "Store real and imaginary parts (torch.view_as_real)",
+        )
 
 
 def _refuse_example(example: Example) -> None:

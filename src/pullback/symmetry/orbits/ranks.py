@@ -18,6 +18,7 @@ from .watch import settled
 
 _LARGEST = 2**24  # entries of J or Z that are decomposed
 _RTOL = 1e-10
+_SHORT = 1e-4  # of the longest row of J
 
 
 @dataclass(frozen=True)
@@ -110,11 +111,12 @@ def _bases(orbits: Orbits) -> Bases | None:
 
 
 def _rank(j: Tensor) -> int:
-    """The numerical rank, of rows of length 1."""
-    length = j.norm(dim=1, keepdim=True)
-    sigma = torch.linalg.svdvals(j / torch.where(length > 0, length, 1.0))
-    if not len(sigma):
+    """The numerical rank, of rows of length 1; rows that are shorter by far may be round-off."""
+    if not j.numel():
         return 0
+    length = j.norm(dim=1, keepdim=True)
+    length = length.clamp(min=_SHORT * float(length.amax()))
+    sigma = torch.linalg.svdvals(j / torch.where(length > 0, length, 1.0))
     return int((sigma > max(j.shape) * 10 * torch.finfo(j.dtype).eps * sigma[0]).sum())
 
 
@@ -140,10 +142,12 @@ def _reasons(
         out.append(f"{few} of {total} units change side at a few places only: too few samples")
     if any(m.training for m in example.model.modules() if isinstance(m, _BatchNorm)):
         out.append("on one batch, a batch norm's gain undoes a rescaling before it, eps and all")
-    if not out and missing > 0:
+    other = len(out) > bool(idle)
+    if missing > idle and not other:
         out.append(
             "a symmetry that the graph does not show (rotations of a residual stream that only "
-            "norms read, a bias before a fixed shift), or a bound that the example does not reach"
+            "norms read, a bias before a fixed shift or behind a fixed factor, outputs that no "
+            "reader tells apart), or a bound that the example does not reach"
         )
     if missing < 0:
         out.append("fewer than there are generators: J or the generators are badly conditioned")

@@ -10,7 +10,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..graph.tracing import Example
 
-_BENT = ("relu", "leaky_relu", "_prelu_kernel", "threshold", "clamp", "clamp_min", "hardtanh")
+_BENT = (
+    *("relu", "leaky_relu", "_prelu_kernel", "rrelu_with_noise"),
+    *("threshold", "clamp", "clamp_min", "hardtanh"),
+)
 _FEW = 8
 
 

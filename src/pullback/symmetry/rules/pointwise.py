@@ -71,6 +71,7 @@ def _summed(walk: Walk, x: Act, y: Act, shape: torch.Size) -> Tensor:
         if (made := walk.ledger.add(*lines)) is not None:
             return made.expand(shape)
         walk.ledger.exchange(*lines)
+    sides = _of_features(walk, (x, y), sides)
     axes = {_axis(s) for s in sides if bool((s != NONE).any())}
     if len(axes) == 1 and (axis := axes.pop()) is not None:
         n = shape[axis]
@@ -81,6 +82,16 @@ def _summed(walk: Walk, x: Act, y: Act, shape: torch.Size) -> Tensor:
             walk.ledger.exchange(*lines)
     walk.touch(x, y)
     return torch.tensor(NONE)
+
+
+def _of_features(walk: Walk, acts: tuple[Act, Act], sides: list[Tensor]) -> list[Tensor]:
+    """Outputs along two axes, as of a layer that mixes places: the later one's are followed."""
+    axes = [a for s in sides if (a := _axis(s)) is not None]
+    if len(set(axes)) < 2:
+        return sides
+    earlier = axes.index(min(axes))
+    walk.touch(acts[earlier])
+    return [torch.tensor([NONE]) if i == earlier else s for i, s in enumerate(sides)]
 
 
 def _axis(units: Tensor) -> int | None:
@@ -173,7 +184,10 @@ def gained(walk: Walk, x: Act, gain: Ref, kind: str) -> Act:
     return Act.of(atoms, shape, unit)
 
 
-@rule("relu", "leaky_relu", "abs", "neg", "positive", "_prelu_kernel", "prelu", "rrelu")
+@rule(
+    *("relu", "leaky_relu", "abs", "neg", "positive", "_prelu_kernel", "prelu"),
+    *("rrelu", "rrelu_with_noise", "rrelu_with_noise_functional"),
+)
 def homogeneous(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Act:
     """f(αx) = αf(x) for α > 0."""
     for slope in args[1:]:

@@ -20,7 +20,6 @@ def reduced(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> 
     if len(args) > 1 and isinstance(args[1], (Act, Ref)):
         return add(walk, node, args, {})  # the larger of two tensors
     act = walk.act(args[0])
-    walk.touch(act)
     name, ndim = str(node.target), len(act.shape)
     spec = kwargs.get(
         "dim",
@@ -29,17 +28,32 @@ def reduced(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> 
     dims = list(range(ndim)) if spec is None else [spec] if isinstance(spec, int) else list(spec)
     dims = [d % ndim for d in dims or range(ndim)] if ndim else []
     merged = walk.scales.merge(act.scale, dims) if dims else act.scale
-    return _reduced_result(node, merged, dims)
+    units = _averaged(act, dims) if getattr(node.target, "_opname", "") == "mean" else None
+    if units is None:
+        walk.touch(act)
+    return _reduced_result(node, merged, units, dims)
 
 
-def _reduced_result(node: Node, merged: Tensor, dims: list[int]) -> Any:
+def _averaged(act: Act, dims: list[int]) -> Tensor | None:
+    """The units of a mean over places, which is an output of the layer like any; None else."""
+    units = collapse(act.unit)
+    wide = [d for d in dims if units.shape[d] > 1]
+    return None if wide or not act.shape.numel() else units
+
+
+def _reduced_result(node: Node, merged: Tensor, units: Tensor | None, dims: list[int]) -> Any:
     value = node.meta.get("val")
     shape = shapes(node)[0]
     if len(shape) != merged.ndim:
-        kept = [n for d, n in enumerate(merged.shape) if d not in dims]
-        merged = merged.reshape(kept)
-    out = Act.of(merged, shape)
+        merged = _without(merged, dims)
+        units = None if units is None else _without(units, dims)
+    out = Act.of(merged, shape, units)
     return [out, Act.constant(shape)] if isinstance(value, (list, tuple)) else out
+
+
+def _without(t: Tensor, dims: list[int]) -> Tensor:
+    """Axes of size 1 left out."""
+    return t.reshape([n for d, n in enumerate(t.shape) if d not in dims])
 
 
 @rule("var")

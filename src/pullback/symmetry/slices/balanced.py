@@ -22,8 +22,7 @@ class Balanced(Slice):
     """
 
     def log_scales(self, params: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        t, energies = balance(self.units, params)
-        return t, energies.dead
+        return balance(self.units, params)
 
     def constraint(self, params: Mapping[str, Tensor] | None = None) -> Tensor:
         """½ log(in/out) of every unit, 0 for dead ones: (U,)."""
@@ -39,4 +38,4 @@ class Balanced(Slice):
     def _solve(self, rhs: Tensor, orbits: bool) -> Tensor:
         energies = Energies(self.units, self.params)
         gram = OrbitGram(energies, energies.zeros())
-        return gram.solve(rhs) * (-gram.top).exp()
+        return gram.solve(rhs) * (-gram.top).exp() / energies.unit / energies.unit

@@ -19,21 +19,18 @@ from .units import Part, Units, wide
 
 
 class Energy:
-    """w_e² of one parameter over their largest, reduced to the axes that tell units apart."""
+    """w_e² of one parameter over their largest, reduced to the axes that tell units apart.
 
-    def __init__(self, part: Part, w: Tensor) -> None:
+    Its logarithm is counted from that of `unit`², which all parameters share: logarithms that are
+    compared with each other are small, whatever the scale of the network.
+    """
+
+    def __init__(self, part: Part, w: Tensor, top: Tensor, unit: Tensor) -> None:
         self.part = part
-        w = w.detach().to(wide(w))
-        top = w.abs().amax() if w.numel() else w.new_zeros(())
-        if not bool(torch.isfinite(top)):
-            raise PullbackError(
-                f"Parameter {part.name!r} is not finite",
-                "it contains nan or inf, so that it has no norm",
-                "Load a checkpoint, or lower the learning rate",
-            )
-        top = torch.where(top > 0, top, 1.0)
-        self.log = 2 * top.log()
-        self.squares = part.reduce((w / top).square()).expand(part.shape)
+        top = torch.where(top > 0, top, unit)
+        ratio = top / unit
+        self.log = 2 * torch.where(ratio > 0, ratio.log(), top.log() - unit.log())
+        self.squares = part.reduce((w.detach().to(top) / top).square()).expand(part.shape)
         #: which of two legs tells rows apart, where the other one tells columns
         self._rows = _rows(part.legs)
 
@@ -75,12 +72,19 @@ class Energies:
 
     Attributes:
         units: that scale them.
+        unit: the largest |w_e| of all; energies are counted in unit².
         dead: (U,) units without an incoming or without an outgoing weight that is not zero.
     """
 
     def __init__(self, units: Units, params: Mapping[str, Tensor]) -> None:
         self.units = units
-        self.parts = [Energy(part, params[part.name]) for part in units.parts]
+        tops = [_top(part.name, params[part.name]) for part in units.parts]
+        self.unit = torch.stack(tops).amax()
+        self.unit = torch.where(self.unit > 0, self.unit, 1.0)
+        self.parts = [
+            Energy(part, params[part.name], top, self.unit)
+            for part, top in zip(units.parts, tops, strict=True)
+        ]
         self._like = self.parts[0].squares
         into, out = self.log_sums(self.zeros())
         self.dead = ~(torch.isfinite(into) & torch.isfinite(out))
@@ -95,7 +99,7 @@ class Energies:
         return Point([f for f, _ in found], [s for _, s in found])
 
     def log_sums(self, t: Tensor) -> tuple[Tensor, Tensor]:
-        """log Σ of the squares that lead into a unit, and of those that lead out: (U,) each."""
+        """log Σ w²/unit² over what leads into each of the units, and over what leads out: (U,)."""
         point = self.at(t)
         into, out = torch.full_like(t, -torch.inf), torch.full_like(t, -torch.inf)
         for energy, factors, shift in zip(self.parts, point.factors, point.shifts, strict=True):
@@ -112,13 +116,26 @@ class Energies:
         return torch.where(self.dead, 0.0, out - into)
 
     def total(self, t: Tensor) -> Tensor:
-        """log Σ_e w_e², what the balanced point minimizes."""
+        """log Σ_e w_e²/unit², what the balanced point minimizes."""
         point = self.at(t)
         logs = [
             (f[0] * energy.contract(0, f)).sum().log() + shift
             for energy, f, shift in zip(self.parts, point.factors, point.shifts, strict=True)
         ]
         return torch.stack(logs).logsumexp(0)
+
+
+def _top(name: str, w: Tensor) -> Tensor:
+    """max |w_e|; raises where that is not finite."""
+    w = w.detach().to(wide(w))
+    top = w.abs().amax() if w.numel() else w.new_zeros(())
+    if not bool(torch.isfinite(top)):
+        raise PullbackError(
+            f"Parameter {name!r} is not finite",
+            "it contains nan or inf, so that it has no norm",
+            "Load a checkpoint, or lower the learning rate",
+        )
+    return top
 
 
 def _rows(legs: Sequence[Leg]) -> int | None:

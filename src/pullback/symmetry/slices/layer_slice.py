@@ -89,14 +89,17 @@ class EqualNorm(Slice):
         return torch.tensor(found, dtype=wide(first), device=first.device)
 
     def _log_norms(self, links: Chain, params: Mapping[str, Tensor]) -> list[tuple[float, float]]:
-        """(log|A_k|, log|b_k|) of each block; what does not count has norm 0."""
-        out = []
-        for block in links.blocks:
-            counted = block.names if self.biases else block.weights(params)
-            inner = [log_norm(params[n]) for n in block.inner if n in counted]
-            outer = [log_norm(params[n]) for n in block.outer if n in counted]
-            out.append((_hypot(*inner), _hypot(*outer)))
-        return out
+        """(log|A_k|, log|b_k|) of each block in a unit of the chain's; what does not count is 0.
+
+        The unit is the largest entry: logarithms are small on the slice, whatever its scale λ.
+        """
+        counted = {n for b in links.blocks for n in (b.names if self.biases else b.weights(params))}
+        unit = max((largest(params[n]) for n in counted), default=0.0) or 1.0
+
+        def log_of(names: Sequence[str]) -> float:
+            return _hypot(*(log_norm(params[n], unit) for n in names if n in counted))
+
+        return [(log_of(block.inner), log_of(block.outer)) for block in links.blocks]
 
     def _rows(self) -> Tensor:
         """N = rows·(w_p·): coefficients (k, parameters) of the constraints' gradients."""
@@ -144,17 +147,25 @@ class EqualNorm(Slice):
         return torch.linalg.pinv((rows * squares) @ right.mT) @ rhs
 
 
-def log_norm(w: Tensor) -> float:
-    """log|w|, −inf for zeros; raises where w is not finite."""
-    w = w.detach().to(wide(w))
-    top = float(w.abs().amax()) if w.numel() else 0.0
+def largest(w: Tensor) -> float:
+    """max |w_e|; raises where w is not finite."""
+    top = float(w.detach().abs().amax()) if w.numel() else 0.0
     if not top < torch.inf:
         raise PullbackError(
             "A layer has no norm",
             "a parameter contains nan or inf",
             "Load a checkpoint, or lower the learning rate",
         )
-    return log(top) + log(float(torch.linalg.vector_norm(w / top))) if top else -torch.inf
+    return top
+
+
+def log_norm(w: Tensor, unit: float = 1.0) -> float:
+    """log(|w|/unit), −inf for zeros; raises where w is not finite."""
+    top = largest(w)
+    if not top:
+        return -torch.inf
+    far = log(top / unit) if top / unit else log(top) - log(unit)
+    return far + log(float(torch.linalg.vector_norm(w.detach().to(wide(w)) / top)))
 
 
 def _closed(logs: Sequence[tuple[float, float]]) -> list[float] | None:

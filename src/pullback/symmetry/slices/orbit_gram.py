@@ -11,7 +11,7 @@ _DENSE = 1024
 
 
 class OrbitGram:
-    """K (U, U) at t over e^top: dense where it is small, else by products.
+    """K (U, U) at t over e^top·unit²: dense where it is small, else by products.
 
     Dead units have no generator: they stand apart with a 1 on the diagonal.
 
@@ -83,7 +83,8 @@ class OrbitGram:
         # unit diagonal: units of very different size do not spoil each other
         k = self.dense()
         diagonal = k.diagonal()
-        scale = torch.where(diagonal > 0, diagonal, 1.0).rsqrt()
+        normal = diagonal > torch.finfo(k.dtype).tiny  # below that products would overflow
+        scale = torch.where(normal, diagonal, 1.0).rsqrt()
         k = k * scale[:, None] * scale
         factor, info = torch.linalg.cholesky_ex(k)
         if not bool(info):

@@ -85,7 +85,7 @@ class Units:
         out = {}
         for part in self.parts:
             w = params[part.name].detach()
-            out[part.name] = (w.to(t.dtype) * part.log_factor(t).exp()).to(w.dtype)
+            out[part.name] = times_exp(w.to(t.dtype), part.log_factor(t)).to(w.dtype)
         return out
 
     def pair(self, params: Mapping[str, Tensor], v: Mapping[str, Tensor]) -> Tensor:
@@ -114,6 +114,12 @@ class Units:
         return out
 
 
+def times_exp(w: Tensor, log: Tensor) -> Tensor:
+    """w·e^log, in two halves: the product may be finite where the factor is not."""
+    half = (log / 2).exp()
+    return w * half * half
+
+
 def wide(w: Tensor) -> torch.dtype:
     """The dtype of norms that decide: float64, where the device has it."""
     return torch.float32 if w.device.type == "mps" else torch.float64
@@ -130,16 +136,22 @@ def _refuse(scalings: Sequence[Scaling], params: Mapping[str, Tensor]) -> None:
     into: dict[int, list[tuple[Scaling, Leg]]] = {}
     for scaling in scalings:
         for leg in scaling.legs:
-            if leg.name not in params:
+            if leg.name not in params or not _fits(leg, params[leg.name]):
                 raise PullbackError(
                     f"The symmetry scales {leg.name!r}",
-                    "the model has no such parameter",
+                    "the model has no such parameter, or one of another shape",
                     "Find the symmetries of this very model",
                 )
             if leg.power > 0:
                 earlier = into.setdefault(id(params[leg.name]), [])
                 _refuse_overlap(scaling, leg, earlier)
                 earlier.append((scaling, leg))
+
+
+def _fits(leg: Leg, w: Tensor) -> bool:
+    """Whether the leg tells apart entries that the parameter has."""
+    have, told = [1] * leg.unit.ndim + list(w.shape), leg.unit.shape
+    return all(n in (1, size) for n, size in zip(told[::-1], have[::-1], strict=False))
 
 
 def _refuse_overlap(scaling: Scaling, leg: Leg, earlier: Sequence[tuple[Scaling, Leg]]) -> None:
