@@ -46,6 +46,19 @@ def test_many_sizes_at_once(shapes: list[tuple[int, int]], panel: int, seed: int
         assert not inverse[:, n:, :n].any()
 
 
+@pytest.mark.parametrize("n", [3, 8, 31, 32, 45, 64, 77])
+@pytest.mark.parametrize("panel", [4, 8])
+def test_large_triangles_are_multiplied_by_strips(
+    monkeypatch: pytest.MonkeyPatch, n: int, panel: int
+) -> None:
+    monkeypatch.setattr(blocked, "_WORTH", 1)
+    m = matrices(2, n)
+    ((found, good),) = blocked.invert([stacked(m, panel)], panel)
+    assert good.all()
+    torch.testing.assert_close(found[:, :n, :n], torch.linalg.inv(m), rtol=1e-9, atol=1e-9)
+    assert torch.equal(found, found.mT)
+
+
 @pytest.mark.parametrize("decades", [2, 4, 6])
 @pytest.mark.parametrize("n", [130, 257])
 def test_single_precision_is_as_good_as_lapack(n: int, decades: int) -> None:

@@ -21,10 +21,11 @@ _TILE = 256
 
 def gram(x: Tensor) -> Tensor:
     """X Xᵀ for (n, d): only the panels on and below the diagonal are multiplied."""
-    n, split = x.shape[0], _Split.active() and _large(x, x.T)
+    n = x.shape[0]
     small = n * n * x.shape[1] < (2**27 if x.is_cuda else 2**22)  # panels would not pay
+    split = not small and _Split.active() and _large(x, x.T)
     if not split and (small or len(panels(n, x)) == 1):
-        return x @ x.T
+        return torch.mm(x, x.T)
     if not split:
         return _by_rows(x)
     high, low = _halves(x)
@@ -80,8 +81,11 @@ def add_cross(out: Tensor, x: Tensor, y: Tensor) -> None:
 
 def moment(x: Tensor) -> Tensor:
     """XᵀX for (P, n), accumulated in float32 where x has half precision."""
-    x = x.T[None]
-    return products(x, x)[0]
+    if x.dtype in (torch.float16, torch.bfloat16):
+        if x.is_cuda:
+            return torch.mm(x.T, x, out_dtype=torch.float32)
+        x = x.float()
+    return gram(x.T)
 
 
 def products(x: Tensor, y: Tensor) -> Tensor:

@@ -18,6 +18,9 @@ from .._core.factor import Factor
 class Likelihood(ABC):
     """A family of distributions with parameters z of shape (N, *event)."""
 
+    #: whether `score` takes z in half precision as it is
+    halves: bool = False
+
     @abstractmethod
     def factor(self, z: Tensor) -> Factor:
         """S with S Sᵀ = Fisher information in z, per sample."""

@@ -8,7 +8,10 @@ from torch import Tensor
 
 from .._core.errors import PullbackError
 from .._core.factor import Factor, Whitened
+from .._core.space import compute_dtype
 from .base import Likelihood
+
+_RUN = 256  # classes whose probabilities are added up first
 
 
 class SoftmaxFactor(Factor):
@@ -35,6 +38,31 @@ class SoftmaxFactor(Factor):
         return Whitened.checked(r, excess <= limit)
 
 
+def chosen(p: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """One class per row of probabilities (R, C), never one of probability 0: (R,).
+
+    Of many classes first a run is chosen, then one of its classes: one pass over p is made, and
+    nothing of its size is written.
+    """
+    classes, dtype = p.shape[1], compute_dtype(p.dtype)
+    if classes <= 2 * _RUN:
+        return _raced(p.to(dtype), generator)
+    whole = classes // _RUN * _RUN
+    runs = p[:, :whole].unflatten(1, (-1, _RUN)).sum(2, dtype=dtype)
+    if whole < classes:
+        runs = torch.cat([runs, p[:, whole:].sum(1, keepdim=True, dtype=dtype)], 1)
+    start = _RUN * _raced(runs, generator)[:, None]
+    index = start + torch.arange(_RUN, device=p.device)
+    some = p.gather(1, index.clamp(max=classes - 1)).to(dtype)
+    return start[:, 0] + _raced(some * (index < classes), generator)
+
+
+def _raced(p: Tensor, generator: torch.Generator | None) -> Tensor:
+    """The class whose exponential clock of rate p rings first, which is c in a share p_c of all."""
+    clocks = torch.empty_like(p).exponential_(generator=generator)
+    return (p / clocks.clamp_(min=torch.finfo(p.dtype).tiny)).argmax(1)
+
+
 class Categorical(Likelihood):
     """Logits z along `dim`; a sample is one counted position.
 
@@ -42,6 +70,8 @@ class Categorical(Likelihood):
     recognized by that and left out of the metric and of its mean. A further term that reaches
     every position (a z-loss, say) hides them: then mask the metric with `Weighted`.
     """
+
+    halves = True  # torch's softmax adds up in float32
 
     def __init__(self, dim: int = -1, ignore_index: int = -100) -> None:
         self.dim, self.ignore_index = dim, ignore_index
@@ -67,16 +97,14 @@ class Categorical(Likelihood):
 
     def sample(self, z: Tensor, generator: torch.Generator | None = None) -> Tensor:
         p = torch.softmax(z.movedim(self._axis(z), -1), -1)
-        flat = torch.multinomial(p.flatten(0, -2), 1, generator=generator)
-        return flat.view(p.shape[:-1])
+        return chosen(p.flatten(0, -2), generator).view(p.shape[:-1])
 
     def score(self, z: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """p − e_y, from one softmax."""
+        """p − e_y, from one softmax, in the precision of z."""
         axis = self._axis(z)
         p = torch.softmax(z.detach(), axis)
         rows = p.movedim(axis, -1)
-        y = torch.multinomial(rows.flatten(0, -2), 1, generator=generator)
-        y = y.view(rows.shape[:-1]).unsqueeze(axis)
+        y = chosen(rows.flatten(0, -2), generator).view(rows.shape[:-1]).unsqueeze(axis)
         return p.scatter_add_(axis, y, p.new_full((), -1.0).expand(y.shape))
 
     def samples(self, z: Tensor) -> int:

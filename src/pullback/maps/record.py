@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
 from .._core.capture import Call
 from .layers import Layer, find
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Entry:
     """One use of one layer."""
 
@@ -26,6 +26,8 @@ class Entry:
     input: Tensor
     edge: GradientEdge
     shape: tuple[int, ...]
+    #: mean and 1/σ of a normalization, where its forward pass left them
+    kept: tuple[Tensor, Tensor] | None = None
 
     @property
     def features(self) -> int:
@@ -49,18 +51,22 @@ class Recorder:
         self.entries: list[Entry] = []
         self._names = {id(leaf): name for name, leaf in leaves.items()}
         self._model = model
-        self._stack = contextlib.ExitStack()
+        self._handles: list[RemovableHandle] = []
 
     def __enter__(self) -> Recorder:
         for path, module in self._model.named_modules():
-            if (layer := find(module)) is not None:
-                hook = self._hook(path, layer)
+            if (hook := self._hook_of(path, module)) is not None:
                 handle = module.register_forward_hook(hook, prepend=True, with_kwargs=True)
-                self._stack.callback(handle.remove)
+                self._handles.append(handle)
         return self
 
+    def _hook_of(self, path: str, module: nn.Module) -> Any:
+        layer = find(module)
+        return None if layer is None else self._hook(path, layer)
+
     def __exit__(self, *exc: object) -> None:
-        self._stack.close()
+        while self._handles:
+            self._handles.pop().remove()
 
     def _hook(self, path: str, layer: Layer) -> Any:
         def record(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
@@ -70,15 +76,30 @@ class Recorder:
                 return None
             if not output.requires_grad or all(n is None for n in names.values()):
                 return None
-            if output._is_view():  # an in-place activation would replace a view's node
-                output = output.clone()
-            edge = get_gradient_edge(output)
-            self.entries.append(
-                Entry(path, module, layer, names, x.detach(), edge, tuple(output.shape))
-            )
+            output, edge = self._placed(module, output)
+            self.entries.append(self._entry(path, module, layer, names, x.detach(), edge, output))
             return output
 
         return record
+
+    def _entry(
+        self,
+        path: str,
+        module: nn.Module,
+        layer: Layer,
+        names: dict[str, str | None],
+        x: Tensor,
+        edge: GradientEdge,
+        output: Tensor,
+    ) -> Entry:
+        """What is written down."""
+        return Entry(path, module, layer, names, x, edge, tuple(output.shape))
+
+    def _placed(self, module: nn.Module, output: Tensor) -> tuple[Tensor, GradientEdge]:
+        """The output to go on with, and where its cotangent appears."""
+        if output._is_view():  # an in-place activation would replace a view's node
+            output = output.clone()
+        return output, get_gradient_edge(output)
 
     def signature(self, call: Call) -> Any:
         """What the established structure depends on: parameters, layers, shapes and modes."""

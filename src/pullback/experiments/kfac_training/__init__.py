@@ -2,7 +2,7 @@ r"""Martens and Grosse (2015): does K-FAC get ahead of SGD and Adam, in steps an
 
 The paper trains the deep autoencoders of Hinton and Salakhutdinov and finds K-FAC much faster than
 SGD with momentum. Here it meets Adam too, and every method has a grid of its
-own, searched on a seed that does not count otherwise: rates of SGD and Adam, dampings of K-FAC.
+own, searched on two seeds that do not count otherwise: rates of SGD and Adam, dampings of K-FAC.
 All rates fall to zero along a line, so that a run is at its best at its end: SGD and Adam reach
 their own last loss late, and K-FAC has a run of at most half as many steps to get there. Losses are
 of the whole training set, seconds of training alone.

@@ -58,13 +58,11 @@ class _Given:
             part[:, : s.shape[-1], : s.shape[-1]]
             for part, s in zip(out.split(counts), some, strict=True)
         ]
-        torch._foreach_copy_(views, list(some))
-        if self.scales is not None:
-            scales = [self.scales[i] for i in indices]
-            if len(set(scales)) == 1:
-                out /= scales[0]
-            else:
-                torch._foreach_div_(views, scales)
+        if self.scales is None:
+            torch._foreach_copy_(views, list(some))
+        else:
+            for view, side, i in zip(views, some, indices, strict=True):
+                torch.div(side, self.scales[i], out=view)
         if self.shifts is not None:
             shift = torch.cat([self.shifts[i] for i in indices])
             out.diagonal(dim1=-2, dim2=-1).add_(shift[:, None])

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..._core.products import products
 from .affine import AffineBlock
 from .base import Block, joined
-from .lines import by_lines, channel_lines
+from .lines import by_lines, channel_moment
 from .moments import Moments, Sharing, moments, second_moment
 from .patches import patch_moment, patches
 from .registry import Layer, Use, register
@@ -53,8 +52,7 @@ class Conv(Layer):
         dims = len(module.kernel_size)
         d = delta if delta.ndim == 2 + dims else delta[None]
         if by_lines(d, module.groups) and not sharing.reduce and d.shape[1] <= sharing.longest:
-            lines = channel_lines(d)[None]
-            return products(lines, lines)
+            return channel_moment(d)
         if _by_samples(d, module.groups) and not sharing.reduce and d.shape[1] <= sharing.longest:
             d = d.flatten(2)
             return torch.addbmm(d.new_zeros(1, 1), d, d.mT, beta=0)[None]

@@ -32,7 +32,8 @@ class Linear(Layer):
             return moments(sharing.by_sample(x).mean(1)[None], sharing)
         if keep is not None:
             keep = keep.flatten() if keep.shape == x.shape[:-1] else None
-        return moments(x.reshape(1, -1, x.shape[-1]), sharing, keep)
+        biased = module._parameters.get("bias", x) is not None
+        return moments(x.reshape(1, -1, x.shape[-1]), sharing, keep, first=biased)
 
     def outputs(self, module: Any, x: Tensor, delta: Tensor, sharing: Sharing) -> Tensor:
         if sharing.reduce:

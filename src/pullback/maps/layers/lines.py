@@ -1,7 +1,8 @@
 """Moments of patches where one large product beats many small ones, as it does on a GPU.
 
-All patches of some samples are copied once with the channels last, which moves whole lines of
-memory, and multiplied at once. A pointwise convolution's patches are the image itself.
+A pointwise convolution's patches are the image itself. Others have their correlation taken where
+that is all (`correlated`), and else all patches of some samples are copied once with the channels
+last, which moves whole lines of memory, and multiplied at once.
 """
 
 from __future__ import annotations
@@ -14,48 +15,78 @@ from torch import Tensor
 
 from ..._core.products import moment, products
 from ..._core.space import compute_dtype
+from .correlated import correlated_moment, correlates
 
-_MEMORY = 2**28  # bytes unfolded at a time
+_MEMORY = 2**27  # bytes unfolded at a time
 
 
 def line_moment(module: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     """Σ a aᵀ (1, I, I) and Σ a (1, I) over samples and places, for one group of channels.
 
     I is channel-major, as in `weight.flatten(1)`. Where the layer has no bias, which alone would
-    need it, the second is zero, (1, 1).
+    need the second, (1, 1) stands in for it.
     """
-    dtype, plain = compute_dtype(x.dtype), module._parameters.get("bias", x) is None
+    plain = module._parameters.get("bias", x) is None
     if set(module.kernel_size) == {1} and not any(module._reversed_padding_repeated_twice):
         if set(module.stride) != {1}:
             x = x[(..., *(slice(None, None, s) for s in module.stride))]
-        lines = channel_lines(x)[None]
-        return products(lines, lines), _none(x) if plain else lines.sum(2, dtype=dtype)
+        second = channel_moment(x)
+        return second, _left_out(second) if plain else _channel_sum(x)
+    if correlates(module, x):
+        second = correlated_moment(x)[None]
+        return second, _left_out(second) if plain else _patch_sum(module, x)
     k, c = prod(module.kernel_size), x.shape[1]
-    pad, mode = module._reversed_padding_repeated_twice, module.padding_mode
     copied = x.numel() * x.element_size() * k // prod(module.stride)
-    limit = max(_MEMORY, 4 * (k * c) ** 2 * dtype.itemsize)
-    second = first = None
-    for some in x.chunk(-(-copied // limit)) if copied > limit else [x]:
-        if any(pad):
-            some = F.pad(some, pad, "constant" if mode == "zeros" else mode)
-        seen = gathered(module, some)
-        share = moment(seen)
-        second = share if second is None else second.add_(share)
-        if not plain:
-            ones = seen.sum(0, dtype=dtype)
-            first = ones if first is None else first.add_(ones)
-    assert second is not None
+    limit = max(_MEMORY, 4 * (k * c) ** 2 * compute_dtype(x.dtype).itemsize)
+    some, *others = x.chunk(max(1, -(-copied // limit)))
+    second, first = _gathered_moment(module, some, plain)
+    for some in others:
+        more, ones = _gathered_moment(module, some, plain)
+        second += more
+        first = None if first is None or ones is None else first.add_(ones)
     second = second.view(k, c, k, c).permute(1, 0, 3, 2).reshape(1, k * c, k * c)
-    return second, _none(x) if first is None else first.view(k, c).T.reshape(1, k * c)
+    return second, _left_out(second) if first is None else first.view(k, c).T.reshape(1, k * c)
 
 
-def _none(x: Tensor) -> Tensor:
-    return x.new_zeros(1, 1, dtype=compute_dtype(x.dtype))
+def _gathered_moment(module: Any, x: Tensor, plain: bool) -> tuple[Tensor, Tensor | None]:
+    """Σ a aᵀ and Σ a with offsets before channels; the patches are gone with the call."""
+    seen = gathered(module, x)
+    second = moment(seen)
+    return second, None if plain else seen.sum(0, dtype=second.dtype)
+
+
+def _left_out(second: Tensor) -> Tensor:
+    return second[:, 0, :1]
+
+
+def _channel_sum(x: Tensor) -> Tensor:
+    """(1, C) over samples and places of (B, C, *space)."""
+    return x.flatten(2).sum((0, 2), dtype=compute_dtype(x.dtype))[None]
+
+
+def _patch_sum(module: Any, x: Tensor) -> Tensor:
+    """Σ a (1, I), which is linear in x: of the samples' sum."""
+    seen = gathered(module, x.sum(0, keepdim=True, dtype=compute_dtype(x.dtype))).sum(0)
+    return seen.view(-1, x.shape[1]).T.reshape(1, -1)
+
+
+def channel_moment(x: Tensor) -> Tensor:
+    """Σ x xᵀ (1, C, C) over samples and places of (B, C, *space), by what moves fewer bytes.
+
+    One product per sample copies nothing, but its results are B·C² numbers; one product of all
+    needs the channels as lines.
+    """
+    places, acc = prod(x.shape[2:]), compute_dtype(x.dtype).itemsize
+    if x.is_contiguous() and len(x) > 1 and x.shape[1] * acc <= places * x.element_size():
+        each = x.flatten(2)
+        return products(each, each).sum(0, keepdim=True)
+    lines = channel_lines(x)[None]
+    return products(lines, lines)
 
 
 def gathered(module: Any, x: Tensor) -> Tensor:
-    """The patches of padded x (B, C, *space), (B·places, kernel·C): offsets before channels."""
-    x = x.movedim(1, -1).contiguous()
+    """The patches of x (B, C, *space), (B·places, kernel·C): offsets before channels."""
+    x = _channels_last(module, x)
     shape, strides = [len(x)], [x.stride(0)]
     offsets, steps = [], []
     axes = zip(module.kernel_size, module.stride, module.dilation, strict=True)
@@ -67,6 +98,22 @@ def gathered(module: Any, x: Tensor) -> Tensor:
     wide = x.shape[-1]
     seen = x.as_strided((*shape, *offsets, wide), (*strides, *steps, 1), x.storage_offset())
     return seen.reshape(prod(shape), prod(offsets) * wide)
+
+
+def _channels_last(module: Any, x: Tensor) -> Tensor:
+    """Padded, (B, *space, C) in memory, by one copy where it is padded with zeros."""
+    pad, mode = module._reversed_padding_repeated_twice, module.padding_mode
+    if not any(pad):
+        return x.movedim(1, -1).contiguous()
+    if mode != "zeros":
+        return F.pad(x, pad, mode).movedim(1, -1).contiguous()
+    sides = list(zip(pad[::2], pad[1::2], strict=True))[::-1]
+    space = [n + before + after for n, (before, after) in zip(x.shape[2:], sides, strict=True)]
+    out = inner = x.new_zeros(len(x), *space, x.shape[1])
+    for axis, (before, _) in enumerate(sides, start=1):
+        inner = inner.narrow(axis, before, x.shape[1 + axis])
+    inner.copy_(x.movedim(1, -1))
+    return out
 
 
 def channel_lines(x: Tensor) -> Tensor:

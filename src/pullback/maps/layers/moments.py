@@ -56,16 +56,22 @@ def second_moment(x: Tensor, sharing: Sharing) -> Tensor:
     """Σ_p x xᵀ over the places of (G, P, n), as a diagonal where n is too long."""
     if x.shape[-1] > sharing.longest:
         return torch.linalg.vector_norm(x, dim=1, dtype=compute_dtype(x.dtype)).square()
-    if len(x) == 1:
+    if x.shape[0] == 1:
         return moment(x[0])[None]
     x = x.to(compute_dtype(x.dtype))
     return x.mT @ x
 
 
-def moments(x: Tensor, sharing: Sharing, keep: Tensor | None = None) -> Moments:
-    """The moments of (G, P, n); `keep` says which places count, (P,)."""
+def moments(
+    x: Tensor, sharing: Sharing, keep: Tensor | None = None, *, first: bool = True
+) -> Moments:
+    """The moments of (G, P, n); `keep` says which places count, (P,).
+
+    Where nobody needs the first one, since there is no bias, it is zero, (G, 1).
+    """
     places: Tensor | float = x.shape[1]
     if keep is not None:
         x, places = x * keep[:, None].to(x.dtype), keep.sum()
-    ones = torch.sum(x, 1, dtype=compute_dtype(x.dtype))
-    return Moments(second_moment(x, sharing), ones, places)
+    second, dtype = second_moment(x, sharing), compute_dtype(x.dtype)
+    ones = x.sum(1, dtype=dtype) if first else x.new_zeros(len(x), 1, dtype=dtype)
+    return Moments(second, ones, places)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from ..._core.space import compute_dtype
 from .base import Block, RowsBlock
 from .moments import Sharing
 from .registry import Layer, Use, register
+
+Kept = tuple[Tensor, Tensor] | None
 
 
 class Scale(Layer):
@@ -43,16 +46,31 @@ class Scale(Layer):
         return RowsBlock(rows)
 
     def units(
-        self, module: Any, x: Tensor, delta: Tensor, roles: Sequence[str], sharing: Sharing
+        self,
+        module: Any,
+        x: Tensor,
+        delta: Tensor,
+        roles: Sequence[str],
+        sharing: Sharing,
+        kept: Kept = None,
     ) -> Tensor:
         """Σ_n rows rowsᵀ of one covector, unit by unit: (U, k, k) for these of gain and shift."""
-        rows = self.unit_rows(module, x, delta, roles, sharing)
+        rows = self.unit_rows(module, x, delta, roles, sharing, kept)
         return rows.permute(1, 2, 0) @ rows.transpose(0, 1)
 
     def unit_rows(
-        self, module: Any, x: Tensor, delta: Tensor, roles: Sequence[str], sharing: Sharing
+        self,
+        module: Any,
+        x: Tensor,
+        delta: Tensor,
+        roles: Sequence[str],
+        sharing: Sharing,
+        kept: Kept = None,
     ) -> Tensor:
-        """The rows of one covector, sample by sample and unit by unit: (N, U, k)."""
+        """The rows of one covector, sample by sample and unit by unit: (N, U, k).
+
+        `kept` are mean and 1/σ where the layer's own forward pass left them.
+        """
         features = self.features(module, x.ndim)
         dtype = compute_dtype(delta.dtype)
         x, delta = x.to(dtype), delta.to(dtype)
@@ -64,9 +82,7 @@ class Scale(Layer):
 
     def _rows(self, module: Any, value: Tensor, features: int, sharing: Sharing) -> Tensor:
         """(N, U): added up over the places of a sample, and over the axes that share a gain."""
-        value = sharing.by_sample(value, features).sum(1)
-        if shared := self.places(module, features):
-            value = value.sum(shared)
+        value = sharing.by_sample(value, features).sum([1, *self.places(module, features)])
         return value.reshape(len(value), -1)
 
 
@@ -111,19 +127,46 @@ class BatchNorm(ChannelScale):
         return F.batch_norm(x, module.running_mean, module.running_var, eps=module.eps)
 
     def unit_rows(
-        self, module: Any, x: Tensor, delta: Tensor, roles: Sequence[str], sharing: Sharing
+        self,
+        module: Any,
+        x: Tensor,
+        delta: Tensor,
+        roles: Sequence[str],
+        sharing: Sharing,
+        kept: Kept = None,
     ) -> Tensor:
         """From Σδ and Σδx by sample and channel: Σδx̂ = (Σδx − μΣδ)/σ, without forming x̂."""
         dtype = compute_dtype(delta.dtype)
-        x, delta = (t.to(dtype).reshape(*t.shape[:2], -1) for t in (x, delta))
-        if module.training or module.running_mean is None:
-            variance, mean = torch.var_mean(x, (0, 2), correction=0)
-        else:
-            variance, mean = module.running_var.to(dtype), module.running_mean.to(dtype)
-        shift = delta.sum(2)
-        gain = torch.linalg.vecdot(delta, x) - mean * shift
-        by = {"weight": gain * (variance + module.eps).rsqrt(), "bias": shift}
+        if not module.training and module.running_mean is not None:
+            kept = module.running_mean, (module.running_var + module.eps).rsqrt()
+        elif kept is None:
+            channels = x.to(dtype).reshape(*x.shape[:2], -1)
+            variance, mean = torch.var_mean(channels, (0, 2), correction=0)
+            kept = mean, (variance + module.eps).rsqrt()
+        mean, scale = (t.to(dtype) for t in kept)
+        gain, shift = _channel_sums(x, delta, mean, scale)
+        by = {"weight": gain, "bias": shift}
         return torch.stack([by[r] for r in roles], -1)
+
+
+def _channel_sums(x: Tensor, delta: Tensor, mean: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Σδ(x − μ)/σ and Σδ over the places of each sample and channel, (N, C); μ and 1/σ are (C,).
+
+    They are the gradients of N·C gains and shifts, which one pass over x and δ gives where no
+    precision is lost on the way.
+    """
+    (n, c), places = x.shape[:2], prod(x.shape[2:])
+    if x.dtype == delta.dtype == mean.dtype and x.is_contiguous() and delta.is_contiguous():
+        lines, scale = (1, n * c, places), scale.repeat(n)
+        _, gain, shift = torch.ops.aten.native_group_norm_backward(
+            delta.view(lines), x.view(lines), mean.repeat(1, n), scale[None], scale,
+            *lines, n * c, [False, True, True],
+        )  # fmt: skip
+        return gain.view(n, c), shift.view(n, c)
+    delta = delta.reshape(n, c, places)
+    shift = delta.sum(2, dtype=mean.dtype)
+    product = x.reshape(n, c, places).to(mean.dtype) * delta
+    return torch.addcmul(product.sum(2), mean, shift, value=-1) * scale, shift
 
 
 @register(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)

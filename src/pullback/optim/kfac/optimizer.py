@@ -217,19 +217,20 @@ class KFAC(Reports, Moving, Saving):
         self._settle()
         source = source_of(self, closure, objective)
         loss = source.evaluate()
-        params = self._active()
+        names = self._active()
         low = self._ranks.low(self.curvature.inverses, self._by_name)
         learning = self._gatherer.pool.calls > 0 or self._due()
-        if not learning and not low and self._steadily(source):
+        if not learning and not low and self._steadily(source, names):
             return loss
-        look = Look(source.loss, finite([p.grad for p in params.values()]), low)  # pyright: ignore[reportArgumentType]
+        params: Any = {n: self._by_name[n] for own in names for n in own}
+        look = Look(source.loss, finite([p.grad for p in params.values()]), low)
         if reason := look.reason():
             return self._rejected(reason, loss)
         taken = self._learn(source.found())
         # corrected eigenvalues belong to the old eigenbases: new ones serve from the next step on
         self._invert(taken and not self.ekfac)
         low = look.low()
-        if learning and not low and not self.ekfac and self._steadily(source, taken=taken):
+        if learning and not low and not self.ekfac and self._steadily(source, names, taken=taken):
             return loss
         directions = self.curvature.precondition(self._by_name, params, low)
         control = Control(self, params, directions, source)

@@ -24,7 +24,7 @@ class Average:
 
     def update(self, new: Mapping[str, Tensor], ema: float, *, plain: bool) -> None:
         """value ← ema·value + (1 − ema)·new."""
-        if {n: v.shape for n, v in self.value.items()} != {n: v.shape for n, v in new.items()}:
+        if not self._fits(new):
             self.value, self.mass, self.mean, self.count = {}, 0.0, None, 0
         if not self.value:
             self.value = {n: (1 - ema) * v if ema else v.clone() for n, v in new.items()}
@@ -49,13 +49,16 @@ class Average:
         plain: bool,
     ) -> bool:
         """Whether `update` is but an interpolation, left to be done with those of other blocks."""
-        same = {n: v.shape for n, v in self.value.items()} == {n: v.shape for n, v in new.items()}
-        if plain or not same:
+        if plain or not self._fits(new):
             return False
         pairs += [(self.value[n], v) for n, v in new.items()]
         self.mass = ema * self.mass + 1 - ema
         self.count += 1
         return True
+
+    def _fits(self, new: Mapping[str, Tensor]) -> bool:
+        held = self.value
+        return held.keys() == new.keys() and all(held[n].shape == v.shape for n, v in new.items())
 
     def corrected(self) -> dict[str, Tensor]:
         """The average without the weight of the empty beginning."""

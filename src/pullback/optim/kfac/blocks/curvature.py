@@ -12,7 +12,8 @@ from ....grams.kronecker import Block, Rotated
 from ..statistics.sums import Key
 from .averages import Average
 from .damping import Damping
-from .inverse import Group, Inverse, turned
+from .group import Group
+from .inverse import Inverse, turned
 from .inversion import Inversion
 
 

@@ -1,4 +1,4 @@
-r"""What gradients are multiplied by: inverse blocks, those of the same shape together.
+r"""What gradients are multiplied by: inverse blocks.
 
 With weight V, bias b and the inverse right side [P q; qᵀ s] of a joint block,
 
@@ -9,7 +9,7 @@ so that no odd matrix with the bias as one more column is formed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from ....grams.kronecker import sides
 from ....grams.kronecker.blocks import rotated
 from ..statistics.sums import Key
-from .layout import arranged, refuse_shape, scattered
+from .layout import arranged, scattered
 
 
 @dataclass
@@ -79,139 +79,44 @@ class Inverse:
         return first is not None and not first.is_cuda and first.ndim == 3 and first.shape[1] > 64
 
 
-class Group:
-    """Inverses of one kind, stacked; the members' tensors become views of the stack."""
-
-    def __init__(
-        self, members: Mapping[Key, Inverse], shapes: Mapping[Key, tuple[int, ...]]
-    ) -> None:
-        self.keys = list(members)
-        self.names = [n for k in self.keys for n in k.names]
-        self._shapes = [shapes[k] for k in self.keys]
-        self._counts = [shape[0] for shape in self._shapes]
-        self._fit: dict[str, torch.Size] = {}
-        if len(members) == 1:
-            self._all = next(iter(members.values()))
-            for name, tensor in self._all.tensors().items():
-                if tensor is not None and tensor.is_cuda:  # where products of parts are slower
-                    setattr(self._all, name, tensor.contiguous())
-            return
-        stacked: dict[str, Tensor | None] = {}
-        for name in ("left", "right", "border", "corner"):
-            pieces = [getattr(m, name) for m in members.values()]
-            if pieces[0] is None:
-                stacked[name] = None
-                continue
-            whole = torch.cat(pieces)
-            stacked[name] = whole
-            for member, piece in zip(members.values(), whole.split(self._counts), strict=True):
-                setattr(member, name, piece)
-        self._all = Inverse(**stacked, factors=next(iter(members.values())).factors)
-
-    def __call__(
-        self, gradients: Mapping[str, Tensor], like: Mapping[str, Tensor]
-    ) -> dict[str, Tensor]:
-        """The directions of all members, by name and in the parameters' shapes."""
-        return self.apply(self.stack(gradients, like), like)
-
-    @property
-    def _roles(self) -> int:
-        """Stacks of inputs: weights and biases, or gains and shifts."""
-        return len(self.keys[0].names)
-
-    @property
-    def _kronecker(self) -> bool:
-        return self.keys[0].kind == "kronecker"
-
-    def _shape(self, i: int, role: int) -> tuple[int, ...]:
-        """Of one member's share: weights (G, O, I), biases (G, O), and units flat."""
-        shape = self._shapes[i]
-        if not self._kronecker:
-            return shape[:1]
-        return shape[:2] if role else (*shape[:2], shape[2] - self.keys[i].joint)
-
-    def check(self, like: Mapping[str, Tensor]) -> None:
-        """Raise where a parameter is no longer what its block was built for."""
-        for key, shape in zip(self.keys, self._shapes, strict=True):
-            for role, name in enumerate(key.names):
-                p = like[name]
-                if self._fit.get(name) == p.shape:
-                    continue
-                rows = p.numel() if role or key.bias or not self._kronecker else len(p)
-                found = (rows, p.numel() // max(1, rows))
-                wide = shape[2] - key.joint if self._kronecker and not role else 1
-                high = shape[0] * shape[1] if self._kronecker else shape[0]
-                refuse_shape(key, found, (high, wide))
-                self._fit[name] = p.shape
-
-    def stack(self, gradients: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> list[Tensor]:
-        """The members' gradients, one stack per role; a missing one is zero."""
-        self.check(like)
-        some = next(t for t in self._all.tensors().values() if t is not None)
-        out = []
-        for role in range(self._roles):
-            pieces = []
-            for i, key in enumerate(self.keys):
-                g = gradients.get(key.names[role])
-                if g is None:
-                    pieces.append(some.new_zeros(self._shape(i, role)))
-                else:
-                    pieces.append(g.to(some.dtype).reshape(self._shape(i, role)))
-            out.append(pieces[0] if len(pieces) == 1 else torch.cat(pieces))
-        return out
-
-    def room(self, like: Mapping[str, Tensor]) -> tuple[list[Tensor], dict[str, Tensor]]:
-        """Stacks of zeros that gradients can be written to, and their views by name."""
-        stacks = self.stack({}, like)
-        views = {}
-        for role, stack in enumerate(stacks):
-            for key, piece in zip(self.keys, stack.split(self._counts), strict=True):
-                views[key.names[role]] = piece.view(like[key.names[role]].shape)
-        return stacks, views
-
-    def apply(self, stacks: Sequence[Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The directions, from stacked gradients."""
-        if self._kronecker:
-            v, b = stacks[0], stacks[1] if len(stacks) > 1 else None
-            found = (solved if self._all.factors else applied)(self._all, v, b)
-        else:
-            found = self._units(stacks)
-        out = {}
-        for role, whole in enumerate(found[: self._roles]):
-            assert whole is not None
-            pieces = [whole] if len(self.keys) == 1 else whole.split_with_sizes(self._counts)
-            for key, piece in zip(self.keys, pieces, strict=True):
-                name = key.names[role]
-                out[name] = piece.reshape(like[name].shape)
-        return out
-
-    def _units(self, flat: Sequence[Tensor]) -> list[Tensor]:
-        """Entry by entry: Σ_j m_ij g_j for gains and shifts of all units at once."""
-        m = self._all.left
-        assert m is not None
-        roles = range(len(flat))
-        return [sum((m[:, i, j] * flat[j] for j in roles[1:]), m[:, i, 0] * flat[0]) for i in roles]
+def applied_to_units(inverse: Inverse, x: Tensor, out: Tensor | None) -> Tensor:
+    """Σ_j m_ij g_j for gains and shifts (k, U) of all units."""
+    m = inverse.left
+    assert m is not None
+    if len(x) == 1:
+        return torch.mul(m[:, 0].T, x, out=out)
+    return torch.sum(m.permute(1, 2, 0) * x, 1, out=out)
 
 
-def applied(inverse: Inverse, v: Tensor, b: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """R⁻¹[V b]C⁻¹ for V (G, O, I) and b (G, O)."""
+def applied(
+    inverse: Inverse,
+    v: Tensor,
+    b: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> list[Tensor]:
+    """R⁻¹[V b]C⁻¹ for V (G, O, I) and b (G, O), in given memory where there is some."""
     left, right = inverse.left, inverse.right
     assert left is not None
     assert right is not None
-    v = left[..., None] * v if sides.is_diagonal(left) else left @ v
+    v = left[..., None] * v if sides.is_diagonal(left) else torch.bmm(left, v)
+    diagonal = sides.is_diagonal(right)
     if b is None:
-        return (v * right[:, None] if sides.is_diagonal(right) else v @ right), None
+        if diagonal:
+            return [torch.mul(v, right[:, None], out=weight)]
+        return [torch.bmm(v, right, out=weight)]
     q, s = inverse.border, inverse.corner
     assert q is not None
     assert s is not None
-    b = left * b if sides.is_diagonal(left) else (left @ b[..., None])[..., 0]
-    if sides.is_diagonal(right):
-        return v * right[:, None], b * s[:, None]
-    weight = torch.bmm(v, right).addcmul_(b[..., None], q[:, None])
-    return weight, torch.baddbmm((b * s[:, None])[..., None], v, q[..., None])[..., 0]
+    b = left * b if sides.is_diagonal(left) else torch.bmm(left, b[..., None])[..., 0]
+    if diagonal:
+        return [torch.mul(v, right[:, None], out=weight), torch.mul(b, s[:, None], out=bias)]
+    weight = torch.bmm(v, right, out=weight).addcmul_(b[..., None], q[:, None])
+    bias = torch.addcmul(torch.bmm(v, q[..., None])[..., 0], b, s[:, None], out=bias)
+    return [weight, bias]
 
 
-def solved(inverse: Inverse, v: Tensor, b: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def solved(inverse: Inverse, v: Tensor, b: Tensor | None) -> list[Tensor]:
     """The same with Cholesky factors; a diagonal side is its reciprocal."""
     left, right = inverse.left, inverse.right
     assert left is not None
@@ -222,7 +127,7 @@ def solved(inverse: Inverse, v: Tensor, b: Tensor | None) -> tuple[Tensor, Tenso
         v = v * right[:, None]
     else:
         v = torch.cholesky_solve(v.mT, right).mT
-    return (v, None) if b is None else (v[..., :-1], v[..., -1])
+    return [v] if b is None else [v[..., :-1], v[..., -1]]
 
 
 def turned(

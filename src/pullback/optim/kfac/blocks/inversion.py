@@ -12,7 +12,9 @@ from ....grams.kronecker import Block, Inverses, Pair, Units, inverses, sides
 from ..statistics.sums import Key
 from .averages import Average, block_of
 from .damping import Damping
-from .inverse import Group, Inverse
+from .group import Group
+from .inverse import Inverse
+from .layout import together
 
 _GROWTH, _TRIES = 10.0, 8
 
@@ -119,8 +121,7 @@ class Inversion:
         given = [self._undivided(k) for k in keys]
         every = [side for pair, _ in given for side in (pair.left, pair.right)]
         scales = [scale for _, scale in given for _ in range(2)]
-        means = torch._foreach_div([sides.diagonal(s).mean(-1) for s in every], scales)
-        shifts = _shifts(damping, value, means)
+        shifts = _shifts(damping, value, torch._foreach_div(_means(every), scales))
         return inverses(every, scales=scales, shifts=shifts, singular=singular, factors=factors)
 
     def _pair(self, key: Key) -> Pair:
@@ -181,7 +182,21 @@ class Inversion:
             else:
                 copies += pairs
         if copies:
+            copies = together(copies)
             torch._foreach_copy_([held for held, _ in copies], [new for _, new in copies])
+
+
+def _means(every: Sequence[Tensor]) -> list[Tensor]:
+    """The mean eigenvalue of each side, (G,); those of one length at once."""
+    out: list[Tensor] = list(every)
+    alike: dict[Any, list[int]] = {}
+    for i, side in enumerate(every):
+        alike.setdefault((side.shape[-1], side.dtype, side.device), []).append(i)
+    for some in alike.values():
+        means = torch.cat([sides.diagonal(every[i]) for i in some]).mean(-1)
+        for i, part in zip(some, means.split([len(every[i]) for i in some]), strict=True):
+            out[i] = part
+    return out
 
 
 def _shifts(damping: Damping, value: float, means: Sequence[Tensor]) -> list[Tensor]:

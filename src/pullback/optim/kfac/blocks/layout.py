@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,3 +45,31 @@ def scattered(key: Key, v: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
             return [v.reshape(like[0].shape)]
         return [v[..., :-1].reshape(like[0].shape), v[..., -1].reshape(like[1].shape)]
     return [v[:, i].reshape(p.shape) for i, p in enumerate(like)]
+
+
+def together(copies: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    """The same copies as fewer ones: what lies at even distances on both sides is one."""
+    alike: dict[Any, list[tuple[Tensor, Tensor]]] = {}
+    for pair in copies:
+        kind = [(t.dtype, t.device, t.untyped_storage().data_ptr(), t.stride()) for t in pair]
+        alike.setdefault((*kind, pair[0].shape), []).append(pair)
+    out = []
+    for some in alike.values():
+        some.sort(key=lambda pair: pair[0].storage_offset())
+        starts = [(int(held.storage_offset()), int(new.storage_offset())) for held, new in some]
+        steps = [(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(starts)]
+        first = 0
+        while first < len(some):
+            end, step = first + 1, steps[first] if first < len(steps) else (0, 0)
+            while min(step) > 0 and end < len(some) and steps[end - 1] == step:
+                end += 1
+            held, new = some[first]
+            count = end - first
+            out.append((_repeated(held, count, step[0]), _repeated(new, count, step[1])))
+            first = end
+    return out
+
+
+def _repeated(t: Tensor, count: int, step: int) -> Tensor:
+    """So many tensors like this one, each a step further on in its memory."""
+    return t if count == 1 else t.as_strided((count, *t.shape), (step, *t.stride()))

@@ -40,9 +40,14 @@ class Factors:
         return sum(len(a) for a in self.inputs)
 
 
+def _large(weight: Tensor) -> bool:
+    """Whether it matters at all."""
+    return weight.numel() >= (_SMALLEST_CUDA if weight.is_cuda else _SMALLEST)
+
+
 def pays(weight: Tensor, places: int) -> bool:
     """Whether there are few enough places."""
-    if weight.numel() < (_SMALLEST_CUDA if weight.is_cuda else _SMALLEST):
+    if not _large(weight):
         return False
     o, i = weight.shape
     return _GAIN * places * (o * o + i * i + o * i) <= o * i * (o + i)
@@ -87,10 +92,10 @@ class Hook:
             return
         if not isinstance(output, Tensor) or not output.requires_grad or output.ndim < 2:
             return
-        weight, x = module.weight, args[0].detach()
-        number = id(weight)
-        if not pays(weight, x.shape[:-1].numel()):
+        weight = module.weight
+        if not pays(weight, args[0].shape[:-1].numel()):
             return
+        number, x = id(weight), args[0].detach()
 
         def receive(delta: Tensor) -> None:
             if (owner := ranks()) is not None:
@@ -113,9 +118,7 @@ class Ranks:
     def __init__(self, model: nn.Module) -> None:
         self.factors: dict[int, Factors] = {}
         large = [m for m in plain(model).modules() if type(m) is nn.Linear]
-        self._handles = [
-            m.register_forward_hook(Hook(self)) for m in large if m.weight.numel() >= _SMALLEST
-        ]
+        self._handles = [m.register_forward_hook(Hook(self)) for m in large if _large(m.weight)]
         self._finish = weakref.finalize(self, _remove, self._handles)
 
     def close(self) -> None:

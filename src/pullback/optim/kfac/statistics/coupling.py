@@ -71,7 +71,7 @@ class Coupling:
         """Σ_ij K⁻¹_ij row_i row_jᵀ of gains and shifts, unit by unit: (U, k, k)."""
         layer = entry.layer
         assert isinstance(layer, Scale)
-        rows = layer.unit_rows(entry.module, entry.input, delta, roles, sharing)
+        rows = layer.unit_rows(entry.module, entry.input, delta, roles, sharing, entry.kept)
         rows = self.whiten(rows, 0, signed=True)
         return torch.einsum("nuk,nul->ukl", rows, rows)
 

@@ -36,7 +36,11 @@ def drawn(
             metric, fisher, z, draws=draws, inputs=inputs, generator=generator, batch_dim=batch_dim
         )
     found = covectors(metric, fisher, z, cotangent, draws=draws, inputs=inputs, generator=generator)
-    return ((covector, None) for covector in found)
+    return map(_alone, found)
+
+
+def _alone(covector: Tensor) -> tuple[Tensor, None]:
+    return covector, None
 
 
 def covectors(
@@ -69,9 +73,9 @@ def covectors(
     if fisher == "mc":
         for _ in range(draws - 1):
             yield _drawn(metric, z, inputs, generator) / draws**0.5
-        last = _drawn(metric, z, inputs, generator)
+        last = [_drawn(metric, z, inputs, generator)]
         del z, cotangent  # the logits of a language model are larger than its activations
-        yield last if draws == 1 else last / draws**0.5
+        yield last.pop() if draws == 1 else last.pop().div_(draws**0.5)
         return
     if fisher == "empirical":
         yield cotangent * _signs(z, generator)
@@ -104,8 +108,9 @@ def _drawn(
 
 def scored(metric: Fisher, z: Tensor, generator: torch.Generator | None) -> Tensor:
     """Scores of drawn targets, some samples at a time: in full precision they take much memory."""
-    step = max(1, _ENTRIES * len(z) // max(1, z.numel()))
-    dtype = compute_dtype(z.dtype)
+    step, dtype = max(1, _ENTRIES * len(z) // max(1, z.numel())), compute_dtype(z.dtype)
+    if metric.likelihood.halves:
+        return metric.likelihood.score(z, generator)
     if step >= len(z):
         return metric.likelihood.score(z.to(dtype), generator)
     out = torch.empty_like(z)

@@ -17,9 +17,12 @@ from .pool import Recipe
 
 @dataclass(frozen=True)
 class Draws:
-    """Covectors in the layout of the output z, without z itself: it may be large."""
+    """Covectors in the layout of the output z, without z itself: it may be large.
 
-    covectors: Iterator[tuple[Tensor, Coupling | None]]
+    Each comes in a list of its own, to be taken out of it: nobody else holds it.
+    """
+
+    covectors: Iterator[tuple[list[Tensor], Coupling | None]]
     samples: Tensor | float
     #: which places of the output count
     keep: Tensor | None
@@ -48,17 +51,10 @@ def draws(
         generator=generator,
         batch_dim=axis,
     )
-    covectors = _placed(found, mask, z.ndim, z.dtype, axis)
-    return Draws(covectors, samples, outputs.places(mask, z, axis))
+    ndim, dtype = z.ndim, z.dtype
 
+    def placed(pair: tuple[Tensor, Coupling | None]) -> tuple[list[Tensor], Coupling | None]:
+        covector = pair[0] if mask is None else pair[0] * mask
+        return [outputs.placed(covector, ndim, dtype, axis)], pair[1]
 
-def _placed(
-    found: Iterator[tuple[Tensor, Coupling | None]],
-    mask: Tensor | None,
-    ndim: int,
-    dtype: torch.dtype,
-    axis: int,
-) -> Iterator[tuple[Tensor, Coupling | None]]:
-    for covector, coupling in found:
-        counted = covector if mask is None else covector * mask
-        yield outputs.placed(counted, ndim, dtype, axis), coupling
+    return Draws(map(placed, found), samples, outputs.places(mask, z, axis))

@@ -18,7 +18,7 @@ from ...._core.capture import plain, select
 from ..blocks.inverse import Inverse
 from .draws import Draws, draws
 from .graph import accumulates, refuse_reentrant
-from .measure import Measure, NotFinite
+from .measure import Changed, Measure, NotFinite
 from .pending import Again, Pending, Root
 from .pool import MISSED, Pool, Recipe
 from .sums import Key, averaged
@@ -161,7 +161,7 @@ class Gatherer:
             self._miss(6)
             return
         z, tape, inputs = pending.value(), pending.tape, pending.inputs
-        again = pending.call
+        again, value = pending.call, pending.again
         pending.clear()
         if again is not None:
             tape = Tape(plain(self.model), leaves)
@@ -170,13 +170,17 @@ class Gatherer:
             z = root.detach()
         assert tape is not None
         with torch.no_grad(), torch.autocast(z.device.type, enabled=False):
-            random = self.random(z.device)
-            found = draws(self.recipe, z, cotangent.detach(), inputs, random)
+            random, slope = self.random(z.device), cotangent.detach()
+            found = draws(self.recipe, z, slope, inputs, random)
             del z  # nor does anybody below hold it any longer than it takes to draw from it
-            self._take(root, found, tape)
+            self.pool.calls += 1
+            try:
+                self._take(root, found, tape)
+            except Changed:
+                assert value is not None
+                self._take(root, draws(self.recipe, value(), slope, inputs, random), tape)
 
     def _take(self, root: Root, found: Draws | None, tape: Tape) -> None:
-        self.pool.calls += 1
         if found is None:
             self.pool.samples = torch.nan
             return
@@ -223,8 +227,7 @@ class Gatherer:
         if state["generator"] is not None:
             self._generator = torch.Generator(state["device"])
             self._generator.set_state(state["generator"].cpu())
-        self._measure.reasons = dict(state["reasons"])
-        self._measure.partners = {n: tuple(names) for n, names in state["partners"].items()}
+        self._measure.load(state["reasons"], state["partners"])
         self._flags = ()
 
 

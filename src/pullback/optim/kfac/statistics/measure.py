@@ -16,6 +16,7 @@ from ...checks import refuse_sparse
 from ..blocks.inverse import Inverse
 from .coupling import Coupling, apart
 from .graph import last, pulled, refuse_reentrant
+from .head import below
 from .pending import Root
 from .plan import Plan
 from .proof import Proof
@@ -27,6 +28,10 @@ from .taps import add_taps, replayed, roles
 
 class NotFinite(Exception):
     """The covector met values that are not finite, from which nothing can be learned."""
+
+
+class Changed(Exception):
+    """The model went another way than before, and the covector is gone: another one is needed."""
 
 
 @dataclass(frozen=True)
@@ -59,15 +64,21 @@ class Measure:
         #: the parameters that share a block with this one
         self.partners: dict[str, tuple[str, ...]] = {}
         self._known: dict[Any, Known] = {}
+        self._plan: Plan | None = None
 
     def knows(self, leaves: Mapping[str, Tensor]) -> bool:
         """Whether each of them has a block of parameters among them."""
         return all(n in self.partners and leaves.keys() >= {*self.partners[n]} for n in leaves)
 
+    def load(self, reasons: Mapping[str, str], partners: Mapping[str, Sequence[str]]) -> None:
+        """Take up what was established before."""
+        self._plan, self.reasons = None, dict(reasons)
+        self.partners = {n: tuple(names) for n, names in partners.items()}
+
     def pull(
         self,
         root: Root,
-        covector: Tensor,
+        covector: list[Tensor],
         tape: Tape,
         leaves: Mapping[str, Tensor],
         sums: dict[Key, Sums],
@@ -80,13 +91,16 @@ class Measure:
 
         Args:
             root: the output.
-            covector: of the output's shape and dtype.
+            covector: of the output's shape and dtype, in a list from which it may be taken.
             tape: the layers on the way.
             leaves: the parameters that take part.
             sums: where to add.
             keep: which places of the output count.
             inputs: whether to add the inputs as well, once per pass.
             coupling: how the samples are related, where the metric does.
+
+        Raises:
+            Changed: it has to be called again with another covector.
         """
         split = apart(tape, self._sharing, coupling)
         edges = tape.edges(None if isinstance(root, Tensor) else root.node)
@@ -102,6 +116,9 @@ class Measure:
             done = self._sweep(root, covector, tape, leaves, sums, known, *rest)
             if done:
                 return
+            if not covector:
+                del self._known[signature]
+                raise Changed
         # the first time, or another way through the same layers
         known = self._sweep(root, covector, tape, leaves, sums, None, *rest)
         assert isinstance(known, Known)
@@ -111,7 +128,7 @@ class Measure:
     def _sweep(
         self,
         root: Root,
-        covector: Tensor,
+        covector: list[Tensor],
         tape: Tape,
         leaves: Mapping[str, Tensor],
         sums: dict[Key, Sums],
@@ -131,10 +148,12 @@ class Measure:
         )  # fmt: skip
         asked = list(leaves) if plan is None else [n for n in plan.plain if n in leaves]
         ends = [] if known is None else known.last
+        head = tape.head if known is not None and coupling is None else None
+        start = None if head is None else below(sweep, root, covector, tape, head, asked)
         handles = sweep.hooks(edges[:count])
         try:
             targets = [edges[i] for i in ends] + list(edges[count:]) + [leaves[n] for n in asked]
-            found = pulled(root, covector, targets)
+            found = pulled(*(start or (root, covector[0])), targets)
         finally:
             for handle in handles:
                 handle.remove()
@@ -163,7 +182,7 @@ class Measure:
             add_taps(sums, one, plan, self._sharing, tape.name, inputs=inputs)
         plain = {n: g for n, g in truth.items() if n in plan.plain}
         if coupling is not None and plain:  # theirs is another covector
-            found = pulled(root, coupling.related(covector), [leaves[n] for n in plain])
+            found = pulled(root, coupling.related(covector[0]), [leaves[n] for n in plain])
             plain = dict(zip(plain, found, strict=True))
         _square(plain, sums)
         if known is not None:
@@ -191,6 +210,9 @@ class Measure:
 
     def _adopt(self, plan: Plan) -> None:
         """What holds for the parameters from now on."""
+        if plan is self._plan:
+            return
+        self._plan = plan
         new = {n: key.names for key in plan.keys for n in key.names}
         kept = {n: names for n, names in self.partners.items() if not new.keys() & {*names}}
         self.partners = {**kept, **new}

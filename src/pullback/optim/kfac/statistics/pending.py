@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.autograd.graph import GradientEdge
 from ...._core.capture import Call, detached, plain
 from ...._core.errors import PullbackError
 from ...._core.state import RandomState
-from .head import head_of
+from .head import again_by, head_of
 from .tape import Tape
 
 Root = Tensor | GradientEdge
@@ -35,13 +35,17 @@ class Pending:
     """
 
     def __init__(self, z: Tensor, tape: Tape | None, call: Again | None, inputs: Any) -> None:
-        self._head = None if tape is None or z.numel() < _LARGE else head_of(z, tape)
+        self.again: Callable[[], Tensor] | None = None
+        if tape is not None and z.numel() >= _LARGE:
+            tape.head = head_of(z, tape)
+            if tape.head is not None:
+                self.again = again_by(tape.entries[tape.head], z.dtype)
         if tape is not None and z.grad_fn is not None:
             tape.release(z.grad_fn)
         self.tape, self.call, self.inputs = tape, call, inputs
         self._version, self._number = z._version, z.output_nr
         # while the loss is differentiated there would be one more tensor of this size
-        self._value = z.detach() if self._head is None else None
+        self._value = z.detach() if self.again is None else None
         self._leaf = z if z.grad_fn is None else None
 
     @property
@@ -51,12 +55,12 @@ class Pending:
 
     def clear(self) -> None:
         """Let go of everything; a user may keep the graph for long."""
-        self.tape = self.call = self.inputs = self._leaf = self._value = self._head = None
+        self.tape = self.call = self.inputs = self._leaf = self._value = self.again = None
 
     def value(self) -> Tensor:
         """z as it was."""
-        if self._head is not None:
-            return self._head()
+        if self.again is not None:
+            return self.again()
         assert self._value is not None
         if self._value._version != self._version:
             raise PullbackError(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 _SAVED = {"AddmmBackward0": "_saved_mat1", "MmBackward0": "_saved_self"}
+_NORMS = ("NativeBatchNormBackward0", "CudnnBatchNormBackward0")
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -25,11 +26,25 @@ def seen(x: Tensor, output: Tensor) -> Tensor:
     return kept.view(x.shape) if kept.is_contiguous() else x.to(output.dtype)
 
 
-def _kept(node: Any) -> Tensor | None:
-    """The rows that a product keeps; not where saved tensors are packed, as by checkpoints."""
+def normalized_by(output: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Mean and 1/σ of the batch, which a batch normalization keeps for its backward pass."""
+    node: Any = output.grad_fn
+    if _packed() or node is None or node.name() not in _NORMS:
+        return None
+    mean, scale = node._saved_result1.detach(), node._saved_result2.detach()
+    return (mean, scale) if mean.numel() == scale.numel() == output.shape[1] else None
+
+
+def _packed() -> bool:
+    """Whether saved tensors are packed, as by checkpoints: they may be unpacked but once."""
     autograd: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
     packing = getattr(autograd, "_top_saved_tensors_default_hooks", None)
-    if packing is None or packing(True) is not None:
+    return packing is None or packing(True) is not None
+
+
+def _kept(node: Any) -> Tensor | None:
+    """The rows that a product keeps."""
+    if _packed():
         return None
     for _ in range(3):  # the product itself, perhaps below a view and a copy of it
         if node is None:

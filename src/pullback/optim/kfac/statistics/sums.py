@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,22 +68,30 @@ def averaged(
 ) -> dict[Key, dict[str, Tensor]]:
     """Means over samples (cotangents) and places (inputs), under flat names to be saved."""
     out: dict[Key, dict[str, Tensor]] = {}
+    joint: dict[Any, list[tuple[dict[str, Tensor], str, Moments]]] = {}
     cotangents: list[Tensor] = []
-    borders: list[tuple[Tensor, Tensor]] = []
     for key, held in sums.items():
         own = out[key] = {}
         if held.squares is not None:
             own["squares"] = held.squares
+            cotangents.append(held.squares)
         for term, second in held.outputs.items():
             tag = f"{term.layer}.{'first' if term.input_first else 'last'}"
             own[f"{tag}.outputs"] = second
-            own[f"{tag}.inputs"] = _homogeneous(held.inputs[term], key.joint, borders)
-        cotangents += [t for n, t in own.items() if not n.endswith(".inputs")]
+            cotangents.append(second)
+            m = held.inputs[term]
+            if key.joint and m.second.ndim == 3:
+                like = (m.second.shape, m.second.dtype, m.second.device)
+                joint.setdefault(like, []).append((own, f"{tag}.inputs", m))
+            else:
+                own[f"{tag}.inputs"] = _mean(m, key.joint)
     factor = scale / samples
     for some in _alike(cotangents):
         torch._foreach_mul_(some, factor)  # pyright: ignore[reportCallIssue, reportArgumentType]
-    if borders:
-        torch._foreach_copy_([to for to, _ in borders], [new for _, new in borders])
+    for alike in joint.values():
+        sides = _homogeneous([m for _, _, m in alike])
+        for (own, name, _), side in zip(alike, sides, strict=True):
+            own[name] = side
     return out
 
 
@@ -102,23 +111,32 @@ def add_bias(held: Sums, second: Tensor) -> None:
     held.add_outputs(term, second)
 
 
-def _homogeneous(m: Moments, joint: bool, borders: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """mean āāᵀ with ā = (a, 1) for a joint block, else mean aaᵀ; groups may count apart.
+def _mean(m: Moments, joint: bool) -> Tensor:
+    """mean aaᵀ, or of a joint block's diagonal that of (a, 1); groups may count apart."""
+    mean = m.second / _counts(m, m.second.ndim)
+    return torch.cat([mean, torch.ones_like(mean[:, :1])], 1) if joint else mean
 
-    `borders` receives what is yet to be copied where.
+
+def _homogeneous(some: Sequence[Moments]) -> Sequence[Tensor]:
+    """mean āāᵀ with ā = (a, 1), (G, n + 1, n + 1), for moments of one shape.
+
+    They lie in one piece of memory, so that their borders are written at once.
     """
-    one = two = m.places
-    if isinstance(m.places, Tensor):
-        one, two = m.places.view(-1, 1), m.places.view(-1, *[1] * (m.second.ndim - 1))
-    if not joint:
-        return m.second / two
-    if m.second.ndim == 2:
-        ones = torch.ones_like(m.second[:, :1])
-        return torch.cat([m.second / two, ones], 1)
-    g, n = m.first.shape
-    out = m.second.new_empty(g, n + 1, n + 1)
-    torch.div(m.second, two, out=out[:, :n, :n])
-    row, mean = out.select(1, n), m.first / one
-    row.fill_(1)
-    borders += [(row[:, :n], mean), (out.select(2, n)[:, :n], mean)]
-    return out
+    g, n, _ = some[0].second.shape
+    out = some[0].second.new_empty(len(some), g, n + 1, n + 1)
+    for side, m in zip(out[..., :n, :n].unbind(), some, strict=True):
+        torch.div(m.second, _counts(m, 3), out=side)
+    first = torch.stack([m.first for m in some])
+    counts = [m.places for m in some]
+    if any(isinstance(c, Tensor) for c in counts) or len({*counts}) > 1:
+        first = torch.stack([m.first / _counts(m, 2) for m in some])
+    else:
+        first /= counts[0]
+    out[..., n, :n] = out[..., :n, n] = first
+    out[..., n, n] = 1
+    return out.unbind()
+
+
+def _counts(m: Moments, ndim: int) -> Tensor | float:
+    """The number of places, or one per group before `ndim` − 1 other axes."""
+    return m.places.view(-1, *[1] * (ndim - 1)) if isinstance(m.places, Tensor) else m.places

@@ -27,15 +27,18 @@ from .coupling import Coupling
 from .plan import Plan
 from .sums import Key, Sums, Term, add_bias
 
+_FEW = 2**18  # entries of a normalization's rows that may wait for those of others
 
-@dataclass
+
+@dataclass(slots=True)
 class Met:
     """What one use of a layer met: sums over its places, whatever block they will belong to."""
 
     inputs: Moments | None = None
     outputs: Tensor | None = None
     shifts: Tensor | None = None
-    #: Σ rows rowsᵀ of gain and shift, (U, k, k), and their roles
+    #: rows of gain and shift, (N, U, k), until Σ rows rowsᵀ, (U, k, k), is formed of them
+    rows: Tensor | None = None
     units: Tensor | None = None
     roles: list[str] = field(default_factory=list)
     #: second moments in the eigenbases of this block
@@ -65,7 +68,7 @@ class Sweep:
         *,
         inputs: bool,
         wanted: Callable[[Entry], bool],
-        basis: Callable[[Entry], tuple[Key, Inverse] | None],
+        basis: Callable[[Entry], tuple[Key, Inverse] | None] | None,
         proof: Callable[[Entry, Tensor], None] | None,
         coupling: Coupling | None = None,
     ) -> None:
@@ -90,18 +93,16 @@ class Sweep:
 
         return [node.register_prehook(hook(own)) for node, own in by_node.items()]
 
-    @torch.no_grad()
     def consume(self, i: int, delta: Tensor) -> None:
-        """The cotangent of one use, once."""
+        """The cotangent of one use, once; without gradients and autocast, as the pass itself."""
         if i in self.met:
             return
         entry = self._entries[i]
+        delta = delta.reshape(entry.shape)  # of a linear layer's rows, which it gave a view of
         self.met[i] = met = Met()
         if self._proof is not None:
             self._proof(entry, delta)
-        if not self._wanted(entry):
-            return
-        with torch.autocast(delta.device.type, enabled=False):
+        if self._wanted(entry):
             self._measure(entry, delta, met)
 
     def _measure(self, entry: Entry, delta: Tensor, met: Met) -> None:
@@ -111,7 +112,9 @@ class Sweep:
             assert isinstance(layer, Scale)
             met.roles = [r for r, n in entry.names.items() if n is not None]
             if coupling is None:
-                met.units = layer.units(module, x, delta, met.roles, sharing)
+                met.rows = layer.unit_rows(module, x, delta, met.roles, sharing, entry.kept)
+                if met.rows.numel() > _FEW:
+                    _form([met])
             else:
                 met.units = coupling.units(entry, delta, met.roles, sharing)
             return
@@ -128,8 +131,7 @@ class Sweep:
         if entry.names.get("bias") is not None:
             joint = layer.joint and met.outputs is not None
             met.shifts = met.outputs if joint else layer.shifts(module, x, delta, sharing)
-        found = self._basis(entry)
-        if found is not None:
+        if self._basis is not None and (found := self._basis(entry)) is not None:
             key, basis = found
             met.basis = key
             block, _ = block_of(entry, delta, sharing, key.names)
@@ -139,6 +141,13 @@ class Sweep:
 
     def assign(self, plan: Plan, sums: dict[Key, Sums]) -> None:
         """Add what was met to the blocks it belongs to."""
+        alike: dict[Any, list[Met]] = {}
+        for met in self.met.values():
+            if (rows := met.rows) is not None:
+                kind = (rows.shape[0], rows.shape[2], rows.dtype, rows.device)
+                alike.setdefault(kind, []).append(met)
+        for some in alike.values():
+            _form(some)
         for i, met in sorted(self.met.items()):
             entry = self._entries[i]
             for key, roles in plan.units(entry.names):
@@ -160,6 +169,15 @@ class Sweep:
             if key is not None and met.shifts is not None:
                 shared = met.shifts is met.outputs
                 add_bias(sums.setdefault(key, Sums()), met.shifts.clone() if shared else met.shifts)
+
+
+def _form(some: Sequence[Met]) -> None:
+    """Σ rows rowsᵀ of all units at once."""
+    every = [met.rows for met in some if met.rows is not None]
+    rows = every[0] if len(every) == 1 else torch.cat(every, 1)
+    units = torch.bmm(rows.permute(1, 2, 0), rows.transpose(0, 1))
+    for met, own in zip(some, units.split([r.shape[1] for r in every]), strict=True):
+        met.rows, met.units = None, own
 
 
 def block_of(
@@ -189,9 +207,11 @@ def wanted_by(plan: Plan | None, apart: Collection[str]) -> Callable[[Entry], bo
 
 def basis_by(
     entries: Sequence[Entry], bases: Mapping[Key, Inverse]
-) -> Callable[[Entry], tuple[Key, Inverse] | None]:
+) -> Callable[[Entry], tuple[Key, Inverse] | None] | None:
     """The eigenbases of a use's block, where it is the block's only use."""
     by_weight = {k.names[0]: k for k, b in bases.items() if b.scale is not None and not k.bias}
+    if not by_weight:
+        return None
     uses = Counter(e.names.get("weight") for e in entries)
 
     def basis(entry: Entry) -> tuple[Key, Inverse] | None:

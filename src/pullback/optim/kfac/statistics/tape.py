@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ...._core.capture import detached
-from ....maps.layers import Compound, Layer, find_compound
-from ....maps.record import Recorder
-from .seen import seen
+from ....maps.layers import Compound, Layer, find, find_compound
+from ....maps.record import Entry, Recorder
+from .seen import normalized_by, seen
 
 
 @dataclass(frozen=True)
@@ -34,23 +34,41 @@ class Tape(Recorder):
     def __init__(self, model: nn.Module, leaves: Mapping[str, Tensor]) -> None:
         super().__init__(model, leaves)
         self.wholes: list[Whole] = []
+        #: the linear layer that gave a large output
+        self.head: int | None = None
 
-    def _hook(self, path: str, layer: Layer) -> Any:
-        if layer.curvature == "rows":  # it has no factors to give
-            return lambda *_: None
-        record = super()._hook(path, layer)
+    def _hook_of(self, path: str, module: nn.Module) -> Any:
+        if (compound := find_compound(module)) is not None:
+            return self._keep(path, compound)
+        layer = find(module)
+        if layer is None or layer.curvature == "rows":  # it has no factors to give
+            return None
+        return self._hook(path, layer)
+
+    def _entry(
+        self,
+        path: str,
+        module: nn.Module,
+        layer: Layer,
+        names: dict[str, str | None],
+        x: Tensor,
+        edge: GradientEdge,
+        output: Tensor,
+    ) -> Entry:
+        shape = tuple(output.shape)
         if layer.curvature == "units":
-            return record
+            return Entry(path, module, layer, names, x, edge, shape, normalized_by(output))
+        return Entry(path, module, layer, names, seen(x, output), edge, shape)
 
-        def recorded(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-            count = len(self.entries)
-            out = record(module, args, kwargs, output)
-            if len(self.entries) > count:
-                held = self.entries[-1]
-                self.entries[-1] = replace(held, input=seen(held.input, out))
-            return out
+    def _placed(self, module: nn.Module, output: Tensor) -> tuple[Tensor, GradientEdge]:
+        """A linear layer's rows themselves, where it gives a view of all of them.
 
-        return recorded
+        Their node stays whatever is done to the view, which need not be copied for that.
+        """
+        rows = rows_of(module, output)
+        return (
+            super()._placed(module, output) if rows is None else (output, get_gradient_edge(rows))
+        )
 
     def release(self, node: Any) -> None:
         """Do not hold this node of the graph; `edges` takes it again."""
@@ -75,12 +93,6 @@ class Tape(Recorder):
 
     def __enter__(self) -> Tape:
         super().__enter__()
-        for path, module in self._model.named_modules():
-            if (compound := find_compound(module)) is not None:
-                handle = module.register_forward_hook(
-                    self._keep(path, compound), prepend=True, with_kwargs=True
-                )
-                self._stack.callback(handle.remove)
         return self
 
     def _keep(self, path: str, compound: Compound) -> Any:
@@ -94,6 +106,15 @@ class Tape(Recorder):
                 self.wholes.append(whole)
 
         return keep
+
+
+def rows_of(module: nn.Module, output: Tensor) -> Tensor | None:
+    """The rows (places, O) that a linear layer computed, where its output is a view of them."""
+    rows = output._base
+    if rows is None or type(module) is not nn.Linear or rows.grad_fn is None:
+        return None
+    plain = rows.numel() == output.numel() and rows.is_contiguous() and output.is_contiguous()
+    return rows if plain else None
 
 
 def _without(edge: GradientEdge) -> GradientEdge:

@@ -18,7 +18,8 @@ def finite(tensors: Sequence[Tensor]) -> Tensor:
     norms = torch._foreach_norm([t.detach() for t in tensors])
     if len({(n.dtype, n.device) for n in norms}) > 1:
         norms = [n.to(norms[0].device, torch.float64) for n in norms]
-    return torch.isfinite(torch.stack(list(norms))).all()
+    nothing = torch.stack(list(norms)).sum() * 0  # or NaN
+    return nothing == nothing
 
 
 def refuse_none(gradients: Collection[object]) -> None:
@@ -46,7 +47,9 @@ class Look:
         self, loss: float | None, good: Tensor, low: Mapping[Key, Low] | None = None
     ) -> None:
         self._loss, self._low = loss, low or {}
-        flags = torch.stack([good, *(x.holds.to(good.device) for x in self._low.values())])
+        flags = good.view(1)
+        if self._low:
+            flags = torch.stack([good, *(x.holds.to(good.device) for x in self._low.values())])
         self._event: torch.cuda.Event | None = None
         if flags.is_cuda:
             self._flags = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from math import isfinite
 from typing import Any
 
-from torch import nn
+import torch
 
 from ...._core.errors import PullbackError
 from ....steps import QuadraticModel
-from ...checks import gradient_of
+from ...checks import refuse_sparse
 from ..blocks.damping import Adaptive
 from ..info import KFACInfo
 from ..source import Source
@@ -42,21 +42,20 @@ class Moving(Learning):
             accepted, reason, self._memory["damping"], taken, self._notes(), *control
         )
 
-    def _steadily(self, source: Source, *, taken: bool | None = None) -> bool:
+    def _steadily(
+        self, source: Source, names: list[list[str]], *, taken: bool | None = None
+    ) -> bool:
         """The move without waiting for the device, where that is possible.
 
-        The device moves nothing by itself if it must not; `_settle` takes notice later. `taken`
-        says whether statistics were taken, on a step where they were due.
+        The device moves nothing by itself if it must not; `_settle` takes notice later. `names`
+        are those of parameters with a gradient, per param group; `taken` says whether statistics
+        were taken, on a step where they were due.
         """
         lost = source.loss is not None and not isfinite(source.loss)
         if lost or self.rule is not None or isinstance(self.damping, Adaptive):
             return False
         if "again" in self._memory or not self.curvature.complete:
             return False
-        names = [
-            [self._names[id(p)] for p in g["params"] if p.grad is not None and p.requires_grad]
-            for g in self.param_groups
-        ]
         look = self._steady.step(
             self.curvature, self._by_name, names, self.param_groups, self.state, self.kl_clip,
             source.loss,
@@ -97,20 +96,25 @@ class Moving(Learning):
         self._info = KFACInfo(False, reason, self._memory["damping"])
         return loss
 
-    def _active(self) -> dict[str, nn.Parameter]:
-        """The parameters with a gradient, by name, in the order of the groups."""
-        out = {}
+    def _active(self) -> list[list[str]]:
+        """The names of the parameters with a gradient, per param group."""
+        out, shapes = [], self._shapes
         for group in self.param_groups:
+            own = []
             for p in group["params"]:
-                if p.requires_grad and p.grad is not None:
-                    name = self._names[id(p)]
-                    gradient_of(name, p)
-                    if p.shape != self._shapes[name]:
-                        raise PullbackError(
-                            f"Parameter {name!r} changed its shape",
-                            f"it was {tuple(self._shapes[name])}, and is {tuple(p.shape)} now",
-                            "Build the optimizer again after changing the model",
-                        )
-                    out[name] = p
-        refuse_none(out)
+                gradient = p.grad
+                if gradient is None or not p.requires_grad:
+                    continue
+                name = self._names[id(p)]
+                if gradient.layout is not torch.strided:
+                    refuse_sparse(name, gradient)
+                if p.shape != shapes[name]:
+                    raise PullbackError(
+                        f"Parameter {name!r} changed its shape",
+                        f"it was {tuple(shapes[name])}, and is {tuple(p.shape)} now",
+                        "Build the optimizer again after changing the model",
+                    )
+                own.append(name)
+            out.append(own)
+        refuse_none([n for own in out for n in own])
         return out

@@ -1,9 +1,10 @@
 r"""The step between statistics written down once: gradients in, the same kernels, parameters moved.
 
-    Δ = F̂⁻¹g,  Δ ← min(1, √δ/√(Σ η²⟨Δ, g⟩)) Δ,  w ← (1 − η·decay)w,  m ← μm + Δ,  w ← w − ηm,
+    Δ = F̂⁻¹g,  Δ ← Δ/√max(1, Σ η²⟨Δ, g⟩/δ),  w ← (1 − η·decay)w,  m ← μm + Δ,  w ← w − ηm,
 
-and nothing moves where a gradient is not finite, which the device decides by itself. Rates are
-numbers on the device, so that schedules leave what was recorded valid.
+and nothing moves where a direction is not finite, which the device decides by itself (a gradient
+that is not finite makes its block's direction so). Rates are numbers on the device, so that
+schedules leave what was recorded valid.
 """
 
 from __future__ import annotations
@@ -15,36 +16,45 @@ import torch
 from torch import Tensor
 
 from ..blocks.curvature import Curvature
-from ..statistics.sums import Key
 from .control import momentum_of
-from .look import finite
+from .rooms import Plan, Rooms
 
 
 class Share:
     """The parameters of one param group that have a gradient."""
 
-    def __init__(self, group: dict[str, Any], names: list[str], like: Mapping[str, Tensor]) -> None:
-        self.group, self.names = group, names
-        self.params = [like[n] for n in names]
+    def __init__(
+        self,
+        group: dict[str, Any],
+        params: list[Tensor],
+        directions: list[Tensor],
+        kl_clip: float | None,
+    ) -> None:
+        self.group, self.params, self._limit = group, params, kl_clip
+        self._directions = directions
         self.buffers: list[Tensor] = []
-        some = self.params[0]
-        #: η and η·decay
-        self.rates = torch.zeros(2, device=some.device, dtype=_rate_dtype(some.dtype))
-        self._now: list[Any] = [None, None]
+        some = params[0]
+        self._double = some.dtype == torch.float64
+        self._cast = any(d.dtype != some.dtype for d in directions)
+        #: η, 1 − η·decay, η²/δ and 1
+        self.rates = torch.ones(
+            4, device=some.device, dtype=torch.float64 if self._double else torch.float32
+        )
+        self._now: list[Any] = [None] * 3
 
     @property
     def options(self) -> tuple[Any, ...]:
         """What is part of the kernels."""
         decays, momentum = bool(self.group["weight_decay"]), float(self.group["momentum"])
         # the fused kernel reads η in single precision only
-        exact = float(self.group["lr"]) if self.params[0].dtype == torch.float64 else None
-        return decays, momentum, exact
+        return decays, momentum, float(self.group["lr"]) if self._double else None
 
     def fits(self, group: dict[str, Any], state: Mapping[Tensor, Any]) -> bool:
         """Whether group and momentum are those that were written down."""
-        return self.group is group and all(
-            state[p].get("momentum") is m for p, m in zip(self.params, self.buffers, strict=False)
-        )
+        if self.group is not group:
+            return False
+        pairs = zip(self.params, self.buffers, strict=False)
+        return all([state[p].get("momentum") is m for p, m in pairs])
 
     def set(self, state: Mapping[Tensor, Any]) -> None:
         """Bring the rates to the device, where they changed."""
@@ -53,32 +63,38 @@ class Share:
         lr, decay = self.group["lr"], self.group["weight_decay"]
         if isinstance(lr, Tensor) and not lr.is_cuda:
             lr = float(lr)
-        for i, value in enumerate((lr, lr * decay)):
+        square = 1.0 if self._limit is None else lr * lr / self._limit
+        for i, value in enumerate((lr, 1 - lr * decay, square)):
             if isinstance(value, Tensor):
                 self.rates[i].copy_(value, non_blocking=True)
             elif value != self._now[i]:
                 self.rates[i].fill_(value)
                 self._now[i] = value
 
-    def move(self, deltas: list[Tensor], broken: Tensor) -> None:
-        """Decay, momentum and the move itself, unless broken."""
+    def move(self, longer: Tensor | None, good: Tensor, broken: Tensor) -> None:
+        """Decay, momentum and the move itself by directions over `longer`, if they are good."""
         decays, momentum, exact = self.options
         if decays:
-            keep = 1 - self.rates[1] * (1 - broken.to(self.rates.dtype))
-            torch._foreach_mul_(self.params, keep)
+            torch._foreach_mul_(self.params, torch.where(good, self.rates[1], self.rates[3]))
+        deltas = self._directions
+        if self._cast:
+            deltas = [torch.empty_like(p) for p in self.params]
+            torch._foreach_copy_(deltas, self._directions)
+        if longer is not None and self._double:  # which the fused kernel knows in single precision
+            torch._foreach_div_(deltas, longer)
+            longer = None
         torch._fused_sgd_(
             self.params, deltas, self.buffers if momentum else [], weight_decay=0.0,
             momentum=momentum, lr=self.rates[0] if exact is None else exact, dampening=0.0,
-            nesterov=False, maximize=False, is_first_step=False, grad_scale=None, found_inf=broken,
+            nesterov=False, maximize=False, is_first_step=False, grad_scale=longer,
+            found_inf=broken,
         )  # fmt: skip
-
-
-def _rate_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 class Program:
     """The step for one set of parameters with a gradient and one set of inverses in memory.
+
+    Without a limit directions are written over the gradients' copies.
 
     Args:
         curvature: whose inverses are applied.
@@ -98,105 +114,99 @@ class Program:
         state: Mapping[Tensor, Any],
         kl_clip: float | None,
     ) -> None:
-        self._curvature, self._like, self._limit = curvature, parameters, kl_clip
-        self._shares = [
-            Share(g, own, parameters) for g, own in zip(groups, names, strict=True) if own
-        ]
-        self.names = [n for own in names for n in own]
-        self._inverses = curvature.groups
-        wanted = set(self.names)
-        self._blocks = [x for x in self._inverses if wanted.intersection(x.names)]
-        self._turned = [k for k in curvature.turned_keys if wanted.intersection(k.names)]
-        self._state = state
+        self._curvature, self._like, self._state = curvature, parameters, state
+        self.names, self._own = [n for own in names for n in own], [list(own) for own in names]
         self.params = [parameters[n] for n in self.names]
         self.entries = sum(p.numel() for p in self.params)
-        self.good = torch.ones((), dtype=torch.bool, device=self.params[0].device)
-        #: stacks that gradients are written to, by group, and all gradients by name
-        self._rooms: list[list[Tensor]] | None = None
-        self._views: dict[str, Tensor] = {}
+        self._inverses, wanted = curvature.groups, set(self.names)
+        self._turned = [k for k in curvature.turned_keys if wanted.intersection(k.names)]
+        blocks = [x for x in self._inverses if wanted.intersection(x.names)]
+        some, plan = self.params[0], Plan(blocks, parameters, [own for own in names if own])
+        self._given = self._found = Rooms(plan, some.device)
+        if kl_clip is not None:
+            self._found = Rooms(plan, some.device)
+        self._copies = [self._given.views[n] for n in self.names]
+        self._tasks = []
+        for block in blocks:
+            block.check(parameters)
+            pairs = [(self._given.stack(*x), self._found.stack(*x)) for x in block.slabs]
+            self._tasks.append((block, pairs))
+        held = {n for x in blocks for n in x.names}
+        self._loose = [n for n in self.names if n not in held]
+        self._shares = [
+            Share(g, [parameters[n] for n in own], [self._found.views[n] for n in own], kl_clip)
+            for g, own in zip(groups, names, strict=True)
+            if own
+        ]
+        self._limit, self._spans = kl_clip, plan.spans()
+        self.good = torch.ones((), dtype=torch.bool, device=some.device)
+        self._broken = torch.zeros((), dtype=torch.float32, device=some.device)
 
     def fits(self, names: Sequence[list[str]], groups: Sequence[dict[str, Any]]) -> bool:
         """Whether inverses, momentum and param groups are where they were."""
-        if self._curvature.groups is not self._inverses:
+        if self._curvature.groups is not self._inverses or names != self._own:
             return False
-        own = [(g, n) for g, n in zip(groups, names, strict=True) if n]
-        return len(own) == len(self._shares) and all(
-            share.names == n and share.fits(g, self._state)
-            for share, (g, n) in zip(self._shares, own, strict=True)
-        )
+        own = [g for g, n in zip(groups, names, strict=True) if n]
+        return all(x.fits(g, self._state) for x, g in zip(self._shares, own, strict=True))
 
     @property
     def options(self) -> tuple[Any, ...]:
         """What a recording depends on beside memory."""
         return (self._limit, *(share.options for share in self._shares))
 
-    def set(self) -> None:
-        """Bring the rates to the device."""
+    def fill(self) -> None:
+        """Bring rates and gradients to where the kernels read them."""
         for share in self._shares:
             share.set(self._state)
+        self._given.hold()
+        if self._found is not self._given:
+            self._found.hold()
+        torch._foreach_copy_(self._copies, [p.grad for p in self.params])  # pyright: ignore[reportArgumentType]
 
-    def fill(self) -> None:
-        """Copy the gradients to where recorded kernels read them."""
-        if self._rooms is None:
-            self._rooms = []
-            for block in self._blocks:
-                stacks, views = block.room(self._like)
-                self._rooms.append(stacks)
-                self._views |= views
-            for name, p in zip(self.names, self.params, strict=True):
-                if name not in self._views:
-                    self._views[name] = torch.zeros_like(p, memory_format=torch.contiguous_format)
-        torch._foreach_copy_([self._views[n] for n in self.names], [p.grad for p in self.params])  # pyright: ignore[reportArgumentType]
-
-    def run_filled(self) -> None:
-        """The step from gradients that were filled in."""
-        assert self._rooms is not None
-        given = {n: self._views[n] for n in self.names}
-        found: dict[str, Tensor] = {}
-        for block, stacks in zip(self._blocks, self._rooms, strict=True):
-            found |= block.apply(stacks, self._like)
-        self._finish(given, found)
+    def release(self) -> None:
+        """Give back the memory that gradients were brought to."""
+        self._given.release()
+        self._found.release()
 
     def run(self) -> None:
-        """The step from the gradients as they are."""
-        given: Any = {n: p.grad for n, p in zip(self.names, self.params, strict=True)}
+        """The step from gradients that were filled in."""
+        for block, pairs in self._tasks:
+            found = block.directions([g.read() for g, _ in pairs], [d.direct for _, d in pairs])
+            for (_, stack), whole in zip(pairs, found, strict=True):
+                stack.write(whole)
+        self._run_loose()
+        total = self._total()
+        nothing = total * 0  # or NaN
+        torch.eq(nothing, nothing, out=self.good)
+        torch.ne(nothing, nothing, out=self._broken)
+        longer = None if self._limit is None else total.clamp(min=1.0).sqrt()
+        for share in self._shares:
+            share.move(longer, self.good, self._broken)
+
+    def _run_loose(self) -> None:
+        """Blocks held by their eigenbases, and parameters that have no block."""
+        if not self._loose:
+            return
+        given, views = {n: self._given.views[n] for n in self.names}, self._found.views
         found: dict[str, Tensor] = {}
-        for block in self._blocks:
-            found |= block(given, self._like)
-        self._finish(given, found)
-
-    def _finish(self, gradients: Mapping[str, Tensor], found: dict[str, Tensor]) -> None:
-        self.good.copy_(finite(list(gradients.values())))
-        broken = 1 - self.good.float()
         for key in self._turned:
-            found |= self._turn(key, gradients)
-        directions = {n: _laid(found.get(n, g), self._like[n]) for n, g in gradients.items()}
-        shrink = self._shrink(gradients, directions)
-        for share in self._shares:
-            deltas = [directions[n] for n in share.names]
-            if shrink is not None:
-                deltas = list(torch._foreach_mul(deltas, shrink.to(deltas[0].dtype)))
-            share.move(deltas, broken)
+            found |= self._curvature.turn(key, given, self._like)
+        new = given if self._found is not self._given else {}
+        pairs = [(views[n], found.get(n, new.get(n))) for n in self._loose]
+        pairs = [(room, t) for room, t in pairs if t is not None]
+        if pairs:
+            torch._foreach_copy_([room for room, _ in pairs], [t for _, t in pairs])
 
-    def _turn(self, key: Key, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return self._curvature.turn(key, gradients, self._like)
-
-    def _shrink(
-        self, gradients: Mapping[str, Tensor], directions: Mapping[str, Tensor]
-    ) -> Tensor | None:
-        """The factor that keeps η²·ΔᵀF̂Δ ≤ δ."""
+    def _total(self) -> Tensor:
+        """Σ η²⟨Δ, g⟩/δ, or some number that is finite where all directions are."""
+        given, found = self._given.flat, self._found.flat
         if self._limit is None:
-            return None
-        total = torch.zeros_like(self._shares[0].rates[0])
-        for share in self._shares:
-            dots = [torch.sum(directions[n] * gradients[n]) for n in share.names]
-            total = total + share.rates[0].square() * torch.stack(dots).to(total.dtype).sum()
-        tiny = torch.finfo(total.dtype).tiny
-        return (self._limit / total.clamp(min=tiny)).sqrt().clamp(max=1.0)
-
-
-def _laid(delta: Tensor, p: Tensor) -> Tensor:
-    """A direction in its parameter's dtype and memory layout."""
-    if delta.dtype == p.dtype and delta.stride() == p.stride():
-        return delta
-    return torch.empty_like(p).copy_(delta)
+            norms = [torch.linalg.vector_norm(t) for t in found.values()]
+            return norms[0] if len(norms) == 1 else sum(norms[1:], norms[0])
+        total = None
+        for dtype, share, a, b in self._spans:
+            rate = self._shares[share].rates[2]
+            dot = torch.dot(given[dtype][a:b], found[dtype][a:b]).to(rate.dtype)
+            total = dot * rate if total is None else torch.addcmul(total, dot, rate)
+        assert total is not None
+        return total

@@ -12,7 +12,7 @@ from ..blocks.curvature import Curvature
 from .look import Look
 from .program import Program
 
-_LARGEST = 2**26  # entries of all parameters up to which their gradients are copied to be replayed
+_LARGEST = 2**26  # entries of all parameters up to which memory for them is kept to be replayed
 _PATIENCE = 10
 
 
@@ -41,42 +41,36 @@ class Steady:
         loss: float | None,
     ) -> Look | None:
         """Take the step, if these parameters allow it to be taken without waiting."""
-        flat = [n for own in names for n in own]
-        params = [parameters[n] for n in flat]
-        if not usable(params):
-            return None
+        params = [parameters[n] for own in names for n in own]
+        place = (kl_clip, *[p.data_ptr() for p in params])
         program = self._program
-        if program is None or not program.fits(names, groups) or not self._same(params, kl_clip):
+        if program is None or place != self._last or not program.fits(names, groups):
+            if not usable(params):
+                return None
             curvature.follow_all(parameters)
             program = Program(curvature, parameters, names, groups, state, kl_clip)
-            self._program = self._keep(program, curvature, params, kl_clip)
-        program.set()
-        if self._program is None or self._replay.off or program.entries > _LARGEST:
+            self._program = program if self._keeps(place) else None
+            if self._program is not None:
+                curvature.fixed = True
+        program.fill()
+        if program.entries > _LARGEST:
+            program.run()
+            program.release()
+        elif self._program is None or self._replay.off:
             program.run()
         else:
-            program.fill()
-            self._replay.run(program.options, params, program.run_filled)
+            self._replay.run(program.options, params[:1], program.run)
         return Look(loss, program.good)
 
-    def _same(self, params: Sequence[Tensor], kl_clip: float | None) -> bool:
-        return self._last == (kl_clip, *(p.data_ptr() for p in params))
-
-    def _keep(
-        self,
-        program: Program,
-        curvature: Curvature,
-        params: Sequence[Tensor],
-        kl_clip: float | None,
-    ) -> Program | None:
-        """The program, once its situation has come back often enough."""
-        self._alike = self._alike + 1 if self._same(params, kl_clip) else 0
-        self._last = (kl_clip, *(p.data_ptr() for p in params))
+    def _keeps(self, place: tuple[Any, ...]) -> bool:
+        """Whether this situation has come back often enough to keep its program."""
+        self._alike = self._alike + 1 if place == self._last else 0
+        self._last = place
         if self._alike < 1 << min(self._built, _PATIENCE):
-            return None
+            return False
         self._replay, self._alike = Replay(), 0
         self._built += 1
-        curvature.fixed = True
-        return program
+        return True
 
 
 def usable(params: Sequence[Tensor]) -> bool:

@@ -1,0 +1,105 @@
+"""Rows of batch normalizations, and the mean and 1/σ that their forward pass keeps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from pullback.maps.layers import find
+from pullback.maps.layers.moments import Sharing
+from pullback.maps.layers.scale import Scale
+from pullback.optim.kfac.statistics.seen import normalized_by
+
+DOUBLE = torch.float64
+SHAPES = {
+    "1d": (5, 3),
+    "one channel": (2, 1, 3),
+    "lines": (5, 3, 4),
+    "images": (4, 3, 6, 5),
+    "volumes": (3, 2, 3, 2, 4),
+}
+
+
+def norm(shape: tuple[int, ...]) -> nn.Module:
+    kinds = (nn.BatchNorm1d, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+    return kinds[len(shape) - 2](shape[1]).double()
+
+
+def draw(shape: tuple[int, ...], seed: int) -> Tensor:
+    g = torch.Generator().manual_seed(seed)
+    return 2 * torch.randn(shape, dtype=DOUBLE, generator=g) + 3
+
+
+def dense(module: nn.Module, x: Tensor, delta: Tensor) -> Tensor:
+    """Sample by sample, (N, C, 2), with the normalized input written out."""
+    axes = [i for i in range(x.ndim) if i != 1]
+    var, mean = torch.var_mean(x, axes, correction=0, keepdim=True)
+    if not module.training:
+        like = mean.shape
+        mean, var = module.running_mean.view(like), module.running_var.view(like)  # pyright: ignore
+    normal = (x - mean) / (var + module.eps).sqrt()  # pyright: ignore
+    rows = [(delta * v).flatten(2).sum(2) if x.ndim > 2 else delta * v for v in (normal, 1)]
+    return torch.stack(rows, -1)
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_rows(shape: tuple[int, ...], training: bool, last: bool) -> None:
+    module = norm(shape).train(training)
+    x, delta = draw(shape, 0), draw(shape, 1)
+    want = dense(module, x, delta)
+    if last:
+        x = x.movedim(1, -1).contiguous().movedim(-1, 1)
+    layer, roles = find(module), ["weight", "bias"]
+    assert isinstance(layer, Scale)
+    rows = layer.unit_rows(module, x, delta, roles, Sharing())
+    torch.testing.assert_close(rows, want)
+    kept = normalized_by(module(x))
+    assert (kept is not None) is training
+    module.train(training)
+    if training:
+        again = layer.unit_rows(module, x, delta, roles, Sharing(), kept)
+        torch.testing.assert_close(again, want)
+        units = layer.units(module, x, delta, ["bias", "weight"], Sharing(), kept)
+        torch.testing.assert_close(units, torch.einsum("nuk,nul->ukl", want, want).flip(1, 2))
+
+
+def test_half_precision_is_added_up_in_single() -> None:
+    module, x, delta = nn.BatchNorm2d(3), draw((8, 3, 9, 9), 0), draw((8, 3, 9, 9), 1)
+    x, delta = x.bfloat16(), delta.bfloat16()
+    layer = find(module)
+    assert isinstance(layer, Scale)
+    rows = layer.unit_rows(module, x, delta, ["weight", "bias"], Sharing())
+    assert rows.dtype == torch.float32
+    want = dense(module, x.double(), delta.double()).float()
+    torch.testing.assert_close(rows, want, rtol=1e-4, atol=1e-3)
+
+
+def test_nothing_is_unpacked_that_may_be_unpacked_but_once() -> None:
+    module, x = nn.BatchNorm1d(3), torch.randn(5, 3, requires_grad=True)
+    assert normalized_by(module(x)) is not None
+    with saved_tensors_hooks(lambda t: t, lambda t: t):
+        assert normalized_by(module(x)) is None
+    seen = []
+
+    def inner(x: Tensor) -> Tensor:
+        seen.append(normalized_by(y := module(x)))
+        return y
+
+    out = checkpoint(inner, x, use_reentrant=False)
+    assert isinstance(out, Tensor)
+    out.sum().backward()
+    assert seen[0] is None
+
+
+def test_a_graph_is_not_kept_by_what_it_left() -> None:
+    module, x = nn.BatchNorm1d(3), torch.randn(5, 3)
+    kept = normalized_by(module(x))
+    assert kept is not None
+    assert all(t.grad_fn is None and not t.requires_grad for t in kept)
+    assert normalized_by(x) is None
+    assert normalized_by(nn.LayerNorm(3)(x)) is None
