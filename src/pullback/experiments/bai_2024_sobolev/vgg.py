@@ -119,10 +119,8 @@ class Training(Experiment):
     def draw(self, results: Results) -> dict[str, Figure]:
         from .figure import curves  # matplotlib is slow to import
 
-        found, title = (
-            self._found(results),
-            f"VGG-16 on {_set(self.dataset)}, {len(results.seeds)} seeds",
-        )
+        found, count = self._found(results), len(results.seeds)
+        title = f"VGG-16 on {_set(self.dataset)}, {count} seed{'s' if count > 1 else ''}"
         return {
             part: curves({m: found[m] for m in chosen}, title)
             for part, chosen in self.figures.items()
@@ -146,7 +144,9 @@ class Training(Experiment):
         ]
         heads = [f"{m} {level:g}" for m, level in goals]
         columns = ["method", *heads, "train loss", "test loss", "test accuracy", "ms/step"]
-        title = f"Epochs to a level, and ends: medians over {len(results.seeds)} seeds"
+        count = len(results.seeds)
+        over = f"medians over {count} seeds" if count > 1 else "one seed"
+        title = f"Epochs to a level, and ends: {over}"
         return [Table(columns, rows, title)]
 
 

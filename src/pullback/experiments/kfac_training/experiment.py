@@ -56,7 +56,7 @@ class Training(Experiment):
     )
     batch: int = 1000
     quick_batch: int = 128
-    # the second is expected, not yet found: the full run is to come
+    # of the autoencoder the second is expected, not yet found: its full run is to come
     held: Sequence[bool] = (True, True)
     paper: str = PAPER
     seeds: Sequence[int] = (0, 1, 2)
