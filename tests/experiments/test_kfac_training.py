@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from pullback import KFAC
 from pullback.experiments import kfac_training
 from pullback.experiments.kfac_training.checks import claims, final, mark, table, to
-from pullback.experiments.kfac_training.methods import ADAM, KRONECKER, METHODS, SGD
+from pullback.experiments.kfac_training.methods import ADAM, KRONECKER, LARGE, METHODS, SGD
 from pullback.experiments.kfac_training.networks import DIGITS, MNIST, autoencoder
 from pullback.experiments.kfac_training.tasks import AUTOENCODER, CONVNET, Task, bernoulli
 
@@ -42,11 +43,21 @@ def test_bernoulli_is_summed_over_pixels() -> None:
 
 
 def test_grids_are_of_one_size() -> None:
-    assert [m.name for m in METHODS] == [SGD, ADAM, KRONECKER]
-    assert len({len(m.grid) for m in METHODS}) == 1
+    for methods in (METHODS, LARGE):
+        assert [m.name for m in methods] == [SGD, ADAM, KRONECKER]
+        assert len({len(m.grid) for m in methods}) == 1
     for one in kfac_training.EXPERIMENTS:
         for epochs in (one.epochs, one.quick_epochs):
             assert 2 * epochs[KRONECKER] <= min(epochs[SGD], epochs[ADAM])
+
+
+def test_batch_and_epochs_of_the_settings_are_the_runs() -> None:
+    net = autoencoder(DIGITS)
+    for method in LARGE:
+        optimizer = method.on(net, AUTOENCODER.likelihood(), 0, method.grid[0])
+        assert not {"batch", "epochs"} & optimizer.defaults.keys()
+        if isinstance(optimizer, KFAC):
+            optimizer.close()
 
 
 def runs(*losses: float, pace: float = 1.0) -> list[dict[str, list[float]]]:
@@ -75,6 +86,9 @@ def test_claims() -> None:
     assert fewer[1]
     assert not sooner[1]
     assert "50 and 40 seconds" in sooner[2]
+    fast = {**found, KRONECKER: runs(9, 3, 2, pace=1.3)}
+    assert claims(fast, 3.0)[1][1]
+    assert not claims(fast, 3.1)[1][1]
     lost = {**found, KRONECKER: runs(9, math.nan)}
     assert final(lost[KRONECKER]) == math.inf
     assert not any(holds for _, holds, _ in claims(lost))

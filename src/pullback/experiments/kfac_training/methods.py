@@ -14,6 +14,7 @@ from ... import KFAC
 from ...likelihoods import Likelihood
 
 Settings = Mapping[str, Any]
+OF_THE_RUN = ("batch", "epochs")
 #: (model, likelihood, seed, settings) ↦ optimizer
 Build = Callable[[nn.Module, Likelihood, int, Settings], Optimizer]
 
@@ -25,7 +26,7 @@ class Method:
     Attributes:
         name: in tables and figures.
         build: the optimizer.
-        grid: settings to choose from.
+        grid: settings to choose from; `batch` and `epochs` among them are of the run.
         common: settings that stay.
     """
 
@@ -40,7 +41,8 @@ class Method:
 
     def on(self, model: nn.Module, likelihood: Likelihood, seed: int, some: Settings) -> Optimizer:
         """The optimizer of a model."""
-        return self.build(model, likelihood, seed, {**some, **self.common})
+        own = {k: v for k, v in some.items() if k not in OF_THE_RUN}
+        return self.build(model, likelihood, seed, {**own, **self.common})
 
 
 def _sgd(model: nn.Module, likelihood: Likelihood, seed: int, some: Settings) -> Optimizer:
@@ -64,5 +66,33 @@ METHODS = (
         _kfac,
         [{"damping": d} for d in (0.01, 0.03, 0.1, 0.3, 1.0)],
         {"lr": 0.2, "kl_clip": 0.1, "momentum": 0.8, "statistics_every": 2, "invert_every": 10},
+    ),
+)
+
+#: the same for MNIST, where small batches serve the first-order methods best, and long runs K-FAC
+LARGE = (
+    Method(
+        SGD,
+        _sgd,
+        [{"lr": lr, "batch": 250} for lr in (1e-4, 3e-4, 1e-3, 3e-3)]
+        + [{"lr": lr, "batch": 1000} for lr in (1e-3, 3e-3)],
+        {"momentum": 0.9},
+    ),
+    Method(
+        ADAM,
+        _adam,
+        [{"lr": lr, "batch": 250} for lr in (1e-3, 2e-3, 4e-3)]
+        + [{"lr": lr, "batch": 100} for lr in (5e-4, 1e-3, 2e-3)],
+        {},
+    ),
+    Method(
+        KRONECKER,
+        _kfac,
+        [
+            {"damping": damping, "kl_clip": clip, "batch": batch, "epochs": epochs}
+            for batch, epochs in ((1000, 45), (2000, 90))  # 2700 steps
+            for damping, clip in ((0.1, 0.03), (0.3, 0.03), (0.1, 0.01))
+        ],
+        {"lr": 0.2, "momentum": 0.8, "statistics_every": 5, "invert_every": 20},
     ),
 )
