@@ -7,8 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pullback.maps.layers.correlated import correlated_moment, correlates
+from pullback.maps.layers import conv, find, lines, patches
+from pullback.maps.layers.correlated import correlated_moment, correlated_moments, correlates
 from pullback.maps.layers.lines import channel_moment
+from pullback.maps.layers.moments import Sharing
 
 DOUBLE = torch.float64
 
@@ -70,3 +72,41 @@ def test_channels(shape: tuple[int, ...], dtype: torch.dtype) -> None:
         got = channel_moment(same)
         assert got.dtype == (DOUBLE if dtype == DOUBLE else torch.float32)
         torch.testing.assert_close(got[0].double(), want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 4, 4), (3, 2, 5, 7)])
+def test_several_at_once(shape: tuple[int, ...]) -> None:
+    some = [draw(*shape) * k for k in (1, -2, 3)]
+    found = correlated_moments(some)
+    assert found.is_contiguous()
+    for x, got in zip(some, found, strict=True):
+        a = F.unfold(x, 3, padding=1).transpose(1, 2).flatten(0, 1)
+        torch.testing.assert_close(got, a.T @ a)
+
+
+@pytest.mark.parametrize("together", [1, 2**28])
+def test_all_inputs_of_a_network(monkeypatch: pytest.MonkeyPatch, together: int) -> None:
+    """Whatever is formed at once: the same moments as one by one, in the order of the uses."""
+    for module in (conv, lines, patches):
+        monkeypatch.setattr(module, "by_lines", lambda x, groups: groups == 1)
+    monkeypatch.setattr(conv, "_TOGETHER", together)
+    modules = [
+        nn.Conv2d(3, 4, 3, padding=1),
+        nn.Conv2d(3, 4, 3, padding=1, bias=False),
+        nn.Conv2d(3, 4, 3, padding=1, stride=2),
+        nn.Conv2d(3, 4, 1),
+        nn.Conv2d(3, 6, 3, padding=1, groups=3),
+    ]
+    shapes = [(2, 3, 6, 6), (2, 3, 6, 6), (2, 3, 6, 6), (2, 3, 6, 6), (2, 3, 6, 6)]
+    uses = [(m, draw(*s) * (i + 1)) for i, (m, s) in enumerate(zip(modules, shapes, strict=True))]
+    uses += [(modules[0], draw(2, 3, 5, 6)), (modules[0], 7 * draw(2, 3, 6, 6))]
+    layer = find(modules[0])
+    assert layer is not None
+    for sharing in (Sharing(), Sharing(reduce=True), Sharing(longest=5)):
+        found = layer.inputs_of(uses, sharing, None)
+        for (module, x), got in zip(uses, found, strict=True):
+            want = layer.inputs(module, x, sharing, None)
+            torch.testing.assert_close(got.second, want.second)
+            assert got.places == want.places
+            if module.bias is not None:
+                torch.testing.assert_close(got.first, want.first)

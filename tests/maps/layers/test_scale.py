@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from pullback.maps.layers import find
 from pullback.maps.layers.moments import Sharing
 from pullback.maps.layers.scale import Scale
+from pullback.maps.layers.units import second_moments
 from pullback.optim.kfac.statistics.seen import normalized_by
 
 DOUBLE = torch.float64
@@ -103,3 +104,20 @@ def test_a_graph_is_not_kept_by_what_it_left() -> None:
     assert all(t.grad_fn is None and not t.requires_grad for t in kept)
     assert normalized_by(x) is None
     assert normalized_by(nn.LayerNorm(3)(x)) is None
+
+
+def test_several_layers_at_once() -> None:
+    modules = [norm((4, c, 3, 3)).train(c != 4) for c in (2, 4, 3)]
+    uses = [(m, draw((4, m.num_features, 3, 3), i), draw((4, m.num_features, 3, 3), i + 9))  # pyright: ignore
+            for i, m in enumerate(modules)]  # fmt: skip
+    for roles in (("weight", "bias"), ("bias", "weight"), ("weight",), ("bias",)):
+        sums = []
+        for module, x, delta in uses:
+            layer = find(module)
+            assert isinstance(layer, Scale)
+            sums.append(layer.unit_sums(module, x, delta, roles, Sharing()))
+        assert len({s.kind for s in sums}) == 1
+        order = [("weight", "bias").index(r) for r in roles]
+        for (module, x, delta), got in zip(uses, second_moments(sums), strict=True):
+            want = dense(module, x, delta)[..., order]
+            torch.testing.assert_close(got, torch.einsum("nuk,nul->ukl", want, want))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..._core.products import full_precision
-from . import blocked
+from . import blocked, halves
 from .sides import is_diagonal, pseudo_inverse, round_off, shifted
 
 _LARGE = 128  # from this size on a matrix is inverted by itself on a CPU
@@ -35,6 +35,11 @@ class _Given:
     sides: Sequence[Tensor]
     scales: Sequence[float] | None
     shifts: Sequence[Tensor] | None
+
+    @property
+    def fresh(self) -> bool:
+        """Whether matrices are formed anew, and may be overwritten."""
+        return self.shifts is not None
 
     def one(self, i: int) -> Tensor:
         """One of them."""
@@ -118,7 +123,8 @@ def _found(
         elif _by_panels(first) and not factors and not singular:
             large.setdefault((first.dtype, first.device), []).extend(indices)
         else:
-            yield indices, *_cholesky(given.stacked(indices), strict=singular, factors=factors)
+            spare, stack = given.fresh and not singular, given.stacked(indices)
+            yield indices, *_cholesky(stack, strict=singular, factors=factors, spare=spare)
     for some in large.values():
         together = _near(given.sides, some)
         found = blocked.invert([given.filled(indices) for indices in together])
@@ -178,14 +184,19 @@ def _reciprocal(side: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(good, 1 / side, 0.0), good.all(-1)
 
 
-def _cholesky(side: Tensor, *, strict: bool, factors: bool) -> tuple[Tensor, Tensor]:
+def _cholesky(side: Tensor, *, strict: bool, factors: bool, spare: bool) -> tuple[Tensor, Tensor]:
     """S⁻¹ = L⁻ᵀL⁻¹, and where that is to be trusted: pivots above n·ε of their entry.
 
     Round-off may leave large pivots in a singular matrix whose entries differ much; a `strict`
-    test looks at its condition number too.
+    test looks at its condition number too. A `spare` side may be overwritten.
     """
-    lower, info = torch.linalg.cholesky_ex(side)
-    pivots, entries = lower.diagonal(dim1=-2, dim2=-1), side.diagonal(dim1=-2, dim2=-1)
+    entries = side.diagonal(dim1=-2, dim2=-1)
+    if halves.pays(side):
+        entries = entries.clone()
+        lower, info = halves.factorized(side if spare else side.clone())
+    else:
+        lower, info = torch.linalg.cholesky_ex(side)
+    pivots = lower.diagonal(dim1=-2, dim2=-1)
     floor = side.shape[-1] * torch.finfo(side.dtype).eps
     good = (info == 0) & (pivots.square() > floor * entries).all(-1)
     if lower.is_cuda or not bool(good.all()):  # a zero pivot is an error for torch

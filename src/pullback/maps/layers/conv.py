@@ -11,11 +11,13 @@ from torch import Tensor, nn
 
 from .affine import AffineBlock
 from .base import Block, joined
-from .lines import by_lines, channel_moment
+from .correlated import correlated_moments, correlates
+from .lines import by_lines, channel_moment, patch_sum
 from .moments import Moments, Sharing, moments, second_moment
 from .patches import patch_moment, patches
 from .registry import Layer, Use, register
 
+_TOGETHER = 2**27  # bytes of moments that are formed at once
 _NARROW = 256  # channels up to which half of a symmetric product is not worth a copy
 
 
@@ -47,6 +49,27 @@ class Conv(Layer):
         if width > sharing.longest:
             return moments(patches(module, x).transpose(0, 1).flatten(1, 2), sharing)
         return Moments(*patch_moment(module, x), len(x) * prod(_places(module, x)))
+
+    def inputs_of(
+        self, uses: Sequence[tuple[Any, Tensor]], sharing: Sharing, keep: Tensor | None
+    ) -> list[Moments]:
+        """Those whose patches have their correlation taken, by shape."""
+        found: dict[int, Moments] = {}
+        alike: dict[Any, list[int]] = {}
+        for i, (module, x) in enumerate(uses):
+            dense = not sharing.reduce and 9 * x.shape[1] <= sharing.longest
+            if dense and by_lines(x, module.groups) and correlates(module, x):
+                alike.setdefault((x.shape, x.dtype, x.device), []).append(i)
+        for (shape, dtype, _), own in alike.items():
+            step = max(1, _TOGETHER // ((9 * shape[1]) ** 2 * dtype.itemsize))
+            for some in (own[a : a + step] for a in range(0, len(own), step)):
+                second = correlated_moments([uses[i][1] for i in some])
+                for i, one in zip(some, second.split(1), strict=True):
+                    first = patch_sum(*uses[i], one)
+                    found[i] = Moments(one, first, shape[0] * prod(shape[2:]))
+        others = (i for i in range(len(uses)) if i not in found)
+        found |= {i: self.inputs(*uses[i], sharing, keep) for i in others}
+        return [found[i] for i in range(len(uses))]
 
     def outputs(self, module: Any, x: Tensor, delta: Tensor, sharing: Sharing) -> Tensor:
         dims = len(module.kernel_size)

@@ -9,15 +9,15 @@ v the offsets (0, 1 or 2 on each axis) and places s of the image,
 At u = 0 the last line of an axis is not seen, at u = 2 the first one, and x[s + v − u] lies within
 the image only where v = u on that axis: so the correction is the moment of that line's own patches.
 R is the weight gradient of a 5×5 convolution whose cotangent is its input, which takes 25 products
-of C×C blocks instead of 81, and copies no patch. (On a CPU that is no faster than sliding, and
-adds up in a row, with larger errors.)
+of C×C blocks instead of 81, and copies no patch. What follows is small, and done for all inputs of
+one shape at once. (On a CPU that is no faster than sliding, and adds up in a row, with larger
+errors.)
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -38,22 +38,22 @@ def correlates(module: Any, x: Tensor) -> bool:
 
 def correlated_moment(x: Tensor) -> Tensor:
     """Σ a aᵀ (9C, 9C) over samples and places, channel-major, for x (B, C, H, W)."""
-    c = x.shape[1]
-    r = _correlation(x).permute(2, 3, 0, 1).reshape(25, c, c)
-    m = r.index_select(0, _apart(x.device)).view(3, 3, 3, 3, c, c)  # u, v, C, C
-    rows, columns = (x[:, :, -1], x[:, :, 0]), (x[..., -1], x[..., 0])
-    for axis, moments in enumerate(_edges(rows, columns)):
-        along = m.diagonal(0, axis, axis + 2)[..., ::2]  # u = v ∈ {0, 2} on this axis
-        along -= moments.permute(1, 3, 2, 4, 0)
-    return m.permute(4, 0, 1, 5, 2, 3).reshape(9 * c, 9 * c)
+    return correlated_moments([x])[0]
 
 
-@lru_cache
-def _apart(device: torch.device) -> Tensor:
-    """Where R has v − u, for all pairs of offsets: (81,)."""
-    u = range(3)
-    at = [5 * (vy - uy + 2) + vx - ux + 2 for uy in u for ux in u for vy in u for vx in u]
-    return torch.tensor(at, device=device)
+def correlated_moments(some: Sequence[Tensor]) -> Tensor:
+    """The same for several inputs of one shape: (K, 9C, 9C)."""
+    k, c = len(some), some[0].shape[1]
+    r = torch.stack([_correlation(x) for x in some]).contiguous()
+    # v − u + 2 = v + (2 − u): steps along u backwards, and along v, are the same steps of R
+    steps = (25 * c * c, 25 * c, 5, 1, 25, 5, 1)
+    m = r.as_strided((k, c, 3, 3, c, 3, 3), steps).flip(2, 3).contiguous()
+    rows = [x[:, :, i] for i in (-1, 0) for x in some]
+    columns = [x[..., i] for i in (-1, 0) for x in some]
+    for axis, moments in enumerate(_edges(rows, columns, k)):
+        along = m.diagonal(0, 2 + axis, 5 + axis)[..., ::2]  # u = v ∈ {0, 2} on this axis
+        along -= moments.permute(1, 3, 2, 5, 4, 0)
+    return m.view(k, 9 * c, 9 * c)
 
 
 def _correlation(x: Tensor) -> Tensor:
@@ -67,28 +67,29 @@ def _correlation(x: Tensor) -> Tensor:
     return found
 
 
-def _edges(rows: tuple[Tensor, ...], columns: tuple[Tensor, ...]) -> Sequence[Tensor]:
-    """Moments (2, 3, C, 3, C) of the patches of two rows, and of two columns, each (B, C, L).
+def _edges(rows: list[Tensor], columns: list[Tensor], count: int) -> Sequence[Tensor]:
+    """Moments (2, K, 3, C, 3, C) of the patches of the rows, and of the columns, each (B, C, L).
 
     Columns are followed one place beyond both ends of the image, rows are not: otherwise a corner,
     which is on both, would be taken off twice or not at all.
     """
     if rows[0].shape != columns[0].shape:
-        return [_moments(_line_patches(rows, 1)), _moments(_line_patches(columns, 2))]
-    seen = _line_patches((*rows, *columns), 2)
-    seen[:2, ..., :: seen.shape[-1] - 1] = 0
-    return _moments(seen).split(2)
+        return [_moments(_line_patches(rows, 1), count), _moments(_line_patches(columns, 2), count)]
+    seen = _line_patches([*rows, *columns], 2)
+    seen[: len(rows), ..., :: seen.shape[-1] - 1] = 0
+    return _moments(seen, count).split(2)
 
 
-def _line_patches(lines: tuple[Tensor, ...], pad: int) -> Tensor:
-    """(E, 3, C, B, L + 2·pad − 2)."""
+def _line_patches(lines: list[Tensor], pad: int) -> Tensor:
+    """(E·K, 3, C, B, L + 2·pad − 2)."""
     x = F.pad(torch.stack(lines), (pad, pad))
     return x.unfold(3, x.shape[3] - 2, 1).permute(0, 3, 2, 1, 4).contiguous()
 
 
-def _moments(seen: Tensor) -> Tensor:
+def _moments(seen: Tensor, count: int) -> Tensor:
     lines = seen.flatten(3).flatten(1, 2)
-    return torch.bmm(lines, lines.mT).view(*seen.shape[:3], *seen.shape[1:3])
+    found = torch.bmm(lines, lines.mT)
+    return found.view(-1, count, *seen.shape[1:3], *seen.shape[1:3])
 
 
 @contextlib.contextmanager

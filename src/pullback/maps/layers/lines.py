@@ -34,7 +34,7 @@ def line_moment(module: Any, x: Tensor) -> tuple[Tensor, Tensor]:
         return second, _left_out(second) if plain else _channel_sum(x)
     if correlates(module, x):
         second = correlated_moment(x)[None]
-        return second, _left_out(second) if plain else _patch_sum(module, x)
+        return second, patch_sum(module, x, second)
     k, c = prod(module.kernel_size), x.shape[1]
     copied = x.numel() * x.element_size() * k // prod(module.stride)
     limit = max(_MEMORY, 4 * (k * c) ** 2 * compute_dtype(x.dtype).itemsize)
@@ -64,8 +64,10 @@ def _channel_sum(x: Tensor) -> Tensor:
     return x.flatten(2).sum((0, 2), dtype=compute_dtype(x.dtype))[None]
 
 
-def _patch_sum(module: Any, x: Tensor) -> Tensor:
-    """Σ a (1, I), which is linear in x: of the samples' sum."""
+def patch_sum(module: Any, x: Tensor, second: Tensor) -> Tensor:
+    """Σ a (1, I), which is linear in x: of the samples' sum; left out where there is no bias."""
+    if module._parameters.get("bias", x) is None:
+        return _left_out(second)
     seen = gathered(module, x.sum(0, keepdim=True, dtype=compute_dtype(x.dtype))).sum(0)
     return seen.view(-1, x.shape[1]).T.reshape(1, -1)
 

@@ -60,6 +60,12 @@ class Layer(ABC):
         """Second moments of the inputs; `keep` masks the output's places that count."""
         raise NotImplementedError(type(self).__name__)
 
+    def inputs_of(
+        self, uses: Sequence[tuple[Any, Tensor]], sharing: Sharing, keep: Tensor | None
+    ) -> list[Moments]:
+        """The same for several uses, module and input, some of which may be cheaper at once."""
+        return [self.inputs(module, x, sharing, keep) for module, x in uses]
+
     def outputs(self, module: Any, x: Tensor, delta: Tensor, sharing: Sharing) -> Tensor:
         """Second moments Σ δδᵀ of one covector's cotangents, (G, O, O) or (G, O)."""
         raise NotImplementedError(type(self).__name__)

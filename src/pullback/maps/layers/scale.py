@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -14,8 +15,7 @@ from ..._core.space import compute_dtype
 from .base import Block, RowsBlock
 from .moments import Sharing
 from .registry import Layer, Use, register
-
-Kept = tuple[Tensor, Tensor] | None
+from .units import Kept, UnitSums, finished, second_moments
 
 
 class Scale(Layer):
@@ -55,8 +55,7 @@ class Scale(Layer):
         kept: Kept = None,
     ) -> Tensor:
         """Σ_n rows rowsᵀ of one covector, unit by unit: (U, k, k) for these of gain and shift."""
-        rows = self.unit_rows(module, x, delta, roles, sharing, kept)
-        return rows.permute(1, 2, 0) @ rows.transpose(0, 1)
+        return second_moments([self.unit_sums(module, x, delta, roles, sharing, kept)])[0]
 
     def unit_rows(
         self,
@@ -67,7 +66,19 @@ class Scale(Layer):
         sharing: Sharing,
         kept: Kept = None,
     ) -> Tensor:
-        """The rows of one covector, sample by sample and unit by unit: (N, U, k).
+        """The rows of one covector, sample by sample and unit by unit: (N, U, k)."""
+        return finished([self.unit_sums(module, x, delta, roles, sharing, kept)])
+
+    def unit_sums(
+        self,
+        module: Any,
+        x: Tensor,
+        delta: Tensor,
+        roles: Sequence[str],
+        sharing: Sharing,
+        kept: Kept = None,
+    ) -> UnitSums:
+        """What these rows are made of.
 
         `kept` are mean and 1/σ where the layer's own forward pass left them.
         """
@@ -78,7 +89,8 @@ class Scale(Layer):
         flat = x.flatten(0, x.ndim - features - 1) if x.ndim > features else x[None]
         x = self.normalized(module, flat).view(shape)
         by = {"weight": delta * x, "bias": delta}
-        return torch.stack([self._rows(module, by[r], features, sharing) for r in roles], -1)
+        found = {r: self._rows(module, by[r], features, sharing) for r in roles}
+        return UnitSums(found, tuple(roles))
 
     def _rows(self, module: Any, value: Tensor, features: int, sharing: Sharing) -> Tensor:
         """(N, U): added up over the places of a sample, and over the axes that share a gain."""
@@ -126,7 +138,7 @@ class BatchNorm(ChannelScale):
             return F.batch_norm(x, None, None, training=True, eps=module.eps)
         return F.batch_norm(x, module.running_mean, module.running_var, eps=module.eps)
 
-    def unit_rows(
+    def unit_sums(
         self,
         module: Any,
         x: Tensor,
@@ -134,8 +146,8 @@ class BatchNorm(ChannelScale):
         roles: Sequence[str],
         sharing: Sharing,
         kept: Kept = None,
-    ) -> Tensor:
-        """From Σδ and Σδx by sample and channel: Σδx̂ = (Σδx − μΣδ)/σ, without forming x̂."""
+    ) -> UnitSums:
+        """Σδ and Σδx by sample and channel, without forming x̂."""
         dtype = compute_dtype(delta.dtype)
         if not module.training and module.running_mean is not None:
             kept = module.running_mean, (module.running_var + module.eps).rsqrt()
@@ -144,29 +156,34 @@ class BatchNorm(ChannelScale):
             variance, mean = torch.var_mean(channels, (0, 2), correction=0)
             kept = mean, (variance + module.eps).rsqrt()
         mean, scale = (t.to(dtype) for t in kept)
-        gain, shift = _channel_sums(x, delta, mean, scale)
-        by = {"weight": gain, "bias": shift}
-        return torch.stack([by[r] for r in roles], -1)
+        gain, shift = _channel_sums(x, delta)
+        return UnitSums({"weight": gain, "bias": shift}, tuple(roles), (mean, scale))
 
 
-def _channel_sums(x: Tensor, delta: Tensor, mean: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Σδ(x − μ)/σ and Σδ over the places of each sample and channel, (N, C); μ and 1/σ are (C,).
+def _channel_sums(x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+    """Σδx and Σδ over the places of each sample and channel, (N, C).
 
-    They are the gradients of N·C gains and shifts, which one pass over x and δ gives where no
-    precision is lost on the way.
+    They are the gradients of N·C gains and shifts of what is not normalized any further, which one
+    pass over x and δ gives where no precision is lost on the way.
     """
-    (n, c), places = x.shape[:2], prod(x.shape[2:])
-    if x.dtype == delta.dtype == mean.dtype and x.is_contiguous() and delta.is_contiguous():
-        lines, scale = (1, n * c, places), scale.repeat(n)
+    (n, c), places, dtype = x.shape[:2], prod(x.shape[2:]), compute_dtype(delta.dtype)
+    if x.dtype == delta.dtype == dtype and x.is_contiguous() and delta.is_contiguous():
+        lines = (1, n * c, places)
+        zeros, ones = _standard(n * c, dtype, x.device)
         _, gain, shift = torch.ops.aten.native_group_norm_backward(
-            delta.view(lines), x.view(lines), mean.repeat(1, n), scale[None], scale,
-            *lines, n * c, [False, True, True],
+            delta.view(lines), x.view(lines), zeros[None], ones[None], ones, *lines, n * c,
+            [False, True, True],
         )  # fmt: skip
         return gain.view(n, c), shift.view(n, c)
     delta = delta.reshape(n, c, places)
-    shift = delta.sum(2, dtype=mean.dtype)
-    product = x.reshape(n, c, places).to(mean.dtype) * delta
-    return torch.addcmul(product.sum(2), mean, shift, value=-1) * scale, shift
+    product = x.reshape(n, c, places).to(dtype) * delta
+    return product.sum(2), delta.sum(2, dtype=dtype)
+
+
+@lru_cache(32)
+def _standard(n: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Mean 0 and 1/σ = 1 of n channels."""
+    return torch.zeros(n, dtype=dtype, device=device), torch.ones(n, dtype=dtype, device=device)
 
 
 @register(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)

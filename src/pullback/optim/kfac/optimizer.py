@@ -23,7 +23,7 @@ from .checks import check, refuse_inference, refuse_unready
 from .info import KFACInfo
 from .reports import Reports
 from .saving import MEMORY, Saving
-from .source import source_of
+from .source import Source, source_of
 from .statistics.coupling import refuse_options
 from .statistics.gather import Gatherer
 from .statistics.pool import Recipe
@@ -214,19 +214,26 @@ class KFAC(Reports, Moving, Saving):
             step has changed nothing.
         """
         refuse_inference()
+        told = self._gatherer.due
         self._settle()
         source = source_of(self, closure, objective)
         loss = source.evaluate()
+        self._owing = type(source) is Source and not told and self._due()
         names = self._active()
         low = self._ranks.low(self.curvature.inverses, self._by_name)
         learning = self._gatherer.pool.calls > 0 or self._due()
         if not learning and not low and self._steadily(source, names):
             return loss
         params: Any = {n: self._by_name[n] for own in names for n in own}
-        look = Look(source.loss, finite([p.grad for p in params.values()]), low)
+        good, found = finite([p.grad for p in params.values()]), None
+        if learning and not low:
+            done, found = self._learn_steadily(source, names, good)
+            if done:
+                return loss
+        look = Look(source.loss, good, low)
         if reason := look.reason():
             return self._rejected(reason, loss)
-        taken = self._learn(source.found())
+        taken = self._learn(source.found() if found is None else found)
         # corrected eigenvalues belong to the old eigenbases: new ones serve from the next step on
         self._invert(taken and not self.ekfac)
         low = look.low()

@@ -83,6 +83,7 @@ class Saving(Optimizer):
                 "it holds no averages",
                 "Load what KFAC.state_dict() gave",
             )
+        self._settle()
         super().load_state_dict(dict(state_dict))
         memory = copy.deepcopy(state_dict["state"][MEMORY])
         self.curvature.load_state_dict(memory.pop("curvature"))

@@ -56,6 +56,13 @@ class Average:
         self.count += 1
         return True
 
+    def alike(self, new: Mapping[str, Tensor]) -> bool:
+        """Whether they fit and lie in memory as those that are held."""
+        return self._fits(new) and all(
+            (v.dtype, v.device, v.stride()) == (new[n].dtype, new[n].device, new[n].stride())
+            for n, v in self.value.items()
+        )
+
     def _fits(self, new: Mapping[str, Tensor]) -> bool:
         held = self.value
         return held.keys() == new.keys() and all(held[n].shape == v.shape for n, v in new.items())
@@ -71,6 +78,55 @@ class Average:
         self.value = {n: v.to(device, dtype) for n, v in self.value.items()}
         if self.mean is not None:
             self.mean = {n: v.to(device, dtype) for n, v in self.mean.items()}
+
+
+class Unsure:
+    """One more set of statistics in the averages, if the device finds it good.
+
+    The memory of averages that stay is not touched; `undo` makes them what they were.
+
+    Args:
+        averages: of all blocks.
+        found: statistics of some, for which `fit` holds.
+        ema: the weight of the past.
+        broken: 1 where they are not to be taken up, a float32 number on the device.
+    """
+
+    def __init__(
+        self,
+        averages: Mapping[Key, Average],
+        found: Mapping[Key, Mapping[str, Tensor]],
+        ema: float,
+        broken: Tensor,
+    ) -> None:
+        kinds: dict[object, tuple[list[Tensor], list[Tensor]]] = {}
+        self._before: list[tuple[Average, float, int]] = []
+        for key, new in found.items():
+            average = averages[key]
+            self._before.append((average, average.mass, average.count))
+            pairs: list[tuple[Tensor, Tensor]] = []
+            average.joins(new, ema, pairs, plain=False)
+            for value, v in pairs:
+                values, news = kinds.setdefault((v.device, v.dtype), ([], []))
+                values.append(value)
+                news.append(v)
+        for values, news in kinds.values():
+            # v − (1 − ema)(v − new), by the one kernel that knows of a flag on the device
+            torch._fused_sgd_(
+                values, news, [], weight_decay=1.0, momentum=0.0, lr=1 - ema, dampening=0.0,
+                nesterov=False, maximize=True, is_first_step=False, grad_scale=None,
+                found_inf=broken.to(values[0].device),
+            )  # fmt: skip
+
+    @staticmethod
+    def fit(averages: Mapping[Key, Average], found: Mapping[Key, Mapping[str, Tensor]]) -> bool:
+        """Whether these are the same statistics as before, of which averages are held already."""
+        return all(k in averages and averages[k].alike(new) for k, new in found.items())
+
+    def undo(self) -> None:
+        """The statistics were not good."""
+        for average, mass, count in self._before:
+            average.mass, average.count = mass, count
 
 
 def block_of(key: Key, held: Mapping[str, Tensor]) -> Block:

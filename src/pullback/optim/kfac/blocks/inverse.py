@@ -121,12 +121,22 @@ def solved(inverse: Inverse, v: Tensor, b: Tensor | None) -> list[Tensor]:
     left, right = inverse.left, inverse.right
     assert left is not None
     assert right is not None
-    v = v if b is None else torch.cat([v, b[..., None]], 2)
-    v = left[..., None] * v if sides.is_diagonal(left) else torch.cholesky_solve(v, left)
-    if sides.is_diagonal(right):
-        v = v * right[:, None]
+    # a copy, row by row: both sides are solved for in its memory
+    v = (
+        v.clone(memory_format=torch.contiguous_format)
+        if b is None
+        else torch.cat([v, b[..., None]], 2)
+    )
+    if sides.is_diagonal(left):
+        v.mul_(left[..., None])
     else:
-        v = torch.cholesky_solve(v.mT, right).mT
+        torch.linalg.solve_triangular(left, v, upper=False, out=v)
+        torch.linalg.solve_triangular(left.mT, v, upper=True, out=v)
+    if sides.is_diagonal(right):
+        v.mul_(right[:, None])
+    else:
+        torch.linalg.solve_triangular(right.mT, v, upper=True, left=False, out=v)
+        torch.linalg.solve_triangular(right, v, upper=False, left=False, out=v)
     return [v] if b is None else [v[..., :-1], v[..., -1]]
 
 

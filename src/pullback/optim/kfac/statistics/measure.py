@@ -153,14 +153,16 @@ class Measure:
         handles = sweep.hooks(edges[:count])
         try:
             targets = [edges[i] for i in ends] + list(edges[count:]) + [leaves[n] for n in asked]
-            found = pulled(*(start or (root, covector[0])), targets)
+            found = list(pulled(*(start or (root, covector[0])), targets))
         finally:
             for handle in handles:
                 handle.remove()
-        for i, delta in zip(ends, found, strict=False):
-            if delta is not None:
-                sweep.consume(i, delta)
         rest = found[len(ends) :]
+        del found[len(ends) :]
+        for i in reversed(ends):  # the first layers' cotangents are large, and not kept
+            if (delta := found.pop()) is not None:
+                sweep.consume(i, delta)
+            del delta
         cotangents, gradients = rest[: len(edges) - count], rest[len(edges) - count :]
         met = (*sorted(sweep.met), *(c is not None for c in cotangents))
         if known is not None and met != known.met:

@@ -69,25 +69,28 @@ def averaged(
     """Means over samples (cotangents) and places (inputs), under flat names to be saved."""
     out: dict[Key, dict[str, Tensor]] = {}
     joint: dict[Any, list[tuple[dict[str, Tensor], str, Moments]]] = {}
-    cotangents: list[Tensor] = []
+    factors: list[tuple[Tensor, Tensor | float]] = []
+    factor = scale / samples
     for key, held in sums.items():
         own = out[key] = {}
         if held.squares is not None:
             own["squares"] = held.squares
-            cotangents.append(held.squares)
+            factors.append((held.squares, factor))
         for term, second in held.outputs.items():
             tag = f"{term.layer}.{'first' if term.input_first else 'last'}"
             own[f"{tag}.outputs"] = second
-            cotangents.append(second)
+            factors.append((second, factor))
             m = held.inputs[term]
             if key.joint and m.second.ndim == 3:
                 like = (m.second.shape, m.second.dtype, m.second.device)
                 joint.setdefault(like, []).append((own, f"{tag}.inputs", m))
-            else:
+            elif key.joint or isinstance(m.places, Tensor):
                 own[f"{tag}.inputs"] = _mean(m, key.joint)
-    factor = scale / samples
-    for some in _alike(cotangents):
-        torch._foreach_mul_(some, factor)  # pyright: ignore[reportCallIssue, reportArgumentType]
+            else:
+                own[f"{tag}.inputs"] = m.second
+                if m.places != 1:
+                    factors.append((m.second, 1 / m.places if m.places else torch.nan))
+    _multiply(factors)
     for alike in joint.values():
         sides = _homogeneous([m for _, _, m in alike])
         for (own, name, _), side in zip(alike, sides, strict=True):
@@ -95,12 +98,15 @@ def averaged(
     return out
 
 
-def _alike(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Those of one device and dtype together."""
-    kinds: dict[object, list[Tensor]] = {}
-    for t in tensors:
-        kinds.setdefault((t.device, t.dtype), []).append(t)
-    return list(kinds.values())
+def _multiply(pairs: Sequence[tuple[Tensor, Tensor | float]]) -> None:
+    """Each by its factor in place, as many at once as possible."""
+    kinds: dict[object, list[tuple[Tensor, Any]]] = {}
+    for t, factor in pairs:
+        own = id(factor) if isinstance(factor, Tensor) else None
+        kinds.setdefault((t.device, t.dtype, own), []).append((t, factor))
+    for (_, _, own), some in kinds.items():  # pyright: ignore[reportGeneralTypeIssues]
+        factors = [f for _, f in some] if own is None else some[0][1]
+        torch._foreach_mul_([t for t, _ in some], factors)
 
 
 def add_bias(held: Sums, second: Tensor) -> None:

@@ -1,9 +1,10 @@
 r"""One covector sent down the graph: every layer's moments are taken while its cotangent passes.
 
 The cotangents of all layers together take as much memory as the activations, so none is kept: a
-hook before each layer's node adds up Σ δδᵀ (and, the first time, Σ āāᵀ) and lets δ go. To make the
-engine run through all of these nodes it suffices to ask for the cotangents at the *last* layers on
-the way, those below which there is no other.
+hook before each layer's node adds up Σ δδᵀ and lets δ go. To make the engine run through all of
+these nodes it suffices to ask for the cotangents at the *last* layers on the way, those below which
+there is no other. On a GPU the inputs' Σ āāᵀ wait until the pass is over, and its cotangents with
+it: the first layers' are the largest, and the last layers' moments.
 """
 
 from __future__ import annotations
@@ -18,16 +19,17 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from ...._core.space import compute_dtype
-from ....maps.layers import AffineBlock, Block, Use
+from ....maps.layers import AffineBlock, Block, Layer, Use
 from ....maps.layers.moments import Moments, Sharing
 from ....maps.layers.scale import Scale
+from ....maps.layers.units import UnitSums, second_moments
 from ....maps.record import Entry
 from ..blocks.inverse import Inverse
 from .coupling import Coupling
 from .plan import Plan
 from .sums import Key, Sums, Term, add_bias
 
-_FEW = 2**18  # entries of a normalization's rows that may wait for those of others
+_FEW = 2**18  # entries of a normalization's sums that may wait for those of others
 
 
 @dataclass(slots=True)
@@ -35,10 +37,12 @@ class Met:
     """What one use of a layer met: sums over its places, whatever block they will belong to."""
 
     inputs: Moments | None = None
+    #: what the layer saw, of which the inputs' moments are to be formed
+    seen: Tensor | None = None
     outputs: Tensor | None = None
     shifts: Tensor | None = None
-    #: rows of gain and shift, (N, U, k), until Σ rows rowsᵀ, (U, k, k), is formed of them
-    rows: Tensor | None = None
+    #: sums by sample of gain and shift, until Σ rows rowsᵀ, (U, k, k), is formed of them
+    rows: UnitSums | None = None
     units: Tensor | None = None
     roles: list[str] = field(default_factory=list)
     #: second moments in the eigenbases of this block
@@ -112,8 +116,8 @@ class Sweep:
             assert isinstance(layer, Scale)
             met.roles = [r for r, n in entry.names.items() if n is not None]
             if coupling is None:
-                met.rows = layer.unit_rows(module, x, delta, met.roles, sharing, entry.kept)
-                if met.rows.numel() > _FEW:
+                met.rows = layer.unit_sums(module, x, delta, met.roles, sharing, entry.kept)
+                if met.rows.shape.numel() > _FEW:
                     _form([met])
             else:
                 met.units = coupling.units(entry, delta, met.roles, sharing)
@@ -125,6 +129,8 @@ class Sweep:
         if entry.names.get("weight") is not None:
             if self._inputs and coupling is not None:
                 met.inputs = coupling.inputs(entry, x, sharing)
+            elif self._inputs and waits(x):
+                met.seen = x
             elif self._inputs:
                 met.inputs = layer.inputs(module, x, sharing, self._keep)
             met.outputs = layer.outputs(module, x, delta, sharing)
@@ -143,11 +149,11 @@ class Sweep:
         """Add what was met to the blocks it belongs to."""
         alike: dict[Any, list[Met]] = {}
         for met in self.met.values():
-            if (rows := met.rows) is not None:
-                kind = (rows.shape[0], rows.shape[2], rows.dtype, rows.device)
-                alike.setdefault(kind, []).append(met)
+            if met.rows is not None:
+                alike.setdefault(met.rows.kind, []).append(met)
         for some in alike.values():
             _form(some)
+        self._form_inputs(plan)
         for i, met in sorted(self.met.items()):
             entry = self._entries[i]
             for key, roles in plan.units(entry.names):
@@ -170,13 +176,30 @@ class Sweep:
                 shared = met.shifts is met.outputs
                 add_bias(sums.setdefault(key, Sums()), met.shifts.clone() if shared else met.shifts)
 
+    def _form_inputs(self, plan: Plan) -> None:
+        """Σ āāᵀ of the uses that a block learns from, those of one kind of layer at once."""
+        kinds: dict[Layer, list[tuple[Entry, Met, Tensor]]] = {}
+        for i, met in sorted(self.met.items()):
+            entry = self._entries[i]
+            if met.seen is not None and plan.weight(entry.names) is not None:
+                kinds.setdefault(entry.layer, []).append((entry, met, met.seen))
+            met.seen = None
+        for layer, some in kinds.items():
+            uses = [(entry.module, x) for entry, _, x in some]
+            found = layer.inputs_of(uses, self._sharing, self._keep)
+            for (_, met, _), moments in zip(some, found, strict=True):
+                met.inputs = moments
+
+
+def waits(x: Tensor) -> bool:
+    """Whether memory is worth waiting for, and several layers at once are cheaper."""
+    return x.device.type != "cpu"
+
 
 def _form(some: Sequence[Met]) -> None:
     """Σ rows rowsᵀ of all units at once."""
-    every = [met.rows for met in some if met.rows is not None]
-    rows = every[0] if len(every) == 1 else torch.cat(every, 1)
-    units = torch.bmm(rows.permute(1, 2, 0), rows.transpose(0, 1))
-    for met, own in zip(some, units.split([r.shape[1] for r in every]), strict=True):
+    found = second_moments([met.rows for met in some if met.rows is not None])
+    for met, own in zip(some, found, strict=True):
         met.rows, met.units = None, own
 
 

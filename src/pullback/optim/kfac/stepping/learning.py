@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ...._core.errors import PullbackError
 from ....grams.kronecker.sides import diagonal
+from ..blocks.averages import Unsure
 from ..blocks.curvature import Curvature
 from ..blocks.damping import Damping
 from ..statistics.gather import Gatherer
 from ..statistics.sums import Key
-from .look import finite
+from .look import Look, finite
 
 
 class Learning:
@@ -32,6 +34,11 @@ class Learning:
     _gatherer: Gatherer
     _memory: Any
     _by_name: dict[str, nn.Parameter]
+    #: statistics that were taken up unless the device found them not finite, which is yet unknown
+    _unsure: tuple[Look, Unsure] | None = None
+    #: whether statistics are due that the forward pass was not told of: the last step, which took
+    #: them, turned out to have changed nothing
+    _owing = False
 
     def _due(self) -> bool:
         return not self._closed and self._memory["steps"] % self.statistics_every == 0
@@ -51,10 +58,43 @@ class Learning:
         self._memory["taken"] += 1
         return True
 
+    def _learn_unsure(self, found: dict[Key, dict[str, Tensor]], good: Tensor) -> bool:
+        """The same without waiting for the device, which leaves the averages if it must.
+
+        Only where nothing else depends on it: where inverses are to be renewed it is better to
+        wait, and a block that is new has no averages yet. (Averages that mostly forget would keep
+        the round-off of what they forgot.)
+        """
+        held, forgets = self.curvature, self.ema < 0.5
+        if self.ekfac or self.damping.referenced or forgets:
+            return False
+        if self._to_invert(self._memory["taken"] + 1):
+            return False
+        if not found or not Unsure.fit(held.averages, found):
+            return False
+        self._skipped = False
+        good = good & finite(_telling([t for x in found.values() for t in x.values()]))
+        unsure = Unsure(held.averages, found, self.ema, (~good).to(torch.float32))
+        self._memory["taken"] += 1
+        self._unsure = Look(None, good), unsure
+        return True
+
+    def _settle_statistics(self, accepted: bool) -> bool:
+        """Take notice of statistics that were not finite, if the last ones were such."""
+        pending, self._unsure = self._unsure, None
+        if pending is None or not pending[0].reason():
+            return True
+        pending[1].undo()
+        self._memory["taken"] -= 1
+        self._skipped = accepted
+        if accepted:
+            self._memory["skipped"] = self._memory.get("skipped", 0) + 1
+        return False
+
     def _gathered(self) -> dict[Key, dict[str, Tensor]]:
         """The averages over what the hooks saw since the last step."""
         if not self._gatherer.pool.calls:
-            if self._due():
+            if self._due() and not self._owing:
                 raise PullbackError(
                     "A statistics step saw no layer",
                     self._gatherer.missed,
@@ -68,10 +108,9 @@ class Learning:
 
     def _invert(self, taken: bool) -> None:
         """Renew inverses when it is time, and make those that are missing."""
-        steps, count, held = self._memory["steps"], self._memory["taken"], self.curvature
-        early = steps < self.invert_every and count & (count - 1) == 0
+        held = self.curvature
         again = self._memory.pop("again", False)  # the damping grew after a rejected step
-        if (taken and (steps % self.invert_every == 0 or early)) or again:
+        if (taken and self._to_invert(self._memory["taken"])) or again:
             keys = list(held.averages)
         else:
             keys = [k for k in held.averages if k not in held.inverses]
@@ -80,6 +119,12 @@ class Learning:
             held.invert(self.damping, self._memory["damping"], keys, eigen=self.ekfac, once=once)
             if self.ekfac:
                 self._gatherer.bases = held.inverses
+
+    def _to_invert(self, count: int) -> bool:
+        """Whether inverses are to be renewed with this many statistics taken up."""
+        steps = self._memory["steps"]
+        early = steps < self.invert_every and count & (count - 1) == 0
+        return steps % self.invert_every == 0 or early
 
     def _notes(self) -> dict[str, str]:
         notes = {", ".join(k.names): note for k, note in self.curvature.notes.items()}

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import isfinite
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...._core.errors import PullbackError
 from ....steps import QuadraticModel
 from ...checks import refuse_sparse
 from ..blocks.damping import Adaptive
 from ..info import KFACInfo
-from ..source import Source
+from ..source import ObjectiveSource, Source
+from ..statistics.sums import Key
+from . import steady
 from .learning import Learning
 from .look import Look, refuse_none
 from .steady import Steady
@@ -36,8 +40,9 @@ class Moving(Learning):
 
     def _done(self, accepted: bool, reason: str, taken: bool, *control: Any) -> None:
         self._memory["steps"] += 1
+        owing = self._owing and not self._gatherer.pool.calls and not taken
         self._forget()
-        self._gatherer.due = self._due() or self._gatherer.lacking
+        self._gatherer.due = self._due() or owing or self._gatherer.lacking
         self._info = KFACInfo(
             accepted, reason, self._memory["damping"], taken, self._notes(), *control
         )
@@ -51,10 +56,7 @@ class Moving(Learning):
         are those of parameters with a gradient, per param group; `taken` says whether statistics
         were taken, on a step where they were due.
         """
-        lost = source.loss is not None and not isfinite(source.loss)
-        if lost or self.rule is not None or isinstance(self.damping, Adaptive):
-            return False
-        if "again" in self._memory or not self.curvature.complete:
+        if not self._unattended(source):
             return False
         look = self._steady.step(
             self.curvature, self._by_name, names, self.param_groups, self.state, self.kl_clip,
@@ -67,6 +69,29 @@ class Moving(Learning):
         self._done(True, "", bool(taken))
         self._look = look
         return True
+
+    def _unattended(self, source: Source) -> bool:
+        """Whether a step's outcome is of no consequence for what the host does next."""
+        lost = source.loss is not None and not isfinite(source.loss)
+        if lost or self.rule is not None or isinstance(self.damping, Adaptive):
+            return False
+        return "again" not in self._memory and self.curvature.complete
+
+    def _learn_steadily(
+        self, source: Source, names: list[list[str]], good: Tensor
+    ) -> tuple[bool, dict[Key, dict[str, Tensor]] | None]:
+        """Statistics and the move without waiting, and what was gathered where that cannot be.
+
+        `good` says on the device whether all gradients are finite.
+        """
+        params = [self._by_name[n] for own in names for n in own]
+        gathered = self._gatherer.pool.sums and not isinstance(source, ObjectiveSource)
+        if not gathered or not self._unattended(source) or not steady.usable(params):
+            return False, None
+        found = self._gathered()
+        if not self._learn_unsure(found, good):
+            return False, found
+        return self._steadily(source, names, taken=True), None
 
     @property
     def statistics_due(self) -> bool:
@@ -84,9 +109,13 @@ class Moving(Learning):
         return self._info
 
     def _settle(self) -> None:
-        """Take notice of a step that moved nothing, if the last one was such."""
+        """Take notice of a step that moved nothing or learned nothing, if the last one did so."""
         look, self._look = self._look, None
-        if look is not None and (reason := look.reason()):
+        reason = "" if look is None else look.reason()
+        learned = self._settle_statistics(not reason)
+        if not reason and not learned:
+            self._info = replace(self._info, taken=False, notes=self._notes())
+        if reason:
             self._memory["steps"] -= 1
             self._gatherer.due = self._due() or self._gatherer.lacking
             self._info = KFACInfo(False, reason, self._memory["damping"])
