@@ -104,7 +104,7 @@ def test_a_process_that_dies_is_reported() -> None:
 def test_an_interruption_ends_the_processes_and_keeps_what_is_finished(tmp_path: Path) -> None:
     command = [
         sys.executable, "-m", "pullback.experiments.cli", "run", "kerekes-2022-support", "--seeds",
-        "0-30", "--workers", "2", "--out", str(tmp_path),
+        "0-300", "--workers", "2", "--out", str(tmp_path),
     ]  # fmt: skip
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
