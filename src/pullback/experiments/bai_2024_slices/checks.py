@@ -23,6 +23,10 @@ Found = Mapping[str, Sequence[Record]]
 Verdict = tuple[str, bool, str]
 
 
+#: which of them speak of seconds
+TIMED = (1, 2)
+
+
 def claims(found: Found, law: Record, level: float, held: Sequence[bool]) -> list[Check]:
     """The paper's three; then what of them the start explains, and what the others do."""
     return recorded(

@@ -23,7 +23,7 @@ from ..learning.data import DataSet, generated
 from ..learning.precision import tensor_cores
 from ..learning.training import fit
 from .charts import training
-from .checks import claims, table
+from .checks import TIMED, claims, table
 from .law import RATES, law
 from .methods import METHODS, Method
 from .networks import DIGITS_WIDTHS, PAPER_WIDTHS, load, mlp
@@ -148,7 +148,9 @@ class Figure2(Experiment):
     def judge(self, results: Results) -> list[Check]:
         held = self.quick_held if results.quick else self.held
         level = self.config(results.quick)["level"]
-        return claims(self._found(results), results.once("law"), level, held)
+        found = claims(self._found(results), results.once("law"), level, held)
+        # seconds of a tiny network are Python's
+        return [c for i, c in enumerate(found) if not (results.quick and i in TIMED)]
 
     def curves(self, results: Results) -> list[Chart]:
         return training(self._found(results))
