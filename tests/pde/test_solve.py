@@ -439,7 +439,7 @@ def test_points_of_a_run_are_not_rounded() -> None:
     )
 
     def note(run: Any, info: Any) -> None:
-        started.append(run._objective.terms[1].map.x.double().flatten().tolist())
+        started.append(run._points.objective.terms[1].map.x.double().flatten().tolist())
 
     run(problem=third, single=2, steps=3, callbacks=[note])
     assert started[0] != [0.1, 1 / 3]

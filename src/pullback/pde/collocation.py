@@ -1,0 +1,125 @@
+"""The objective of a solve, step by step: its points move, and so may its precision."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..optim import Objective
+from .discretize import Sites, Trial, fingerprint, nested, term
+from .plan import Plan
+from .problem import Problem
+from .sampling import Points
+
+_SPECTRUM = 2**22  # entries of A up to which its singular values are reported
+
+
+class Collocation:
+    """Points of every condition, and the objective on them.
+
+    Args:
+        problem: what must hold.
+        trial: the network and the unknown coefficients.
+        plan: which points at which step.
+        like: precision and device of the solve.
+        single: steps in float32 first.
+
+    Attributes:
+        sites: the points now, by condition; in float64, rounded ones would lie beside the boundary.
+        objective: on these points, None until the first step.
+    """
+
+    def __init__(
+        self, problem: Problem, trial: Trial, plan: Plan, like: Tensor, single: int
+    ) -> None:
+        self._problem, self._trial, self._plan = problem, trial, plan
+        self._dtype, self._device, self._single = like.dtype, like.device, single
+        self.sites: dict[str, Sites] = plan.draw(plan.at(0))
+        self.objective: Objective | None = None
+        self._drawn, self._refined = plan.at(0), None
+
+    def fingerprints(self) -> list[Any]:
+        """What the conditions say on the points."""
+        conditions = self._problem.conditions
+        return [fingerprint(self._problem, c, self.sites[c.name]) for c in conditions]
+
+    def at(self, step: int) -> Objective:
+        """The objective at the points and in the precision of this step."""
+        drawn, refine = self._plan.at(step), self._plan.refine
+        dtype = torch.float32 if step < self._single else self._dtype
+        self._trial.to(dtype)
+        new = self.objective is None
+        if drawn != self._drawn:
+            self.sites, self._drawn, new = self._plan.draw(drawn), drawn, True
+        elif refine is not None and refine.due(step) and self._refined != step:
+            self.sites, new = self._plan.refined(self.sites, self._trial, step), True
+            self._refined = step  # an interrupted step finds its points as they were
+        if step == self._single or (step == 0 and self._single):
+            new = True
+        if new:
+            self.objective = self._build(dtype)
+        assert self.objective is not None
+        return self.objective
+
+    def settled(self, step: int) -> bool:
+        """Whether losses from this step on compare: same points, same precision, squares."""
+        refine = self._plan.refine
+        still = refine is None or refine.over(step)
+        squares = self.objective is None or all(t.whitened for t in self.objective.terms)
+        # an energy does not go to zero: a share of it says nothing about what is left
+        return step >= self._single and self._plan.resample is None and still and squares
+
+    def full(self, steps: int) -> None:
+        """The trial in its own precision, and the objective with it, after so many steps."""
+        self._trial.to(self._dtype)
+        if self.objective is not None and steps <= self._single:
+            self.objective = self._build(self._dtype)
+
+    def nested(self) -> str:
+        """Why derivatives take the slower way, or nothing."""
+        return "" if self.objective is None else nested(self.objective.terms)
+
+    @torch.no_grad()
+    def loss(self) -> float:
+        """The loss of the network as it is now."""
+        if self.objective is None:
+            return float("nan")
+        params = {n: p.detach() for n, p in self._trial.named_parameters()}
+        return sum(float(t.loss(t.map(params))) for t in self.objective.terms)
+
+    def spectrum(self) -> Tensor | None:
+        """Singular values of the whitened Jacobian, where it is small."""
+        if self.objective is None:
+            return None
+        params = dict(self._trial.named_parameters())
+        linears = [item.map.linearize(params) for item in self.objective.terms]
+        entries = sum(x.value.numel() for x in linears) * linears[0].space.size
+        if entries > _SPECTRUM or any(not t.whitened for t in self.objective.terms):
+            return None
+        return torch.linalg.svdvals(torch.cat([x.rows() for x in linears]).cpu())
+
+    def state(self) -> dict[str, Any]:
+        """Where the points are."""
+        sites = {
+            name: [(p.x, p.weights, p.normals) for p in sites] for name, sites in self.sites.items()
+        }
+        return {"drawn": self._drawn, "refined": self._refined, "sites": sites}
+
+    def restore(self, state: Mapping[str, Any], steps: int) -> None:
+        """The points of a `state`, after so many steps."""
+        self._drawn, self._refined = state["drawn"], state["refined"]
+        self.sites = {
+            name: tuple(Points(*parts) for parts in sites) for name, sites in state["sites"].items()
+        }
+        if self.sites and steps > self._single:
+            self.objective = self._build(self._dtype)
+
+    def _build(self, dtype: torch.dtype) -> Objective:
+        terms = []
+        for c in self._problem.conditions:
+            sites = tuple(p.to(dtype, self._device) for p in self.sites[c.name])
+            terms.append(term(self._problem, c, self._trial, sites))
+        return Objective(terms)
