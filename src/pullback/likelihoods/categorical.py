@@ -54,7 +54,7 @@ def chosen(p: Tensor, generator: torch.Generator | None = None) -> Tensor:
     start = _RUN * _raced(runs, generator)[:, None]
     index = start + torch.arange(_RUN, device=p.device)
     some = p.gather(1, index.clamp(max=classes - 1)).to(dtype)
-    return start[:, 0] + _raced(some * (index < classes), generator)
+    return start[:, 0] + _raced(some.where(index < classes, 0.0), generator)  # NaN stays inside
 
 
 def _raced(p: Tensor, generator: torch.Generator | None) -> Tensor:
@@ -112,9 +112,16 @@ class Categorical(Likelihood):
 
     def counted(self, z: Tensor, cotangent: Tensor) -> Tensor | None:
         axis = self._axis(z)
-        largest = torch.linalg.vector_norm(cotangent, torch.inf, axis, keepdim=True)
-        silent = largest == 0
+        silent = _silent(cotangent, axis)
         if not bool(silent.any()):
             return None
         certain = torch.softmax(z, axis).amax(axis, keepdim=True) == 1
         return ~silent | certain
+
+    def uncounted(self, z: Tensor, cotangent: Tensor) -> Tensor | None:
+        return _silent(cotangent, self._axis(z)).any()
+
+
+def _silent(cotangent: Tensor, axis: int) -> Tensor:
+    """The positions that received no gradient."""
+    return torch.linalg.vector_norm(cotangent, torch.inf, axis, keepdim=True) == 0

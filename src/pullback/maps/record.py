@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ from .._core.capture import Call
 from .layers import Layer, find
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Entry:
     """One use of one layer."""
 
@@ -40,6 +41,27 @@ class Entry:
         return (type(self.layer).__name__, *self.names.values())
 
 
+class Sites:
+    """What is to be written down of a model's modules, found once: `by` a path, a module, its kind.
+
+    Args:
+        model: whose modules they are.
+        kind: what is known of a module, None where it is of no interest.
+    """
+
+    def __init__(self, model: nn.Module, kind: Callable[[nn.Module], Any]) -> None:
+        named = list(model.named_modules())
+        kinds = [(path, module, kind(module)) for path, module in named]
+        self.by = [site for site in kinds if site[2] is not None]
+        self.modules = dict(named)
+        self._held = [(m, type(m), dict(m._modules)) for _, m in named]
+
+    @property
+    def current(self) -> bool:
+        """Whether the modules are still the same."""
+        return all([type(m) is kind and m._modules == below for m, kind, below in self._held])
+
+
 class Recorder:
     """A context in which every known layer with a trainable parameter is written down.
 
@@ -47,34 +69,45 @@ class Recorder:
     works in place changes the tensor, but not the edge.
     """
 
-    def __init__(self, model: nn.Module, leaves: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, model: nn.Module, leaves: Mapping[str, Tensor], sites: Sites | None = None
+    ) -> None:
         self.entries: list[Entry] = []
         self._names = {id(leaf): name for name, leaf in leaves.items()}
-        self._model = model
-        self._handles: list[RemovableHandle] = []
+        self._sites = Sites(model, self.kind) if sites is None else sites
+        self._number = -1
+
+    @staticmethod
+    def kind(module: nn.Module) -> Any:
+        """What is known of a module that is written down."""
+        return find(module)
 
     def __enter__(self) -> Recorder:
-        for path, module in self._model.named_modules():
-            if (hook := self._hook_of(path, module)) is not None:
-                handle = module.register_forward_hook(hook, prepend=True, with_kwargs=True)
-                self._handles.append(handle)
+        # as `register_forward_hook` does it, with one number for all instead of a handle each
+        self._number = RemovableHandle(OrderedDict()).id
+        for path, module, kind in self._sites.by:
+            hooks: Any = module._forward_hooks
+            hooks[self._number] = self._hook(path, kind)
+            hooks.move_to_end(self._number, last=False)  # first of all
+            module._forward_hooks_with_kwargs[self._number] = True
         return self
 
-    def _hook_of(self, path: str, module: nn.Module) -> Any:
-        layer = find(module)
-        return None if layer is None else self._hook(path, layer)
-
     def __exit__(self, *exc: object) -> None:
-        while self._handles:
-            self._handles.pop().remove()
+        for _, module, _ in self._sites.by:
+            module._forward_hooks.pop(self._number, None)
+            module._forward_hooks_with_kwargs.pop(self._number, None)
 
     def _hook(self, path: str, layer: Layer) -> Any:
+        known = self._names
+
         def record(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-            names = {r: self._names.get(id(t)) for r, t in layer.parameters(module).items()}
             x = args[0] if args else next(iter(kwargs.values()), None)
             if not isinstance(output, Tensor) or not isinstance(x, Tensor):
                 return None
-            if not output.requires_grad or all(n is None for n in names.values()):
+            if not output.requires_grad:
+                return None
+            names = {r: known.get(id(t)) for r, t in layer.parameters(module).items()}
+            if not any(names.values()):
                 return None
             output, edge = self._placed(module, output)
             self.entries.append(self._entry(path, module, layer, names, x.detach(), edge, output))

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from pullback.maps.layers import conv, find, lines, patches
 from pullback.maps.layers.correlated import correlated_moment, correlated_moments, correlates
-from pullback.maps.layers.lines import channel_moment
+from pullback.maps.layers.lines import channel_moment, channel_moments
 from pullback.maps.layers.moments import Sharing
 
 DOUBLE = torch.float64
@@ -72,6 +72,14 @@ def test_channels(shape: tuple[int, ...], dtype: torch.dtype) -> None:
         got = channel_moment(same)
         assert got.dtype == (DOUBLE if dtype == DOUBLE else torch.float32)
         torch.testing.assert_close(got[0].double(), want, rtol=1e-5, atol=1e-5)
+    some = [x, 2 * x, -3 * x] if len(x) else []
+    for count in range(1, len(some) + 1):
+        got = channel_moments(some[:count])
+        assert got.dtype == (DOUBLE if dtype == DOUBLE else torch.float32)
+        for one, factor in zip(got, (1, 4, 9), strict=False):
+            torch.testing.assert_close(one.double(), factor * want, rtol=2e-2, atol=1e-5)
+            if dtype != torch.bfloat16:
+                torch.testing.assert_close(one.double(), factor * want, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 4, 4), (3, 2, 5, 7)])
@@ -100,6 +108,14 @@ def test_all_inputs_of_a_network(monkeypatch: pytest.MonkeyPatch, together: int)
     shapes = [(2, 3, 6, 6), (2, 3, 6, 6), (2, 3, 6, 6), (2, 3, 6, 6), (2, 3, 6, 6)]
     uses = [(m, draw(*s) * (i + 1)) for i, (m, s) in enumerate(zip(modules, shapes, strict=True))]
     uses += [(modules[0], draw(2, 3, 5, 6)), (modules[0], 7 * draw(2, 3, 6, 6))]
+    wide, plain = nn.Conv2d(7, 4, 1), nn.Conv2d(7, 4, 1, bias=False)
+    uses += [
+        (modules[3], 5 * draw(2, 3, 6, 6)),
+        (wide, draw(2, 7, 2, 3)),
+        (plain, draw(2, 7, 2, 3)),
+    ]
+    uses += [(wide, 2 * draw(2, 7, 2, 3)), (wide, draw(7, 2, 3)), (modules[3], draw(3, 6, 6))]
+    uses += [(wide, draw(2, 2, 3, 7).movedim(3, 1)), (nn.Conv2d(7, 4, 1, 2), draw(2, 7, 2, 3))]
     layer = find(modules[0])
     assert layer is not None
     for sharing in (Sharing(), Sharing(reduce=True), Sharing(longest=5)):

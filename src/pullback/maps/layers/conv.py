@@ -12,7 +12,15 @@ from torch import Tensor, nn
 from .affine import AffineBlock
 from .base import Block, joined
 from .correlated import correlated_moments, correlates
-from .lines import by_lines, channel_moment, patch_sum
+from .lines import (
+    by_lines,
+    channel_bytes,
+    channel_moment,
+    channel_moments,
+    copied,
+    patch_sum,
+    pointwise,
+)
 from .moments import Moments, Sharing, moments, second_moment
 from .patches import patch_moment, patches
 from .registry import Layer, Use, register
@@ -53,23 +61,37 @@ class Conv(Layer):
     def inputs_of(
         self, uses: Sequence[tuple[Any, Tensor]], sharing: Sharing, keep: Tensor | None
     ) -> list[Moments]:
-        """Those whose patches have their correlation taken, by shape."""
+        """Pointwise ones, and those whose patches have their correlation taken, by shape."""
         found: dict[int, Moments] = {}
         alike: dict[Any, list[int]] = {}
         for i, (module, x) in enumerate(uses):
-            dense = not sharing.reduce and 9 * x.shape[1] <= sharing.longest
-            if dense and by_lines(x, module.groups) and correlates(module, x):
-                alike.setdefault((x.shape, x.dtype, x.device), []).append(i)
-        for (shape, dtype, _), own in alike.items():
-            step = max(1, _TOGETHER // ((9 * shape[1]) ** 2 * dtype.itemsize))
+            if (way := _way(module, x, sharing)) is not None:
+                alike.setdefault((way, x.shape, x.dtype, x.device), []).append(i)
+            else:  # these need the most memory, and come while few moments are there
+                found[i] = self.inputs(module, x, sharing, keep)
+        for (way, shape, *_), own in alike.items():
+            step = max(1, _TOGETHER // _BYTES[way](uses[own[0]][1]))
             for some in (own[a : a + step] for a in range(0, len(own), step)):
-                second = correlated_moments([uses[i][1] for i in some])
+                second = way([uses[i][1] for i in some])
                 for i, one in zip(some, second.split(1), strict=True):
                     first = patch_sum(*uses[i], one)
                     found[i] = Moments(one, first, shape[0] * prod(shape[2:]))
-        others = (i for i in range(len(uses)) if i not in found)
-        found |= {i: self.inputs(*uses[i], sharing, keep) for i in others}
         return [found[i] for i in range(len(uses))]
+
+    def waits(self, module: Any, delta: Tensor, sharing: Sharing) -> bool:
+        """Those that are copied anyway, and small enough for others to join them."""
+        few = delta.ndim == 2 + len(module.kernel_size) and 2 * delta.nbytes <= _TOGETHER
+        dense = few and not sharing.reduce and delta.shape[1] <= sharing.longest
+        return dense and by_lines(delta, module.groups) and copied(delta)
+
+    def outputs_of(self, deltas: Sequence[Tensor], sharing: Sharing) -> list[Tensor]:
+        alike: dict[Any, list[int]] = {}
+        for i, d in enumerate(deltas):
+            alike.setdefault((d.shape, d.dtype, d.device), []).append(i)
+        found: dict[int, Tensor] = {}
+        for own in alike.values():
+            found.update(zip(own, channel_moments([deltas[i] for i in own]).split(1), strict=True))
+        return [found[i] for i in range(len(deltas))]
 
     def outputs(self, module: Any, x: Tensor, delta: Tensor, sharing: Sharing) -> Tensor:
         dims = len(module.kernel_size)
@@ -82,6 +104,22 @@ class Conv(Layer):
         d = d.unflatten(1, (module.groups, -1)).flatten(3)  # (B, G, O, places)
         d = d.sum(3).transpose(0, 1) if sharing.reduce else d.permute(1, 0, 3, 2).flatten(1, 2)
         return second_moment(d, sharing)
+
+
+def _way(module: Any, x: Tensor, sharing: Sharing) -> Any:
+    """What forms the moments of several inputs like this one at once, or None."""
+    if sharing.reduce or not by_lines(x, module.groups):
+        return None
+    if 9 * x.shape[1] <= sharing.longest and correlates(module, x):
+        return correlated_moments
+    return channel_moments if x.shape[1] <= sharing.longest and pointwise(module, x) else None
+
+
+#: bytes that each of these takes per input
+_BYTES = {
+    correlated_moments: lambda x: (9 * x.shape[1]) ** 2 * x.element_size(),
+    channel_moments: channel_bytes,
+}
 
 
 def _by_samples(d: Tensor, groups: int) -> bool:

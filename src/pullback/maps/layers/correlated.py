@@ -45,9 +45,10 @@ def correlated_moments(some: Sequence[Tensor]) -> Tensor:
     """The same for several inputs of one shape: (K, 9C, 9C)."""
     k, c = len(some), some[0].shape[1]
     r = torch.stack([_correlation(x) for x in some]).contiguous()
-    # v − u + 2 = v + (2 − u): steps along u backwards, and along v, are the same steps of R
-    steps = (25 * c * c, 25 * c, 5, 1, 25, 5, 1)
-    m = r.as_strided((k, c, 3, 3, c, 3, 3), steps).flip(2, 3).contiguous()
+    # at u, v goes through the 3×3 steps of R from 2 − u on: nine pieces that are put side by side
+    sizes, steps = (k * c, c, 3, 3), (25 * c, 25, 5, 1)
+    pieces = [r.as_strided(sizes, steps, 12 - 5 * i - j) for i in range(3) for j in range(3)]
+    m = torch.cat(pieces, 1).view(k, c, 3, 3, c, 3, 3)
     rows = [x[:, :, i] for i in (-1, 0) for x in some]
     columns = [x[..., i] for i in (-1, 0) for x in some]
     for axis, moments in enumerate(_edges(rows, columns, k)):

@@ -7,9 +7,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..._core.products import moment
 from .affine import AffineBlock
 from .base import Block, joined
-from .moments import Moments, Sharing, moments, second_moment
+from .moments import Moments, Sharing, moments, second_moment, stackable, stacked
 from .registry import Layer, Use, register
 
 
@@ -35,7 +36,28 @@ class Linear(Layer):
         biased = module._parameters.get("bias", x) is not None
         return moments(x.reshape(1, -1, x.shape[-1]), sharing, keep, first=biased)
 
+    def inputs_of(
+        self, uses: Sequence[tuple[Any, Tensor]], sharing: Sharing, keep: Tensor | None
+    ) -> list[Moments]:
+        """Those with a bias in half precision side by side, by their shape."""
+        alike: dict[Any, list[int]] = {}
+        for i, (module, x) in enumerate(uses):
+            short = x.shape[-1] <= sharing.longest and not sharing.reduce
+            if short and module._parameters.get("bias") is not None and stackable(x):
+                alike.setdefault((x.shape, x.dtype, x.device), []).append(i)
+        found: dict[int, Moments] = {}
+        for (shape, _, _), some in alike.items():
+            mask = keep.flatten() if keep is not None and keep.shape == shape[:-1] else None
+            found.update(zip(some, stacked([uses[i][1] for i in some], mask), strict=True))
+        return [
+            found[i] if i in found else self.inputs(module, x, sharing, keep)
+            for i, (module, x) in enumerate(uses)
+        ]
+
     def outputs(self, module: Any, x: Tensor, delta: Tensor, sharing: Sharing) -> Tensor:
         if sharing.reduce:
             delta = sharing.by_sample(delta).sum(1)
-        return second_moment(delta.reshape(1, -1, delta.shape[-1]), sharing)
+        rows = delta.reshape(-1, width := delta.shape[-1])
+        return (
+            moment(rows)[None] if width <= sharing.longest else second_moment(rows[None], sharing)
+        )

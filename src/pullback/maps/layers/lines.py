@@ -7,9 +7,11 @@ last, which moves whole lines of memory, and multiplied at once.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -27,7 +29,7 @@ def line_moment(module: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     need the second, (1, 1) stands in for it.
     """
     plain = module._parameters.get("bias", x) is None
-    if set(module.kernel_size) == {1} and not any(module._reversed_padding_repeated_twice):
+    if _sees_one(module):
         if set(module.stride) != {1}:
             x = x[(..., *(slice(None, None, s) for s in module.stride))]
         second = channel_moment(x)
@@ -68,8 +70,20 @@ def patch_sum(module: Any, x: Tensor, second: Tensor) -> Tensor:
     """Σ a (1, I), which is linear in x: of the samples' sum; left out where there is no bias."""
     if module._parameters.get("bias", x) is None:
         return _left_out(second)
+    if _sees_one(module):
+        return _channel_sum(x)
     seen = gathered(module, x.sum(0, keepdim=True, dtype=compute_dtype(x.dtype))).sum(0)
     return seen.view(-1, x.shape[1]).T.reshape(1, -1)
+
+
+def pointwise(module: Any, x: Tensor) -> bool:
+    """Whether the patches are the image x (B, C, *space) itself, as it lies in memory."""
+    plain = x.ndim == 2 + len(module.kernel_size) and x.is_contiguous() and x.numel() > 0
+    return plain and _sees_one(module) and set(module.stride) == {1}
+
+
+def _sees_one(module: Any) -> bool:
+    return set(module.kernel_size) == {1} and not any(module._reversed_padding_repeated_twice)
 
 
 def channel_moment(x: Tensor) -> Tensor:
@@ -78,12 +92,46 @@ def channel_moment(x: Tensor) -> Tensor:
     One product per sample copies nothing, but its results are B·C² numbers; one product of all
     needs the channels as lines.
     """
-    places, acc = prod(x.shape[2:]), compute_dtype(x.dtype).itemsize
-    if x.is_contiguous() and len(x) > 1 and x.shape[1] * acc <= places * x.element_size():
+    if _by_samples(x):
         each = x.flatten(2)
         return products(each, each).sum(0, keepdim=True)
     lines = channel_lines(x)[None]
     return products(lines, lines)
+
+
+def channel_moments(some: Sequence[Tensor]) -> Tensor:
+    """The same for several of one shape and row by row in memory, (K, C, C), in fewer launches."""
+    x, count = some[0], len(some)
+    if count == 1:
+        return channel_moment(x)
+    if _by_samples(x) and x.dtype != compute_dtype(x.dtype):
+        return torch.cat([channel_moment(x) for x in some])
+    if _by_samples(x):
+        each = x.new_empty(count, len(x), x.shape[1], x.shape[1])
+        for out, lines in zip(each.unbind(), (x.flatten(2) for x in some), strict=True):
+            torch.bmm(lines, lines.mT, out=out)
+        return each.sum(1)
+    lines = torch.cat([x.flatten(2).transpose(0, 1) for x in some]).flatten(1)
+    lines = lines.unflatten(0, (count, -1))
+    return products(lines, lines)
+
+
+def channel_bytes(x: Tensor) -> int:
+    """What `channel_moments` needs for one of them."""
+    each = len(x) * x.shape[1] ** 2 * compute_dtype(x.dtype).itemsize
+    return each if _by_samples(x) else x.nbytes
+
+
+def copied(x: Tensor) -> bool:
+    """Whether the channels of (B, C, *space), row by row in memory, are copied to be lines."""
+    return x.is_contiguous() and x.numel() > 0 and not _by_samples(x)
+
+
+def _by_samples(x: Tensor) -> bool:
+    """Whether to multiply sample by sample."""
+    places, acc = prod(x.shape[2:]), compute_dtype(x.dtype).itemsize
+    fewer = x.shape[1] * acc <= places * x.element_size()
+    return fewer and len(x) > 1 and x.is_contiguous()
 
 
 def gathered(module: Any, x: Tensor) -> Tensor:

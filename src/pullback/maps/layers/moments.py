@@ -11,6 +11,7 @@ exact for deep linear nets whose loss is a sum over places, reduction where the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -45,6 +46,8 @@ class Moments:
     second: Tensor
     first: Tensor
     places: Tensor | float
+    #: those of several layers in one piece of memory, second (L, G, n, n) and first (L, G, n)
+    stack: tuple[Tensor, Tensor] | None = None
 
     def __add__(self, other: Moments) -> Moments:
         return Moments(
@@ -60,6 +63,35 @@ def second_moment(x: Tensor, sharing: Sharing) -> Tensor:
         return moment(x[0])[None]
     x = x.to(compute_dtype(x.dtype))
     return x.mT @ x
+
+
+def stackable(x: Tensor) -> bool:
+    """Whether products of x can be written where they are wanted, in another precision than x's."""
+    return x.is_cuda and x.dtype in (torch.float16, torch.bfloat16)
+
+
+def stacked(uses: Sequence[Tensor], keep: Tensor | None = None) -> list[Moments]:
+    """The moments of several (..., n) in half precision on a GPU, of one shape, side by side.
+
+    `keep` says which places count, (P,).
+    """
+    n, count = uses[0].shape[-1], len(uses)
+    places: Tensor | float = uses[0].numel() // n if keep is None else keep.sum()
+    mask = None if keep is None else keep[:, None].to(uses[0].dtype)
+    second = uses[0].new_empty(count, 1, n, n, dtype=torch.float32)
+    first = uses[0].new_empty(count, 1, n, dtype=torch.float32)
+    stack, out = (second, first), []
+    for x, s, f in zip(uses, second.unbind(), first.unbind(), strict=True):
+        rows = x.reshape(-1, n) if mask is None else x.reshape(-1, n) * mask
+        product_into(s[0], rows)
+        torch.sum(rows, 0, dtype=torch.float32, out=f[0])
+        out.append(Moments(s, f, places, stack))
+    return out
+
+
+def product_into(out: Tensor, x: Tensor) -> None:
+    """XᵀX of (P, n) in half precision, accumulated and written in float32."""
+    torch.mm(x.T, x, out_dtype=torch.float32, out=out)
 
 
 def moments(

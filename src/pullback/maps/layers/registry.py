@@ -70,6 +70,14 @@ class Layer(ABC):
         """Second moments Σ δδᵀ of one covector's cotangents, (G, O, O) or (G, O)."""
         raise NotImplementedError(type(self).__name__)
 
+    def waits(self, module: Any, delta: Tensor, sharing: Sharing) -> bool:
+        """Whether `outputs_of` several uses is cheaper, for which small cotangents are kept."""
+        return False
+
+    def outputs_of(self, deltas: Sequence[Tensor], sharing: Sharing) -> list[Tensor]:
+        """`outputs` of the cotangents that waited."""
+        raise NotImplementedError(type(self).__name__)
+
     def shifts(self, module: Any, x: Tensor, delta: Tensor, sharing: Sharing) -> Tensor:
         """The same for a bias alone; where `joint`, it meets the weight's cotangents."""
         return self.outputs(module, x, delta, sharing)

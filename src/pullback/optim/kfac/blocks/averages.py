@@ -31,8 +31,7 @@ class Average:
         else:
             for name, v in new.items():
                 self.value[name].lerp_(v, 1 - ema)
-        self.mass = ema * self.mass + 1 - ema
-        self.count += 1
+        self.counts(ema)
         if plain:
             if self.mean is None:
                 self.mean = {n: v.clone() for n, v in self.corrected().items()}
@@ -52,16 +51,25 @@ class Average:
         if plain or not self._fits(new):
             return False
         pairs += [(self.value[n], v) for n, v in new.items()]
+        self.counts(ema)
+        return True
+
+    def counts(self, ema: float) -> None:
+        """One more set of statistics is in the average."""
         self.mass = ema * self.mass + 1 - ema
         self.count += 1
-        return True
 
     def alike(self, new: Mapping[str, Tensor]) -> bool:
         """Whether they fit and lie in memory as those that are held."""
-        return self._fits(new) and all(
-            (v.dtype, v.device, v.stride()) == (new[n].dtype, new[n].device, new[n].stride())
-            for n, v in self.value.items()
-        )
+        if self.value.keys() != new.keys():
+            return False
+        for name, v in self.value.items():
+            w = new[name]
+            if v.shape != w.shape or v.stride() != w.stride():
+                return False
+            if v.dtype != w.dtype or v.device != w.device:
+                return False
+        return True
 
     def _fits(self, new: Mapping[str, Tensor]) -> bool:
         held = self.value
@@ -104,11 +112,10 @@ class Unsure:
         for key, new in found.items():
             average = averages[key]
             self._before.append((average, average.mass, average.count))
-            pairs: list[tuple[Tensor, Tensor]] = []
-            average.joins(new, ema, pairs, plain=False)
-            for value, v in pairs:
+            average.counts(ema)
+            for name, v in new.items():
                 values, news = kinds.setdefault((v.device, v.dtype), ([], []))
-                values.append(value)
+                values.append(average.value[name])
                 news.append(v)
         for values, news in kinds.values():
             # v − (1 − ema)(v − new), by the one kernel that knows of a flag on the device

@@ -12,6 +12,7 @@ from torch import Tensor
 from . import outputs
 from .coupling import Coupling
 from .covectors import drawn
+from .later import Later
 from .pool import Recipe
 
 
@@ -26,18 +27,34 @@ class Draws:
     samples: Tensor | float
     #: which places of the output count
     keep: Tensor | None
+    #: whether all of them do, as far as it is known
+    whole: bool
+    #: whether z is finite and all places count, where both were hoped for
+    later: Later | None = None
 
 
 def draws(
-    recipe: Recipe, z: Tensor, cotangent: Tensor, inputs: Any, generator: torch.Generator
+    recipe: Recipe,
+    z: Tensor,
+    cotangent: Tensor,
+    inputs: Any,
+    generator: torch.Generator,
+    *,
+    hope: bool = False,
 ) -> Draws | None:
-    """From the output, ∂loss/∂z and the model's first tensor; None where z is not finite."""
+    """From the output, ∂loss/∂z and the model's first tensor; None where z is not finite.
+
+    With `hope` nobody waits to see whether z is finite and every place counts: `later` tells.
+    """
     axis = recipe.batch_dim
     value = outputs.arranged(z, axis, cast=False)
-    if not bool(value.amax() < torch.inf):  # NaN too; −inf may mask a class
-        return None
     slope = outputs.arranged(cotangent, axis, cast=False)
-    mask = recipe.metric.counted(value, slope)
+    finite = value.amax() < torch.inf  # not NaN either; −inf may mask a class
+    silent = recipe.metric.uncounted(value, slope) if hope else None
+    later = None if silent is None else Later(torch.stack([finite, ~silent]))
+    if later is None and not bool(finite):
+        return None
+    mask = None if later is not None else recipe.metric.counted(value, slope)
     samples: Tensor | float = recipe.metric.samples(value)
     if mask is not None:
         samples = samples * mask.double().mean()
@@ -57,4 +74,5 @@ def draws(
         covector = pair[0] if mask is None else pair[0] * mask
         return [outputs.placed(covector, ndim, dtype, axis)], pair[1]
 
-    return Draws(map(placed, found), samples, outputs.places(mask, z, axis))
+    keep = outputs.places(mask, z, axis)
+    return Draws(map(placed, found), samples, keep, mask is None, later)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,8 +17,10 @@ from torch.utils import _pytree as pytree
 
 from ...._core.capture import plain, select
 from ..blocks.inverse import Inverse
+from . import sweep
 from .draws import Draws, draws
 from .graph import accumulates, refuse_reentrant
+from .holdings import Holdings
 from .measure import Changed, Measure, NotFinite
 from .pending import Again, Pending, Root
 from .pool import MISSED, Pool, Recipe
@@ -35,6 +38,9 @@ class Gatherer:
         self._measure = Measure(recipe.sharing, recipe.joint)
         self._chosen: dict[str, Tensor] = dict(plain(model).named_parameters())
         self._flags: tuple[bool, ...] = ()
+        self._holdings = Holdings(plain(model), self._chosen)
+        #: whether every place of the last output counted
+        self._whole = False
         self._open: weakref.WeakSet[Pending] = weakref.WeakSet()
         self._seed, self._generator = seed, None
         self._now: tuple[Tape | None, Again | None, Any] = (None, None, None)
@@ -72,6 +78,7 @@ class Gatherer:
         """Only these parameters take part; the others are constants."""
         held = dict(plain(self.model).named_parameters())
         self._chosen, self._flags = {n: held[n] for n in names}, ()
+        self._holdings = Holdings(plain(self.model), self._chosen)
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -115,11 +122,12 @@ class Gatherer:
         if reason:
             self._miss(reason)
             return None
-        if self._replaced():
+        sites = self._holdings.sites()
+        if sites is None:
             self._miss(1)
             return None
         tensors = (t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor))
-        tape = None if compiled else Tape(plain(self.model), self._leaves())
+        tape = None if compiled else Tape(plain(self.model), self._leaves(), sites)
         again = Again(self.model, args, kwargs) if compiled else None
         self._now = (tape, again, next(tensors, None))
         return contextlib.nullcontext() if tape is None else tape
@@ -130,11 +138,6 @@ class Gatherer:
         if not torch.is_grad_enabled():
             return 2
         return 0 if self.model.training else 3
-
-    def _replaced(self) -> bool:
-        """Whether the model holds other tensors, as in `torch.func.functional_call`."""
-        now = dict(plain(self.model).named_parameters())
-        return any(n in now and now[n] is not p for n, p in self._chosen.items())
 
     def _end(self, output: Any) -> None:
         (tape, again, inputs), self._now = self._now, (None, None, None)
@@ -171,20 +174,27 @@ class Gatherer:
         assert tape is not None
         with torch.no_grad(), torch.autocast(z.device.type, enabled=False):
             random, slope = self.random(z.device), cotangent.detach()
-            found = draws(self.recipe, z, slope, inputs, random)
+            # sums of earlier passes are not kept apart, to be able to go back to them
+            hope = self._whole and sweep.waits(z) and not self.pool.sums
+            if hope and value is None:
+                hope, value = pending.small, partial(_same, z) if pending.small else None
+            found = draws(self.recipe, z, slope, inputs, random, hope=hope)
             del z  # nor does anybody below hold it any longer than it takes to draw from it
             self.pool.calls += 1
             try:
-                self._take(root, found, tape)
+                self._take(root, found, tape, leaves)
             except Changed:
                 assert value is not None
-                self._take(root, draws(self.recipe, value(), slope, inputs, random), tape)
+                found = draws(self.recipe, value(), slope, inputs, random)
+                self._take(root, found, tape, leaves)
 
-    def _take(self, root: Root, found: Draws | None, tape: Tape) -> None:
+    def _take(
+        self, root: Root, found: Draws | None, tape: Tape, leaves: Mapping[str, Tensor]
+    ) -> None:
         if found is None:
             self.pool.samples = torch.nan
             return
-        samples, first, leaves = found.samples, True, self._leaves()
+        samples, first, self._whole = found.samples, True, found.whole
         for covector, coupling in found.covectors:
             try:
                 self._measure.pull(
@@ -195,6 +205,13 @@ class Gatherer:
                 samples = torch.nan
                 break
             first = False
+        if found.later is not None:  # the device has passed that place long ago
+            finite, self._whole = found.later()
+            if not finite:
+                samples = torch.nan
+            elif not self._whole:
+                self.pool.sums = {}
+                raise Changed
         self.pool.samples = self.pool.samples + samples
 
     def averages(self, reduction: str, loss_scale: float) -> dict[Key, dict[str, Tensor]]:
@@ -229,6 +246,10 @@ class Gatherer:
             self._generator.set_state(state["generator"].cpu())
         self._measure.load(state["reasons"], state["partners"])
         self._flags = ()
+
+
+def _same(z: Tensor) -> Tensor:
+    return z
 
 
 @torch._disable_dynamo

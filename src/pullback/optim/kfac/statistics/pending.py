@@ -36,7 +36,9 @@ class Pending:
 
     def __init__(self, z: Tensor, tape: Tape | None, call: Again | None, inputs: Any) -> None:
         self.again: Callable[[], Tensor] | None = None
-        if tape is not None and z.numel() >= _LARGE:
+        #: whether z may be kept for a while
+        self.small = z.numel() < _LARGE
+        if tape is not None and not self.small:
             tape.head = head_of(z, tape)
             if tape.head is not None:
                 self.again = again_by(tape.entries[tape.head], z.dtype)

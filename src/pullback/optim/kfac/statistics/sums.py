@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache, cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ....maps.layers import Layer
 from ....maps.layers.moments import Moments
 
 
@@ -37,6 +39,17 @@ class Term:
     layer: str
     input_first: bool
 
+    @staticmethod
+    @cache
+    def of(layer: Layer) -> Term:
+        """The role of a layer's weight."""
+        return Term(type(layer).__name__, layer.input_first)
+
+    @cached_property
+    def tag(self) -> str:
+        """Its name in averages."""
+        return f"{self.layer}.{'first' if self.input_first else 'last'}"
+
 
 @dataclass
 class Sums:
@@ -63,6 +76,14 @@ class Sums:
         self.squares = squares if self.squares is None else self.squares + squares
 
 
+def held_by(sums: dict[Key, Sums], key: Key) -> Sums:
+    """A block's sums, empty ones at first."""
+    held = sums.get(key)
+    if held is None:
+        held = sums[key] = Sums()
+    return held
+
+
 def averaged(
     sums: Mapping[Key, Sums], samples: Tensor | float, scale: Tensor | float
 ) -> dict[Key, dict[str, Tensor]]:
@@ -77,7 +98,7 @@ def averaged(
             own["squares"] = held.squares
             factors.append((held.squares, factor))
         for term, second in held.outputs.items():
-            tag = f"{term.layer}.{'first' if term.input_first else 'last'}"
+            tag = term.tag
             own[f"{tag}.outputs"] = second
             factors.append((second, factor))
             m = held.inputs[term]
@@ -105,7 +126,7 @@ def _multiply(pairs: Sequence[tuple[Tensor, Tensor | float]]) -> None:
         own = id(factor) if isinstance(factor, Tensor) else None
         kinds.setdefault((t.device, t.dtype, own), []).append((t, factor))
     for (_, _, own), some in kinds.items():  # pyright: ignore[reportGeneralTypeIssues]
-        factors = [f for _, f in some] if own is None else some[0][1]
+        factors = [f for _, f in some] if own is None else some[0][1].to(some[0][0].dtype)
         torch._foreach_mul_([t for t, _ in some], factors)
 
 
@@ -130,17 +151,31 @@ def _homogeneous(some: Sequence[Moments]) -> Sequence[Tensor]:
     """
     g, n, _ = some[0].second.shape
     out = some[0].second.new_empty(len(some), g, n + 1, n + 1)
-    for side, m in zip(out[..., :n, :n].unbind(), some, strict=True):
-        torch.div(m.second, _counts(m, 3), out=side)
-    first = torch.stack([m.first for m in some])
-    counts = [m.places for m in some]
-    if any(isinstance(c, Tensor) for c in counts) or len({*counts}) > 1:
-        first = torch.stack([m.first / _counts(m, 2) for m in some])
+    inner = out[..., :n, :n]
+    if (stack := _stack(some)) is not None:
+        torch.div(stack[0], some[0].places, out=inner)
+        first = stack[1] / some[0].places
     else:
-        first /= counts[0]
+        for side, m in zip(inner.unbind(), some, strict=True):
+            torch.div(m.second, _counts(m, 3), out=side)
+        first = torch.stack([m.first for m in some])
+        counts = [m.places for m in some]
+        if any(isinstance(c, Tensor) for c in counts) or len({*counts}) > 1:
+            first = torch.stack([m.first / _counts(m, 2) for m in some])
+        else:
+            first /= counts[0]
     out[..., n, :n] = out[..., :n, n] = first
     out[..., n, n] = 1
     return out.unbind()
+
+
+def _stack(some: Sequence[Moments]) -> tuple[Tensor, Tensor] | None:
+    """The one piece of memory in which all of them lie, in this order."""
+    stack, size = some[0].stack, some[0].second.numel()
+    if stack is None or len(stack[0]) != len(some):
+        return None
+    places = [(m.stack, m.second.storage_offset()) for m in some]
+    return stack if all(s is stack and at == i * size for i, (s, at) in enumerate(places)) else None
 
 
 def _counts(m: Moments, ndim: int) -> Tensor | float:

@@ -1,10 +1,11 @@
 r"""One covector sent down the graph: every layer's moments are taken while its cotangent passes.
 
 The cotangents of all layers together take as much memory as the activations, so none is kept: a
-hook before each layer's node adds up Σ δδᵀ and lets δ go. To make the engine run through all of
-these nodes it suffices to ask for the cotangents at the *last* layers on the way, those below which
-there is no other. On a GPU the inputs' Σ āāᵀ wait until the pass is over, and its cotangents with
-it: the first layers' are the largest, and the last layers' moments.
+hook before each layer's node adds up Σ δδᵀ and lets δ go (on a GPU small ones wait for others like
+them). To make the engine run through all of these nodes it suffices to ask for the cotangents at
+the *last* layers on the way, those below which there is no other. On a GPU the inputs' Σ āāᵀ wait
+until the pass is over, and its cotangents with it: the first layers' are the largest, and the last
+layers' moments.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from ....maps.record import Entry
 from ..blocks.inverse import Inverse
 from .coupling import Coupling
 from .plan import Plan
-from .sums import Key, Sums, Term, add_bias
+from .sums import Key, Sums, Term, add_bias, held_by
+from .waiting import Waiting
 
 _FEW = 2**18  # entries of a normalization's sums that may wait for those of others
 
@@ -78,7 +80,7 @@ class Sweep:
     ) -> None:
         self._entries, self._sharing, self._keep = entries, sharing, keep
         self._inputs, self._wanted, self._basis, self._proof = inputs, wanted, basis, proof
-        self._coupling = coupling
+        self._coupling, self._waiting = coupling, Waiting(sharing)
         self.met: dict[int, Met] = {}
 
     def hooks(self, edges: Sequence[GradientEdge]) -> list[Any]:
@@ -133,7 +135,11 @@ class Sweep:
                 met.seen = x
             elif self._inputs:
                 met.inputs = layer.inputs(module, x, sharing, self._keep)
-            met.outputs = layer.outputs(module, x, delta, sharing)
+            if entry.names.get("bias") is None and layer.waits(module, delta, sharing):
+                self._waiting.add(layer, met, delta)
+            else:
+                self._waiting.make_room(delta)
+                met.outputs = layer.outputs(module, x, delta, sharing)
         if entry.names.get("bias") is not None:
             joint = layer.joint and met.outputs is not None
             met.shifts = met.outputs if joint else layer.shifts(module, x, delta, sharing)
@@ -147,6 +153,7 @@ class Sweep:
 
     def assign(self, plan: Plan, sums: dict[Key, Sums]) -> None:
         """Add what was met to the blocks it belongs to."""
+        self._waiting.form()
         alike: dict[Any, list[Met]] = {}
         for met in self.met.values():
             if met.rows is not None:
@@ -156,16 +163,17 @@ class Sweep:
         self._form_inputs(plan)
         for i, met in sorted(self.met.items()):
             entry = self._entries[i]
-            for key, roles in plan.units(entry.names):
-                if met.units is not None:
+            if met.units is not None:
+                for key, roles in plan.units(entry.names):
                     units, at = met.units, [met.roles.index(r) for r in roles]
                     if at != list(range(units.shape[1])):
                         units = units[:, at][:, :, at]
-                    sums.setdefault(key, Sums()).add_squares(units)
+                    held_by(sums, key).add_squares(units)
+                continue
             key = plan.weight(entry.names)
             if key is not None and met.outputs is not None:
-                held = sums.setdefault(key, Sums())
-                term = Term(type(entry.layer).__name__, entry.layer.input_first)
+                held = held_by(sums, key)
+                term = Term.of(entry.layer)
                 if met.inputs is not None:
                     held.add_inputs(term, met.inputs)
                 held.add_outputs(term, met.outputs)
@@ -174,7 +182,7 @@ class Sweep:
             key = plan.bias(entry.names)
             if key is not None and met.shifts is not None:
                 shared = met.shifts is met.outputs
-                add_bias(sums.setdefault(key, Sums()), met.shifts.clone() if shared else met.shifts)
+                add_bias(held_by(sums, key), met.shifts.clone() if shared else met.shifts)
 
     def _form_inputs(self, plan: Plan) -> None:
         """Σ āāᵀ of the uses that a block learns from, those of one kind of layer at once."""
@@ -223,7 +231,7 @@ def block_of(
 def wanted_by(plan: Plan | None, apart: Collection[str]) -> Callable[[Entry], bool]:
     """Whether a use's parameters have a block that it adds to; those of `apart` have none."""
     plain = {*apart, *(() if plan is None else plan.plain)}
-    if plan is None and not plain:
+    if not plain:
         return lambda entry: True
     return lambda entry: any(n is not None and n not in plain for n in entry.names.values())
 

@@ -12,7 +12,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ...._core.capture import detached
 from ....maps.layers import Compound, Layer, find, find_compound
-from ....maps.record import Entry, Recorder
+from ....maps.record import Entry, Recorder, Sites
 from .seen import normalized_by, seen
 
 
@@ -31,19 +31,26 @@ class Whole:
 class Tape(Recorder):
     """A recorder that also keeps the arguments of compound layers."""
 
-    def __init__(self, model: nn.Module, leaves: Mapping[str, Tensor]) -> None:
-        super().__init__(model, leaves)
+    def __init__(
+        self, model: nn.Module, leaves: Mapping[str, Tensor], sites: Sites | None = None
+    ) -> None:
+        super().__init__(model, leaves, sites)
         self.wholes: list[Whole] = []
         #: the linear layer that gave a large output
         self.head: int | None = None
 
-    def _hook_of(self, path: str, module: nn.Module) -> Any:
+    @staticmethod
+    def kind(module: nn.Module) -> Compound | Layer | None:
+        """A compound layer, or one that has factors to give."""
         if (compound := find_compound(module)) is not None:
-            return self._keep(path, compound)
+            return compound
         layer = find(module)
-        if layer is None or layer.curvature == "rows":  # it has no factors to give
-            return None
-        return self._hook(path, layer)
+        return None if layer is None or layer.curvature == "rows" else layer
+
+    def _hook(self, path: str, layer: Any) -> Any:
+        return (
+            self._keep(path, layer) if isinstance(layer, Compound) else super()._hook(path, layer)
+        )
 
     def _entry(
         self,

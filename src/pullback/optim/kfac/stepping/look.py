@@ -10,12 +10,14 @@ from torch import Tensor
 
 from ...._core.errors import PullbackError
 from ..blocks.ranks import Low
+from ..statistics.later import Later
 from ..statistics.sums import Key
 
 
 def finite(tensors: Sequence[Tensor]) -> Tensor:
     """Whether all entries are finite, as a tensor."""
-    norms = torch._foreach_norm([t.detach() for t in tensors])
+    with torch.no_grad():
+        norms = torch._foreach_norm(list(tensors))
     if len({(n.dtype, n.device) for n in norms}) > 1:
         norms = [n.to(norms[0].device, torch.float64) for n in norms]
     nothing = torch.stack(list(norms)).sum() * 0  # or NaN
@@ -50,19 +52,7 @@ class Look:
         flags = good.view(1)
         if self._low:
             flags = torch.stack([good, *(x.holds.to(good.device) for x in self._low.values())])
-        self._event: torch.cuda.Event | None = None
-        if flags.is_cuda:
-            self._flags = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True)
-            self._flags.copy_(flags, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record(torch.cuda.current_stream(flags.device))
-        else:
-            self._flags = flags
-
-    def _fetched(self) -> list[bool]:
-        if self._event is not None:
-            self._event.synchronize()
-        return self._flags.tolist()
+        self._fetched = Later(flags)
 
     def reason(self) -> str:
         """Why no step can be taken, or nothing."""
