@@ -55,6 +55,26 @@ def test_short_sums_add_up(depth: int) -> None:
     assert torch.allclose(out, 1 + x @ y, rtol=1e-12, atol=1e-10)
 
 
+@pytest.mark.parametrize("depth", [700, 9000])
+def test_split_products_add_up(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU, with the two products that a GPU alone has done in float32."""
+    mm, bounds = torch.mm, [(0, 100), (100, 130)]
+    monkeypatch.setattr(torch, "mm", lambda a, b, out_dtype=None: mm(a.float(), b.float()))
+    monkeypatch.setattr(products, "_large", lambda x, y: True)
+    monkeypatch.setattr(products, "panels", lambda n, like: bounds if n == 130 else [(0, n)])
+    x, y = torch.randn(130, depth), torch.randn(50, depth)
+    with products._Split.alone():
+        assert products._Split.active()
+        for one, two in ((x, x), (x, y)):
+            want = one.double() @ two.double().T
+            out = torch.ones(want.shape)
+            products.add_cross(out, one, two)
+            out = products.mirrored(out.tril()) if one is two else out
+            for got in (out - 1, cross(one, two)):
+                assert float((got - want).norm() / want.norm()) < 2e-6
+    assert not products._Split.active()
+
+
 def test_nothing_is_changed_on_the_cpu() -> None:
     before = torch.backends.cuda.matmul.fp32_precision
     with full_precision(torch.device("cpu")):

@@ -15,7 +15,9 @@ from pullback.kernels import (
     Expansion,
     Projected,
     Tangent,
+    fisher_rao_gradient,
     functional_gradient,
+    gradient_norm,
     gtk,
     natural_ntk,
     ntk,
@@ -23,6 +25,7 @@ from pullback.kernels import (
     ntk_tiles,
     project,
     projected_kernel,
+    rkhs_inner,
     surject,
 )
 from pullback.metrics import Euclidean, Sobolev
@@ -264,3 +267,20 @@ def test_degenerate_tangent_spaces_are_no_error(x: Tensor) -> None:
 
 def test_integer_inputs_are_fine() -> None:
     assert ntk(build("embedding"), inputs("embedding", 3)).shape == (3, 3, 2, 2)
+
+
+def test_no_tensors(model: nn.Module, x: Tensor) -> None:
+    cotangents: Any = [1.0]
+    with refused("no tensor"):
+        functional_gradient(NTK(Tangent(model)), x, cotangents)
+    with refused("no tensor"):
+        functional_gradient(lambda a, b: a @ b.T, x, cotangents)
+    with refused("not usable"):
+        rkhs_inner(torch.ones(3), kernel=torch.eye(3, dtype=torch.long))
+    resolution: Any = 2.5
+    with refused("no grid"):
+        gradient_norm(torch.zeros(1), torch.ones(1), resolution)
+    with refused("no density"):
+        fisher_rao_gradient(torch.ones(2) / 2, torch.zeros(1), torch.ones(1))
+    with refused("cut-off"):
+        project(model, x, gradient=model(x), rcond=-1.0)

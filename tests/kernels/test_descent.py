@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pullback import PullbackError
 from pullback.kernels import (
@@ -163,3 +163,28 @@ def test_losses_and_grids_that_are_not_usable() -> None:
     for density, index in ((4 * p, 0), (p, 7), (p, -1)):
         with pytest.raises(PullbackError, match="no density"):
             fisher_rao_gradient(density, torch.tensor([index]), one)
+
+
+class Recurrent(nn.Module):
+    """No forward mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.LSTM(3, 4, batch_first=True).double(), nn.Linear(4, 2).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x)[0][:, -1])
+
+
+def test_a_recurrent_network_is_linearized() -> None:
+    model, x = Recurrent(), torch.randn(5, 6, 3).double()
+    first = linearize(model)
+    torch.testing.assert_close(first(x), model(x))
+    moved = {n: p + 1e-6 * torch.randn_like(p) for n, p in model.named_parameters()}
+    now = torch.func.functional_call(model, moved, x)
+    torch.testing.assert_close(first(x, params=moved), now, rtol=0, atol=1e-10)
+    first(x).square().sum().backward()
+    model(x).square().sum().backward()
+    own = dict(first.weights.named_parameters())
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(own[name].grad, p.grad)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_SPLIT_ABOVE = 2**36  # flops from which split TF32 products beat one float32 product
+SPLIT_ABOVE = 2**36  # flops from which split TF32 products beat one float32 product
 _DEPTH = 1024  # longest sum left to a tensor core, whose accumulator truncates
 _PANELS = 6
 _WIDE = 16
@@ -22,16 +22,16 @@ _TILE = 256
 def gram(x: Tensor) -> Tensor:
     """X Xᵀ for (n, d): only the panels on and below the diagonal are multiplied."""
     n = x.shape[0]
-    small = n * n * x.shape[1] < (2**27 if x.is_cuda else 2**22)  # panels would not pay
+    small = n * n * x.shape[1] < (2**34 if x.is_cuda else 2**22)  # panels would not pay
     split = not small and _Split.active() and _large(x, x.T)
     if not split and (small or len(panels(n, x)) == 1):
         return torch.mm(x, x.T)
     if not split:
         return _by_rows(x)
-    high, low = _halves(x)
+    parts = _parts(x)
     out = x.new_zeros(n, n)
     for a, b in panels(n, x):
-        _accumulate(out[a:, a:b], (high[a:], low[a:]), (high[a:b].T, low[a:b].T))
+        _accumulate(out[a:, a:b], [p[a:] for p in parts], [p[a:b].T for p in parts])
     return mirrored(out)
 
 
@@ -71,10 +71,12 @@ def mirrored(out: Tensor) -> Tensor:
 def add_cross(out: Tensor, x: Tensor, y: Tensor) -> None:
     """out += X Yᵀ; where y is x, on and below the diagonal at least: `mirrored` gives the rest."""
     split = _Split.active() and _large(x, y.T)
+    one = _parts(x) if split else ()
+    two = one if y is x or not split else _parts(y)
     for a, b in panels(len(x), x) if y is x else [(0, len(y))]:
         start = a if y is x else 0
         if split:
-            _accumulate(out[start:, a:b], _halves(x[start:]), _halves(y[a:b].T))
+            _accumulate(out[start:, a:b], [p[start:] for p in one], [p[a:b].T for p in two])
         else:
             out[start:, a:b].addmm_(x[start:], y[a:b].T)
 
@@ -101,18 +103,23 @@ def products(x: Tensor, y: Tensor) -> Tensor:
 
 def cross(x: Tensor, y: Tensor) -> Tensor:
     """X Yᵀ, using the symmetry where y is x."""
-    return gram(x) if y is x else x @ y.T
+    if y is x:
+        return gram(x)
+    return split_mm(x, y.T) if _Split.active() and _large(x, y.T) else x @ y.T
 
 
 @contextlib.contextmanager
-def full_precision(device: torch.device, entries: float = float("inf")) -> Iterator[None]:
+def full_precision(
+    device: torch.device, entries: float = float("inf"), *, watched: bool = True
+) -> Iterator[None]:
     """Float32 products and convolutions at float32 accuracy, on tensor cores where that pays.
 
     Plain TF32 keeps 10 bits of each factor, and a natural gradient divides by small eigenvalues:
     the step would be off by percents. So TF32 is switched off, and large products are split: both
     factors into two parts, three products of them (high·high + high·low + low·high) added, in sums
     short enough for the cores' truncating accumulators. `entries` is the size of A: where it is
-    small no product is large, and the products are not watched.
+    small no product is large, and the products are not watched. Watching costs the host, for every
+    operation, as much time as its launch: without, only this module's own products are split.
     """
     if device.type != "cuda":
         yield
@@ -121,7 +128,8 @@ def full_precision(device: torch.device, entries: float = float("inf")) -> Itera
     before = backends.cudnn.conv.fp32_precision, backends.cuda.matmul.fp32_precision
     backends.cudnn.conv.fp32_precision = backends.cuda.matmul.fp32_precision = "ieee"
     try:
-        with _Split() if entries >= _SPLIT_ABOVE / 8 else contextlib.nullcontext():
+        large = entries >= SPLIT_ABOVE / 8
+        with contextlib.nullcontext() if not large else _Split() if watched else _Split.alone():
             yield
     finally:
         backends.cudnn.conv.fp32_precision, backends.cuda.matmul.fp32_precision = before
@@ -135,6 +143,16 @@ class _Split(TorchDispatchMode):
     @classmethod
     def active(cls) -> bool:
         return getattr(cls.nesting, "depth", 0) > 0
+
+    @classmethod
+    @contextlib.contextmanager
+    def alone(cls) -> Iterator[None]:
+        """This module's own products are split, and nothing is watched."""
+        cls.nesting.depth = getattr(cls.nesting, "depth", 0) + 1
+        try:
+            yield
+        finally:
+            cls.nesting.depth -= 1
 
     def __enter__(self) -> Any:
         self.nesting.depth = getattr(self.nesting, "depth", 0) + 1
@@ -156,22 +174,21 @@ class _Split(TorchDispatchMode):
 
 def _large(x: Tensor, y: Tensor) -> bool:
     flops = 2 * x.shape[0] * x.shape[1] * y.shape[1]
-    return x.is_cuda and x.dtype == torch.float32 and flops >= _SPLIT_ABOVE
+    return x.is_cuda and x.dtype == torch.float32 and flops >= SPLIT_ABOVE
 
 
 def split_mm(x: Tensor, y: Tensor) -> Tensor:
     """X Y from TF32 products of the split factors."""
     out = x.new_zeros(x.shape[0], y.shape[1])
-    _accumulate(out, _halves(x), _halves(y))
+    _accumulate(out, _parts(x), _parts(y))
     return out
 
 
-def _accumulate(out: Tensor, x: tuple[Tensor, Tensor], y: tuple[Tensor, Tensor]) -> None:
-    """out += X Y. The two mixed products are 2⁻¹¹ as large, so bfloat16 serves for them."""
-    (xh, xl), (yh, yl) = x, y
-    half, full = torch.bfloat16, torch.float32
-    out += torch.mm(xh.to(half), yl.to(half), out_dtype=full)
-    out += torch.mm(xl.to(half), yh.to(half), out_dtype=full)
+def _accumulate(out: Tensor, x: Sequence[Tensor], y: Sequence[Tensor]) -> None:
+    """out += X Y, from the parts of both."""
+    (xh, x_high, x_low), (yh, y_high, y_low) = x, y
+    out += torch.mm(x_high, y_low, out_dtype=torch.float32)
+    out += torch.mm(x_low, y_high, out_dtype=torch.float32)
     matmul: Any = torch.backends.cuda.matmul
     before = matmul.fp32_precision
     matmul.fp32_precision = "tf32"
@@ -195,9 +212,15 @@ def _accumulate_short_sums(out: Tensor, x: Tensor, y: Tensor) -> None:
         out.addmm_(x[:, k : k + _DEPTH], y[k : k + _DEPTH])
 
 
+def _parts(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`high`, and both halves in bfloat16, for the mixed products, which are 2⁻¹¹ as large."""
+    high, low = _halves(x)
+    return high, high.to(torch.bfloat16), low.to(torch.bfloat16)
+
+
 def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
     """x = high + low, `high` exact in TF32: rounded to 10 mantissa bits."""
     if not x.is_contiguous() and not x.mT.is_contiguous():
         x = x.contiguous()
-    high = ((x.view(torch.int32) + 4096) & -8192).view(torch.float32)
+    high = (x.view(torch.int32) + 4096).bitwise_and_(-8192).view(torch.float32)
     return high, x - high

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from .._core.errors import PullbackError
 from .change import Expansion, FunctionChange
+from .checks import refuse_no_tensor
 from .kernel import TangentKernel
 from .tangent import arguments
 
@@ -50,6 +51,7 @@ def functional_gradient(
             "Pass NTK, GTK or Projected of a Tangent, or a function of two batches of inputs",
         )
     points = arguments(x)
+    refuse_no_tensor("The cotangents", cotangents)
     if len(cotangents) != len(points[0]) or not bool(torch.isfinite(cotangents).all()):
         raise PullbackError(
             "The cotangents do not fit the points",

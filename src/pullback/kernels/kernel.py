@@ -19,6 +19,7 @@ from torch import Tensor
 from .._core.errors import PullbackError
 from ..maps import Linearization
 from .change import FunctionChange
+from .checks import refuse_no_tensor
 from .layouts import Layout, as_layout
 from .operator import KernelOperator
 from .tangent import Model, Tangent, arguments, as_tangent
@@ -43,7 +44,7 @@ class TangentKernel(ABC):
         *,
         layout: str = "full",
         chunk: int | None = None,
-        memory: int = MEMORY,
+        memory: int | None = None,
     ) -> Tensor:
         """K(x, x2), or K(x, x); not divided by the number of samples."""
 
@@ -71,7 +72,7 @@ class NTK(TangentKernel):
         *,
         layout: str = "full",
         chunk: int | None = None,
-        memory: int = MEMORY,
+        memory: int | None = None,
     ) -> Tensor:
         return assembled(self.tangent, x, _other(x, x2), as_layout(layout), chunk, memory)
 
@@ -95,9 +96,9 @@ class FeatureKernel(TangentKernel):
         *,
         layout: str = "full",
         chunk: int | None = None,
-        memory: int = MEMORY,
+        memory: int | None = None,
     ) -> Tensor:
-        x2 = _other(x, x2)
+        x2, memory = _other(x, x2), MEMORY if memory is None else memory
         h = self.features_at(x, chunk, memory)
         h2 = h if x2 is None else self.features_at(x2, chunk, memory)
         if h.shape[1] != h2.shape[1]:
@@ -138,7 +139,7 @@ def ntk(
     layout: str = "full",
     params: Mapping[str, Tensor] | None = None,
     chunk: int | None = None,
-    memory: int = MEMORY,
+    memory: int | None = None,
 ) -> Tensor:
     r"""The empirical neural tangent kernel Θ = J(x) J(x2)ᵀ, without J where layers have structure.
 
@@ -154,7 +155,8 @@ def ntk(
         params: the parameters to differentiate by, and where; by default those that require
             gradients.
         chunk: samples pulled back at a time; by default what fits the memory.
-        memory: bytes for temporaries, beside the kernel itself.
+        memory: bytes for temporaries, beside the kernel itself; by default 1 GiB, on a GPU up to a
+            quarter of what J would take or of what is free.
 
     >>> model = torch.nn.Linear(2, 3)
     >>> x = torch.tensor([[1.0, 0.0], [0.0, 2.0]])
@@ -181,6 +183,7 @@ def ntk_operator(
 def fitted(cotangents: Tensor, linear: Linearization) -> Tensor:
     """One cotangent per entry of the output, in its shape."""
     shape = linear.value.shape
+    refuse_no_tensor("The cotangents", cotangents)
     if cotangents.numel() != shape.numel() or len(cotangents) != len(linear.value):
         raise PullbackError(
             "The cotangents do not fit the model's output",

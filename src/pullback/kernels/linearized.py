@@ -6,11 +6,13 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-from torch.func import functional_call, jvp
+from torch.func import functional_call, jvp, vjp
 
 from .._core.attention import unfused_attention
 from .._core.capture import Selector, plain, select
+from .._core.errors import reraise_fatal
 from ..maps.module import refuse_coupled
 from .tangent import Tangent
 
@@ -32,6 +34,7 @@ class Linearized(nn.Module):
         own = dict(self.weights.named_parameters())
         self._names = tuple(tangent.params)
         self._output = output
+        self._forward_mode = True
         for name, parameter in own.items():
             parameter.requires_grad_(name in self._names)
         for i, name in enumerate(self._names):
@@ -59,9 +62,17 @@ class Linearized(nn.Module):
             out = functional_call(self.weights, {**fixed, **p}, args)
             return select(out, self._output)
 
-        with unfused_attention():  # the fused one has no forward mode
-            value, change, *_ = jvp(function, (self.origin(),), (move,))
-        return value + change
+        if self._forward_mode:
+            try:
+                with unfused_attention():  # the fused one has no forward mode
+                    value, change, *_ = jvp(function, (self.origin(),), (move,))
+                return value + change
+            except (RuntimeError, NotImplementedError) as error:
+                reraise_fatal(error)
+                self._forward_mode = False  # nor has a recurrent cell
+        value, pull, *_ = vjp(function, self.origin())
+        push = vjp(lambda u: pull(u)[0], torch.zeros_like(value))[1]  # u ↦ Jᵀu is linear
+        return value + push(move)[0]
 
 
 def linearize(

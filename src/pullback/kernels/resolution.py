@@ -46,7 +46,12 @@ def gradient_norm(
             f"points {tuple(points.shape)}, residuals {tuple(residuals.shape)}",
             "Pass as many residuals as points, at least one",
         )
-    if resolution < 2 or not 0 < length < inf or not isfinite(order):
+    if (
+        not isinstance(resolution, int)
+        or resolution < 2
+        or not 0 < length < inf
+        or not isfinite(order)
+    ):
         raise PullbackError(
             "There is no grid, or no space on it",
             f"resolution={resolution}, length={length}, order={order}",
@@ -88,12 +93,13 @@ def fisher_rao_gradient(
     """
     total = float(p.sum() * spacing)
     positive = p.ndim == 1 and bool((p > 0).all()) and abs(total - 1) < 1e-3
-    placed = index.shape == residuals.shape and bool(((index >= 0) & (index < len(p))).all())
+    whole = not index.is_floating_point() and index.shape == residuals.shape
+    placed = whole and bool(((index >= 0) & (index < len(p))).all())
     if not positive or not placed:
         raise PullbackError(
             "This is no density with data on its grid",
             f"p must be positive with Σ p·spacing = 1 (it is {total:.3g}), and each residual have "
-            f"an index in [0, {p.shape[0]})",
+            f"a whole index in [0, {p.shape[0]})",
             "Normalize p, and give grid points as index",
         )
     delta = torch.zeros_like(p).index_add_(0, index, residuals.to(p) / spacing)

@@ -149,9 +149,10 @@ def _coordinates(f: Tensor, whitener: Tensor, n: int) -> tuple[bool, Tensor]:
 
 
 def _refuse_broken(matrix: Tensor) -> None:
-    if matrix.ndim < 2 or not matrix.numel() or not bool(torch.isfinite(matrix).all()):
+    fits = matrix.ndim >= 2 and matrix.numel() and matrix.is_floating_point()
+    if not fits or not bool(torch.isfinite(matrix).all()):
         raise PullbackError(
             "The kernel or basis is not usable",
-            f"its shape is {tuple(matrix.shape)}, or it is not finite",
-            "Pass a finite matrix with one row per value",
+            f"its shape is {tuple(matrix.shape)} and its dtype {matrix.dtype}, or it is not finite",
+            "Pass a finite floating-point matrix with one row per value",
         )

@@ -4,29 +4,48 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from .._core.capture import Selector, plain
 from .._core.errors import PullbackError, reraise_fatal
-from .._core.space import ParameterSpace, tolerance
+from .._core.space import ParameterSpace
 from .._core.state import RandomState
 from ..maps import Call, FunctionLinearization, Linearization, ModuleMap, shared_plans
+from .checks import refuse_broken, refuse_inference, refuse_infinite
 
 Function = Callable[..., Tensor]  # of a parameter dict and inputs
 Model = nn.Module | Function
 
 _PROBE = 4  # samples of a batch that are also run by themselves
+_KEPT = 64  # shapes of inputs remembered per model
+
+Answer = TypeVar("Answer")
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What pulling one covector of one sample back takes."""
+
+    #: numbers that are held
+    entries: int
+    #: multiply-adds of the largest layer; infinite where it is not known
+    widest: float
+
+
+#: by model and by what goes in, from the last time; too old a number costs time or memory alone
+_COSTS: WeakKeyDictionary[nn.Module, dict[Any, Cost]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
 class Probe:
-    """Values (few, *event), and the entries that one covector of one sample holds."""
+    """Values (few, *event) of samples that were run by themselves, and what one of them costs."""
 
     value: Tensor
-    entries: int
+    cost: Cost
 
     @property
     def event(self) -> torch.Size:
@@ -57,16 +76,29 @@ class Tangent:
     ) -> None:
         self.model = plain(model) if isinstance(model, nn.Module) else model
         self.params = _parameters(self.model, params, copy)
+        self._unseen = [] if copy else list(self.params.values())  # seen with the first values
         self.space = ParameterSpace(self.params)
         self.output, self._plans = output, {}
 
     def at(self, x: Any) -> Linearization:
         """J at inputs x: one tensor, or a tuple of the model's arguments, samples first."""
-        args = arguments(x)
-        _refuse_inference()
+        return self._at(arguments(x), None)
+
+    def _at(self, args: tuple[Tensor, ...], alone: Tensor | None) -> Linearization:
+        """The same, whose first values must be `alone`, (few, *event)."""
+        linear = self._run(self._linearize, args)
+        refuse_broken(linear, args[0], alone, self._unseen)
+        self._unseen = []
+        return linear
+
+    def _run(
+        self, answer: Callable[[tuple[Tensor, ...]], Answer], args: tuple[Tensor, ...]
+    ) -> Answer:
+        """What the model says, if it can be asked and draws no random numbers."""
+        refuse_inference()
         random = RandomState(self.space.device)
         try:
-            linear = self._linearize(args)
+            found = answer(args)
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
             reraise_fatal(error)
             raise PullbackError(
@@ -81,8 +113,7 @@ class Tangent:
                 "every call is another function, so that two batches have no common tangent space",
                 "Call .eval() on it",
             )
-        _refuse_broken(linear, args[0])
-        return linear
+        return found
 
     def _linearize(self, args: tuple[Tensor, ...]) -> Linearization:
         model = self.model
@@ -91,6 +122,7 @@ class Tangent:
             linear = source.linearize(self.params)
             if (plans := shared_plans(linear)) is not None:
                 source.plans = plans
+            self._remember(args, linear)
             return linear
 
         def function(params: dict[str, Tensor]) -> Tensor:
@@ -99,24 +131,42 @@ class Tangent:
 
         return FunctionLinearization(function, self.params)
 
+    def _evaluate(self, args: tuple[Tensor, ...]) -> Tensor:
+        assert isinstance(self.model, nn.Module)
+        return ModuleMap(self.model, Call.of(*args), output=self.output).evaluate(self.params)
+
+    def _remember(self, args: tuple[Tensor, ...], linear: Any) -> None:
+        costs = _COSTS.setdefault(linear.map.model, {})
+        if len(costs) >= _KEPT:
+            costs.clear()
+        n = len(args[0])
+        costs[self._kind(args)] = Cost(linear.footprint // n or self.space.size, linear.widest / n)
+
+    def _kind(self, args: tuple[Tensor, ...]) -> Any:
+        return self.space.names, tuple((a.shape[1:], a.dtype) for a in args)
+
     def probe(self, x: Any) -> Probe:
         """What a few samples show when they are run by themselves."""
         args = arguments(x)
-        few = max(1, min(_PROBE, len(args[0]) // 2))
-        linear = self.at(part(args, 0, few))
-        held = getattr(linear, "footprint", 0) if isinstance(self.model, nn.Module) else 0
-        return Probe(linear.value, held // few or self.space.size)
+        few = part(args, 0, max(1, min(_PROBE, len(args[0]) // 2)))
+        if not isinstance(self.model, nn.Module):
+            return Probe(self._at(few, None).value, Cost(self.space.size, float("inf")))
+        known = _COSTS.get(self.model, {}).get(self._kind(args))
+        if known is not None:
+            return Probe(self._run(self._evaluate, few), known)
+        return Probe(self._at(few, None).value, _COSTS[self.model][self._kind(args)])
 
     def chunk(self, args: tuple[Tensor, ...], start: int, stop: int, probe: Probe) -> Linearization:
         """J at the samples in [start, stop); the first chunk must have the values of the probe.
 
         Where they differ the model couples the samples of a batch.
         """
-        linear, few = self.at(part(args, start, stop)), len(probe.value)
-        if start == 0 and len(args[0]) > few:
-            whole = linear if stop > few else self.at(part(args, 0, min(len(args[0]), 2 * _PROBE)))
-            _refuse_coupled(whole.value[:few], probe.value, getattr(whole, "graph", whole.value))
-        return linear
+        few = len(probe.value)
+        compared = start == 0 and len(args[0]) > few
+        if compared and stop <= few:
+            self._at(part(args, 0, min(len(args[0]), 2 * _PROBE)), probe.value)
+            compared = False
+        return self._at(part(args, start, stop), probe.value if compared else None)
 
     def moved(self, v: Tensor) -> dict[str, Tensor]:
         """The parameters w + v for a flat v, (p,)."""
@@ -186,54 +236,9 @@ def _snapshot(params: Mapping[str, Tensor], copy: bool) -> dict[str, Tensor]:
             "Pass float tensors on a device that holds their values",
         )
     kept = {n: p.detach().clone() if copy else p.detach() for n, p in params.items()}
-    if kept:
-        _refuse_infinite("The parameters are", *kept.values())
+    if copy and kept:
+        refuse_infinite("The parameters are", *kept.values())
     return kept
-
-
-def _refuse_inference() -> None:
-    if torch.is_inference_mode_enabled():
-        raise PullbackError(
-            "There are no derivatives here",
-            "inference mode records no graph",
-            "Use torch.no_grad() in place of torch.inference_mode()",
-        )
-
-
-def _refuse_broken(linear: Linearization, x: Tensor) -> None:
-    if len(linear.value) != len(x):
-        raise PullbackError(
-            "The model's output does not count the samples of its input",
-            f"{len(x)} went in, {len(linear.value)} came out",
-            "Give input and output one entry per sample on their first axis",
-        )
-    _refuse_infinite("The model's inputs or outputs are", x, linear.value)
-
-
-def _refuse_infinite(what: str, *tensors: Tensor) -> None:
-    """An activation may hide an infinity from the output, but not from J."""
-    # A sum is finite only if all of its terms are; one that overflows is looked at term by term.
-    parts = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
-    sums = torch.stack([t.detach().sum().to(torch.float64) for t in parts])
-    if bool(torch.isfinite(sums).all()):
-        return
-    if not bool(torch.stack([torch.isfinite(t).all() for t in tensors]).all()):
-        raise PullbackError(
-            f"{what} not finite",
-            "they contain NaN or infinity, or the output overflows",
-            "Check them with torch.isfinite",
-        )
-
-
-def _refuse_coupled(within: Tensor, alone: Tensor, computed: Tensor) -> None:
-    same = within.shape == alone.shape
-    limit = tolerance(computed.dtype, 10) * alone.norm()
-    if not same or not bool((within - alone).norm() <= limit):
-        raise PullbackError(
-            "The model couples the samples of a batch",
-            "its output for a sample depends on the others, so there is no kernel of two points",
-            "Use GroupNorm or LayerNorm in place of statistics over the batch",
-        )
 
 
 def _first_line(error: Exception) -> str:

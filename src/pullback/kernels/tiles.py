@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .._core.errors import PullbackError
-from .._core.products import full_precision
+from .._core.products import SPLIT_ABOVE, full_precision
 from ..maps import Pulled
 from .layouts import Full, Layout
 from .tangent import Tangent, arguments
@@ -20,17 +20,31 @@ MEMORY = 2**30  # bytes for what is pulled back and for temporaries; the kernel 
 class Batch:
     """One argument of the kernel, in chunks whose pulled-back covectors fit the memory."""
 
-    def __init__(self, tangent: Tangent, x: Any, layout: Layout, chunk: int | None, memory: int):
+    def __init__(self, tangent: Tangent, x: Any, layout: Layout) -> None:
         self.args = arguments(x)
         self.count = len(self.args[0])
         self._tangent, self._layout = tangent, layout
         self._probe = tangent.probe(self.args)
         self.event = self._probe.event
-        held = self._probe.entries * self.event.numel() * torch.finfo(tangent.space.dtype).bits // 8
-        self._keep = 2 * self.count * held <= memory
         self._kept: dict[int, list[Pulled]] = {}
+        self._keep, self._step = False, self.count
+
+    @property
+    def jacobian(self) -> int:
+        """Bytes that J would take."""
+        space = self._tangent.space
+        return self.count * self.event.numel() * space.size * space.dtype.itemsize
+
+    def fit(self, chunk: int | None, memory: int) -> None:
+        """Choose the chunks, and whether they are kept."""
+        held = self._probe.cost.entries * self.event.numel() * self._tangent.space.dtype.itemsize
+        self._keep = 2 * self.count * held <= memory
         # two chunks at a time
         self._step = max(1, min(self.count, memory // (4 * held))) if chunk is None else chunk
+
+    def large(self) -> bool:
+        """Whether pulling a chunk back has products that pay to be split."""
+        return 2 * self._probe.cost.widest * self._step * self.event.numel() >= SPLIT_ABOVE
 
     def slices(self) -> list[slice]:
         """The chunks."""
@@ -48,10 +62,27 @@ class Batch:
         return pulled
 
 
-def check_sizes(chunk: int | None, memory: int = MEMORY) -> None:
+def room(device: torch.device, jacobian: int) -> int:
+    """Bytes for temporaries where nobody says: less than J takes, as far as the device has them.
+
+    Few large products keep a GPU busy, many small ones do not; a CPU's cache is small anyway.
+    """
+    if device.type != "cuda" or jacobian <= 4 * MEMORY:
+        return MEMORY
+    stats: Any = torch.cuda.memory_stats_as_nested_dict(device)
+    cached = (
+        stats["reserved_bytes"]["all"]["current"] - stats["allocated_bytes"]["all"]["current"]
+        if stats
+        else 0
+    )
+    free = torch.cuda.mem_get_info(device)[0] + cached
+    return max(MEMORY, min(jacobian // 4, free // 4))
+
+
+def check_sizes(chunk: int | None, memory: int | None = None) -> None:
     """Raise where there is no number of samples to take at a time."""
     whole = chunk is None or (isinstance(chunk, int) and chunk > 0)
-    if not whole or not memory > 0:
+    if not whole or not (memory is None or memory > 0):
         raise PullbackError(
             "The chunks have no size",
             f"chunk={chunk}, memory={memory}",
@@ -60,23 +91,28 @@ def check_sizes(chunk: int | None, memory: int = MEMORY) -> None:
 
 
 def tiles(
-    tangent: Tangent, x: Any, x2: Any, layout: Layout, chunk: int | None, memory: int
+    tangent: Tangent, x: Any, x2: Any, layout: Layout, chunk: int | None, memory: int | None
 ) -> Iterator[tuple[slice, slice, Tensor]]:
     """(rows, columns, K of these samples); with x2 = None only those on and below the diagonal."""
     check_sizes(chunk, memory)
-    one = Batch(tangent, x, layout, chunk, memory)
-    two = one if x2 is None else Batch(tangent, x2, layout, chunk, memory)
-    lines, columns = one.slices(), two.slices()
+    device = tangent.space.device
+    with full_precision(device, watched=False):
+        one = Batch(tangent, x, layout)
+        two = one if x2 is None else Batch(tangent, x2, layout)
     if one.event != two.event:
         raise PullbackError(
             "x and x2 give outputs of different shapes",
             f"{tuple(one.event)} and {tuple(two.event)}",
             "Pass inputs for which the model has the same number of outputs",
         )
-    with torch.no_grad(), full_precision(tangent.space.device):
-        for rows in lines:
+    memory = room(device, max(one.jacobian, two.jacobian)) if memory is None else memory
+    for batch in (one, two):
+        batch.fit(chunk, memory)
+    watched = one.large() or two.large()
+    with torch.no_grad(), full_precision(device, watched=watched):
+        for rows in one.slices():
             left = one.pull(rows)
-            for some in columns:
+            for some in two.slices():
                 if two is one and some.start > rows.start:
                     break
                 right = left if two is one and some == rows else two.pull(some)
@@ -84,7 +120,7 @@ def tiles(
 
 
 def assembled(
-    tangent: Tangent, x: Any, x2: Any, layout: Layout, chunk: int | None, memory: int
+    tangent: Tangent, x: Any, x2: Any, layout: Layout, chunk: int | None, memory: int | None
 ) -> Tensor:
     """The tiles as one tensor; a single tile is not copied."""
     n = len(arguments(x)[0])
@@ -149,7 +185,7 @@ class SymmetricTiles:
 
 
 def ntk_tiles(
-    model: Any, x: Any, *, params: Any = None, chunk: int | None = None, memory: int = MEMORY
+    model: Any, x: Any, *, params: Any = None, chunk: int | None = None, memory: int | None = None
 ) -> SymmetricTiles:
     """The NTK Θ(x, x) held by half, for as many inputs as the machine can hold."""
     tangent = model if isinstance(model, Tangent) else Tangent(model, params)

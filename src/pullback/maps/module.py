@@ -94,6 +94,16 @@ class ModuleMap(Map):
         """φ(w) with a graph that is kept for many pullbacks."""
         return ModuleLinearization(self, params)
 
+    def evaluate(self, params: Mapping[str, Tensor]) -> Tensor:
+        """φ(w) alone, as `linearize` has it: torch takes other ways where nothing needs gradients.
+
+        Layers are not written down.
+        """
+        leaves = {n: p.detach().requires_grad_() for n, p in params.items()}
+        with torch.enable_grad(), self.call.replaying():
+            z = self.call_with(leaves, *self.call.args, **self.call.kwargs)
+        return z.detach().to(ParameterSpace(params).dtype)
+
 
 class ModuleLinearization(Linearization):
     """A replayed forward pass with its layers' inputs and the places where cotangents appear."""
@@ -239,6 +249,15 @@ class ModuleLinearization(Linearization):
         return sum(prod(e.shape) for e in entries) + self.value.shape[0] * rest
 
     @property
+    def widest(self) -> int:
+        """Multiply-adds that pulling one covector a sample back takes at one layer, at most."""
+        found = [0]
+        for e in self._recorder.entries:
+            weights = [w for w in e.layer.parameters(e.module).values() if w is not None]
+            found += [prod(e.shape) * prod(w.shape[1:]) for w in weights]
+        return max(found)
+
+    @property
     def entries(self) -> list[Entry]:
         """The uses of known layers in the pass."""
         return self._recorder.entries
@@ -255,14 +274,14 @@ def in_every_slot(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, 
     torch's own `tie_weights` names a module twice that is used twice, and then puts the
     replacement back in the place of the parameter.
     """
-    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    by_id = {id(named[name]): tensor for name, tensor in tensors.items()}
-    return {
-        f"{path}.{key}" if path else key: by_id[id(held)]
+    slots = {
+        f"{path}.{key}" if path else key: id(held)
         for path, module in model.named_modules()
         for key, held in (*module._parameters.items(), *module._buffers.items())
-        if held is not None and id(held) in by_id
+        if held is not None
     }
+    by_id = {slots[name]: tensor for name, tensor in tensors.items()}
+    return {name: by_id[held] for name, held in slots.items() if held in by_id}
 
 
 def refuse_coupled(model: nn.Module) -> None:

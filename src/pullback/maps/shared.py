@@ -9,6 +9,7 @@ parameters.
 from __future__ import annotations
 
 from collections import Counter
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -39,6 +40,12 @@ def shared_plans(linear: ModuleLinearization) -> dict[Any, Any] | None:
     return kept.setdefault((graph, kinds), {})
 
 
+@lru_cache(maxsize=1024)
+def _axes(kind: type) -> tuple[str, ...]:
+    """Under which names a kind of node keeps its axes."""
+    return tuple(axis for axis in _AXES if hasattr(kind, axis))
+
+
 def topology(root: Tensor, leaves: dict[str, Tensor]) -> tuple[Any, Counter[str]]:
     """The graph's nodes in the order they are met, each with its kind, axes, parameter and what
     it leads to; and how often each parameter is led to.
@@ -57,7 +64,7 @@ def topology(root: Tensor, leaves: dict[str, Tensor]) -> tuple[Any, Counter[str]
             edges.append((None if following is None else index[following], place))
             if (name := names.get(id(getattr(following, "variable", None)))) is not None:
                 joints[name] += 1
-        axes = tuple(str(getattr(node, axis, None)) for axis in _AXES)
+        axes = tuple([str(getattr(node, axis)) for axis in _axes(type(node))])
         name = names.get(id(getattr(node, "variable", None)))
         out.append((node.name(), axes, name, tuple(edges)))
     return tuple(out), joints

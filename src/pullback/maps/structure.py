@@ -8,7 +8,7 @@ what autograd gives. A parameter that fails is served by materialized rows, and 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -34,6 +34,8 @@ class Structure:
     rows_by: str | None = None
     #: whether one vectorized reverse pass serves all covectors
     batched: bool = False
+    #: by group of parameters, the shapes its cotangents were seen to have or not
+    looks: dict[Any, dict[str, bool]] = field(default_factory=dict)
     #: whether every layer answered the probe; where none did (zero-initialized output layers),
     #: any layout fits, and the plan serves this linearization only
     settled: bool = True
@@ -125,7 +127,9 @@ class Structure:
             if all(n is None for n in names.values()):
                 continue
             uses = [self._use(linear, recorder.entries[i], i, deltas[i]) for i in indices]
-            blocks.append(first.layer.block(names, uses))
+            block = first.layer.block(names, uses)
+            block.looks = self.looks.setdefault(first.key, {})
+            blocks.append(block)
         return untied(blocks)
 
     def _use(self, linear: Replay, entry: Entry, i: int, delta: Tensor) -> Use:

@@ -46,8 +46,10 @@ class AffineBlock(Block):
         shape: tuple[int, int, int, int],
         delta: Tensor,
         homogeneous: Tensor | None = None,
+        looks: dict[str, bool] | None = None,
     ) -> None:
         self._weight, self._bias, self._h = weight, bias, homogeneous
+        self.looks = {} if looks is None else looks
         self.names = tuple(n for n in (weight, bias) if n is not None)
         self._inputs_of, self.shape, self._delta = inputs, shape, delta
 
@@ -61,12 +63,14 @@ class AffineBlock(Block):
         def inputs(some: slice) -> Tensor:
             return self._inputs_of(slice(start + some.start, start + some.stop))
 
-        return AffineBlock(self._weight, self._bias, inputs, shape, delta, self._h)
+        return AffineBlock(self._weight, self._bias, inputs, shape, delta, self._h, self.looks)
 
     def traced(self) -> Block:
         """The covectors become output features: Σ_r δ_r·δ'_r is one product."""
         delta = self._delta.permute(0, 2, 3, 1, 4).flatten(3).unsqueeze(1)
-        return AffineBlock(self._weight, self._bias, self._inputs_of, self.shape, delta, self._h)
+        return AffineBlock(
+            self._weight, self._bias, self._inputs_of, self.shape, delta, self._h, self.looks
+        )
 
     def _shifts(self) -> Tensor:
         """Σ_t h_t δ_t, the cotangents of the bias: (N, R, G, O)."""
@@ -78,25 +82,36 @@ class AffineBlock(Block):
     def _pooled(self) -> AffineBlock:
         """For `gram`, the same rows from one place, where all places have one cotangent."""
         (n, g, t, i), first = self.shape, self._delta[:, :, :, :1]
-        if t == 1 or first.is_meta:
+        before = self.looks.get("pooled")
+        if t == 1 or first.is_meta or before is False:
             return self
         # a layer whose places differ shows it at the second one already
-        if not all(bool((self._delta[:, :, :, :k] == first).all()) for k in (2, t)):
+        some = (t,) if before else (2, t)
+        alike = all(bool((self._delta[:, :, :, :k] == first).all()) for k in some)
+        self.looks["pooled"] = alike
+        if not alike:
             return self
 
         def inputs(some: slice) -> Tensor:
             return self._inputs_of(some).sum(2, keepdim=True)
 
         height = first.new_tensor([t]) if self._h is None else self._h.sum().reshape(1)
-        return AffineBlock(self._weight, self._bias, inputs, (n, g, 1, i), first, height)
+        shape = (n, g, 1, i)
+        return AffineBlock(self._weight, self._bias, inputs, shape, first, height, self.looks)
 
     @cached_property
     def _separated(self) -> list[Separated]:
         """By group, the factors of the cotangents where covectors and places separate."""
-        if self._delta.is_meta:
+        before, found = self.looks.get("separated"), []
+        if self._delta.is_meta or before is False:
             return []
-        found = [Separated.of(self._delta[:, :, g]) for g in range(self.shape[1])]
-        return [one for one in found if one is not None] if all(found) else []
+        for g in range(self.shape[1]):
+            one = Separated.of(self._delta[:, :, g], hopeful=bool(before))
+            self.looks["separated"] = one is not None
+            if one is None:
+                return []
+            found.append(one)
+        return found
 
     @property
     def route(self) -> str:
@@ -207,15 +222,16 @@ class AffineBlock(Block):
     def _add(self, out: Tensor, other: AffineBlock, route: str, budget: int) -> None:
         x = self._inputs() if self._weight is not None else None
         y = x if other is self or x is None else other._inputs()
-        heights = self._heights(other)
-        for g in range(self.shape[1]):
+        grams = x is None or route not in ("materialized", "separated")
+        heights = self._heights(other) if grams else None
+        if x is not None and y is not None and route == "materialized":
+            add_materialized(out, self._delta, other._delta, x, y, budget)
+        for g in range(self.shape[1] if route != "materialized" else 0):
             d1 = self._delta[:, :, g]
             d2 = d1 if other is self else other._delta[:, :, g]
             if x is None or y is None:
                 weights = None if self._h is None else partial(heights_only, d1, heights)
                 add_hadamard(out, d1, d2, weights, budget)
-            elif route == "materialized":
-                add_materialized(out, d1, d2, x[:, g], y[:, g], budget)
             elif route == "separated":
                 one = self._moments(g, x)
                 add_separated(out, one, one if other is self else other._moments(g, y), budget)
@@ -239,6 +255,8 @@ class AffineBlock(Block):
         if self._bias is None:
             return None
         (_, _, t, _), (_, _, t2, _) = self.shape, other.shape
+        if self._h is None and other._h is None:
+            return self._delta.new_ones(t, 1, t2)
         one = self._delta.new_ones(t) if self._h is None else self._h
         two = other._delta.new_ones(t2) if other._h is None else other._h
         return one[:, None, None] * two

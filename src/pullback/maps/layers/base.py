@@ -22,6 +22,9 @@ class Block(ABC):
 
     #: names of the parameters, in the map's parameter space
     names: tuple[str, ...]
+    #: shapes that cotangents may have, and whether they had them when last looked at: what they
+    #: did not have is not looked for again, what they had is proved anew
+    looks: dict[str, bool]
 
     @property
     def route(self) -> str:

@@ -11,6 +11,7 @@ from ..._core.products import add_cross, cross
 Weights = Callable[[slice, slice], Tensor]
 
 _WIDTH = 512  # rows and columns of a tile that stays in a CPU's cache
+_PANELS, _LONG = 6, 4096  # elsewhere, panels of a symmetric product, and rows from which they pay
 
 
 def add_hadamard(out: Tensor, d1: Tensor, d2: Tensor, weights: Weights | None, budget: int) -> None:
@@ -44,7 +45,7 @@ def _add_one_place(
         return
     w = weights(slice(0, n), slice(0, n2)).view(n, n2)
     for rows, some in _tiles(d1, d2, budget):
-        tile = left[rows.start * r : rows.stop * r] @ right[some.start * r2 : some.stop * r2].T
+        tile = cross(left[rows.start * r : rows.stop * r], right[some.start * r2 : some.stop * r2])
         target = out[rows.start * r : rows.stop * r, some.start * r2 : some.stop * r2]
         along = w[rows, some].repeat_interleave(r2, 1)[:, None]  # long lines are fast lines
         target.unflatten(0, (-1, r)).addcmul_(tile.unflatten(0, (-1, r)), along)
@@ -57,6 +58,8 @@ def _tiles(d1: Tensor, d2: Tensor, budget: int) -> Iterator[tuple[slice, slice]]
         high, wide = 2 * _WIDTH // r, min(_WIDTH, max(_WIDTH // 8, n2 * r2 // 8)) // r2
     else:
         high, wide = n, budget // (4 * n * r * r2 * d1.element_size())
+        if d2 is d1:  # what stands above the diagonal is left out by whole panels
+            wide = min(wide, -(-n // max(1, min(_PANELS, n * r // _LONG))))
     high, wide = max(1, high), max(1, wide)
     for a in range(0, n2, wide):
         for b in range(a if d2 is d1 else 0, n, high):

@@ -16,6 +16,8 @@ from functools import reduce
 import torch
 from torch import Tensor
 
+from ..._core.products import cross
+
 _CACHE = 2**21  # products M_o·M'_o held at once on a CPU
 _PASS = 2**19  # cotangents looked at once there
 
@@ -28,10 +30,15 @@ class Separated:
     g: Tensor
 
     @classmethod
-    def of(cls, delta: Tensor) -> Separated | None:
-        """The factors of cotangents (N, R, T, O), where they have them up to rounding."""
-        few = delta[:2, :, :2]  # which show it already where they have none
-        return None if few.shape != delta.shape and _factors(few) is None else _factors(delta)
+    def of(cls, delta: Tensor, *, hopeful: bool = False) -> Separated | None:
+        """The factors of cotangents (N, R, T, O), where they have them up to rounding.
+
+        Unless there is hope, a few are looked at first, which show it already if they have none.
+        """
+        few = delta[:2, :, :2]
+        if not hopeful and few.shape != delta.shape and _factors(few) is None:
+            return None
+        return _factors(delta)
 
     def moments(self, inputs: Tensor, heights: Tensor | None) -> Tensor:
         """M (O, N, I), with the bias (O, N, I + 1), for inputs (N, T, I)."""
@@ -70,7 +77,7 @@ def add_separated(
     """
     (a, m), (b, m2) = one, two
     (o, n, _), n2, r, r2 = m.shape, m2.shape[1], len(a.v), len(b.v)
-    pairs = (a.v[:, None] * b.v).flatten(0, 1).T  # (O, R·R')
+    pairs = (a.v[:, None] * b.v).flatten(0, 1)  # (R·R', O)
     size = budget // (4 * m.element_size())
     size = min(size, _CACHE) if m.device.type == "cpu" else size
     panel = max(1, size // ((o + r * r2) * n2))
@@ -79,5 +86,5 @@ def add_separated(
         stop = min(start + panel, n)
         end = stop if two is one else n2
         products = torch.bmm(m[:, start:stop], m2[:, :end].mT)  # (O, n, n')
-        share = products.flatten(1).T @ pairs
+        share = cross(products.flatten(1).T, pairs)
         target[start:stop, :, :end] += share.view(-1, end, r, r2).transpose(1, 2)

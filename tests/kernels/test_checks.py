@@ -1,0 +1,139 @@
+"""What is refused, with one question to the device; and what a second call may leave out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pullback._core.errors import PullbackError
+from pullback.kernels import Tangent, ntk
+from pullback.kernels.checks import norms
+from pullback.kernels.tiles import MEMORY, room
+from pullback.maps import Call, ModuleMap
+from pullback.testing import assert_close
+from tests.kernels.nets import blocks, build, dense, draw, inputs
+
+
+class Gated(nn.Module):
+    """Samples meet where the gate is open: x ↦ W x + gate·mean(x)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.gate = nn.Linear(3, 3), 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + self.gate * x.mean(0)
+
+
+class Weighted(nn.Module):
+    """A weighted mean over places: with equal weights all of them have one cotangent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.read = nn.Linear(3, 4), nn.Linear(4, 5), nn.Linear(5, 2)
+        self.w = torch.ones(6, 1, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.last(torch.tanh(self.first(x)))
+        return self.read((h * self.w).mean(1))
+
+
+def test_norms_of_all_kinds() -> None:
+    some = [
+        torch.tensor([3.0, 4.0]),
+        torch.tensor([3.0, 4.0], dtype=torch.float64),
+        torch.tensor([3 + 4j]),
+        torch.tensor([1, 2, 3]),
+        torch.zeros(0),
+        torch.tensor([torch.nan]),
+        torch.tensor([6.0, 8.0], dtype=torch.bfloat16),
+    ]
+    found = norms(some)
+    assert found[:5] == [5.0, 5.0, 5.0, 0.0, 0.0]
+    assert found[5] != found[5]
+    assert found[6] == 10.0
+    assert norms([]) == norms(some[3:4])[1:] == []
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_parameters_are_named_as_the_cause(value: float) -> None:
+    model, x = build("mlp"), inputs("mlp", 5)
+    ntk(model, x)
+    next(model.parameters()).data.view(-1)[0] = value
+    with pytest.raises(PullbackError, match="The parameters are not finite"):
+        ntk(model, x)
+    with pytest.raises(PullbackError, match="The parameters are not finite"):
+        Tangent(model)
+
+
+def test_a_norm_that_overflows_is_no_infinity() -> None:
+    model, x = nn.Linear(2, 1), torch.full((3, 2), 1e30)
+    with torch.no_grad():
+        model.weight.fill_(1e-30)
+    k = ntk(model, torch.cat([x, 1e-30 * x]))
+    assert k.shape == (6, 6, 1, 1)
+
+
+def test_a_model_that_begins_to_couple_is_refused() -> None:
+    model, x = Gated().double(), draw(9, 3)
+    for _ in range(2):
+        assert ntk(model, x).shape == (9, 9, 3, 3)
+    model.gate = 0.1
+    for chunk in (None, 1, 3):
+        with pytest.raises(PullbackError, match="couples the samples"):
+            ntk(model, x, chunk=chunk)
+
+
+@pytest.mark.parametrize("net", ["mlp", "attention", "embedding", "tied"])
+def test_a_second_call_is_the_first(net: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = build(net), inputs(net, 5)
+    passes: list[int] = []
+    linearize = ModuleMap.linearize
+
+    def counted(self, params):
+        linear = linearize(self, params)
+        passes.append(len(linear.value))
+        return linear
+
+    monkeypatch.setattr(ModuleMap, "linearize", counted)
+    first = ntk(model, x)
+    assert passes == [2, 5]  # a few samples by themselves, then all
+    assert torch.equal(ntk(model, x), first)
+    assert passes == [2, 5, 5]
+
+
+def test_values_alone_are_those_of_the_linearization() -> None:
+    layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True, dropout=0.0).double().eval()
+    source = ModuleMap(layer, Call.of(draw(3, 5, 4)))
+    params = dict(layer.named_parameters())
+    value = source.evaluate(params)
+    assert not value.requires_grad
+    assert torch.equal(value, source.linearize(params).value)
+
+
+@pytest.mark.parametrize("equal_first", [True, False])
+def test_what_was_seen_of_cotangents_is_proved_anew(equal_first: bool) -> None:
+    model, x = Weighted().double(), draw(4, 6, 3)
+    weights = [model.w, torch.arange(6, dtype=torch.float64)[:, None]]
+    for w in weights if equal_first else reversed(weights):
+        model.w = w
+        j = dense(model, x)
+        for _ in range(2):
+            assert_close(ntk(model, x), blocks(j @ j.T, 4, 4), 1e-12, "Θ")
+            trace = blocks(j @ j.T, 4, 4).diagonal(dim1=2, dim2=3).sum(-1)
+            assert_close(ntk(model, x, layout="trace"), trace, 1e-12, "tr Θ")
+
+
+def test_memory_is_fixed_where_nothing_can_be_asked() -> None:
+    assert room(torch.device("cpu"), 2**50) == MEMORY
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_memory_of_a_gpu_follows_the_jacobian() -> None:
+    device = torch.device("cuda")
+    assert room(device, 2**20) == MEMORY
+    free = torch.cuda.mem_get_info(device)[1]
+    assert MEMORY <= room(device, 2**50) <= max(MEMORY, free // 4)
+    assert room(device, 4 * MEMORY + 4) <= MEMORY + 1
