@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import asinh, gamma, inf, pi, sqrt
+from math import asinh, gamma, inf, lgamma, log, pi, sqrt
 
 import pytest
 import torch
@@ -275,3 +275,32 @@ def test_a_rescaled_relu_unit_has_the_same_room(scale):
     )
     # near to πε: φ(S) would be a disk of radius √ε if the unit's kink did not move
     assert found.volume == pytest.approx(0.03176, rel=1e-3)
+
+
+@pytest.mark.parametrize(("dimension", "ratio"), [(2, 1e-4), (2, 1e-8), (3, 1e-4)])
+def test_a_thin_set_across_the_axes_is_not_without_end(dimension, ratio):
+    """{(Σw)² + r|w|² < 1}: an ellipsoid that no grid along the parameters' axes resolves."""
+
+    def thin(z: Tensor) -> Tensor:
+        return z.sum().square() + ratio * norm(z)
+
+    found = flatness(lambda w: w, thin, zeros(dimension), epsilon=1.0)
+    ball = pi ** (dimension / 2) / gamma(dimension / 2 + 1)
+    exact = ball / sqrt((dimension + ratio) * ratio ** (dimension - 1))
+    assert found.bounded
+    assert found.volume == pytest.approx(exact, rel=2e-3)
+    assert found.euclidean == pytest.approx(exact, rel=2e-3)
+
+
+def test_few_moves_widen_the_error_bar_and_do_not_shift_the_volume():
+    d = 12
+    found = flatness(lambda w: w, norm, zeros(d), epsilon=1.0, chains=16, moves=4)
+    exact = d / 2 * log(pi) - lgamma(d / 2 + 1)
+    assert abs(log(found.volume) - exact) < 4 * found.error / found.volume
+
+
+def test_a_loss_that_cannot_be_batched_is_refused():
+    with pytest.raises(PullbackError, match="at once"):
+        flatness(lambda w: w, lambda z: float(norm(z)) * z.sum(), zeros(2), epsilon=1.0)
+    with pytest.raises(PullbackError, match="whole numbers"):
+        flatness(paraboloid, squared, zeros(2), epsilon=1.0, chains=2.5)  # type: ignore[arg-type]

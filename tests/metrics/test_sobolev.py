@@ -308,3 +308,44 @@ def test_copies_and_pickles() -> None:
     metric = Sobolev(2.0, inner=Fisher(Categorical()))
     assert repr(pickle.loads(pickle.dumps(metric))) == repr(metric)
     assert repr(copy.deepcopy(metric)) == repr(metric)
+
+
+@pytest.mark.parametrize(
+    ("metric", "spread"),
+    [
+        (Sobolev(), 0.0),
+        (Sobolev(5.0, order=5.5), 1.0),
+        (Sobolev(kernel=Gaussian(50.0)), 1.0),
+        (Sobolev(kernel=lambda a, b: torch.exp(-torch.cdist(a, b)) * a.new_ones(())), 0.0),
+    ],
+)
+def test_large_batches_in_single_precision_with_the_default_jitter(
+    metric: Sobolev, spread: float
+) -> None:
+    """λ_max of K is the batch size, and its round-off in float32 more than the jitter."""
+    x = spread * points(512, 3).float()
+    z = torch.randn(512, 2, generator=torch.Generator().manual_seed(1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # all-ones, as it should say
+        factor = metric.factor(z, inputs=x)
+    moved = factor.transpose(z)
+    assert moved.dtype == torch.float32
+    k = metric.kernel(x, torch.float32).double() + 0.0
+    want = (z.double() * torch.linalg.solve(k, z.double())).sum()  # zᵀK⁻¹z = |L⁻¹z|²
+    assert_close(moved.double().square().sum(), want, 1e-2, "zᵀMz")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_measured_in_single(dtype: torch.dtype) -> None:
+    factor = Sobolev().factor(points(4, 3).to(dtype), inputs=points().to(dtype))
+    assert factor.transpose(points(4, 3).float()).dtype == torch.float32
+
+
+def test_arguments_that_are_no_numbers_and_batches_without_samples() -> None:
+    for jitter in ("small", torch.ones(2), float("nan")):
+        with pytest.raises(pb.PullbackError, match="jitter"):
+            Sobolev(jitter=jitter)  # type: ignore[arg-type]
+    with pytest.raises(pb.PullbackError, match="inputs"):
+        Sobolev().factor(torch.zeros(0, 2), inputs=torch.zeros(0, 3))
+    with pytest.raises(pb.PullbackError, match="no distance"):
+        pb.metrics.median_distance([1.0, 2.0])  # type: ignore[arg-type]

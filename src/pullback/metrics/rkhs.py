@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import lru_cache
 from math import factorial, isfinite
+from numbers import Real
 from typing import Any
 
 import torch
@@ -95,14 +96,14 @@ def _coefficients(p: int) -> tuple[float, ...]:
 
 def positive(scale: Any) -> float:
     """A length, or an error that says so."""
-    good = isinstance(scale, (int, float)) and not isinstance(scale, bool)
-    if not good or not scale > 0 or not isfinite(scale):
+    length = float(scale) if isinstance(scale, Real) and not isinstance(scale, bool) else 0.0
+    if not length > 0 or not isfinite(length):
         raise PullbackError(
             "The kernel's scale is not positive",
             f"got {scale!r}",
             "Use a number > 0, such as metrics.median_distance(x)",
         )
-    return float(scale)
+    return length
 
 
 def distances(x: Tensor, y: Tensor) -> Tensor:
@@ -143,10 +144,12 @@ def median_distance(x: Tensor) -> float:
     >>> median_distance(torch.tensor([[0.0], [1.0], [3.0]]))
     2.0
     """
-    if x.ndim == 0 or len(x) < 2 or not x.is_floating_point():
+    usable = isinstance(x, Tensor) and x.ndim > 0 and x.is_floating_point()
+    if not usable or len(x) < 2:
+        got = f"shape {tuple(x.shape)} of {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
         raise PullbackError(
             "There is no distance between these inputs",
-            f"got shape {tuple(x.shape)} of {x.dtype}",
+            f"got {got}",
             "Give two or more samples of a float tensor, samples first",
         )
     x = x.detach()[:: -(-len(x) // _POINTS)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from numbers import Real
 from typing import Any
 from weakref import WeakSet
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from .._core.errors import PullbackError
 from .._core.factor import Factor, Mixed
+from .._core.space import compute_dtype
 from .base import Metric
 from .fisher import Fisher
 from .rkhs import Kernel, KernelLike, Matern, median_distance
@@ -59,7 +61,8 @@ class Sobolev(Metric):
                 f"got kernel={kernel!r} with scale={scale!r} and order={order!r}",
                 "Give scale and order, or a kernel that has its own, as a function of two batches",
             )
-        if jitter is not None and not 0 <= jitter < float("inf"):
+        number = isinstance(jitter, Real) and 0 <= jitter < float("inf")
+        if jitter is not None and not number:
             raise PullbackError("The jitter is not usable", f"got {jitter!r}", "Use a number ≥ 0")
         if inner is not None and not isinstance(inner, Fisher):
             raise PullbackError(
@@ -78,6 +81,10 @@ class Sobolev(Metric):
 
     def kernel(self, inputs: Tensor, dtype: torch.dtype) -> Tensor:
         """K + jitter·I on the batch."""
+        return self._matrix(inputs, dtype, dtype)
+
+    def _matrix(self, inputs: Tensor, dtype: torch.dtype, wide: torch.dtype) -> Tensor:
+        """The kernel's values in dtype, and the jitter that belongs to it, in a wider one."""
         x = inputs.detach().to(dtype)
         k = self.kernel_of(x, x)
         if not isinstance(k, Tensor) or k.shape != (len(x), len(x)):
@@ -87,16 +94,20 @@ class Sobolev(Metric):
                 f"it gave {got} for {len(x)} samples",
                 f"Return the matrix K(x_i, x_j): {(len(x), len(x))}",
             )
-        k = k.detach().to(x)
-        eye = torch.eye(len(k), dtype=dtype, device=k.device)
+        k = k.detach().to(x.device, wide)
+        eye = torch.eye(len(k), dtype=wide, device=k.device)
         return k + self._jitter(dtype) * k.diagonal().mean() * eye
 
     def _jitter(self, dtype: torch.dtype) -> float:
         return _JITTER.get(dtype, 1e-5) if self.jitter is None else self.jitter
 
     def cholesky(self, inputs: Tensor, dtype: torch.dtype) -> Tensor:
-        """L with L Lᵀ = K + jitter·I; warns once where K relates nothing, or everything alike."""
-        k = self.kernel(inputs, dtype)
+        """L with L Lᵀ = K + jitter·I; warns once where K relates nothing, or everything alike.
+
+        It is found in double precision: in single, a jitter of 1e-5 drowns in the round-off of K's
+        largest eigenvalue, which is the batch size where inputs coincide.
+        """
+        k = self._matrix(inputs, dtype, dtype if inputs.device.type == "mps" else torch.float64)
         if not isinstance(self.kernel_of, Kernel) and bool(
             (k - k.mT).abs().max() > 1e-4 * k.abs().max()
         ):
@@ -107,13 +118,13 @@ class Sobolev(Metric):
         if not bool(torch.isfinite(lower).all() & (info == 0)):
             raise _unusable(k)
         if self not in _WARNED:
-            self._judge(k, inputs)
-        return lower
+            self._judge(k, inputs, self._jitter(dtype))
+        return lower.to(dtype)
 
-    def _judge(self, k: Tensor, inputs: Tensor) -> None:
+    def _judge(self, k: Tensor, inputs: Tensor, jitter: float) -> None:
         """Warn where all correlations between samples are 0, or 1."""
         root = k.diagonal().sqrt()
-        related = k * (1 + self._jitter(k.dtype)) / (root[:, None] * root)
+        related = k * (1 + jitter) / (root[:, None] * root)
         eye = torch.eye(len(k), dtype=torch.bool, device=k.device)
         if len(k) > 1 and bool((related.abs() < _NEAR)[~eye].all()):
             found, meaning = "the identity", "it relates no two samples, as if there were no kernel"
@@ -137,6 +148,7 @@ class Sobolev(Metric):
             not isinstance(inputs, Tensor)
             or not inputs.is_floating_point()
             or inputs.ndim == 0
+            or not len(inputs)
             or inputs.shape[0] != z.shape[0]
         ):
             shown = isinstance(inputs, Tensor)
@@ -146,7 +158,7 @@ class Sobolev(Metric):
                 f"got {got} for {z.shape[0]} samples",
                 "Give the model a float tensor with one entry per sample as its first argument",
             )
-        lower = self.cholesky(inputs.to(z.device), z.dtype)
+        lower = self.cholesky(inputs.to(z.device), compute_dtype(z.dtype))
         if self.inner is None:
             return Mixed(lower, tuple(z.shape[1:]))
         inner = self.inner.factor(z)
@@ -170,6 +182,7 @@ def _unusable(k: Tensor) -> PullbackError:
         )
     return PullbackError(
         "The Sobolev kernel is singular on this batch",
-        "some inputs coincide or lie within round-off of each other",
+        "some inputs coincide or lie within round-off of each other, or a kernel of your own is "
+        "not positive",
         "Raise jitter, or lower scale",
     )

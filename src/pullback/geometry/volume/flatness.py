@@ -25,7 +25,8 @@ class Flatness:
         error: of the volume; one standard error from chains, the change from half the
             resolution on a grid.
         euclidean: ∫_S dw, which depends on the coordinates.
-        bounded: whether the set was seen to end; an unbounded one has infinite volumes.
+        bounded: whether the set was seen to end; an unbounded one has infinite volumes. Chains
+            do not find arms that are much thinner than the rest: what these hold is left out.
         rank: of dφ at the minimum.
         dimension: of the set that was measured.
         method: "grid" or "hit-and-run".
@@ -141,9 +142,10 @@ def _refuse(epsilon: float, method: str, chains: int, moves: int) -> None:
         raise PullbackError(
             f"There is no method {method!r}", "a volume is found in two ways", 'Use "auto"'
         )
-    if chains < 2 or moves < 4:
+    counted = isinstance(chains, int) and isinstance(moves, int)
+    if not counted or chains < 2 or moves < 4:
         raise PullbackError(
             "Too few chains or moves for an error bar",
             f"got {chains} chains of {moves} moves",
-            "Use at least 2 chains of 4 moves",
+            "Use whole numbers, at least 2 chains of 4 moves",
         )

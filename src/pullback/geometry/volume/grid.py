@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..._core.errors import PullbackError
 from .landscape import Landscape
+from .rounding import Rounded, rounded
 
 #: points per axis of the last grid, by dimension
 _RESOLUTION = {1: 4001, 2: 401, 3: 81}
@@ -34,7 +35,8 @@ class Volume:
 def on_grid(landscape: Landscape, epsilon: float) -> Volume:
     """∫_S √det G dθ by the midpoint rule; the error bar is the change from half the resolution.
 
-    Cells that the boundary cuts count by the share below ε of a plane with the height's slope.
+    The grid lies along the axes of the loss's curvature. Cells that the boundary cuts count by the
+    share below ε of a plane with the height's slope.
     """
     dimension = landscape.dimension
     if dimension not in _RESOLUTION:
@@ -43,15 +45,16 @@ def on_grid(landscape: Landscape, epsilon: float) -> Volume:
             f"it would have {dimension} dimensions",
             'Use method="hit-and-run"',
         )
-    box, fine = _settled(landscape, epsilon), _RESOLUTION[dimension]
-    if box is None:
+    around, fine = rounded(landscape, epsilon), _RESOLUTION[dimension]
+    box = None if around is None else _settled(around, epsilon)
+    if around is None or box is None:
         return Volume(float("inf"), float("nan"), float("inf"), bounded=False)
-    pulled, euclidean = _integral(landscape, epsilon, box, fine)
-    rough, _ = _integral(landscape, epsilon, box, fine // 2)
+    pulled, euclidean = _integral(around, epsilon, box, fine)
+    rough, _ = _integral(around, epsilon, box, fine // 2)
     return Volume(pulled, abs(pulled - rough), euclidean, bounded=True)
 
 
-def _settled(landscape: Landscape, epsilon: float) -> np.ndarray | None:
+def _settled(landscape: Rounded, epsilon: float) -> np.ndarray | None:
     """A box around the set that finer grids do not enlarge; None where there is none.
 
     Arms that get thinner without end look finite on every grid, and longer on a finer one.
@@ -71,13 +74,13 @@ def _settled(landscape: Landscape, epsilon: float) -> np.ndarray | None:
 
 
 def _around(
-    landscape: Landscape, epsilon: float, box: np.ndarray, limit: np.ndarray, count: int
+    landscape: Rounded, epsilon: float, box: np.ndarray, limit: np.ndarray, count: int
 ) -> np.ndarray | None:
     """Lower and upper corner (2, k) of a box around the set; None where it has no end."""
     while True:
         heights = _heights(landscape, box, count)
         inside = _component(heights, box, epsilon)
-        landscape.refuse_lower(torch.from_numpy(heights[inside]), epsilon)
+        landscape.landscape.refuse_lower(torch.from_numpy(heights[inside]), epsilon)
         touched = _touched(inside)
         if not touched.any():
             return _tight(inside, box)
@@ -87,16 +90,16 @@ def _around(
             return None
 
 
-def _exits(landscape: Landscape, epsilon: float, sign: int) -> np.ndarray:
+def _exits(landscape: Rounded, epsilon: float, sign: int) -> np.ndarray:
     """How far the set goes along each axis from the minimum, by doubling; infinite if nowhere."""
-    like, out = landscape.basis, []
+    like, out = landscape.map, []
     lengths = sign * 2.0 ** torch.arange(-40, 41, dtype=torch.float64, device=like.device)
     for axis in range(landscape.dimension):
         points = torch.zeros(len(lengths), landscape.dimension, dtype=torch.float64).to(like)
         points[:, axis] = lengths
         heights = landscape.height(points)
         above = (heights >= epsilon).nonzero()
-        landscape.refuse_lower(heights[: above[0, 0]] if len(above) else heights, epsilon)
+        landscape.landscape.refuse_lower(heights[: above[0, 0]] if len(above) else heights, epsilon)
         out.append(float(lengths[above[0, 0]]) if len(above) else sign * np.inf)
     return np.array(out)
 
@@ -106,12 +109,12 @@ def _axes(box: np.ndarray, count: int) -> list[np.ndarray]:
     return [low + (high - low) * (np.arange(count) + 0.5) / count for low, high in box.T]
 
 
-def _points(box: np.ndarray, count: int, landscape: Landscape) -> Tensor:
+def _points(box: np.ndarray, count: int, landscape: Rounded) -> Tensor:
     mesh = np.meshgrid(*_axes(box, count), indexing="ij")
-    return torch.from_numpy(np.stack([m.ravel() for m in mesh], 1)).to(landscape.basis)
+    return torch.from_numpy(np.stack([m.ravel() for m in mesh], 1)).to(landscape.map)
 
 
-def _heights(landscape: Landscape, box: np.ndarray, count: int) -> np.ndarray:
+def _heights(landscape: Rounded, box: np.ndarray, count: int) -> np.ndarray:
     heights = landscape.height(_points(box, count, landscape))
     return heights.cpu().numpy().reshape((count,) * landscape.dimension)
 
@@ -157,7 +160,7 @@ def _tight(inside: np.ndarray, box: np.ndarray) -> np.ndarray:
 
 
 def _integral(
-    landscape: Landscape, epsilon: float, box: np.ndarray, count: int
+    landscape: Rounded, epsilon: float, box: np.ndarray, count: int
 ) -> tuple[float, float]:
     """∫_S √det G dθ and ∫_S dθ."""
     heights = _heights(landscape, box, count)
@@ -169,8 +172,8 @@ def _integral(
     spread = np.maximum(sum(np.abs(s) for s in slopes), 1e-300)
     share = np.clip(0.5 + (epsilon - finite) / spread, 0.0, 1.0) * near
     cells = np.flatnonzero(share)
-    points = _points(box, count, landscape)[torch.from_numpy(cells).to(landscape.basis.device)]
+    points = _points(box, count, landscape)[torch.from_numpy(cells).to(landscape.map.device)]
     density = landscape.density(points).cpu().numpy()
-    size = float(np.prod((box[1] - box[0]) / count))
+    size = float(np.exp(landscape.log_unit) * np.prod((box[1] - box[0]) / count))
     weights = share.ravel()[cells]
     return size * float(weights @ density), size * float(weights.sum())

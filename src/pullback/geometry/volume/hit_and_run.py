@@ -21,9 +21,11 @@ from torch import Tensor
 from ..._core.errors import PullbackError
 from .grid import Volume
 from .landscape import Landscape
+from .rounding import Rounded, rounded
 
 _PROBES, _BISECTIONS = 16, 14
-_PHASES = 400
+_PHASES, _DOUBLINGS = 400, 20  # balls at most, and at least so many doublings of their radius
+_SETTLING = 16  # moves after which a chain has filled a larger ball: fewer bias every ratio alike
 
 
 class Sampler:
@@ -31,31 +33,29 @@ class Sampler:
 
     def __init__(
         self,
-        landscape: Landscape,
+        landscape: Rounded,
         epsilon: float,
-        rounding: Tensor,
         chains: int,
         generator: torch.Generator,
     ) -> None:
         self.landscape, self.epsilon, self.chains = landscape, epsilon, chains
-        self._generator, self.map = generator, rounding
+        self._generator, self._like = generator, landscape.map
         self.dimension = landscape.dimension
 
     def inside(self, u: Tensor) -> Tensor:
         """Whether points (..., d) lie below ε."""
-        theta = u.flatten(0, -2) @ self.map.T
-        return (self.landscape.height(theta) < self.epsilon).view(u.shape[:-1])
+        return (self.landscape.height(u.flatten(0, -2)) < self.epsilon).view(u.shape[:-1])
 
     def directions(self, count: int) -> Tensor:
         """Uniform on the sphere, (count, d)."""
         drawn = torch.randn(
             count, self.dimension, dtype=torch.float64, generator=self._generator
-        ).to(self.map)
+        ).to(self._like)
         return drawn / drawn.norm(dim=1, keepdim=True)
 
     def uniform(self, *shape: int) -> Tensor:
         """In [0, 1)."""
-        return torch.rand(*shape, dtype=torch.float64, generator=self._generator).to(self.map)
+        return torch.rand(*shape, dtype=torch.float64, generator=self._generator).to(self._like)
 
     def reach(self, u: Tensor, d: Tensor, longest: Tensor) -> Tensor:
         """How far (n,) the connected segment from u along d goes, at most `longest`."""
@@ -92,23 +92,23 @@ def by_hit_and_run(
     generator: torch.Generator,
 ) -> Volume:
     """∫_S √det G dθ with its standard error, from `moves` moves of every chain per ball."""
-    rounding = _rounding(landscape, epsilon)
-    if rounding is None:
+    around = rounded(landscape, epsilon)
+    if around is None:
         return Volume(float("inf"), float("nan"), float("inf"), bounded=False)
-    sampler = Sampler(landscape, epsilon, rounding, chains, generator)
-    d = sampler.dimension
+    sampler = Sampler(around, epsilon, chains, generator)
+    d, settling = sampler.dimension, max(_SETTLING, moves // 4)
     radius = _first_radius(sampler)
     u, share, spread = _start(sampler, radius)
     logarithm = log(share) + d * log(radius) + 0.5 * d * log(pi) - lgamma(d / 2 + 1)
     variance = spread**2
-    for _ in range(_PHASES):
+    for _ in range(max(_PHASES, _DOUBLINGS * d)):
         inner, radius = radius, radius * 2 ** (1 / d)
         shares = []
-        for move in range(moves + moves // 4):
+        for move in range(settling + moves):
             u, held = sampler.move(u, radius, inner)
-            if move >= moves // 4:
+            if move >= settling:
                 shares.append(held)
-        landscape.refuse_lower(landscape.height(u @ sampler.map.T), epsilon)
+        landscape.refuse_lower(around.height(u), epsilon)
         per_chain = torch.stack(shares).mean(0)
         ratio = float(per_chain.mean())
         error = float(per_chain.std()) / len(per_chain) ** 0.5
@@ -118,8 +118,7 @@ def by_hit_and_run(
             break
     else:
         return Volume(float("inf"), float("nan"), float("inf"), bounded=False)
-    scale = float(torch.linalg.slogdet(sampler.map)[1])
-    euclidean = float(torch.tensor(logarithm + scale, dtype=torch.float64).exp())
+    euclidean = float(torch.tensor(logarithm + around.log_unit, dtype=torch.float64).exp())
     mean, error = _mean_density(sampler, u, radius, moves)
     pulled = euclidean * mean
     relative = (variance + (error / mean) ** 2) ** 0.5 if mean > 0 else float("nan")
@@ -132,32 +131,9 @@ def _mean_density(sampler: Sampler, u: Tensor, radius: float, moves: int) -> tup
     for move in range(moves):
         u, _ = sampler.move(u, radius, radius)
         if move % every == every - 1:
-            found.append(sampler.landscape.density(u @ sampler.map.T))
+            found.append(sampler.landscape.density(u))
     per_chain = torch.stack(found).mean(0)
     return float(per_chain.mean()), float(per_chain.std()) / len(per_chain) ** 0.5
-
-
-def _rounding(landscape: Landscape, epsilon: float) -> Tensor | None:
-    """T with θ = Tu: the axes of the loss's curvature, each as long as the set reaches along it.
-
-    None where it reaches without end.
-    """
-    curvature = landscape.curvature()
-    if not bool(torch.isfinite(curvature).all()):
-        curvature = torch.eye(landscape.dimension, dtype=torch.float64, device=curvature.device)
-    axes = torch.linalg.eigh((curvature + curvature.T) / 2)[1]
-    lengths = 2.0 ** torch.arange(-60, 61, dtype=torch.float64, device=axes.device)
-    reach = []
-    for axis in axes.T:
-        both = lengths[:, None, None] * torch.stack([axis, -axis])
-        heights = landscape.height(both.flatten(0, 1)).view(-1, 2)
-        above = heights >= epsilon
-        first = above.int().argmax(0)
-        landscape.refuse_lower(heights[above.int().cumsum(0) == 0], epsilon)
-        if not bool(above.any(0).all()):
-            return None
-        reach.append(lengths[first].log2().mean().exp2())
-    return axes * torch.stack(reach)
 
 
 def _first_radius(sampler: Sampler) -> float:

@@ -104,8 +104,19 @@ class Landscape:
                 )
             return height.reshape(()).to(torch.float64)
 
-        with torch.no_grad():
-            return vmap(one, chunk_size=_CHUNK)(self._flat(points))
+        try:
+            with torch.no_grad():
+                return vmap(one, chunk_size=_CHUNK)(self._flat(points))
+        except RuntimeError as error:
+            if isinstance(error, PullbackError | torch.OutOfMemoryError) or "vmap" not in str(
+                error
+            ):
+                raise
+            raise PullbackError(
+                "Loss and φ cannot be evaluated at many points at once",
+                str(error).splitlines()[0],
+                "Write both without .item(), float() and branches on values",
+            ) from error
 
     def height(self, points: Tensor) -> Tensor:
         """F − F(w₀) at θ (n, k); not a number counts as infinitely high."""
