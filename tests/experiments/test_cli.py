@@ -336,3 +336,15 @@ def test_bench_times_every_method(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(isinstance(t, float) and t > 0 for t in table.rows[0][2:])
     done = run.invoke(app, ["bench", "--device", "abacus"])
     assert done.exit_code == 1
+
+
+def test_list_survives_a_time_that_is_none(tmp_path: Path) -> None:
+    name = "van-oostrum-2023-examples"
+    registry.find(name).smoke().run(True, out=tmp_path)
+    path = tmp_path / f"{name}-quick.json"
+    held = json.loads(path.read_text())
+    held["runs"][0]["took"] = 10**400
+    path.write_text(json.dumps(held))
+    done = run.invoke(app, ["list", "--out", str(tmp_path)])
+    assert done.exit_code == 0
+    assert "unreadable" in done.stdout

@@ -41,6 +41,19 @@ def test_two_processes_make_the_records_of_one(tmp_path: Path) -> None:
     assert not (tmp_path / "two" / f"{NAME}-quick.work").exists()
 
 
+def test_no_more_processes_than_items(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def none(workers: int, threads: int | None) -> None:
+        asked.append(workers)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(parallel, "processes", none)
+    with pytest.raises(KeyboardInterrupt):
+        registry.find(NAME).run(True, [0], tmp_path, workers=100_000)
+    assert asked[0] < 10
+
+
 def test_an_experiment_that_processes_cannot_find_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PullbackError, match=r"several processes.*Use one worker"):
         Small().run(out=tmp_path, workers=2)

@@ -19,6 +19,7 @@ from pullback.experiments import Context, Item, Paused, registry
 from pullback.experiments.framework import doing, experiment, files, progress, runner, working
 from pullback.experiments.framework.outcome import UNFINISHED
 from pullback.experiments.framework.store import Store
+from pullback.experiments.framework.workshop import workshop
 
 from .small import Small, quiet, said
 
@@ -302,6 +303,12 @@ def test_a_file_that_cannot_be_completed_is_not_there(tmp_path: Path) -> None:
         files.write(tmp_path / "x" / "y", halfway)
 
 
+HELD = (
+    '{"format": "pullback results 1", "about": {"name": "small"}, "config": {}, "summary": {}, '
+    '"environments": [%s], "runs": [{"key": ["a"], "seed": 0, "environment": 0, "record": {}, %s}]}'
+)
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [
@@ -318,6 +325,11 @@ def test_a_file_that_cannot_be_completed_is_not_there(tmp_path: Path) -> None:
             "malformed",
         ),
         (b"\xff\xfe\x00", "cannot be read"),
+        (HELD % ("{}", '"took": 1e999'), "malformed"),
+        (HELD % ("{}", '"took": null, "arrays": 3'), "malformed"),
+        (HELD % ("3", '"took": 1'), "environments malformed"),
+        (HELD % ('{"threads": NaN}', '"took": 1'), "changed by hand"),
+        (HELD % ('{"host": "\\ud800"}', '"took": 1'), "changed by hand"),
     ],
 )
 def test_unreadable_and_foreign_files_are_refused(
@@ -344,6 +356,22 @@ def test_lost_arrays_are_named(tmp_path: Path) -> None:
     victim.write_bytes(b"nothing")
     with pytest.raises(PullbackError, match=victim.name):
         Small().run(out=tmp_path)
+
+
+def test_damaged_arrays_are_named(tmp_path: Path) -> None:
+    store, name = Store(tmp_path / "r.json", {}), (("k",), 0)
+    store.put(name, {"x": np.random.default_rng(0).normal(size=500), "y": np.ones(3)}, 1.0, {})
+    (victim,) = tmp_path.rglob("*.npz")
+    sound = victim.read_bytes()
+    reasons = []
+    for place in range(0, len(sound), 7):
+        victim.write_bytes(sound[:place] + bytes([sound[place] ^ 0x55]) + sound[place + 1 :])
+        try:
+            store.record(name)
+        except PullbackError as error:
+            reasons.append(error.why)
+    assert len(reasons) > len(sound) // 7 * 0.9
+    assert all("missing or damaged" in why for why in reasons)
 
 
 def test_arrays_come_back_as_they_were(tmp_path: Path) -> None:
@@ -385,6 +413,38 @@ def test_two_processes_may_share_a_folder(tmp_path: Path) -> None:
     assert hosts == {0: "one", 1: "two", 2: "one"}
 
 
+PUTTING = """
+import sys
+from pathlib import Path
+from pullback.experiments.framework.store import Store
+
+store = Store(Path(sys.argv[1]), {})
+for seed in range(40):
+    store.put(((sys.argv[2],), seed), {"x": seed}, 1.0, {})
+"""
+
+
+def test_processes_that_save_at_the_same_time_lose_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", PUTTING, str(tmp_path / "r.json")]
+    others = [subprocess.Popen([*command, name]) for name in "ab"]
+    assert [p.wait(120) for p in others] == [0, 0]
+    assert len(Store(tmp_path / "r.json", {})) == 80
+
+
+def test_checkpoints_outlive_another_process_that_ends_before_they_are_written(
+    tmp_path: Path, clock: Clock
+) -> None:
+    def other(key: str, context: Context) -> None:
+        with workshop(Store(tmp_path / "small.json", ours.config(False), {"name": "small"})):
+            pass  # it comes and goes, and there is no checkpoint yet
+        clock.parts(4)(key, context)
+
+    ours = Small(rates=(0.1,), before=other)
+    assert ours.run(seeds=[0], out=tmp_path, seconds=3).status == UNFINISHED
+    assert ours.run(seeds=[0], out=tmp_path).done == 1
+    assert not (tmp_path / "small.work").exists()
+
+
 def test_a_folder_of_checkpoints_may_be_cleared_by_another(tmp_path: Path) -> None:
     def cleared(key: str, context: Context) -> None:
         shutil.rmtree(context.place.parent, ignore_errors=True)
@@ -403,8 +463,9 @@ def test_no_such_device_and_no_such_folder(tmp_path: Path) -> None:
     if not torch.cuda.is_available():
         with pytest.raises(PullbackError, match="'cuda' cannot be used"):
             Small().run(out=tmp_path, device="cuda")
-    with pytest.raises(PullbackError, match="'meta' cannot be used"):
-        Small().run(out=tmp_path, device="meta")
+    for other in ("meta", "hpu", "privateuseone", ""):
+        with pytest.raises(PullbackError, match=f"'{other}' cannot be used.{{,99}}--device cpu"):
+            Small().run(out=tmp_path, device=other)
     (tmp_path / "file").write_text("")
     with pytest.raises(PullbackError, match="--out"):
         Small().run(out=tmp_path / "file")

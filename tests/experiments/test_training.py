@@ -175,14 +175,23 @@ def test_schedules() -> None:
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("name", ["sgd", "kfac"])
-def test_captured_steps_train_as_the_others(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    [
+        ("sgd", schedules.constant),
+        ("sgd", schedules.linear),
+        ("adam", schedules.linear),
+        ("kfac", schedules.linear),
+    ],
+)
+def test_captured_steps_train_as_the_others(
+    name: str, schedule: schedules.Schedule, tmp_path: Path
+) -> None:
     ends = []
     for graphed in (False, True):
         model = net().cuda().float()
         given = replace(context(tmp_path / str(graphed)), device=torch.device("cuda"))
         some = DATA.to("cuda", torch.float32)
-        schedule = schedules.linear if name == "kfac" else schedules.constant
         record = fit(
             model, OPTIMIZERS[name](model), some, F.cross_entropy, given,
             epochs=10, batch=20, schedule=schedule, graphed=graphed,

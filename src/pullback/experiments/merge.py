@@ -4,7 +4,7 @@
     python -m pullback.experiments.merge NAME parts/0 parts/1 --out results
     pullback run NAME --seeds 0-1 --out results          # nothing is missing: it judges and draws
 
-Processes may share a folder too, but two that save at the same moment may lose an item.
+Processes of one machine may share a folder too: they save one after the other.
 """
 
 from __future__ import annotations

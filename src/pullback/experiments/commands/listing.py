@@ -50,7 +50,7 @@ def known(experiment: Experiment, out: Path) -> tuple[str, str]:
             continue
         try:
             took, word = _told(store.read(path))
-        except (PullbackError, AttributeError, TypeError, ValueError):
+        except (PullbackError, AttributeError, TypeError, ValueError, ArithmeticError):
             return "–", "unreadable"
         return f"{took}{' (quick)' if quick and took != '–' else ''}", word
     return "–", ""

@@ -11,8 +11,9 @@ def usable(device: str | torch.device) -> torch.device:
     """The device, or a refusal."""
     try:
         torch.zeros(1, device=device).item()  # meta has tensors and no values
-    except (RuntimeError, AssertionError) as error:
-        why = str(error).splitlines()[0].rstrip(".")
+    except (RuntimeError, AssertionError, ImportError) as error:
+        # a backend that this torch lacks: no module, or a page on operators
+        why = str(error).partition("\n")[0].partition(". This could be")[0].rstrip(".")
         raise PullbackError(
             f"The device {str(device)!r} cannot be used", why, "Use --device cpu"
         ) from None

@@ -118,8 +118,9 @@ class Work:
             doing = Doing(self, place, progress, self._estimates(missing), deadline)
             # items that are done once may build on one another
             alone = missing if workers == 1 else [name for name in missing if name[1] is None]
-            if doing.alone(alone) and workers > 1:
-                doing.together([name for name in missing if name[1] is not None], workers)
+            rest = [name for name in missing if name[1] is not None]
+            if doing.alone(alone) and workers > 1 and rest:
+                doing.together(rest, min(workers, len(rest)))  # all of them start at once
 
     def _estimates(self, missing: list[Name]) -> Estimates:
         guess = Estimates(key for key, _ in missing)
@@ -174,7 +175,7 @@ class Work:
 
     def _computed(self) -> str:
         """The kind of device that the items were computed on, perhaps in another run."""
-        kinds = {str(e["device"]) for e in self.store.environments} - {"cpu"}
+        kinds = {str(e.get("device", "cpu")) for e in self.store.environments} - {"cpu"}
         if not kinds or self.device.type != "cpu":
             return str(self.device)
         return "mps" if kinds == {"mps"} else "cuda"  # whose environments have the GPU's name

@@ -4,23 +4,22 @@
     NAME.arrays/*.npz     arrays of the items
 
 Every save replaces the file in one piece, so that an interruption or a full disk leaves what was
-finished before. A file of another configuration is refused.
+finished before. Processes that share a folder save one after the other, and each takes over what
+the others saved. A file of another configuration is refused.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from ..._core.errors import PullbackError
-from . import files, plain
+from . import arrays, files, locks, plain
 from .configuration import changed, settled
 from .plain import Record
 
@@ -57,12 +56,18 @@ def read(path: Path) -> dict[str, Any]:
         kinds = {"config": dict, "environments": list, "about": dict, "summary": dict}
         if wrong := [k for k, kind in kinds.items() if not isinstance(state[k], kind)]:
             raise TypeError(f"{', '.join(wrong)} malformed")
+        if not all(isinstance(e, dict) for e in state["environments"]):
+            raise TypeError("environments malformed")
         for run in state["runs"]:
             _verify(run, len(state["environments"]))
-    except (KeyError, TypeError, ValueError) as error:
-        why = f"it is incomplete or was changed by hand ({error})"
-        raise PullbackError(f"{path} cannot be read", why, _REMEDY) from None
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise _malformed(path, error) from None
     return state
+
+
+def _malformed(path: Path, error: Exception) -> PullbackError:
+    why = f"it is incomplete or was changed by hand ({error})"
+    return PullbackError(f"{path} cannot be read", why, _REMEDY)
 
 
 class Store:
@@ -98,18 +103,22 @@ class Store:
         if not self.path.exists() or self._stamp() == self._seen:
             return
         state = read(self.path)
+        try:
+            json.dumps(state, ensure_ascii=False, allow_nan=False).encode()
+        except ValueError as error:  # a page can show it, and no file can hold it
+            raise _malformed(self.path, error) from None
         old, whose = state["config"], state["about"].get("name")
         if whose != self.about.get("name"):
             raise PullbackError(
                 f"{self.path} holds results of another experiment",
                 f"they are of {whose!r}",
-                "Use another folder (--out), or move the file away",
+                _REMEDY,
             )
         if differ := changed(old, self.config, self.open_parts):
             raise PullbackError(
                 f"{self.path} holds results of another configuration",
                 f"{', '.join(differ)} differ, so the runs cannot be compared",
-                "Use another folder (--out), or move the file away",
+                _REMEDY,
             )
         for part in self.open_parts & old.keys() & self.config.keys():
             self.config[part] = {**old[part], **self.config[part]}
@@ -153,16 +162,14 @@ class Store:
     def record(self, name: Name) -> Record:
         """What an item gave."""
         run = self._runs[name]
-        return plain.join(run["record"], self._arrays(run["arrays"]) if "arrays" in run else {})
-
-    def _arrays(self, file: str) -> dict[str, np.ndarray]:
-        path = self._folder / Path(file).name
+        file = run.get("arrays")
+        path = self.path if file is None else self._folder / Path(file).name
         try:
-            with np.load(path, allow_pickle=False) as held:
-                return {k: held[k] for k in held.files}
-        except (OSError, ValueError, zipfile.BadZipFile) as error:
+            return plain.join(run["record"], {} if file is None else arrays.load(path))
+        except arrays.DAMAGED as error:
+            why = f"it is missing or damaged ({error})"
             raise PullbackError(
-                f"{path} cannot be read", str(error), f"Restore it, or move {self.path} away"
+                f"{path} cannot be read", why, f"Restore it, or move {self.path} away"
             ) from None
 
     @property
@@ -173,19 +180,23 @@ class Store:
         self, name: Name, record: Mapping[str, Any], took: float, environment: dict[str, Any]
     ) -> None:
         """Keep an item, on disk as well: its arrays first, then the file that names them."""
-        content, arrays = plain.split(record)
+        content, found = plain.split(record)
         key, seed = name
         run: dict[str, Any] = {"key": list(key), "seed": seed, "took": round(took, 4)}
         run["environment"] = self._place(environment)
-        if arrays:
+        if found:
             run["arrays"] = f"{slug(name)}.npz"
-            # under names of its own: savez gives some names a meaning
-            files.write(self._folder / run["arrays"], lambda f: _savez(f, arrays))
+            files.write(self._folder / run["arrays"], lambda f: arrays.save(f, found))
         self._keep(name, {**run, "record": content})
         self.save()
 
     def save(self) -> None:
         """Write the file in one piece; one line per item."""
+        files.folder(self.path.parent)
+        with locks.alone(self.path.parent):
+            self._save()
+
+    def _save(self) -> None:
         self._merge()
         head = {
             "format": FORMAT,
@@ -198,13 +209,6 @@ class Store:
         lines = ",\n".join(f"  {line}" for line in self._lines.values())
         files.write_text(self.path, f'{text},\n "runs": [\n{lines}\n ]\n}}\n')
         self._seen = self._stamp()
-
-
-def _savez(file: Any, arrays: dict[str, np.ndarray]) -> None:
-    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as held:
-        for place, array in arrays.items():
-            with held.open(f"{place}.npy", "w", force_zip64=True) as entry:
-                np.lib.format.write_array(entry, np.asanyarray(array), allow_pickle=False)
 
 
 def slug(name: Name) -> str:
@@ -228,5 +232,6 @@ def _verify(run: dict[str, Any], environments: int) -> None:
     """Refuse an item without name, record, time or environment."""
     key, _ = _name(run)
     sound = key and isinstance(run["record"], dict) and run["environment"] in range(environments)
-    if not sound or not isinstance(run["took"], (int, float, type(None))):
+    sound = sound and isinstance(run.get("arrays", ""), str)
+    if not sound or not math.isfinite(0.0 if run["took"] is None else run["took"]):
         raise TypeError(f"the item {key} is malformed")

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ..._core.errors import PullbackError
-from . import files
+from . import files, locks
 from .configuration import changed
 from .store import Store
 
@@ -20,17 +20,17 @@ _CONFIG = "configuration"
 def workshop(store: Store) -> Iterator[Path]:
     """NAME.work beside NAME.json; refused where its checkpoints are of another configuration.
 
-    It goes once there are no checkpoints in it.
+    It goes once there are no checkpoints in it and no other process is about to write some.
     """
     place = store.path.with_suffix(".work")
     _check(place, store)
-    files.write_text(place / _CONFIG, json.dumps(store.config, ensure_ascii=False))
-    try:
-        yield place
-    finally:
-        # another process that shares the folder may have cleared it
-        if not any(p.is_dir() for p in place.glob("*")):
-            shutil.rmtree(place, ignore_errors=True)
+    with locks.inside(files.folder(place)) as last:
+        files.write_text(place / _CONFIG, json.dumps(store.config, ensure_ascii=False))
+        try:
+            yield place
+        finally:
+            if last() and not any(p.is_dir() for p in place.glob("*")):
+                shutil.rmtree(place, ignore_errors=True)
 
 
 def _check(place: Path, store: Store) -> None:

@@ -94,7 +94,8 @@ class Training(Experiment):
         for seed in _SEARCH_SEEDS:
             torch.manual_seed(seed)
             place = context.place / str(seed)
-            record = self._train(method, some, replace(context, seed=seed, place=place))
+            own = replace(context, seed=seed, place=place)
+            record = self._train(method, some, own, graphed=True)
             ends.append(finite(record["train loss"][-1]))
         return {"settings": dict(some), "score": max(ends)}
 
@@ -103,7 +104,9 @@ class Training(Experiment):
         some = min(tried, key=lambda t: t["score"])["settings"]
         return {"settings": some, **self._train(method, some, context)}
 
-    def _train(self, method: Method, some: Settings, context: Context) -> Record:
+    def _train(
+        self, method: Method, some: Settings, context: Context, *, graphed: bool = False
+    ) -> Record:
         config = self.config(context.quick)
         model, images = self.task.made(context.quick)
         model, images = model.to(context.device), images.to(context.device)
@@ -113,7 +116,7 @@ class Training(Experiment):
         with optimizer if isinstance(optimizer, KFAC) else nullcontext():  # which ends its hooks
             return fit(
                 model, optimizer, images, self.task.loss, context,
-                schedule=schedules.linear, evaluated=60_000, **run,
+                schedule=schedules.linear, evaluated=60_000, graphed=graphed, **run,
             )  # fmt: skip
 
     def line(self, record: Record) -> str:

@@ -27,5 +27,5 @@ def draw(found: Found, title: str) -> Figure:
         ends = [v for runs in found.values() for r in runs for v in r[measure] if v > 0]
         plots.dress(axes, logy=max(ends) > _WIDE * min(ends))
         plots.label(axes, _NAMES[along], measure.replace("train", "training"))
-    panels[0].legend(frameon=False)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right", frameon=False)
     return figure

@@ -56,15 +56,15 @@ class Captured:
         self._graph.replay()
 
 
-def graphed(optimizer: Optimizer, gradient: Gradient) -> Step:
+def graphed(optimizer: Optimizer, gradient: Gradient, *, fixed: bool) -> Step:
     """Gradient and step, captured as far as the optimizer lets it.
 
-    K-FAC records its own steps between statistics, so that rates may change: there the gradient is
-    captured, and steps that take statistics run as they are. Any other optimizer is captured with
-    the rates that it has at first, and must not look at values from the host.
+    With `fixed` rates the step is captured too, with the rates that it has at first; the optimizer
+    must then not look at values from the host. Otherwise the gradient alone is. K-FAC has its own
+    way with steps between statistics; those that take statistics run as they are.
     """
-    if isinstance(optimizer, KFAC):
-        return _Between(optimizer, gradient)
+    if not fixed or isinstance(optimizer, KFAC):
+        return _Gradients(optimizer, gradient)
 
     def step(x: Tensor, y: Tensor) -> None:
         gradient(x, y)
@@ -73,10 +73,10 @@ def graphed(optimizer: Optimizer, gradient: Gradient) -> Step:
     return Captured(step, optimizer.zero_grad)
 
 
-class _Between:
-    """K-FAC, whose gradients between statistics are replayed."""
+class _Gradients:
+    """Gradients are replayed, but for K-FAC's statistics, and the optimizer steps as it is."""
 
-    def __init__(self, optimizer: KFAC, gradient: Gradient) -> None:
+    def __init__(self, optimizer: Optimizer, gradient: Gradient) -> None:
         self._optimizer, self._gradient = optimizer, gradient
         self._captured = Captured(gradient, optimizer.zero_grad)
         self._params = [p for group in optimizer.param_groups for p in group["params"]]
@@ -84,7 +84,7 @@ class _Between:
 
     def __call__(self, x: Tensor, y: Tensor) -> None:
         """One step on this batch."""
-        if self._optimizer.statistics_due:
+        if isinstance(self._optimizer, KFAC) and self._optimizer.statistics_due:
             self._gradient(x, y)
         else:
             self._optimizer.zero_grad()

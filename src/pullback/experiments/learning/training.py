@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ... import KFAC
 from ..._core.errors import PullbackError
 from ..framework import files
 from ..framework.experiment import Context, Paused
@@ -60,8 +59,8 @@ def fit(
         augment: (images, generator) ↦ images.
         half: a dtype for autocast.
         evaluated: at most so many training samples are measured on, and at a time.
-        graphed: on CUDA, capture the step in a graph: for K-FAC, or for constant rates and
-            optimizers that neither take a closure nor look at values from the host.
+        graphed: on CUDA, capture gradients in a graph, and at constant rates the step with them:
+            for optimizers that neither take a closure nor, then, look at values from the host.
 
     Raises:
         Paused: the time is over; called again it goes on from the checkpoint.
@@ -72,10 +71,6 @@ def fit(
     if measures is None:
         measures = {} if data.y.is_floating_point() else {"accuracy": accuracy}
     graphed = graphed and context.device.type == "cuda"
-    fixed = graphed and not isinstance(optimizer, KFAC)
-    if fixed and schedule is not schedules.constant:
-        why = "the schedule changes the learning rate, which a captured step has fixed"
-        raise PullbackError("The step cannot be captured", why, "Leave graphed or schedule out")
     seen = Seen(model, data, {"loss": loss, **measures}, evaluated, half)
     loop = _Loop(
         model, optimizer, data, loss, context, batch, schedule, augment, half, epochs, graphed
@@ -117,7 +112,9 @@ class _Loop:
         self._draw = torch.Generator(self.data.x.device).manual_seed(self.context.seed)
         self._rates = [group["lr"] for group in self.optimizer.param_groups]
         self._saved, self._wait = time.monotonic(), _SAVE_EVERY
-        self._replayed = captured(self.optimizer, self._gradient) if self.graphed else None
+        fixed = self.schedule is schedules.constant
+        step = partial(captured, self.optimizer, self._gradient, fixed=fixed)
+        self._replayed = step() if self.graphed else None
 
     @property
     def lost(self) -> bool:

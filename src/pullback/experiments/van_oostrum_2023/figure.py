@@ -16,7 +16,7 @@ from .theorems import DAMPED
 
 _PHI, _PSI, _SOFT = PALETTE[1], PALETTE[0], PALETTE[6]
 
-Corner = Literal["lower right", "center left", "upper right"]
+Corner = Literal["lower right", "upper right"]
 
 
 def draw(results: Results) -> Figure:
@@ -66,7 +66,10 @@ def _eight(axes: Axes, results: Results) -> None:
         _arrow(axes, end, color, name)
     _arrow(axes, found["gradient"], INK, "grad L")
     axes.plot(0, 0, "o", color=INK, ms=4)
-    _framed(axes, "Example 2: a crossing", "x = sin 2ξ", "y = sin ξ", "center left")
+    _framed(axes, "Example 2: a crossing", "x = sin 2ξ", "y = sin ξ")
+    # inside the upper loop, where no line is
+    inside = {"bbox_to_anchor": (0, 0.72), "bbox_transform": axes.transData}
+    axes.legend(frameon=False, fontsize=8, loc="center", **inside)
 
 
 def _space(axes: Axes, results: Results) -> None:
