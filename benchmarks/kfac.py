@@ -217,7 +217,7 @@ def measure(name: str, case: Case, device: torch.device, quick: bool) -> dict[st
     work = floor(bench.model, lambda: bench.forward(bench.model), lambda z: case.loss(z, bench.y))
     memory = bench.memory() if device.type == "cuda" else {}
     routes = bench.kinds()
-    kinds = compare(routes, device, repeats=2 if quick else 15, warmup=3, patience=40)
+    kinds = compare(routes, device, repeats=2 if quick else 40, warmup=3, patience=90)
     del routes
     gc.collect()
     # no floor lies above what was reached: the baseline's own rate is one that the machine has
