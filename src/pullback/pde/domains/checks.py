@@ -30,7 +30,9 @@ def check_seed(seed: object) -> int:
         or not isinstance(seed, Integral)
         or not -(2**63) <= int(seed) < 2**64
     ):
-        raise PullbackError(f"seed={seed!r} is no seed", "it must be an integer", "Use seed=0")
+        raise PullbackError(
+            f"seed={seed!r} is no seed", "it must be an integer of 64 bits", "Use seed=0"
+        )
     return int(seed)
 
 
