@@ -292,6 +292,28 @@ def test_a_thin_set_across_the_axes_is_not_without_end(dimension, ratio):
     assert found.euclidean == pytest.approx(exact, rel=2e-3)
 
 
+@pytest.mark.parametrize("ratio", [1.0, 1e3, 1e5])
+@pytest.mark.parametrize(("power", "exact"), [(1, 2.0), (4, 3.708149)])
+def test_a_thin_set_is_found_without_curvature(power, exact, ratio):
+    """{|u|ᵖ + |rv|ᵖ < 1} across the axes: its Hessian at the minimum is zero, or there is none."""
+    turn = torch.tensor([[0.8, -0.6], [0.6, 0.8]], dtype=torch.float64)
+    stretch = torch.tensor([1.0, ratio], dtype=torch.float64)
+    found = flatness(
+        lambda w: stretch * (turn @ w), lambda z: (z.abs() ** power).sum(), zeros(2), epsilon=1.0
+    )
+    assert found.bounded
+    assert found.volume == pytest.approx(exact, rel=2e-3)
+    assert found.euclidean == pytest.approx(exact / ratio, rel=2e-3)
+
+
+def test_a_minimum_far_off_the_center():
+    def steep(z: Tensor) -> Tensor:
+        return torch.where(z > 0, 1e-4 * z, -1e4 * z).sum()
+
+    found = flatness(lambda w: w, steep, zeros(2), epsilon=1.0)
+    assert found.volume == pytest.approx((1e4 + 1e-4) ** 2 / 2, rel=1e-2)
+
+
 def test_few_moves_widen_the_error_bar_and_do_not_shift_the_volume():
     d = 12
     found = flatness(lambda w: w, norm, zeros(d), epsilon=1.0, chains=16, moves=4)

@@ -122,3 +122,49 @@ def test_a_tangent_space_stays_where_it_was(model: Gated) -> None:
         model.first.weight += 1
     assert_close(ntk(tangent, x), want, 1e-12, "before the step")
     assert_close(ntk(model, x), dense(model, x), 1e-12, "after it")
+
+
+class Routed(nn.Module):
+    """Samples are sorted on the way, as experts' are, and put back by index or by writing."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.first, self.second, self.way = nn.Linear(4, 5), nn.Linear(5, 2), way
+
+    def forward(self, x: Tensor) -> Tensor:  # (N, 4)
+        order = x[:, 0].argsort()
+        h = torch.tanh(self.first(x[order]))
+        if self.way == "read":
+            return self.second(h[order.argsort()])
+        return x.new_zeros(len(x), 2).index_copy(0, order, self.second(h))
+
+
+@pytest.mark.parametrize("chunk", [None, 3])
+@pytest.mark.parametrize("way", ["read", "written"])
+def test_samples_that_stood_in_order_may_stand_in_another(way: str, chunk: int | None) -> None:
+    torch.manual_seed(0)
+    model = Routed(way).double()
+    x = torch.randn(6, 4, dtype=torch.float64).sort(0)[0]
+    for inputs in (x, x.flip(0), torch.cat([x[:3], x[3:].flip(0)])):
+        assert_close(ntk(model, inputs, chunk=chunk), dense(model, inputs), 1e-10, "K = J Jᵀ")
+
+
+class Experts(nn.Module):
+    """Each sample goes to one of two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 2), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:  # (N, 4)
+        some, z = x[:, 0] > 0, x.new_zeros(len(x), 2)
+        z[some], z[~some] = self.one(x[some]), self.two(x[~some])
+        return z
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 3])
+def test_an_expert_without_samples_has_no_share(chunk: int | None) -> None:
+    torch.manual_seed(0)
+    model, x = Experts().double(), torch.randn(6, 4, dtype=torch.float64)
+    for inputs in (x, x.abs(), -x.abs()):
+        assert_close(ntk(model, inputs, chunk=chunk), dense(model, inputs), 1e-10, "K = J Jᵀ")

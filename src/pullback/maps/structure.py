@@ -21,6 +21,7 @@ from .layers.layout import Layout, detect
 from .record import Entry, Recorder
 from .replay import Replay
 from .reverse import batched_cotangents, looped_cotangents, vectorizes
+from .routing import routed
 from .unstructured import sample_rows
 
 
@@ -36,8 +37,8 @@ class Structure:
     batched: bool = False
     #: by group of parameters, the shapes its cotangents were seen to have or not
     looks: dict[Any, dict[str, bool]] = field(default_factory=dict)
-    #: whether every layer answered the probe; where none did (zero-initialized output layers),
-    #: any layout fits, and the plan serves this linearization only
+    #: whether the plan serves other linearizations: every layer answered the probe (under a
+    #: zero-initialized output layer any layout fits), and no index says where samples stand
     settled: bool = True
 
     @classmethod
@@ -63,7 +64,7 @@ class Structure:
                 for name in filter(None, entry.names.values()):
                     reasons[name] = f"{entry.path}: no axis of its output counts the samples"
         heard = [g is None or bool(g.any()) for g in found[: len(edges)]]
-        plan = cls(layouts, (), reasons, settled=all(heard))
+        plan = cls(layouts, (), reasons, settled=all(heard) and not routed(linear.graph))
         deltas = {i: found[i] for i in layouts}
         blocks = plan._blocks(
             linear, recorder, {i: _placed(d, layouts[i], linear) for i, d in deltas.items()}

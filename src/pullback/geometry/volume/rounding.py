@@ -8,6 +8,9 @@ from torch import Tensor
 from ..._core.errors import PullbackError
 from .landscape import Landscape
 
+_TURNS = 12  # at most; each may find the set some ten times as long
+_ROUND = 8  # longest over shortest reach that needs no further turn
+
 
 class Rounded:
     """A landscape over u, θ = Tu with T = `map` (k, k).
@@ -34,21 +37,54 @@ class Rounded:
 def rounded(landscape: Landscape, epsilon: float) -> Rounded | None:
     """Along the axes of the loss's curvature, each as long as the set reaches along it.
 
-    None where it reaches without end.
+    Where the curvature says little of the set (kinks, quartic minima), directions are tried, and
+    the axes turned to where they reach furthest. None where it reaches without end along an axis.
     """
     axes = _axes(landscape)
-    lengths = 2.0 ** torch.arange(-60, 61, dtype=torch.float64, device=axes.device)
-    reach = []
-    for axis in axes.T:
-        both = lengths[:, None, None] * torch.stack([axis, -axis])
-        heights = landscape.height(both.flatten(0, 1)).view(-1, 2)
-        above = heights >= epsilon
-        first = above.int().argmax(0)
+    reach = _reach(landscape, axes.T, epsilon, refuse=True)
+    if not bool(reach.isfinite().all()):
+        return None
+    found = Rounded(landscape, axes * reach)
+    for turn in range(_TURNS):
+        map = _turned(found, epsilon, torch.Generator().manual_seed(turn))
+        new = None if map is None else Rounded(landscape, map)
+        if new is None or new.log_unit <= found.log_unit:  # as where the minimum lies off center
+            break
+        found = new
+    return found
+
+
+def _turned(around: Rounded, epsilon: float, generator: torch.Generator) -> Tensor | None:
+    """Columns along the axes of Σ xxᵀ over ends x of the set; None where these are round already.
+
+    Or where the set has no end.
+    """
+    k, map = around.dimension, around.map
+    drawn = torch.randn(max(128, 4 * k), k, dtype=torch.float64, generator=generator).to(map)
+    directions = drawn / drawn.norm(dim=1, keepdim=True)
+    reach = _reach(around, directions, epsilon)
+    if not bool(reach.isfinite().all() & (reach.max() > _ROUND * reach.min())):
+        return None
+    ends = directions * (reach / reach.max())[:, None]
+    axes = torch.linalg.eigh(ends.T @ ends)[1]
+    lengths = _reach(around, axes.T, epsilon)
+    return map @ (axes * lengths) if bool(lengths.isfinite().all()) else None
+
+
+def _reach(
+    landscape: Landscape | Rounded, directions: Tensor, epsilon: float, *, refuse: bool = False
+) -> Tensor:
+    """How far the set goes along lines (m, k), by doubling: the geometric mean of both ways."""
+    lengths = 2.0 ** torch.arange(-60, 61, dtype=torch.float64, device=directions.device)
+    both = torch.stack([directions, -directions])
+    points = lengths[:, None, None, None] * both
+    heights = landscape.height(points.flatten(0, 2)).view(points.shape[:3])
+    above = heights >= epsilon
+    if refuse:
+        assert isinstance(landscape, Landscape)
         landscape.refuse_lower(heights[above.int().cumsum(0) == 0], epsilon)
-        if not bool(above.any(0).all()):
-            return None
-        reach.append(lengths[first].log2().mean().exp2())
-    return Rounded(landscape, axes * torch.stack(reach))
+    ends = lengths[above.int().argmax(0)].where(above.any(0), torch.inf)
+    return ends.log2().mean(0).exp2()
 
 
 def _axes(landscape: Landscape) -> Tensor:

@@ -61,8 +61,10 @@ def detect(base: Tensor, scaled: Tensor, scales: Tensor, features: int) -> Layou
     """The layout under which `scaled` is `base` with sample n multiplied by scales[n].
 
     The two are the layer's cotangents for outputs u and scales∘u: they agree exactly when
-    the samples do not interact and are read from the right axis.
+    the samples do not interact and are read from the right axis. A layer that met nothing has none.
     """
+    if not base.numel():
+        return None
     lead = tuple(base.shape[: base.ndim - features])
     bound = tolerance(base.dtype) * base.abs().max()
     for layout in candidates(lead, len(scales)):
