@@ -11,6 +11,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -128,15 +129,18 @@ def processes(workers: int, threads: int | None) -> Iterator[Processes]:
 
 @contextmanager
 def _deaf() -> Iterator[None]:
-    """Processes that start here never hear an interruption: a terminal's is for the first one."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # signals can be set in the main thread alone
+    """Processes that start here never hear an interruption: a terminal's is for the first one.
+
+    They inherit that it is held back; here it comes afterwards, and is not lost.
+    """
+    if sys.platform == "win32":
+        yield
         return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _begin(threads: int) -> None:
