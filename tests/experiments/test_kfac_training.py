@@ -93,3 +93,14 @@ def test_claims() -> None:
     assert final(lost[KRONECKER]) == math.inf
     assert not any(holds for _, holds, _ in claims(lost))
     assert "never" in [cell for row in table(lost, str).lines() for cell in row]
+
+
+def test_the_shortest_run_that_suffices_is_chosen() -> None:
+    kfac = next(m for m in LARGE if m.name == KRONECKER)
+    scores = [53.0, 52.9, 52.0, 52.1, 51.0, 51.2]  # of 1500, 2400 and 6000 steps
+    assert kfac.best(scores, mark=53.1) == kfac.grid[1]
+    assert kfac.best(scores, mark=52.5) == kfac.grid[2]
+    assert kfac.best(scores, mark=51.1) == kfac.grid[4]
+    assert kfac.best(scores, mark=50.0) == kfac.grid[4]  # none does: the lowest
+    adam = next(m for m in LARGE if m.name == ADAM)
+    assert adam.best(scores, mark=53.1) == adam.grid[4]

@@ -3,7 +3,8 @@ r"""Martens and Grosse (2015): does K-FAC get ahead of SGD and Adam, in steps an
 The paper trains the deep autoencoders of Hinton and Salakhutdinov and finds K-FAC much faster than
 SGD with momentum. Here it meets Adam too, and every method has a grid of its own, searched on two
 seeds that do not count otherwise: rates of SGD and Adam, dampings of K-FAC; on MNIST also batch
-sizes. The steps that count are those of a plain loop; the search replays CUDA graphs.
+sizes, of which K-FAC takes the shortest run that ends as low as theirs. The steps that count are
+those of a plain loop; the search replays CUDA graphs.
 
 All rates fall to zero along a line, so that a run is at its best at its end: SGD and Adam reach
 their own last loss late, and K-FAC has a run of at most half as many steps to get there. Losses are

@@ -100,8 +100,12 @@ class Training(Experiment):
         return {"settings": dict(some), "score": max(ends)}
 
     def _chosen(self, method: Method, context: Context) -> Record:
-        tried = [context.done.once(*_trial(method, i)) for i in range(len(method.grid))]
-        some = min(tried, key=lambda t: t["score"])["settings"]
+        def scores(m: Method) -> list[float]:
+            return [context.done.once(*_trial(m, i))["score"] for i in range(len(m.grid))]
+
+        rivals = [m for m in self._methods(context.quick) if m.name in method.rivals]
+        mark = min((s for m in rivals for s in scores(m)), default=math.inf)
+        some = dict(method.best(scores(method), mark))
         return {"settings": some, **self._train(method, some, context)}
 
     def _train(

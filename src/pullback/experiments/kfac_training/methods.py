@@ -28,16 +28,29 @@ class Method:
         build: the optimizer.
         grid: settings to choose from; `batch` and `epochs` among them are of the run.
         common: settings that stay.
+        rivals: if there are any, the settings with the fewest steps that end as low as the best of
+            these do in their searches; the lowest end otherwise.
     """
 
     name: str
     build: Build
     grid: Sequence[Settings]
     common: Mapping[str, Any]
+    rivals: Sequence[str] = ()
 
     def described(self) -> dict[str, Any]:
         """Everything a run depends on."""
-        return {"grid": [dict(s) for s in self.grid], **self.common}
+        rivals = {"rivals": list(self.rivals)} if self.rivals else {}
+        return {"grid": [dict(s) for s in self.grid], **self.common, **rivals}
+
+    def best(self, scores: Sequence[float], mark: float) -> Settings:
+        """Of the grid, by the losses at the ends and the least one of the rivals."""
+        order = range(len(self.grid))
+        enough = [i for i in order if self.rivals and scores[i] <= mark]
+        if not enough:
+            return self.grid[min(order, key=scores.__getitem__)]
+        steps = {i: self.grid[i]["epochs"] / self.grid[i]["batch"] for i in enough}
+        return self.grid[min(enough, key=lambda i: (steps[i], scores[i]))]
 
     def on(self, model: nn.Module, likelihood: Likelihood, seed: int, some: Settings) -> Optimizer:
         """The optimizer of a model."""
@@ -90,9 +103,10 @@ LARGE = (
         _kfac,
         [
             {"damping": damping, "batch": batch, "epochs": epochs}
-            for batch, epochs in ((2000, 80), (4000, 100))  # 2400 and 1500 steps
-            for damping in (0.03, 0.05, 0.1)
+            for batch, epochs in ((4000, 100), (2000, 80), (1000, 100))  # 1500, 2400, 6000 steps
+            for damping in (0.05, 0.1)
         ],
         {"lr": 0.2, "kl_clip": 0.03, "momentum": 0.8, "statistics_every": 5, "invert_every": 20},
+        (SGD, ADAM),
     ),
 )
