@@ -3,7 +3,8 @@
     python -m benchmarks.table            # write them anew
     python -m benchmarks.table --check    # say which pages do not agree with the records
 
-A table stands between ``<!-- table NAME -->`` and ``<!-- end -->``.
+A table stands between ``<!-- table NAME -->`` and ``<!-- end -->``; ``of:EXPERIMENT`` is the first
+that an experiment's record holds.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from .costs import costs, kfac, worth
 from .environments import environments
 from .numbers import Rows
 from .peers import exact, greedy, kernels, pde, pde_seed0, poisson, scale, spectrum, trust
-from .verdicts import failures, verdicts
+from .verdicts import failures, own, verdicts
 
 #: name -> its rows, of which the first is the head
 TABLES: dict[str, Callable[[], Rows]] = {
@@ -41,7 +42,8 @@ def written(text: str) -> str:
     """A page's text with each of its tables as the records have it."""
 
     def block(match: re.Match[str]) -> str:
-        rows = TABLES[match["name"]]()
+        kind, _, experiment = match["name"].partition("of:")
+        rows = own(experiment) if experiment else TABLES[kind]()
         lines = "\n".join("| " + " | ".join(row) + " |" for row in rows)
         head, _, rest = lines.partition("\n")
         rule = "|" + "---|" * len(rows[0])

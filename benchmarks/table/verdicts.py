@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
-from .numbers import RESULTS, Rows
+from .numbers import RESULTS, Rows, record
 
 
 def experiments() -> list[tuple[str, dict[str, Any]]]:
@@ -60,3 +61,15 @@ def failures() -> Rows:
             if check["of_paper"] and not check["holds"]:
                 rows.append([f"`{name}`", check["claim"], check["numbers"]])
     return rows
+
+
+def own(name: str) -> Rows:
+    """The first table of an experiment's own record."""
+    table = record(name)["summary"]["tables"][0]
+    return [table["columns"], *([_cell(c) for c in row] for row in table["rows"])]
+
+
+def _cell(value: str | None) -> str:
+    return (
+        "–" if value is None else re.sub(r"e([+-])0*(?=\d)", lambda m: "e" + m[1].strip("+"), value)
+    )
