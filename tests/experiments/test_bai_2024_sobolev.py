@@ -15,17 +15,17 @@ from torch import Tensor, nn
 from pullback import PullbackError
 from pullback.experiments import bai_2024_sobolev
 from pullback.experiments.bai_2024_sobolev import images
-from pullback.experiments.bai_2024_sobolev.checks import paper_claims, part_claims
+from pullback.experiments.bai_2024_sobolev.checks import paper_claims
 from pullback.experiments.bai_2024_sobolev.curves import clearly_fewer, epochs, final, reached
 from pullback.experiments.bai_2024_sobolev.digits import METRICS, TASKS, Tuned
-from pullback.experiments.bai_2024_sobolev.methods import METHODS, OURS, PARTS, THEIRS, Method
+from pullback.experiments.bai_2024_sobolev.methods import METHODS, OURS, THEIRS, Method
 from pullback.experiments.bai_2024_sobolev.networks import convnet, mlp, vgg16
 from pullback.experiments.bai_2024_sobolev.vgg import SETTINGS, Training
 from pullback.experiments.learning import data
 
 from .small import quiet, said
 
-FULL, PIECES, TUNED = bai_2024_sobolev.EXPERIMENTS
+FULL, HUNDRED, TUNED = bai_2024_sobolev.EXPERIMENTS
 
 
 def test_vgg_is_the_papers() -> None:
@@ -51,12 +51,6 @@ def test_schedules_and_scalings_are_the_papers() -> None:
     assert (SETTINGS["lr"], SETTINGS["damping"]) == (0.01, 0.03)
     # decoupled decay shrinks as decay inside a momentum of 0.9 does in the long run
     assert math.isclose(SETTINGS["weight_decay"], 0.003 / (1 - SETTINGS["momentum"]))
-
-
-def test_methods_of_one_name_are_one_method() -> None:
-    both = {m.name: m.described() for m in METHODS}
-    for method in PARTS:
-        assert both.get(method.name, method.described()) == method.described()
 
 
 def windows(image: Tensor, black: Tensor) -> list[Tensor]:
@@ -152,14 +146,10 @@ def test_claims_follow_the_curves() -> None:
     better = {**found, "K-FAC + both": [curve(0.15, 0.97)]}
     assert not paper_claims(better, (True,) * 8)[5].holds
     assert sum(c.of_paper for c in paper_claims(found, (True,) * 8)) == 6
-    parts = {m.name: fast if m.name == "Sobolev" else slow for m in PARTS}
-    checks = part_claims(parts, (True,) * 5)
-    assert [c.holds for c in checks] == [True] * 4 + [False]
-    assert not any(c.of_paper for c in checks)
 
 
 def test_every_figure_names_methods_of_its_experiment() -> None:
-    for experiment in (FULL, PIECES):
+    for experiment in (FULL, HUNDRED):
         assert isinstance(experiment, Training)
         names = {m.name for m in experiment.methods}
         for chosen in experiment.figures.values():
@@ -177,7 +167,7 @@ def tiny(experiment: Training, monkeypatch: pytest.MonkeyPatch) -> Training:
 
 
 @pytest.mark.parametrize(
-    ("experiment", "methods"), [(FULL, METHODS[:2]), (PIECES, PARTS[2:])], ids=["paper", "parts"]
+    ("experiment", "methods"), [(FULL, METHODS[:2]), (HUNDRED, METHODS[5:])], ids=["10", "100"]
 )
 def test_quick_training(
     experiment: Training,

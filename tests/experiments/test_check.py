@@ -48,9 +48,22 @@ def test_a_table_shows_brackets_as_they_are() -> None:
 
     console = Console(width=80)
     with console.capture() as got:
-        console.print(Table(["a"], [["[bold]x[/bold]"], [None]], "T").rich())
+        console.print(Table(["a"], [["[bold]x[/bold]"], [None]], "T"))
     assert "[bold]x[/bold]" in got.get()
     assert "–" in got.get()
+
+
+@pytest.mark.parametrize("width", [20, 30, 60])
+def test_a_table_loses_no_number_where_the_terminal_is_narrow(width: int) -> None:
+    from rich.console import Console
+
+    console = Console(width=width)
+    names = ["network", "SGD", "K-FAC, every step"]
+    with console.capture() as got:
+        console.print(Table(names, [["784-1024-1024-10", 0.000123, 230.5]], "ms per step"))
+    assert max(map(len, got.get().splitlines())) <= width
+    for word in ("784-1024-1024-10", "0.000123", "230", "ms per step"):
+        assert word in got.get()
 
 
 @pytest.mark.parametrize("text", ["", "a", "1-2-3", "-1", "5-2", "²"])

@@ -1,23 +1,27 @@
 """The command `pullback`."""
 
+import io
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from pullback import pde
 from pullback.experiments import registry
 from pullback.experiments.cli import app
-from pullback.experiments.commands import bench, doctor
+from pullback.experiments.commands import bench, doctor, listing, record
 from pullback.experiments.framework import environment
+from pullback.pde.networks import Slabs
 
-from .small import Small, slow
+from .small import Small, said, slow
 
 run = CliRunner()
 
@@ -29,6 +33,34 @@ def test_list_shows_every_setup() -> None:
         assert any(line.startswith(f"{name} ") for line in done.stdout.splitlines()), name
     assert "u_tt = 4 u_xx" in done.stdout
     assert "2-32-1" in done.stdout
+    assert re.search(r"kdv .* 4 × 7-24-24-24-1 +5,668", done.stdout)  # one for each slab of time
+
+
+def test_slabs_of_time_are_described_as_such() -> None:
+    part = pde.mlp(2, 5, 1, seed=0)
+    assert record.described(Slabs([part, part], torch.linspace(0, 1, 3))) == "2 × 2-5-1"
+
+
+@pytest.mark.parametrize("width", [40, 80, 119, 120])
+def test_list_is_whole_at_any_width(width: int, tmp_path: Path) -> None:
+    console = Console(file=io.StringIO(), width=width)
+    console.print(listing.setups(width), listing.experiments(tmp_path, width))
+    lines = said(console).splitlines()
+    assert max(map(len, lines)) <= width
+    first = [line.split()[0] for line in lines if line[:1].strip()]
+    assert {*pde.SETUPS, *registry.names()} <= set(first)
+    words = " ".join(said(console).replace("x₃x₄ + …", "").split())
+    assert "…" not in words  # nothing is cut off
+    if width < 120:
+        assert "20 greedily chosen tangent vectors do the work" in words
+
+
+def test_an_output_that_lacks_characters_is_written_all_the_same() -> None:
+    command = [sys.executable, "-m", "pullback.experiments.cli", "list"]
+    there = os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+    done = subprocess.run(command, capture_output=True, env=there, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert b"yin-2024-deep" in done.stdout
 
 
 def test_solve_writes_and_goes_on(tmp_path: Path) -> None:

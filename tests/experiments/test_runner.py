@@ -16,6 +16,7 @@ import torch
 
 from pullback import PullbackError
 from pullback.experiments import Context, Item, Paused, registry
+from pullback.experiments.commands.report import gathered
 from pullback.experiments.framework import doing, experiment, files, progress, runner, working
 from pullback.experiments.framework.outcome import UNFINISHED
 from pullback.experiments.framework.store import Store
@@ -57,6 +58,20 @@ def test_finished_items_are_not_done_again_and_more_seeds_are_added(tmp_path: Pa
     held = state(tmp_path)
     assert len(held["runs"]) == 6
     assert held["summary"]["asked"] == [1, 2]
+
+
+def test_seeds_beside_those_asked_for_are_named_and_not_called_missing(tmp_path: Path) -> None:
+    Small().run(seeds=[0, 1], out=tmp_path)
+    console = quiet()
+    assert Small().run(seeds=[2], out=tmp_path, console=console).beside == (0, 1)
+    assert "Seeds 0-1 are finished too and were not asked for" in said(console)
+    page = gathered(tmp_path)[0][0]
+    assert "missing" not in page.html
+    assert "Seeds 0-1 are finished too" in page.html
+    assert "pullback run small --out" in page.html  # all of them, so no --seeds
+    assert page.seeds == "2, partial"
+    assert Small().run(out=tmp_path).beside == ()
+    assert gathered(tmp_path)[0][0].seeds == "0-2"
 
 
 def test_what_a_seed_gives_does_not_depend_on_the_order(tmp_path: Path) -> None:

@@ -64,11 +64,13 @@ NOT_DRAWN = {"kerekes-2022-theorems"}
 #: whose quick version judges nothing, and says so
 TOO_SHORT = {
     "bai-2024-sobolev-cifar10",
-    "bai-2024-sobolev-cifar10-parts",
+    "bai-2024-sobolev-cifar100",
     "demo",
     "kerekes-2022-figure4",
     "kerekes-2022-figure5",
     "kerekes-2022-figure6",
+    "kfac-shakespeare",
+    "kfac-vgg",
 }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +14,8 @@ from .._core.errors import PullbackError
 from . import registry
 from .framework.device import usable
 from .framework.seeds import seed_range
+from .framework.terminal import console as terminal
+from .framework.terminal import forgiving
 
 app = typer.Typer(
     help="Natural gradients for PyTorch.",
@@ -31,6 +32,7 @@ Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …")]
 @app.callback()
 def _group() -> None:
     """Natural gradients for PyTorch."""
+    forgiving()
 
 
 @contextmanager
@@ -48,10 +50,10 @@ def list_all(out: Out = _RESULTS) -> None:
     """Show the set-ups that `solve` knows and the experiments of `run`, with times found here."""
     from .commands.listing import experiments, setups
 
-    console = _console()
-    console.print(setups())
+    console = terminal()
+    console.print(setups(console.width))
     console.print()
-    console.print(experiments(out))
+    console.print(experiments(out, console.width))
 
 
 @app.command()
@@ -75,13 +77,13 @@ def run(
         asked = None if seeds is None else seed_range(seeds)
         try:
             done = found.run(
-                quick, asked, out, _console(), device=device, seconds=seconds, workers=workers
+                quick, asked, out, terminal(), device=device, seconds=seconds, workers=workers
             )
         except KeyboardInterrupt:
             kept = out / f"{found.stem(quick)}.json"
             where = f"What was finished is in {kept}" if kept.exists() else "Nothing was finished"
             words = f"Interrupted. {where}; the same command goes on."
-            _console().print(words, highlight=False, markup=False, soft_wrap=True)
+            terminal().print(words, highlight=False, markup=False, soft_wrap=True)
             raise typer.Exit(130) from None
     raise typer.Exit(done.status)
 
@@ -104,7 +106,7 @@ def solve(
 
     given = {"steps": steps, "budget": seconds}
     with refusing():
-        interrupted = solved(name, seed, given, device, out, fresh, _console())
+        interrupted = solved(name, seed, given, device, out, fresh, terminal())
     if interrupted:
         raise typer.Exit(130)
 
@@ -116,7 +118,7 @@ def report(out: Out = _RESULTS) -> None:
 
     with refusing():
         path, left_out = write(out)
-    console = _console()
+    console = terminal()
     for line in left_out:
         console.print(f"Left out: {line}", highlight=False, markup=False, soft_wrap=True)
     console.print(f"Written: {path}", highlight=False, markup=False, soft_wrap=True)
@@ -129,10 +131,10 @@ def bench(device: Device = "cpu") -> None:
 
     with refusing():
         where = usable(device)
-        console = _console()
+        console = terminal()
         with console.status("timing"):
             found = table(where)
-        console.print(found.rich())
+        console.print(found)
 
 
 @app.command()
@@ -140,13 +142,8 @@ def doctor() -> None:
     """Show versions and devices, and check the numerics in a few seconds."""
     from .commands.doctor import examined
 
-    healthy = examined(_console())
+    healthy = examined(terminal())
     raise typer.Exit(0 if healthy else 1)
-
-
-def _console() -> Console:
-    """Rich's; wide enough for a table where the output is no terminal."""
-    return Console(width=None if sys.stdout.isatty() else 140)
 
 
 def main() -> None:

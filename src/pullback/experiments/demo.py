@@ -19,6 +19,7 @@ from .framework.environment import environment
 from .framework.files import folder
 from .framework.outcome import Outcome
 from .framework.runner import opened
+from .framework.terminal import forgiving
 from .showcase.display import described, progress, results, shown
 from .showcase.experiment import Demonstration, budget, problems
 from .showcase.problem import Problem
@@ -65,6 +66,7 @@ def main(
     out: Annotated[Path, typer.Option(help="Folder of results, figures and page.")] = Path("demo"),
 ) -> None:
     """Train three small problems with torch's optimizers and with the natural gradient."""
+    forgiving()
     console = Console(highlight=False)
     torch.set_num_threads(1)  # such small matrices gain nothing from more
     races = []

@@ -26,14 +26,14 @@ FOLDERS: dict[str, tuple[str, ...]] = {
     "bai_2024_slices": ("bai-2024-slices-figure2", "bai-2024-slices-rescaled"),
     "bai_2024_sobolev": (
         "bai-2024-sobolev-cifar10",
-        "bai-2024-sobolev-cifar10-parts",
+        "bai-2024-sobolev-cifar100",
         "bai-2024-sobolev-digits",
     ),
     "van_oostrum_2023": ("van-oostrum-2023-examples",),
     "invariance_audit": ("invariance-audit",),
     "kfac_invariance": ("luk-grosse-2018",),
     "showcase": ("demo",),
-    "kfac_training": ("kfac-autoencoder", "kfac-convnet"),
+    "kfac_training": ("kfac-autoencoder", "kfac-convnet", "kfac-vgg", "kfac-shakespeare"),
     "pde_benchmarks": ("pde-benchmarks",),
     "yin_2024": ("yin-2024-shallow", "yin-2024-deep", "yin-2024-poisson"),
 }

@@ -32,16 +32,6 @@ def paper_claims(found: Found, held: Sequence[bool]) -> list[Check]:
     return recorded(claims, held, ours={6, 7})
 
 
-def part_claims(found: Found, held: Sequence[bool]) -> list[Check]:
-    """Which part of the Sobolev gradient makes it faster; none of this is in the paper."""
-    ours = found["Sobolev"]
-    others = ("K-FAC + both", "K = I", "Sobolev–Fisher", "Sobolev, network unscaled")
-    claims = [_sooner("Sobolev", ours, m, found[m], "train loss", 0.1) for m in others]
-    both, mixed = found["K-FAC + both"], found["Sobolev–Fisher"]
-    claims.append(_sooner("Sobolev–Fisher", mixed, "K-FAC + both", both, "train loss", 0.1))
-    return recorded(claims, held, ours=range(5))
-
-
 def _sooner(
     one: str, a: Sequence[Record], two: str, b: Sequence[Record], measure: str, level: float
 ) -> Verdict:

@@ -10,7 +10,7 @@ from torch import nn
 
 from ... import KFAC
 from ...likelihoods import Categorical
-from ...metrics import Euclidean, Fisher, Metric, Sobolev
+from ...metrics import Fisher, Metric, Sobolev
 from ..learning import schedules
 
 DIVISOR = 20.0
@@ -19,16 +19,6 @@ DIVISOR = 20.0
 def sobolev() -> Metric:
     """K⁻¹ between samples, K = e^(−d)(1 + d) with d = ‖x − x'‖; at K = I it is Gauss–Newton's."""
     return Sobolev(1.0)
-
-
-def sobolev_fisher() -> Metric:
-    """The same between the likelihood's factors; at K = I it is the Fisher metric."""
-    return Sobolev(1.0, inner=Fisher(Categorical()))
-
-
-def sobolev_long() -> Metric:
-    """d = ‖x − x'‖/20: the kernel as for scaled inputs, while the network sees them as they are."""
-    return Sobolev(DIVISOR)
 
 
 def fisher() -> Metric:
@@ -95,13 +85,4 @@ METHODS = (
     Method("K-FAC + scaling", fisher, THEIRS, DIVISOR),
     Method("K-FAC + both", fisher, OURS, DIVISOR),
     Method("Sobolev − schedule", sobolev, THEIRS, DIVISOR),
-)
-
-#: what of the Sobolev gradient does it
-PARTS = (
-    Method("Sobolev", sobolev, OURS, DIVISOR),
-    Method("K-FAC + both", fisher, OURS, DIVISOR),
-    Method("K = I", Euclidean, OURS, DIVISOR),
-    Method("Sobolev–Fisher", sobolev_fisher, OURS, DIVISOR),
-    Method("Sobolev, network unscaled", sobolev_long, OURS),
 )

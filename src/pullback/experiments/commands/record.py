@@ -11,6 +11,7 @@ from rich.table import Table
 from torch import nn
 
 from ...pde import Setup, Solution
+from ...pde.networks import Slabs
 from ..framework import files
 from ..framework.environment import environment
 
@@ -77,12 +78,14 @@ def write(path: Path, content: dict[str, Any]) -> None:
 
 
 def described(network: nn.Module) -> str:
-    """The widths of its linear layers.
+    """The widths of its linear layers, behind the number of slabs of time.
 
     >>> from pullback.pde import mlp
     >>> described(mlp(2, 32, 1))
     '2-32-1'
     """
+    if isinstance(network, Slabs):
+        return f"{len(network.networks)} × {described(network.networks[0])}"
     layers = [m for m in network.modules() if isinstance(m, nn.Linear)]
     if not layers:
         return type(network).__name__

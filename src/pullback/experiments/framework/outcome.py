@@ -9,10 +9,13 @@ from pathlib import Path
 from rich.console import Console
 
 from .check import Check, Verdict
+from .seeds import ranges
 from .tabular import Table
 
 #: exit status of a run that has more to do
 UNFINISHED = 3
+#: said of seeds that lie in the same file
+BESIDE = "Seeds {} are finished too and were not asked for"
 #: said of a run that went through and tells nothing
 UNJUDGED = "No claim was judged: this version is too short to tell. The full one does."
 
@@ -26,6 +29,7 @@ class Outcome:
         done, total: items, of those that were asked for.
         seeds: complete.
         files: that were written.
+        beside: seeds that are complete in the same file and were not asked for.
     """
 
     checks: tuple[Check, ...]
@@ -34,6 +38,7 @@ class Outcome:
     total: int
     seeds: tuple[int, ...]
     files: tuple[Path, ...]
+    beside: tuple[int, ...] = ()
 
     @property
     def status(self) -> int:
@@ -46,7 +51,7 @@ class Outcome:
 def tell(console: Console, found: Outcome, tables: Sequence[Table], asked: Sequence[int]) -> None:
     """The tables, the checks, the verdict, and where the files are."""
     for table in tables:
-        console.print(table.rich())
+        console.print(table)
     for check in found.checks:
         console.print(str(check), soft_wrap=True, markup=False, highlight=False)
     if found.verdict is not None:
@@ -56,5 +61,10 @@ def tell(console: Console, found: Outcome, tables: Sequence[Table], asked: Seque
     if found.done < found.total:
         partial = f"{found.done} of {found.total} items, {len(found.seeds)} of {len(asked)} seeds"
         console.print(f"Unfinished: {partial}; the same command goes on.", style="yellow")
+    if found.beside:
+        words = (
+            f"{BESIDE.format(ranges(found.beside))}; a run that asks for them too takes them in."
+        )
+        console.print(words, soft_wrap=True, style="yellow", highlight=False)
     names = ", ".join(map(str, found.files))
     console.print(f"Written: {names}", soft_wrap=True, highlight=False, markup=False)

@@ -133,19 +133,21 @@ class Work:
 
     # --- concluding --------------------------------------------------------------------------
 
-    def complete(self) -> list[int]:
-        """The seeds for which every item is done."""
+    def complete(self, seeds: Sequence[int]) -> list[int]:
+        """Those for which every item is done."""
 
         def done(keys: list[Key], seed: int | None) -> bool:
             return all((key, seed) in self.store for key in keys)
 
         if not done([i.key for i in self.once], None):
             return []
-        return [s for s in self.seeds if done([i.key for i in self.each if i.applies(s)], s)]
+        return [s for s in seeds if done([i.key for i in self.each if i.applies(s)], s)]
 
     def conclude(self, console: Console) -> Outcome:
         """Judge, draw and save what is complete; say what is not."""
-        seeds, store = self.complete(), self.store
+        store = self.store
+        seeds = self.complete(self.seeds)
+        beside = self.complete([s for s in store.seeds() if s not in self.seeds])
         results = Results(store, seeds, self.quick)
         checks = self.experiment.judge(results) if seeds and self.experiment.judged else []
         verdict = self.experiment.verdict(checks) if checks else None
@@ -158,6 +160,7 @@ class Work:
         store.summary = {
             "asked": self.seeds,
             "complete": seeds,
+            "beside": beside,
             "items": [done, len(self.names)],
             "seconds": round(sum(known), 3) if known else None,
             "device": self._computed(),
@@ -168,8 +171,9 @@ class Work:
         }
         store.save()
         found = Outcome(
-            tuple(checks), verdict, done, len(self.names), tuple(seeds), (store.path, *figures)
-        )
+            tuple(checks), verdict, done, len(self.names), tuple(seeds), (store.path, *figures),
+            tuple(beside),
+        )  # fmt: skip
         tell(console, found, tables, self.seeds)
         return found
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ..._core.errors import PullbackError
 
 _MOST = 10_000  # more are a slip of the pen
@@ -29,6 +31,21 @@ def seed_range(text: str) -> list[int]:
             raise _refusal(text, f"there are more than {_MOST:,}")
         seeds += range(first, last + 1)
     return seeds
+
+
+def ranges(seeds: Sequence[int]) -> str:
+    """Seeds as people write them.
+
+    >>> ranges([0, 1, 2, 5])
+    '0-2,5'
+    """
+    out: list[list[int]] = []
+    for seed in sorted(seeds):
+        if out and seed == out[-1][-1] + 1:
+            out[-1][1:] = [seed]
+        else:
+            out.append([seed])
+    return ",".join("-".join(map(str, ends)) for ends in out)
 
 
 def _refusal(text: str, why: str) -> PullbackError:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.padding import Padding
 from rich.table import Table as RichTable
 from rich.text import Text
 
@@ -37,8 +39,24 @@ class Table:
         """
         return [[shown(cell) for cell in row] for row in self.rows]
 
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """For a terminal: where a cell would be cut off, rows stand one below the other."""
+        table = self.rich()
+        drawn = console.render_lines(table, options)
+        cut = "".join(segment.text for line in drawn for segment in line).count("…")
+        words = [self.title, *self.columns, *(cell for line in self.lines() for cell in line)]
+        if cut == "".join(words).count("…"):
+            yield table
+            return
+        if self.title:
+            yield Text(self.title, style="italic")
+        for first, *others in self.lines():
+            named = zip(self.columns[1:], others, strict=True)
+            yield Text(f"{self.columns[0]} {first}", style="bold")
+            yield Padding(Text("; ".join(f"{name}: {cell}" for name, cell in named)), (0, 0, 0, 3))
+
     def rich(self) -> RichTable:
-        """For a terminal."""
+        """Columns and rules, at any width."""
         # as texts, since brackets in a string would be markup
         table = RichTable(title=Text(self.title) if self.title else None, title_justify="left")
         for place, name in enumerate(self.columns):

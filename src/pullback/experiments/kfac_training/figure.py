@@ -15,7 +15,7 @@ _NAMES = {"seconds": "seconds of training", "step": "steps"}
 
 
 def draw(found: Found, title: str) -> Figure:
-    """Medians and quartiles over seeds; a line at the best loss of SGD and Adam."""
+    """Medians and quartiles over seeds; a line at the best loss of the first-order methods."""
     figure = plots.new(13, 4.2, f"{title}: medians and quartiles")
     panels = figure.subplots(1, len(_PANELS))
     for axes, (measure, along) in zip(panels, _PANELS, strict=True):

@@ -2,6 +2,7 @@
 
     mnist.npz, fashion_mnist.npz   train_images (60000, 28, 28) uint8, train_labels, test_images, …
     cifar10_{train_a,train_b,test}.npz   webp, offsets, labels: lossless sheets of 500 images
+    tiny_shakespeare.txt.gz        see `text`
     digits8x8.npz                  images (1797, 8, 8) 0..16, labels; or scikit-learn's
 
 Nothing stands in for a file that is not there: `generated` is for those who ask for it.
@@ -38,11 +39,11 @@ _MEAN, _STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 
 @dataclass(frozen=True)
 class DataSet:
-    """Images and labels to train on, and others to test.
+    """Images and labels to train on, and others to test; or texts, see `text`.
 
     Attributes:
-        x, test_x: (N, channels, height, width), floating.
-        y, test_y: (N,), class numbers.
+        x, test_x: (N, channels, height, width), floating; or (N, places), numbers of tokens.
+        y, test_y: (N,), class numbers; or (N, places).
         classes: their names.
     """
 

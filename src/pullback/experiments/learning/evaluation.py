@@ -17,7 +17,7 @@ Measure = Callable[[Tensor, Tensor], Tensor]
 
 
 def accuracy(z: Tensor, y: Tensor) -> Tensor:
-    """The share of samples whose largest output is the right one."""
+    """The share of samples, or of their places, whose largest output is the right one."""
     return (z.argmax(-1) == y).double().mean()
 
 

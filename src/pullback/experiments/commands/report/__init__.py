@@ -11,7 +11,7 @@ script, which draws the curves and makes tables sort and figures zoom.
 
 from __future__ import annotations
 
+from ...framework.seeds import ranges
 from .gather import gathered, write
-from .markup import ranges
 
 __all__ = ["write", "gathered", "ranges"]

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...framework.outcome import UNJUDGED
+from ...framework.outcome import BESIDE, UNJUDGED
 from ...framework.progress import clocked
+from ...framework.seeds import ranges
 from . import charts, pictures
 from .curves import Curves
 from .markup import (
@@ -20,7 +21,6 @@ from .markup import (
     folded,
     lines,
     listing,
-    ranges,
     table,
     text,
 )
@@ -101,17 +101,24 @@ def _seeds(about: Mapping[str, Any], summary: Mapping[str, Any]) -> tuple[str, b
     done, total = summary.get("items") or (0, None)
     words = f"Seeds: {ranges(complete) or 'none complete'}"
     partial = True
-    if missing := due - set(complete):
+    beside = _beside(summary)
+    if missing := due - set(complete) - set(beside):
         words += f"; partial, {len(missing)} of {len(due)} are missing ({ranges(sorted(missing))})"
     if total is None:
         words += "; interrupted before anything was judged"
     elif done < total:
         words += f"; unfinished, {int(done)} of {int(total)} items"
     else:
-        partial = bool(missing)
+        partial = not due <= set(complete)
     took = summary.get("seconds")
     words += "" if took is None else f"; {clocked(float(took))} in all"
+    if beside:
+        words += f". {BESIDE.format(ranges(beside))}; the command below takes them in"
     return words, partial
+
+
+def _beside(summary: Mapping[str, Any]) -> list[int]:
+    return [int(s) for s in summary.get("beside") or []]
 
 
 def _checks(checks: Sequence[Mapping[str, Any]]) -> str:
@@ -131,8 +138,8 @@ def _checks(checks: Sequence[Mapping[str, Any]]) -> str:
 
 def _again(path: Path, about: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
     words = ["pullback", "run", str(about["name"]), *(["--quick"] if about.get("quick") else [])]
-    asked = [int(s) for s in summary.get("asked") or []]
-    if asked and asked != [int(s) for s in about.get("seeds") or []]:
+    asked = sorted([*(int(s) for s in summary.get("asked") or []), *_beside(summary)])
+    if asked and asked != sorted(int(s) for s in about.get("seeds") or []):
         words += ["--seeds", ranges(asked)]
     if (device := str(summary.get("device", "cpu"))) != "cpu":
         words += ["--device", device]

@@ -63,21 +63,6 @@ def badge(verdict: str) -> str:
     return f'<span class="badge {kind}"><span aria-hidden="true">{mark}</span> {verdict}</span>'
 
 
-def ranges(seeds: Sequence[int]) -> str:
-    """Seeds as people write them.
-
-    >>> ranges([0, 1, 2, 5])
-    '0-2,5'
-    """
-    out: list[list[int]] = []
-    for seed in sorted(seeds):
-        if out and seed == out[-1][-1] + 1:
-            out[-1][1:] = [seed]
-        else:
-            out.append([seed])
-    return ",".join("-".join(map(str, ends)) for ends in out)
-
-
 def table(content: Mapping[str, Any]) -> str:
     """A table of `Table.as_dict`; the script makes its headings sort."""
     flush = int(content.get("text", 1))

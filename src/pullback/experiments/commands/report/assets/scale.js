@@ -41,13 +41,16 @@ function ticks(log, low, high, count) {
   const plain = (values) => values.map((v) => ({ t: forward(log, v), label: written(v) }));
   if (!log) return plain(round(low, high, count));
   const first = Math.ceil(low - 1e-9), last = Math.floor(high + 1e-9);
-  const stride = Math.max(1, Math.ceil((last - first + 1) / count));
+  const decades = last - first + 1;
+  const stride = decades <= count + 1 ? 1 : Math.ceil(decades / count);
   const tens = [];
   for (let e = Math.ceil(first / stride) * stride; e <= last; e += stride) tens.push(e);
   const small = tens.every((e) => Math.abs(e) <= 3);
-  if (tens.length >= 3) return tens.map((e) => ({ t: e, label: small ? String(10 ** e) : power(e) }));
+  const whole = tens.map((e) => ({ t: e, label: small ? String(10 ** e) : power(e) }));
+  if (tens.length >= 3) return whole;
   const within = [];
   for (let e = Math.floor(low); e <= high; e++) within.push(...[1, 2, 5].map((m) => m * 10 ** e));
   const inside = within.filter((v) => Math.log10(v) >= low - 1e-9 && Math.log10(v) <= high + 1e-9);
+  if (tens.length === 2 && inside.length > 2 * count) return whole; // more would overlap
   return plain(inside.length >= 3 ? inside : round(10 ** low, 10 ** high, count).filter((v) => v > 0));
 }
