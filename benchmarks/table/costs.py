@@ -84,18 +84,21 @@ def _trained(name: str, label: str) -> list[str]:
     return [f"{label}, time to a loss of {level}", *cells, f"`{name}`"]
 
 
+ASKED = {
+    "kfac-cpu": ("every step", "10/100"),
+    "kfac-cuda": ("10/100", "25/250", "statistics", "memory"),
+}
+SAID = {"statistics": "a statistics step", "memory": "peak memory"}
+
+
 def kfac() -> Rows:
     rows = [["× the baseline's step", "K-FAC", "straightforward", "floor", "aim"]]
-    for name, schedules in (
-        ("kfac-cpu", ("every step", "10/100")),
-        ("kfac-cuda", ("10/100",)),
-    ):
+    for name, kinds in ASKED.items():
+        where = ", H200" if name == "kfac-cuda" else ""
         for key, one in record(name)["results"].items():
-            for schedule in schedules:
-                label, batch, _ = KFAC[key]
-                where = ", H200" if name == "kfac-cuda" else ""
-                cells = [one[part][schedule] for part in ("ratio", "naive", "floor", "target")]
-                rows.append(
-                    [f"{label}, batch {batch}{where}, {schedule}", *(f"{c:.2f}" for c in cells)]
-                )
+            label, batch, _ = KFAC[key]
+            for kind in kinds:
+                cells = [one[part].get(kind) for part in ("ratio", "naive", "floor", "target")]
+                what = f"{label}, batch {batch}{where}, {SAID.get(kind, kind)}"
+                rows.append([what, *("–" if c is None else f"{c:.2f}" for c in cells)])
     return rows

@@ -98,7 +98,7 @@ TEXT = (
         kfac,
         [
             {"kl_clip": clip, "batch": 64, "epochs": epochs}
-            for epochs in (8, 16)  # 976 and 1952 steps
+            for epochs in (6, 12)  # 732 and 1464 steps
             for clip in (3e-4, 1e-3)
         ],
         {**_KFAC_TEXT, "lr": 0.1, "damping": 0.03, "statistics_every": 10, "invert_every": 100},
