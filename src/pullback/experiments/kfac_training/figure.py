@@ -11,6 +11,7 @@ _PANELS = (
     ("train loss", "seconds"), ("train loss", "step"), ("test loss", "seconds"),
 )  # fmt: skip
 _WIDE = 20  # below, a logarithmic axis would have no tick
+_ABOVE = 3  # times the best loss of the first-order methods
 _NAMES = {"seconds": "seconds of training", "step": "steps"}
 
 
@@ -25,7 +26,10 @@ def draw(found: Found, title: str) -> Figure:
         if measure == "train loss":
             axes.axhline(mark(found), color=plots.INK, lw=0.8, ls=":")
         ends = [v for runs in found.values() for r in runs for v in r[measure] if v > 0]
-        plots.dress(axes, logy=max(ends) > _WIDE * min(ends))
+        logarithmic = max(ends) > _WIDE * min(ends)
+        plots.dress(axes, logy=logarithmic)
+        if not logarithmic:  # the start is far above what matters
+            axes.set_ylim(top=min(axes.get_ylim()[1], _ABOVE * mark(found)))
         plots.label(axes, _NAMES[along], measure.replace("train", "training"))
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right", frameon=False)
     return figure
