@@ -355,3 +355,26 @@ def test_unusable_arguments_are_refused() -> None:
         Gaussian("learned").factor(logits(2, 3))
     with pytest.raises(pb.PullbackError, match="needs a likelihood"):
         Fisher(Categorical)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dim", [1, -1])
+def test_classes_on_another_axis_than_the_loss_has_them(dim: int, dtype: torch.dtype) -> None:
+    z = logits(3, 4, 5, 6).to(dtype).requires_grad_()
+    classes = z.shape[dim]
+    y = torch.arange(z.numel() // classes) % classes
+    rows = z.movedim(dim, -1).flatten(0, -2)
+    (g,) = torch.autograd.grad(F.cross_entropy(rows, y), z)
+    assert Categorical(dim=dim).counted(z.detach(), g) is None
+    for other in {1, 2, 3} - {dim % 4}:
+        with pytest.raises(pb.PullbackError, match=rf"dim={dim % 4}\)"):
+            Categorical(dim=other).counted(z.detach(), g)
+
+
+def test_losses_that_say_nothing_of_the_classes_pass() -> None:
+    """Not a function of probabilities, ignored altogether, or not finite: nothing is known."""
+    z = logits(3, 4, 5)
+    for g in (z.clone(), torch.zeros_like(z), torch.full_like(z, torch.nan), z - z.mean()):
+        Categorical().counted(z, g)
+    both = z - z.mean(1, keepdim=True)
+    Categorical().counted(z, both - both.mean(2, keepdim=True))

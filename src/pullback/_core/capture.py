@@ -46,6 +46,18 @@ def select(output: Any, selector: Selector) -> Tensor:
     return output
 
 
+def picked(output: Any, selector: Selector) -> Tensor:
+    """`select` of a tensor whose gradient is awaited: the model itself must have returned it."""
+    z = select(output, selector)
+    if callable(selector) and selector(output) is not z:
+        raise PullbackError(
+            "The function output= computes a tensor",
+            "the loss is made of what the model returns, so that no gradient reaches another one",
+            "Let it return one of the model's tensors, and compute in the model's forward",
+        )
+    return z
+
+
 def detached(tree: Any) -> Any:
     """The same nest of arguments with every tensor cut from its graph.
 
@@ -163,7 +175,7 @@ class Capture:
         call = self._pending.pop()
         if not torch.is_grad_enabled():
             return
-        z = select(output, self._selector)
+        z = picked(output, self._selector)
         if not z.requires_grad:
             return
         call.output, kind = z.detach(), z.device.type

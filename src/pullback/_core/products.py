@@ -94,11 +94,13 @@ def products(x: Tensor, y: Tensor) -> Tensor:
     """X Yᵀ for (G, n, d) and (G, m, d), accumulated in float32 where they have half precision."""
     if x.dtype in (torch.float16, torch.bfloat16):
         if x.is_cuda:
-            if len(x) == 1:
+            if x.shape[0] == 1:
                 return torch.mm(x[0], y[0].T, out_dtype=torch.float32)[None]
             return torch.bmm(x, y.mT, out_dtype=torch.float32)
         x, y = x.float(), x.float() if y is x else y.float()
-    return cross(a := x[0], a if y is x else y[0])[None] if len(x) == 1 else x @ y.mT
+    if x.shape[0] != 1:
+        return torch.bmm(x, y.mT)
+    return cross(a := x[0], a if y is x else y[0])[None]
 
 
 def cross(x: Tensor, y: Tensor) -> Tensor:

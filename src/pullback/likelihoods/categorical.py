@@ -66,6 +66,11 @@ def _raced(p: Tensor, generator: torch.Generator | None) -> Tensor:
 class Categorical(Likelihood):
     """Logits z along `dim`; a sample is one counted position.
 
+    `F.cross_entropy` on images or sequences, (N, C, ...), has its classes on axis 1: `dim=1`. A
+    loss of softmax probabilities does not change where all logits of a position are raised, so that
+    its gradient adds up to zero over the classes; where it does so along another axis than `dim`,
+    that is an error.
+
     Positions whose target was `ignore_index` receive no gradient from the loss; they are
     recognized by that and left out of the metric and of its mean. A further term that reaches
     every position (a z-loss, say) hides them: then mask the metric with `Weighted`.
@@ -112,6 +117,8 @@ class Categorical(Likelihood):
 
     def counted(self, z: Tensor, cotangent: Tensor) -> Tensor | None:
         axis = self._axis(z)
+        if z.ndim > 2:
+            self._refuse_other(cotangent[:2], axis)
         silent = _silent(cotangent, axis)
         if not bool(silent.any()):
             return None
@@ -120,6 +127,23 @@ class Categorical(Likelihood):
 
     def uncounted(self, z: Tensor, cotangent: Tensor) -> Tensor | None:
         return _silent(cotangent, self._axis(z)).any()
+
+    def _refuse_other(self, cotangent: Tensor, axis: int) -> None:
+        """Raise where the loss's gradient adds up to zero along another axis, not along ours."""
+        c = cotangent.to(compute_dtype(cotangent.dtype))
+        axes = [a for a in range(1 - c.ndim, 0) if c.shape[a] > 1]
+        total = torch.linalg.vector_norm(c, 1)
+        shares = torch.stack([torch.linalg.vector_norm(c.sum(a), 1) for a in axes]) / total
+        left = dict(zip(axes, shares.tolist(), strict=True))  # NaN where the loss ignored all
+        limit = min(100 * torch.finfo(cotangent.dtype).eps, 0.03)
+        zero = [a + c.ndim for a in axes if left[a] <= limit]
+        if zero and left[axis] > 5 * limit:
+            raise PullbackError(
+                "Categorical does not fit the loss",
+                f"the loss's gradient adds up to zero along axis {zero[0]} of the output, samples "
+                f"first, as over classes, but not along axis {axis + c.ndim}",
+                f"Set Categorical(dim={zero[0]})",
+            )
 
 
 def _silent(cotangent: Tensor, axis: int) -> Tensor:

@@ -191,20 +191,8 @@ class ModuleLinearization(Linearization):
         return torch.zeros_like(self.value) if tangent is None else tangent.to(self.value.dtype)
 
     def _double_vjp(self, v: Tensor) -> Tensor:
-        """J v as the derivative of u ↦ ⟨Jᵀu, v⟩."""
-        u = torch.zeros_like(self.graph, requires_grad=True)
-        with torch.enable_grad():
-            pulled = torch.autograd.grad(
-                self.graph, list(self._leaves.values()), u, create_graph=True, allow_unused=True
-            )
-            total = sum(
-                (p * t.to(p.dtype)).sum()
-                for p, t in zip(pulled, self.space.split(v).values(), strict=True)
-                if p is not None
-            )
-        if not isinstance(total, Tensor) or not total.requires_grad:
-            return torch.zeros_like(self.value)
-        return torch.autograd.grad(total, u, retain_graph=True)[0].to(self.value.dtype)
+        pushed = double_vjp(self.graph, self._leaves, self.space.split(v))
+        return pushed.to(self.value.dtype)
 
     def vjp(self, u: Tensor) -> Tensor:
         return self.space.flatten(self.gradients(u, list(self._leaves.values())))
@@ -282,6 +270,23 @@ def in_every_slot(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, 
     }
     by_id = {slots[name]: tensor for name, tensor in tensors.items()}
     return {name: by_id[held] for name, held in slots.items() if held in by_id}
+
+
+def double_vjp(z: Tensor, leaves: Mapping[str, Tensor], v: Mapping[str, Tensor]) -> Tensor:
+    """J v as the derivative of u ↦ ⟨Jᵀu, v⟩, for z with a graph down to its leaves."""
+    u = torch.zeros_like(z, requires_grad=True)
+    with torch.enable_grad():
+        pulled = torch.autograd.grad(
+            z, list(leaves.values()), u, create_graph=True, allow_unused=True
+        )
+        total = sum(
+            (p * v[n].to(p.dtype)).sum()
+            for n, p in zip(leaves, pulled, strict=True)
+            if p is not None
+        )
+    if not isinstance(total, Tensor) or not total.requires_grad:
+        return torch.zeros_like(z)
+    return torch.autograd.grad(total, u, retain_graph=True)[0]
 
 
 def refuse_coupled(model: nn.Module) -> None:

@@ -16,19 +16,50 @@ from .._core.capture import Call
 from .layers import Layer, find
 
 
-@dataclass(slots=True, eq=False)
-class Entry:
-    """One use of one layer."""
+@dataclass(slots=True, frozen=True, eq=False)
+class Site:
+    """A layer with the parameters that it held: what its uses have in common, found once."""
 
     path: str
     module: nn.Module
     layer: Layer
     names: dict[str, str | None]
+    #: those parameters, so that no others get their place in memory
+    held: tuple[Tensor | None, ...]
+    #: what tells it from others
+    mark: tuple[Any, ...]
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """One use of one layer."""
+
+    site: Site
     input: Tensor
     edge: GradientEdge
     shape: tuple[int, ...]
     #: mean and 1/σ of a normalization, where its forward pass left them
     kept: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def path(self) -> str:
+        """The module's name in the model."""
+        return self.site.path
+
+    @property
+    def module(self) -> nn.Module:
+        """Whose use it is."""
+        return self.site.module
+
+    @property
+    def layer(self) -> Layer:
+        """What is known of such modules."""
+        return self.site.layer
+
+    @property
+    def names(self) -> dict[str, str | None]:
+        """The parameters that take part, by role."""
+        return self.site.names
 
     @property
     def features(self) -> int:
@@ -39,6 +70,14 @@ class Entry:
     def key(self) -> tuple[str | None, ...]:
         """Which parameters, in which roles, by which kind of layer."""
         return (type(self.layer).__name__, *self.names.values())
+
+
+def edge_of(output: Tensor) -> GradientEdge:
+    """Where the cotangent of a computed tensor appears: `get_gradient_edge`, in fewer steps."""
+    node = output.grad_fn
+    if node is None or isinstance(node, torch._C._FunctionBase):  # which does not own its graph
+        return get_gradient_edge(output)
+    return GradientEdge(node, output.output_nr)
 
 
 class Sites:
@@ -55,11 +94,38 @@ class Sites:
         self.by = [site for site in kinds if site[2] is not None]
         self.modules = dict(named)
         self._held = [(m, type(m), dict(m._modules)) for _, m in named]
+        self._leaves: Mapping[str, Tensor] = {}
+        self._names: dict[int, str] = {}
+        self._known: dict[tuple[Any, ...], Site] = {}
+        #: hooks for the recorder that is in `now`
+        self.hooks: list[tuple[nn.Module, Any]] = []
+        self.now: list[Any] = []
 
     @property
     def current(self) -> bool:
         """Whether the modules are still the same."""
         return all([type(m) is kind and m._modules == below for m, kind, below in self._held])
+
+    def names(self, leaves: Mapping[str, Tensor]) -> dict[int, str]:
+        """The names of the parameters that take part from now on, by `id`."""
+        if leaves is not self._leaves:
+            self._leaves, self._known = leaves, {}
+            self._names = {id(leaf): name for name, leaf in leaves.items()}
+        return self._names
+
+    def site(self, path: str, module: nn.Module, layer: Layer) -> Site | None:
+        """A layer with the parameters that it holds just now, None where none takes part."""
+        held = layer.parameters(module)
+        place = (path, *map(id, held.values()))
+        try:
+            return self._known[place]
+        except KeyError:
+            names = {r: self._names.get(id(t)) for r, t in held.items()}
+            mark = (path, layer, *names.items())
+            found = Site(path, module, layer, names, (*held.values(),), mark)
+            if not any(names.values()):
+                return None
+            return self._known.setdefault(place, found)
 
 
 class Recorder:
@@ -73,8 +139,8 @@ class Recorder:
         self, model: nn.Module, leaves: Mapping[str, Tensor], sites: Sites | None = None
     ) -> None:
         self.entries: list[Entry] = []
-        self._names = {id(leaf): name for name, leaf in leaves.items()}
         self._sites = Sites(model, self.kind) if sites is None else sites
+        self._names = self._sites.names(leaves)
         self._number = -1
 
     @staticmethod
@@ -84,55 +150,50 @@ class Recorder:
 
     def __enter__(self) -> Recorder:
         # as `register_forward_hook` does it, with one number for all instead of a handle each
-        self._number = RemovableHandle(OrderedDict()).id
-        for path, module, kind in self._sites.by:
+        self._number, sites = RemovableHandle(OrderedDict()).id, self._sites
+        sites.now[:] = [self]
+        sites.hooks = sites.hooks or [(m, self._hook(path, k)) for path, m, k in sites.by]
+        for module, hook in sites.hooks:
             hooks: Any = module._forward_hooks
-            hooks[self._number] = self._hook(path, kind)
+            hooks[self._number] = hook
             hooks.move_to_end(self._number, last=False)  # first of all
             module._forward_hooks_with_kwargs[self._number] = True
         return self
 
     def __exit__(self, *exc: object) -> None:
-        for _, module, _ in self._sites.by:
+        self._sites.now.clear()
+        for module, _ in self._sites.hooks:
             module._forward_hooks.pop(self._number, None)
             module._forward_hooks_with_kwargs.pop(self._number, None)
 
     def _hook(self, path: str, layer: Layer) -> Any:
-        known = self._names
+        now = self._sites.now  # which owns no module, so that the hook owns none
 
         def record(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
             x = args[0] if args else next(iter(kwargs.values()), None)
             if not isinstance(output, Tensor) or not isinstance(x, Tensor):
                 return None
-            if not output.requires_grad:
+            if not now or not output.requires_grad:
                 return None
-            names = {r: known.get(id(t)) for r, t in layer.parameters(module).items()}
-            if not any(names.values()):
-                return None
-            output, edge = self._placed(module, output)
-            self.entries.append(self._entry(path, module, layer, names, x.detach(), edge, output))
-            return output
+            return now[0]._met(path, module, layer, x, output)
 
         return record
 
-    def _entry(
-        self,
-        path: str,
-        module: nn.Module,
-        layer: Layer,
-        names: dict[str, str | None],
-        x: Tensor,
-        edge: GradientEdge,
-        output: Tensor,
-    ) -> Entry:
-        """What is written down."""
-        return Entry(path, module, layer, names, x, edge, tuple(output.shape))
+    def _met(
+        self, path: str, module: nn.Module, layer: Layer, x: Tensor, output: Tensor
+    ) -> Tensor | None:
+        site = self._sites.site(path, module, layer)
+        if site is None:
+            return None
+        entry, output = self._entry(site, x, output)
+        self.entries.append(entry)
+        return output
 
-    def _placed(self, module: nn.Module, output: Tensor) -> tuple[Tensor, GradientEdge]:
-        """The output to go on with, and where its cotangent appears."""
+    def _entry(self, site: Site, x: Tensor, output: Tensor) -> tuple[Entry, Tensor]:
+        """What is written down, and the output to go on with."""
         if output._is_view():  # an in-place activation would replace a view's node
             output = output.clone()
-        return output, get_gradient_edge(output)
+        return Entry(site, x.detach(), edge_of(output), output.shape), output
 
     def signature(self, call: Call) -> Any:
         """What the established structure depends on: parameters, layers, shapes and modes."""

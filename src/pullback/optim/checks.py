@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -28,6 +28,12 @@ def refuse_model(
             f"{optimizer} needs the model itself",
             f"got {type(model).__name__}; it differentiates the model's outputs, not only its loss",
             "Pass an nn.Module (and params=... for a subset of its parameters)",
+        )
+    if isinstance(model, torch.jit.ScriptModule):
+        raise PullbackError(
+            "The model is a ScriptModule",
+            "its layers cannot be watched",
+            "Pass the module it was made from, or one behind torch.compile",
         )
     for kind in type(plain(model)).__mro__:
         if kind.__name__ in _WRAPPERS:
@@ -68,8 +74,38 @@ def refuse_parameter(name: str, p: Tensor) -> None:
     raise PullbackError(f"Parameter {name!r} cannot be optimized", why, remedy)
 
 
+def loss_of(returned: object) -> float:
+    """What a closure returned, as a number."""
+    if not isinstance(returned, (Tensor, float, int)):
+        raise PullbackError(
+            "The closure did not return the loss",
+            f"got {type(returned).__name__}",
+            "End it with `return loss`",
+        )
+    if not isinstance(returned, Tensor):
+        return float(returned)
+    if returned.numel() != 1 or returned.is_complex():
+        raise PullbackError(
+            "The loss is not one number",
+            f"the closure returned shape {tuple(returned.shape)} of {returned.dtype}",
+            "Reduce it over the batch, and call backward() on what you return",
+        )
+    return float(returned.detach())
+
+
+def refuse_uncallable(closure: object) -> None:
+    """Raise for a closure that cannot be called."""
+    if closure is not None and not callable(closure):
+        raise PullbackError(
+            "The closure cannot be called",
+            f"got {type(closure).__name__}",
+            "Give step() a function that runs backward() and returns the loss",
+        )
+
+
 def refuse_context(closure: object, objective: object) -> None:
     """Raise where a step cannot run: nothing to evaluate, or no graph to build."""
+    refuse_uncallable(closure)
     if (closure is None) == (objective is None):
         raise PullbackError(
             "step() needs a closure or an objective",
@@ -132,19 +168,40 @@ def refuse_chained(name_of: dict[int, str], inputs: list[Tensor]) -> None:
         stack.extend(n for n, _ in node.next_functions)
 
 
-def own_group(param_group: dict[str, Any], names: Mapping[int, str]) -> dict[str, Any]:
-    """A copy of a param group with a list of parameters, all of them the model's and usable."""
+def own_group(
+    param_group: dict[str, Any], names: Mapping[int, str], held: Collection[int] = ()
+) -> dict[str, Any]:
+    """A copy of a param group with a list of parameters, all of them the model's and usable.
+
+    Args:
+        param_group: what the user gave.
+        names: of the model's parameters, by their id.
+        held: those that are in another group already.
+    """
+    given = param_group.get("params") if isinstance(param_group, dict) else None
+    if not isinstance(given, Iterable):
+        raise PullbackError(
+            "A param group is not usable",
+            f"got {param_group!r}",
+            'Give a dict with "params" and, if you like, options of their own',
+        )
     group = dict(param_group)
-    given = group["params"]
     group["params"] = [given] if isinstance(given, Tensor) else list(given)
     for p in group["params"]:
         p = p[1] if isinstance(p, tuple) else p
         name = names.get(id(p))
         if name is None:
+            what = f"a tensor of shape {tuple(p.shape)}" if isinstance(p, Tensor) else f"{p!r}"
             raise PullbackError(
                 "A parameter does not belong to the model",
-                f"a tensor of shape {tuple(p.shape)} is not among its parameters",
+                f"{what} is not among its parameters",
                 "Pass parameters of the module given to the optimizer",
             )
         refuse_parameter(name, p)
+        if id(p) in held:
+            raise PullbackError(
+                f"Parameter {name!r} is in two param groups",
+                "it was given to the optimizer before",
+                "Give each parameter once",
+            )
     return group

@@ -18,7 +18,7 @@ from .._core.state import RandomState, Snapshot
 from ..grams import Part
 from ..maps import Linearization, ModuleMap
 from ..metrics import Metric
-from .checks import gradient_of, refuse_chained
+from .checks import gradient_of, loss_of, refuse_chained
 from .problem import Place, Problem
 
 
@@ -61,20 +61,7 @@ class ClosureProblem(Problem):
         return self.broken()
 
     def _run(self) -> float:
-        loss = self._closure()
-        if not isinstance(loss, (Tensor, float, int)):
-            raise PullbackError(
-                "The closure did not return the loss",
-                f"got {type(loss).__name__}",
-                "End it with `return loss`",
-            )
-        if isinstance(loss, Tensor) and loss.numel() != 1:
-            raise PullbackError(
-                "The loss is not one number",
-                f"the closure returned shape {tuple(loss.shape)}",
-                "Reduce it over the batch, and call backward() on what you return",
-            )
-        return float(loss.detach()) if isinstance(loss, Tensor) else float(loss)
+        return loss_of(self._closure())
 
     def _refuse_unseen(self, capture: Capture) -> None:
         if self._calls:

@@ -82,6 +82,32 @@ def test_no_gradient_leaves_the_replay(kind: type[nn.Module]) -> None:
     assert all(a.grad is None for a in args)
 
 
+DROPPING = (nn.RNN, nn.GRU, nn.LSTM, nn.MultiheadAttention)
+
+
+@pytest.mark.parametrize("kind", DROPPING, ids=lambda k: k.__name__)
+def test_a_layer_alone_has_no_dropout(kind: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    sizes = (4, 2) if kind is nn.MultiheadAttention else (3, 4, 2)
+    module = kind(*sizes, dropout=0.5).double()
+    args = tuple(a.double().requires_grad_() for a in arguments(module))
+    compound = COMPOUNDS[kind]
+    before = torch.get_rng_state()
+    alone, (replayed, _) = compound.alone(module, args, {}), compound.replay(module, args, {})
+    assert torch.equal(before, torch.get_rng_state())
+    assert module.dropout == 0.5
+    assert module.training
+    want = compound.outputs(module.eval(), module(*args))
+    for got, again, y in zip(alone, replayed, want, strict=True):
+        assert torch.allclose(got, y, atol=1e-14)
+        assert torch.allclose(again, y, atol=1e-14)
+    torch.autograd.grad(alone[0].sum(), list(module.parameters()))  # reaches its parameters
+    assert all(a.grad is None for a in args)
+    with pytest.raises((RuntimeError, AttributeError, TypeError)):
+        compound.alone(module, (None,) * len(args), {})
+    assert module.dropout == 0.5
+
+
 def test_a_parametrized_weight_is_no_parameter() -> None:
     """The values are right; the tensor is the parametrization's result, and no one's parameter."""
 

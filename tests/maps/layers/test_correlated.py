@@ -119,7 +119,7 @@ def test_all_inputs_of_a_network(monkeypatch: pytest.MonkeyPatch, together: int)
     layer = find(modules[0])
     assert layer is not None
     for sharing in (Sharing(), Sharing(reduce=True), Sharing(longest=5)):
-        found = layer.inputs_of(uses, sharing, None)
+        found = layer.inputs_of([(m, x, None) for m, x in uses], sharing)
         for (module, x), got in zip(uses, found, strict=True):
             want = layer.inputs(module, x, sharing, None)
             torch.testing.assert_close(got.second, want.second)

@@ -719,6 +719,16 @@ def test_structured_outputs(kind: str, output: Any) -> None:
         model(x)
 
 
+def test_an_output_that_is_computed_is_refused() -> None:
+    """The loss is made of the model's own tensors: no gradient would ever reach this one."""
+    model, (x, _) = Structured("tuple"), batch()
+    with (
+        kfac(model, output=lambda out: torch.cat(out, 1)),
+        pytest.raises(pb.PullbackError, match="in the model's forward"),
+    ):
+        model(x)
+
+
 # --- freezing -------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ def trained(model: nn.Module, monkeypatch, gain: float, *, change=None, calls: i
     model = copy.deepcopy(model)
     torch.manual_seed(1)
     x, y = torch.randn(6, 20, dtype=torch.float64), torch.randint(0, 3, (6,))
+    x = x.to(next(model.parameters()).dtype)
     opt = pb.KFAC(model, lr=0.1, likelihood=pb.likelihoods.Categorical(), statistics_every=2)
     used = 0
     for _ in range(4):
@@ -64,6 +66,33 @@ def test_a_changed_gradient_goes_the_usual_way(model, monkeypatch) -> None:
     got, used = trained(model, monkeypatch, 0.5, change=decayed)
     assert used == 0
     assert torch.equal(got, want)
+
+
+def regularized(model: nn.Module, strength: float) -> None:
+    for p in model.parameters():
+        assert p.grad is not None
+        p.grad.add_(p.detach(), alpha=strength)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_weak_regularizer_is_not_lost(model, monkeypatch, dtype: torch.dtype) -> None:
+    """What it adds to the gradient is small, and most of it lies where F̂⁻¹ is large."""
+    strength = 2e3 * torch.finfo(dtype).eps
+    model = model.to(dtype)
+    change = partial(regularized, strength=strength)
+    want, _ = trained(model, monkeypatch, 1e9, change=change)
+    got, used = trained(model, monkeypatch, 0.5, change=change)
+    assert used == 0
+    assert torch.equal(got, want)
+    plain, used = trained(model, monkeypatch, 0.5)
+    assert used >= 4
+    assert not torch.equal(plain, want)
+
+
+def test_gradients_of_16_bits_go_the_usual_way(model, monkeypatch) -> None:
+    got, used = trained(model.to(torch.bfloat16), monkeypatch, 0.5)
+    assert used == 0
+    assert torch.isfinite(got).all()
 
 
 def test_hooks_go_with_the_optimizer(model, monkeypatch) -> None:

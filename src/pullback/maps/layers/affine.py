@@ -27,11 +27,10 @@ from .hadamard import add_hadamard, heights_only, inner
 from .materialized import add_materialized
 from .routes import Costs
 from .separated import Separated, add_separated
+from .sided import Sided
 
-_SQUARES = 2**24  # entries of samples' gradients held at once
 
-
-class AffineBlock(Block):
+class AffineBlock(Sided):
     """Weight (G·O, I) and bias (G·O) from inputs (N, G, T, I) and cotangents (N, R, G, T, O).
 
     `inputs` gives the inputs of a slice of samples, so that convolution patches are formed only for
@@ -167,38 +166,10 @@ class AffineBlock(Block):
         """The weight's name, where it takes part."""
         return self._weight
 
-    def sides(self, longest: int) -> tuple[Tensor, Tensor]:
-        r"""Σ δδᵀ, (G, O, O), and mean āāᵀ, (G, I, I) or with the bias (G, I + 1, I + 1).
-
-        Their Kronecker product takes every place for a sample of its own. Sides longer than
-        `longest` are diagonals, (G, n).
-        """
-        x = self._inputs()
-        if self._bias is not None:
-            h = x.new_ones(x.shape[2]) if self._h is None else self._h
-            x = torch.cat([x, h[:, None].expand(*x.shape[:3], 1)], 3)
-        d = self._delta.flatten(0, 1).transpose(0, 1).flatten(1, 2)
-        a = x.transpose(0, 1).flatten(1, 2)
-        return _moment(d, longest), _moment(a, longest) / a.shape[1]
-
-    def squares(self, u: Tensor | None, w: Tensor | None) -> Tensor:
-        r"""Σ_n (UᵀV_nW)² of the rows V_n = Σ_t δ_t ⊗ ā_t, entry by entry: (G, O, I or I + 1).
-
-        U (G, O, O) and W are orthogonal; None stands for the identity.
-        """
-        n, _, t, _ = self.shape
-        delta = self._delta.flatten(0, 1)  # (N·R, G, T, O)
-        delta = delta if u is None else delta @ u
-        x = self._inputs()
-        if self._bias is not None:
-            h = x.new_ones(t) if self._h is None else self._h
-            x = torch.cat([x, h[:, None].expand(*x.shape[:3], 1)], 3)
-        x = (x if w is None else x @ w).repeat_interleave(len(delta) // n, 0)
-        if t == 1:
-            return torch.einsum("ngto,ngti->goi", delta.square(), x.square())
-        panel = max(1, _SQUARES // (delta.shape[-1] * x.shape[-1] * x.shape[1]))
-        pieces = zip(delta.split(panel), x.split(panel), strict=True)
-        return torch.stack([(d.mT @ a).square().sum(0) for d, a in pieces]).sum(0)
+    @property
+    def _height(self) -> Tensor:
+        """h, (T,)."""
+        return self._delta.new_ones(self.shape[2]) if self._h is None else self._h
 
     @staticmethod
     def _by_group(x: Tensor) -> Tensor:
@@ -245,23 +216,9 @@ class AffineBlock(Block):
 
     def _moments(self, g: int, inputs: Tensor) -> tuple[Separated, Tensor]:
         """The factors of a group and their moments with the inputs."""
-        heights = None
-        if self._bias is not None:
-            heights = self._delta.new_ones(self.shape[2]) if self._h is None else self._h
+        heights = None if self._bias is None else self._height
         return self._separated[g], self._separated[g].moments(inputs[:, g], heights)
 
     def _heights(self, other: AffineBlock) -> Tensor | None:
         """h_t h'_t', (T, 1, T'), where there is a bias."""
-        if self._bias is None:
-            return None
-        (_, _, t, _), (_, _, t2, _) = self.shape, other.shape
-        if self._h is None and other._h is None:
-            return self._delta.new_ones(t, 1, t2)
-        one = self._delta.new_ones(t) if self._h is None else self._h
-        two = other._delta.new_ones(t2) if other._h is None else other._h
-        return one[:, None, None] * two
-
-
-def _moment(x: Tensor, longest: int) -> Tensor:
-    """Σ xxᵀ over the places of (G, P, n)."""
-    return x.square().sum(1) if x.shape[-1] > longest else x.mT @ x
+        return None if self._bias is None else self._height[:, None, None] * other._height

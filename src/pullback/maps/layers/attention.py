@@ -65,7 +65,7 @@ class Attention(Compound):
         mixed = mixed.transpose(1, 2).flatten(2)  # (B, L, E)
         out = Watched(module.out_proj.weight, module.out_proj.bias)
         y = out(mixed.flatten(0, 1)[None])[0].unflatten(0, mixed.shape[:2])
-        taps.append(out.tap())
+        taps.append(out.tap([(*mixed.shape[:2],)]))
 
         results = [y if first else y.transpose(0, 1)]
         if weights is not None:
@@ -77,22 +77,23 @@ class Attention(Compound):
 
 def _projected(module: Any, sides: list[Tensor]) -> tuple[list[Tensor], list[Tap]]:
     """q, k, v, each (B, length, E), from their inputs (B, length, ·)."""
-    places = [x.shape[0] * x.shape[1] for x in sides]
+    grids = [(*x.shape[:2],) for x in sides]
+    places = [samples * length for samples, length in grids]
     if module.in_proj_weight is not None:
         packed = Watched(module.in_proj_weight, module.in_proj_bias, groups=3)
         z = list(packed(_stacked(sides)))
-        taps = [packed.tap(places)]
+        taps = [packed.tap(grids)]
     else:
         names = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
         apart = [Watched(getattr(module, name), None) for name in names]
         z = [w(x.flatten(0, 1)[None])[0] for w, x in zip(apart, sides, strict=True)]
-        taps = [w.tap() for w in apart]
+        taps = [w.tap([grid]) for w, grid in zip(apart, grids, strict=True)]
         if module.in_proj_bias is not None:
             shift = Watched(None, module.in_proj_bias, groups=3)
             b = shift(z[0].new_empty(3, max(places), 0))
             z = [x + y[: len(x)] for x, y in zip(z, b, strict=True)]
-            taps.append(shift.tap(places))
-    return [y[:n].unflatten(0, x.shape[:2]) for y, n, x in zip(z, places, sides, strict=True)], taps
+            taps.append(shift.tap(grids))
+    return [y[:n].unflatten(0, g) for y, n, g in zip(z, places, grids, strict=True)], taps
 
 
 def _stacked(sides: list[Tensor]) -> Tensor:

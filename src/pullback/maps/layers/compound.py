@@ -15,11 +15,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
+from torch.utils import _pytree as pytree
 
 from ..._core.space import compute_dtype
 
@@ -43,13 +45,18 @@ class Tap:
     outputs: tuple[Tensor, ...]
     #: how many of the Σ_t P_t places are real, per group; the rest, last, are a = 0 and δ = 0
     places: tuple[int, ...]
+    #: how these are laid out, per group: samples by positions, or empty where nobody knows
+    grids: tuple[tuple[int, ...], ...] = ()
+    #: the axis of a grid that counts samples
+    batch_dim: int = 0
 
 
 class Compound(ABC):
     """A kind of layer with affine maps inside.
 
     `outputs` picks the tensors of the layer's result, `steps` computes the same tensors from the
-    arguments through `Watched` maps, and `note` says what it leaves out.
+    arguments through `Watched` maps, and `note` says what it leaves out: a dropout that only the
+    layer's own kernel knows. Then ȳ is that of the layer as it was, ∂y/∂z that of one without.
     """
 
     @abstractmethod
@@ -81,6 +88,27 @@ class Compound(ABC):
                 **{k: _fixed(a, dtype) for k, a in kwargs.items()},
             )
 
+    def alone(self, module: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+        """The outputs by the layer's own forward without dropout: what `replay` must reproduce."""
+        some, dropout = next(module.parameters()), module.dropout
+        module.dropout = 0.0  # not eval(): cuDNN's recurrences have gradients in training alone
+        try:
+            with torch.enable_grad(), torch.autocast(some.device.type, enabled=False):
+                result = module.forward(
+                    *(_fixed(a, some.dtype) for a in args),
+                    **{k: _fixed(a, some.dtype) for k, a in kwargs.items()},
+                )
+        finally:
+            module.dropout = dropout
+        return self.outputs(module, result)
+
+
+def tensors_of(tree: Any) -> list[Tensor]:
+    """The tensors among a call's arguments."""
+    leaves = pytree.tree_leaves(tree)
+    found = [v.data if isinstance(v, PackedSequence) else v for v in leaves]
+    return [v for v in found if isinstance(v, Tensor)]
+
 
 class Watched:
     """z = W a + b with W and b held fixed, each of its uses written down for the `Tap`."""
@@ -107,13 +135,15 @@ class Watched:
         self._outputs.append(z)
         return z
 
-    def tap(self, places: Sequence[int] | None = None) -> Tap:
-        """All uses so far; without `places`, every place is real in every group."""
-        if places is None:
-            places = [sum(a.shape[1] for a in self._inputs)] * self._groups
-        return Tap(
-            self._weight, self._bias, tuple(self._inputs), tuple(self._outputs), tuple(places)
-        )
+    def tap(
+        self, grids: Sequence[tuple[int, ...]] = (), batch_dim: int = 0, backwards: bool = False
+    ) -> Tap:
+        """All uses so far, the last one first if `backwards`; without grids all places are real."""
+        every = sum(a.shape[1] for a in self._inputs)
+        places = tuple(prod(g) for g in grids) or (every,) * self._groups
+        order = slice(None, None, -1 if backwards else 1)
+        steps = tuple(self._inputs[order]), tuple(self._outputs[order])
+        return Tap(self._weight, self._bias, *steps, places, tuple(grids), batch_dim)
 
 
 def _split(parameter: Tensor, groups: int, columns: int) -> Tensor:

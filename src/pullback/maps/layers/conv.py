@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import repeat
 from math import prod
 from typing import Any
 
@@ -18,12 +19,13 @@ from .lines import (
     channel_moment,
     channel_moments,
     copied,
+    left_out,
     patch_sum,
     pointwise,
 )
-from .moments import Moments, Sharing, moments, second_moment
+from .moments import Moments, Sharing, counted, means, moments, second_moment
 from .patches import patch_moment, patches
-from .registry import Layer, Use, register
+from .registry import Layer, Seen, Use, register
 
 _TOGETHER = 2**27  # bytes of moments that are formed at once
 _NARROW = 256  # channels up to which half of a symmetric product is not worth a copy
@@ -49,23 +51,35 @@ class Conv(Layer):
         width = module.in_channels // module.groups * prod(module.kernel_size)
         return AffineBlock(names["weight"], names["bias"], inputs, (n, g, t, width), delta)
 
+    def counted(self, module: Any, x: Tensor, delta: Tensor, keep: Tensor) -> Tensor:
+        """(B, *places), or (B,) where the loss ignores samples as a whole."""
+        delta = delta if delta.ndim == 2 + len(module.kernel_size) else delta[None]
+        return counted(delta.flatten(1), keep) if keep.ndim == 1 else counted(delta, keep, 1)
+
     def inputs(self, module: Any, x: Tensor, sharing: Sharing, keep: Tensor | None) -> Moments:
         x = x if x.ndim == 2 + len(module.kernel_size) else x[None]
-        if sharing.reduce:
-            return moments(patches(module, x).mean(2).transpose(0, 1), sharing)
         width = module.in_channels // module.groups * prod(module.kernel_size)
-        if width > sharing.longest:
-            return moments(patches(module, x).transpose(0, 1).flatten(1, 2), sharing)
-        return Moments(*patch_moment(module, x), len(x) * prod(_places(module, x)))
+        if sharing.reduce:
+            seen = patches(module, x).transpose(1, 2)  # (B, places, G, I)
+            if keep is not None:
+                keep = keep.view(len(keep), -1).expand(seen.shape[:2])
+                keep = sharing.by_sample(keep).flatten(1)
+            seen, kept = means(sharing.by_sample(seen, 3).flatten(1, 2), keep)
+            return moments(seen.transpose(0, 1), sharing, kept)
+        if width > sharing.longest or (keep is not None and keep.ndim > 1):
+            return _gathered(module, x, sharing, keep)
+        places = prod(_places(module, x))
+        if keep is None:
+            return Moments(*patch_moment(module, x), len(x) * places)
+        x = x * keep.view(-1, *[1] * (x.ndim - 1))
+        return Moments(*patch_moment(module, x), keep.sum() * places)
 
-    def inputs_of(
-        self, uses: Sequence[tuple[Any, Tensor]], sharing: Sharing, keep: Tensor | None
-    ) -> list[Moments]:
+    def inputs_of(self, uses: Sequence[Seen], sharing: Sharing) -> list[Moments]:
         """Pointwise ones, and those whose patches have their correlation taken, by shape."""
         found: dict[int, Moments] = {}
         alike: dict[Any, list[int]] = {}
-        for i, (module, x) in enumerate(uses):
-            if (way := _way(module, x, sharing)) is not None:
+        for i, (module, x, keep) in enumerate(uses):
+            if keep is None and (way := _way(module, x, sharing)) is not None:
                 alike.setdefault((way, x.shape, x.dtype, x.device), []).append(i)
             else:  # these need the most memory, and come while few moments are there
                 found[i] = self.inputs(module, x, sharing, keep)
@@ -73,8 +87,9 @@ class Conv(Layer):
             step = max(1, _TOGETHER // _BYTES[way](uses[own[0]][1]))
             for some in (own[a : a + step] for a in range(0, len(own), step)):
                 second = way([uses[i][1] for i in some])
+                none = left_out(second)
                 for i, one in zip(some, second.split(1), strict=True):
-                    first = patch_sum(*uses[i], one)
+                    first = patch_sum(*uses[i][:2], none)
                     found[i] = Moments(one, first, shape[0] * prod(shape[2:]))
         return [found[i] for i in range(len(uses))]
 
@@ -102,8 +117,22 @@ class Conv(Layer):
             d = d.flatten(2)
             return torch.addbmm(d.new_zeros(1, 1), d, d.mT, beta=0)[None]
         d = d.unflatten(1, (module.groups, -1)).flatten(3)  # (B, G, O, places)
-        d = d.sum(3).transpose(0, 1) if sharing.reduce else d.permute(1, 0, 3, 2).flatten(1, 2)
-        return second_moment(d, sharing)
+        if sharing.reduce:
+            return second_moment(sharing.by_sample(d.sum(3), 2).sum(1).transpose(0, 1), sharing)
+        return second_moment(d.permute(1, 0, 3, 2).flatten(1, 2), sharing)
+
+
+def _gathered(module: Any, x: Tensor, sharing: Sharing, keep: Tensor | None) -> Moments:
+    """All patches of some samples at a time, of which those count that `keep` says."""
+    copied = prod(_places(module, x)) * x.shape[1] * prod(module.kernel_size) * x.element_size()
+    step, found = max(1, _TOGETHER // max(1, copied)), None
+    masks = repeat(None) if keep is None else keep.split(step)
+    for some, mask in zip(x.split(step), masks, strict=False):
+        seen = patches(module, some).transpose(0, 1).flatten(1, 2)  # (G, B·places, I)
+        more = moments(seen, sharing, None if mask is None else mask.flatten())
+        found = more if found is None else found + more
+    assert found is not None
+    return found
 
 
 def _way(module: Any, x: Tensor, sharing: Sharing) -> Any:

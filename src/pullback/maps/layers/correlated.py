@@ -32,7 +32,7 @@ def correlates(module: Any, x: Tensor) -> bool:
     kept = module.kernel_size == (3, 3) and module.stride == module.dilation == (1, 1)
     kept = kept and list(module._reversed_padding_repeated_twice) == [1, 1, 1, 1]
     exact = x.dtype in (torch.float32, torch.float64)  # else the weight gradient is rounded
-    large = x.ndim == 4 and len(x) > 0 and min(x.shape[2:]) >= _LEAST
+    large = x.ndim == 4 and x.shape[0] > 0 and min(x.shape[2:]) >= _LEAST
     return kept and module.padding_mode == "zeros" and module.groups == 1 and exact and large
 
 
@@ -44,7 +44,9 @@ def correlated_moment(x: Tensor) -> Tensor:
 def correlated_moments(some: Sequence[Tensor]) -> Tensor:
     """The same for several inputs of one shape: (K, 9C, 9C)."""
     k, c = len(some), some[0].shape[1]
-    r = torch.stack([_correlation(x) for x in some]).contiguous()
+    weight = some[0].new_empty(1).expand(c, c, 5, 5)
+    with _as_products(weight):
+        r = torch.stack([_correlation(x, weight) for x in some]).contiguous()
     # at u, v goes through the 3×3 steps of R from 2 − u on: nine pieces that are put side by side
     sizes, steps = (k * c, c, 3, 3), (25 * c, 25, 5, 1)
     pieces = [r.as_strided(sizes, steps, 12 - 5 * i - j) for i in range(3) for j in range(3)]
@@ -57,15 +59,11 @@ def correlated_moments(some: Sequence[Tensor]) -> Tensor:
     return m.view(k, 9 * c, 9 * c)
 
 
-def _correlation(x: Tensor) -> Tensor:
-    """R (C, C, 5, 5), at d + 2."""
-    c = x.shape[1]
-    weight = x.new_empty(1).expand(c, c, 5, 5)
-    with _as_products(x):
-        _, found, _ = torch.ops.aten.convolution_backward(
-            x, x, weight, None, [1, 1], [2, 2], [1, 1], False, [0, 0], 1, [False, True, False]
-        )
-    return found
+def _correlation(x: Tensor, weight: Tensor) -> Tensor:
+    """R (C, C, 5, 5), at d + 2; of the weight nothing but its shape is used."""
+    return torch.ops.aten.convolution_backward.default(
+        x, x, weight, None, [1, 1], [2, 2], [1, 1], False, [0, 0], 1, [False, True, False]
+    )[1]
 
 
 def _edges(rows: list[Tensor], columns: list[Tensor], count: int) -> Sequence[Tensor]:
@@ -77,7 +75,7 @@ def _edges(rows: list[Tensor], columns: list[Tensor], count: int) -> Sequence[Te
     if rows[0].shape != columns[0].shape:
         return [_moments(_line_patches(rows, 1), count), _moments(_line_patches(columns, 2), count)]
     seen = _line_patches([*rows, *columns], 2)
-    seen[: len(rows), ..., :: seen.shape[-1] - 1] = 0
+    seen[: len(rows), ..., :: seen.shape[-1] - 1].zero_()
     return _moments(seen, count).split(2)
 
 

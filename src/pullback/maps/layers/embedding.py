@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..._core.space import compute_dtype
 from .base import Block, joined
 from .gather import GatherBlock
-from .moments import Moments, Sharing, second_moment
+from .moments import Moments, Sharing, counted, second_moment
 from .registry import Layer, Use, register
 
 
@@ -30,25 +30,26 @@ class Embedding(Layer):
 
     def block(self, names: Mapping[str, str | None], uses: Sequence[Use]) -> Block:
         module = uses[0].module
-        index = joined([u.input.reshape(u.input.shape[0], -1) for u in uses], 1)
-        delta = joined(
-            [u.delta.reshape(*u.delta.shape[:2], -1, u.delta.shape[-1]) for u in uses], 2
-        )
+        index = joined([u.input[:, None].flatten(1) for u in uses], 1)
+        delta = joined([u.delta[:, :, None].flatten(2, -2) for u in uses], 2)
         if module.padding_idx is not None:
             delta = delta * (index != module.padding_idx)[:, None, :, None]
         name = names["weight"]
         assert name is not None
         return GatherBlock(name, (module.num_embeddings, module.embedding_dim), index, delta)
 
+    def counted(self, module: Any, x: Tensor, delta: Tensor, keep: Tensor) -> Tensor:
+        return counted(delta, keep)
+
     def inputs(self, module: Any, x: Tensor, sharing: Sharing, keep: Tensor | None) -> Moments:
         like = module.weight
-        counted = x != module.padding_idx if module.padding_idx is not None else None
-        if keep is not None and keep.shape == x.shape:
-            counted = keep if counted is None else counted & keep
+        if module.padding_idx is not None:
+            words = x != module.padding_idx
+            keep = words if keep is None else words & keep
         ones = torch.ones_like(x, dtype=compute_dtype(like.dtype))
-        ones = ones if counted is None else ones * counted
+        ones = ones if keep is None else ones * keep
         counts = ones.new_zeros(module.num_embeddings).index_add_(0, x.flatten(), ones.flatten())
-        places = x.numel() if counted is None else counted.sum()
+        places = x.numel() if keep is None else keep.sum()
         return Moments(counts[None], counts[None], places)
 
     def outputs(self, module: Any, x: Tensor, delta: Tensor, sharing: Sharing) -> Tensor:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from ..._core.space import tolerance
+from ..._core.space import compute_dtype, tolerance
+
+_LEAK = 0.25  # of a covector that may reach other samples, by way of a batch normalization say
 
 
 @dataclass(frozen=True)
@@ -73,3 +76,22 @@ def detect(base: Tensor, scaled: Tensor, scales: Tensor, features: int) -> Layou
         if bool(((two - c * one).abs() <= bound).all()):
             return layout
     return None
+
+
+def told(delta: Tensor, chosen: Tensor, features: int) -> Layout | None:
+    """The layout that shows cotangents at the chosen samples, (N,), at all of these and no others.
+
+    The covector that was pulled back is zero at the others. None where nothing came of it, or where
+    it is spread over all samples whatever the layout.
+    """
+    axes = tuple(range(delta.ndim - features, delta.ndim))
+    size = torch.linalg.vector_norm(delta, dim=axes, dtype=compute_dtype(delta.dtype)).square()
+    total, found = size.sum(), []
+    if not bool(total > 0):
+        return None
+    for layout in candidates(tuple(size.shape), len(chosen)):
+        own = layout(size)[:, None].flatten(1).sum(1) / total
+        leak, silent = float(own[~chosen].sum()), float((own[chosen] == 0).double().mean())
+        if leak <= _LEAK:
+            found.append((leak + silent, layout))
+    return min(found, key=lambda pair: pair[0])[1] if found else None

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from ..._core.products import moment
 from .affine import AffineBlock
 from .base import Block, joined
-from .moments import Moments, Sharing, moments, second_moment, stackable, stacked
-from .registry import Layer, Use, register
+from .moments import Moments, Sharing, means, moments, second_moment, stackable, stacked
+from .registry import Layer, Seen, Use, register
 
 
 @register(nn.Linear)
@@ -21,37 +21,34 @@ class Linear(Layer):
     curvature = "kronecker"
 
     def block(self, names: Mapping[str, str | None], uses: Sequence[Use]) -> Block:
-        inputs = joined([u.input.reshape(len(u.input), 1, -1, u.input.shape[-1]) for u in uses], 2)
-        delta = joined(
-            [u.delta.reshape(*u.delta.shape[:2], 1, -1, u.delta.shape[-1]) for u in uses], 3
-        )
+        inputs = joined([u.input[:, None, None].flatten(2, -2) for u in uses], 2)
+        delta = joined([u.delta[:, :, None, None].flatten(3, -2) for u in uses], 3)
         n, g, t, i = inputs.shape
         return AffineBlock(names["weight"], names["bias"], inputs.__getitem__, (n, g, t, i), delta)
 
     def inputs(self, module: Any, x: Tensor, sharing: Sharing, keep: Tensor | None) -> Moments:
         if sharing.reduce:
-            return moments(sharing.by_sample(x).mean(1)[None], sharing)
-        if keep is not None:
-            keep = keep.flatten() if keep.shape == x.shape[:-1] else None
+            kept = None if keep is None else sharing.by_sample(keep, 0)
+            x, kept = means(sharing.by_sample(x), kept)
+            return moments(x[None], sharing, kept)
         biased = module._parameters.get("bias", x) is not None
-        return moments(x.reshape(1, -1, x.shape[-1]), sharing, keep, first=biased)
+        kept = None if keep is None else keep.flatten()
+        return moments(x.reshape(1, -1, x.shape[-1]), sharing, kept, first=biased)
 
-    def inputs_of(
-        self, uses: Sequence[tuple[Any, Tensor]], sharing: Sharing, keep: Tensor | None
-    ) -> list[Moments]:
+    def inputs_of(self, uses: Sequence[Seen], sharing: Sharing) -> list[Moments]:
         """Those with a bias in half precision side by side, by their shape."""
         alike: dict[Any, list[int]] = {}
-        for i, (module, x) in enumerate(uses):
+        for i, (module, x, keep) in enumerate(uses):
             short = x.shape[-1] <= sharing.longest and not sharing.reduce
             if short and module._parameters.get("bias") is not None and stackable(x):
-                alike.setdefault((x.shape, x.dtype, x.device), []).append(i)
+                alike.setdefault((x.shape, x.dtype, x.device, keep is None), []).append(i)
         found: dict[int, Moments] = {}
-        for (shape, _, _), some in alike.items():
-            mask = keep.flatten() if keep is not None and keep.shape == shape[:-1] else None
-            found.update(zip(some, stacked([uses[i][1] for i in some], mask), strict=True))
+        for some in alike.values():
+            keep = [k for i in some if (k := uses[i][2]) is not None]
+            found.update(zip(some, stacked([uses[i][1] for i in some], keep or None), strict=True))
         return [
             found[i] if i in found else self.inputs(module, x, sharing, keep)
-            for i, (module, x) in enumerate(uses)
+            for i, (module, x, keep) in enumerate(uses)
         ]
 
     def outputs(self, module: Any, x: Tensor, delta: Tensor, sharing: Sharing) -> Tensor:

@@ -33,32 +33,33 @@ def line_moment(module: Any, x: Tensor) -> tuple[Tensor, Tensor]:
         if set(module.stride) != {1}:
             x = x[(..., *(slice(None, None, s) for s in module.stride))]
         second = channel_moment(x)
-        return second, _left_out(second) if plain else _channel_sum(x)
+        return second, left_out(second) if plain else _channel_sum(x)
     if correlates(module, x):
         second = correlated_moment(x)[None]
-        return second, patch_sum(module, x, second)
+        return second, patch_sum(module, x, left_out(second))
     k, c = prod(module.kernel_size), x.shape[1]
-    copied = x.numel() * x.element_size() * k // prod(module.stride)
+    copied = x.nbytes * k // prod(module.stride)
     limit = max(_MEMORY, 4 * (k * c) ** 2 * compute_dtype(x.dtype).itemsize)
-    some, *others = x.chunk(max(1, -(-copied // limit)))
+    some, *others = _channels_last(module, x).chunk(max(1, -(-copied // limit)))
     second, first = _gathered_moment(module, some, plain)
     for some in others:
         more, ones = _gathered_moment(module, some, plain)
         second += more
         first = None if first is None or ones is None else first.add_(ones)
     second = second.view(k, c, k, c).permute(1, 0, 3, 2).reshape(1, k * c, k * c)
-    return second, _left_out(second) if first is None else first.view(k, c).T.reshape(1, k * c)
+    return second, left_out(second) if first is None else first.view(k, c).T.reshape(1, k * c)
 
 
 def _gathered_moment(module: Any, x: Tensor, plain: bool) -> tuple[Tensor, Tensor | None]:
     """Σ a aᵀ and Σ a with offsets before channels; the patches are gone with the call."""
-    seen = gathered(module, x)
+    seen = _unfolded(module, x)
     second = moment(seen)
     return second, None if plain else seen.sum(0, dtype=second.dtype)
 
 
-def _left_out(second: Tensor) -> Tensor:
-    return second[:, 0, :1]
+def left_out(second: Tensor) -> Tensor:
+    """What stands for Σ a, (1, 1), where nobody needs it."""
+    return second[:1, 0, :1]
 
 
 def _channel_sum(x: Tensor) -> Tensor:
@@ -66,13 +67,14 @@ def _channel_sum(x: Tensor) -> Tensor:
     return x.flatten(2).sum((0, 2), dtype=compute_dtype(x.dtype))[None]
 
 
-def patch_sum(module: Any, x: Tensor, second: Tensor) -> Tensor:
-    """Σ a (1, I), which is linear in x: of the samples' sum; left out where there is no bias."""
+def patch_sum(module: Any, x: Tensor, unneeded: Tensor) -> Tensor:
+    """Σ a (1, I), which is linear in x: of the samples' sum; `unneeded` where there is no bias."""
     if module._parameters.get("bias", x) is None:
-        return _left_out(second)
+        return unneeded
     if _sees_one(module):
         return _channel_sum(x)
-    seen = gathered(module, x.sum(0, keepdim=True, dtype=compute_dtype(x.dtype))).sum(0)
+    alone = x.sum(0, keepdim=True, dtype=compute_dtype(x.dtype))
+    seen = _unfolded(module, _channels_last(module, alone)).sum(0)
     return seen.view(-1, x.shape[1]).T.reshape(1, -1)
 
 
@@ -107,18 +109,17 @@ def channel_moments(some: Sequence[Tensor]) -> Tensor:
     if _by_samples(x) and x.dtype != compute_dtype(x.dtype):
         return torch.cat([channel_moment(x) for x in some])
     if _by_samples(x):
-        each = x.new_empty(count, len(x), x.shape[1], x.shape[1])
+        each = x.new_empty(count, x.shape[0], x.shape[1], x.shape[1])
         for out, lines in zip(each.unbind(), (x.flatten(2) for x in some), strict=True):
             torch.bmm(lines, lines.mT, out=out)
         return each.sum(1)
-    lines = torch.cat([x.flatten(2).transpose(0, 1) for x in some]).flatten(1)
-    lines = lines.unflatten(0, (count, -1))
+    lines = torch.cat([x.flatten(2).transpose(0, 1) for x in some]).view(count, x.shape[1], -1)
     return products(lines, lines)
 
 
 def channel_bytes(x: Tensor) -> int:
     """What `channel_moments` needs for one of them."""
-    each = len(x) * x.shape[1] ** 2 * compute_dtype(x.dtype).itemsize
+    each = x.shape[0] * x.shape[1] ** 2 * compute_dtype(x.dtype).itemsize
     return each if _by_samples(x) else x.nbytes
 
 
@@ -129,15 +130,14 @@ def copied(x: Tensor) -> bool:
 
 def _by_samples(x: Tensor) -> bool:
     """Whether to multiply sample by sample."""
-    places, acc = prod(x.shape[2:]), compute_dtype(x.dtype).itemsize
-    fewer = x.shape[1] * acc <= places * x.element_size()
-    return fewer and len(x) > 1 and x.is_contiguous()
+    n, c, *space = x.shape
+    fewer = c * compute_dtype(x.dtype).itemsize <= prod(space) * x.itemsize
+    return fewer and n > 1 and x.is_contiguous()
 
 
-def gathered(module: Any, x: Tensor) -> Tensor:
-    """The patches of x (B, C, *space), (B·places, kernel·C): offsets before channels."""
-    x = _channels_last(module, x)
-    shape, strides = [len(x)], [x.stride(0)]
+def _unfolded(module: Any, x: Tensor) -> Tensor:
+    """The patches of padded (B, *space, C), (B·places, kernel·C): offsets before channels."""
+    shape, strides = [x.shape[0]], [x.stride(0)]
     offsets, steps = [], []
     axes = zip(module.kernel_size, module.stride, module.dilation, strict=True)
     for i, (k, s, d) in enumerate(axes, start=1):
@@ -159,7 +159,7 @@ def _channels_last(module: Any, x: Tensor) -> Tensor:
         return F.pad(x, pad, mode).movedim(1, -1).contiguous()
     sides = list(zip(pad[::2], pad[1::2], strict=True))[::-1]
     space = [n + before + after for n, (before, after) in zip(x.shape[2:], sides, strict=True)]
-    out = inner = x.new_zeros(len(x), *space, x.shape[1])
+    out = inner = x.new_zeros(x.shape[0], *space, x.shape[1])
     for axis, (before, _) in enumerate(sides, start=1):
         inner = inner.narrow(axis, before, x.shape[1 + axis])
     inner.copy_(x.movedim(1, -1))

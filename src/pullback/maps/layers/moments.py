@@ -7,6 +7,10 @@ With inputs ā_nt and cotangents δ_nt at the places t of sample n, the Gram of 
 
 and by *reduction* adds up first, Σ_n (Σ_t δ)(Σ_t δ)ᵀ ⊗ mean_n (mean_t ā)(mean_t ā)ᵀ. Expansion is
 exact for deep linear nets whose loss is a sum over places, reduction where the places are averaged.
+
+Means are over the places that *count*. Where the loss ignores some of the output's, these are the
+others and all that have a cotangent: one learns from an ignored prompt as well, by way of what
+attends to it, and from padding not.
 """
 
 from __future__ import annotations
@@ -19,21 +23,31 @@ from torch import Tensor
 
 from ..._core.products import moment
 from ..._core.space import compute_dtype
+from .layout import Layout
+
+_TOGETHER = 2**26  # bytes of inputs that are copied to be multiplied at once
 
 
 @dataclass(frozen=True)
 class Sharing:
-    """How places enter, which axis counts samples, and from where on sides are diagonals."""
+    """How places enter, which axis counts samples, and from where on sides are diagonals.
+
+    `layout` says where the samples of one layer stand, if it is elsewhere than on `batch_dim`.
+    """
 
     reduce: bool = False
     batch_dim: int = 0
     longest: int = 8192
+    layout: Layout | None = None
 
     def by_sample(self, x: Tensor, features: int = 1) -> Tensor:
         """(N, places, *features), from leading axes in any order."""
         lead = x.ndim - features
         if lead == 0:
             return x[None, None]
+        if self.layout is not None:
+            x = self.layout(x)[:, None]
+            return x.flatten(1, x.ndim - features - 1)
         if lead == 1:
             return x[:, None]
         return x.movedim(min(self.batch_dim, lead - 1), 0).flatten(1, lead - 1)
@@ -55,6 +69,28 @@ class Moments:
         )
 
 
+def counted(delta: Tensor, keep: Tensor, axis: int = -1) -> Tensor:
+    """Which places count, the shape of δ without `axis`, its features: kept, or with δ ≠ 0.
+
+    `keep` says which places of the model's output the loss counts, (N, *places). A layer whose
+    places begin like these keeps the same. Elsewhere they are others (an encoder's beside those of
+    a decoder, an image's before it is pooled), and δ alone tells, unless there is none at all.
+    """
+    reached = delta.any(axis)
+    if keep.shape == reached.shape[: keep.ndim]:
+        return reached | keep.view(*keep.shape, *[1] * (reached.ndim - keep.ndim))
+    return reached | ~reached.any()
+
+
+def means(x: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Over the places of (N, P, *features) that count by `keep`, (N, P), and who has any, (N,)."""
+    if keep is None:
+        return x.mean(1), None
+    keep = keep.view(*keep.shape, *[1] * (x.ndim - 2))
+    counts = keep.sum(1)
+    return (x * keep).sum(1) / counts.clamp(min=1), counts.flatten() > 0
+
+
 def second_moment(x: Tensor, sharing: Sharing) -> Tensor:
     """Σ_p x xᵀ over the places of (G, P, n), as a diagonal where n is too long."""
     if x.shape[-1] > sharing.longest:
@@ -70,23 +106,30 @@ def stackable(x: Tensor) -> bool:
     return x.is_cuda and x.dtype in (torch.float16, torch.bfloat16)
 
 
-def stacked(uses: Sequence[Tensor], keep: Tensor | None = None) -> list[Moments]:
+def stacked(uses: Sequence[Tensor], keep: Sequence[Tensor] | None = None) -> list[Moments]:
     """The moments of several (..., n) in half precision on a GPU, of one shape, side by side.
 
-    `keep` says which places count, (P,).
+    `keep` says for each which places count, (...). Small ones are copied to be multiplied at once:
+    a launch each takes longer than to move them.
     """
-    n, count = uses[0].shape[-1], len(uses)
-    places: Tensor | float = uses[0].numel() // n if keep is None else keep.sum()
-    mask = None if keep is None else keep[:, None].to(uses[0].dtype)
-    second = uses[0].new_empty(count, 1, n, n, dtype=torch.float32)
-    first = uses[0].new_empty(count, 1, n, dtype=torch.float32)
-    stack, out = (second, first), []
-    for x, s, f in zip(uses, second.unbind(), first.unbind(), strict=True):
-        rows = x.reshape(-1, n) if mask is None else x.reshape(-1, n) * mask
-        product_into(s[0], rows)
-        torch.sum(rows, 0, dtype=torch.float32, out=f[0])
-        out.append(Moments(s, f, places, stack))
-    return out
+    x, count = uses[0], len(uses)
+    n = x.shape[-1]
+    mask = None if keep is None else torch.stack([k.flatten() for k in keep])[..., None]
+    places = [x.numel() // n] * count if mask is None else mask.sum((1, 2)).unbind()
+    second = x.new_empty(count, 1, n, n, dtype=torch.float32)
+    first = x.new_empty(count, 1, n, dtype=torch.float32)
+    step = max(1, _TOGETHER // max(1, x.nbytes))
+    for a in range(0, count, step):
+        some = [x.reshape(1, -1, n) for x in uses[a : a + step]]
+        rows = some[0] if len(some) == 1 else torch.cat(some)
+        rows = rows if mask is None else rows * mask[a : a + step]
+        if len(some) == 1:
+            product_into(second[a, 0], rows[0])
+        else:
+            products_into(second[a : a + step, 0], rows)
+        torch.sum(rows, 1, dtype=torch.float32, out=first[a : a + step, 0])
+    stack, each = (second, first), zip(second.unbind(), first.unbind(), places, strict=True)
+    return [Moments(*one, stack) for one in each]
 
 
 def product_into(out: Tensor, x: Tensor) -> None:
@@ -94,16 +137,24 @@ def product_into(out: Tensor, x: Tensor) -> None:
     torch.mm(x.T, x, out_dtype=torch.float32, out=out)
 
 
+def products_into(out: Tensor, x: Tensor) -> None:
+    """The same of each (P, n) in (K, P, n), at once; of single precision as well."""
+    if x.dtype == out.dtype:
+        torch.bmm(x.mT, x, out=out)
+    else:
+        torch.bmm(x.mT, x, out_dtype=out.dtype, out=out)
+
+
 def moments(
     x: Tensor, sharing: Sharing, keep: Tensor | None = None, *, first: bool = True
 ) -> Moments:
-    """The moments of (G, P, n); `keep` says which places count, (P,).
+    """The moments of (G, P, n); `keep` says which places count, (P,) or for each group (G, P).
 
     Where nobody needs the first one, since there is no bias, it is zero, (G, 1).
     """
     places: Tensor | float = x.shape[1]
     if keep is not None:
-        x, places = x * keep[:, None].to(x.dtype), keep.sum()
+        x, places = x * keep[..., None], keep.sum(-1)
     second, dtype = second_moment(x, sharing), compute_dtype(x.dtype)
-    ones = x.sum(1, dtype=dtype) if first else x.new_zeros(len(x), 1, dtype=dtype)
+    ones = x.sum(1, dtype=dtype) if first else x.new_zeros(x.shape[0], 1, dtype=dtype)
     return Moments(second, ones, places)

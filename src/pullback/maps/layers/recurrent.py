@@ -47,10 +47,12 @@ class Recurrence(Compound):
         sizes: Sequence[int],
         state: State,
         reverse: bool = False,
+        packed: bool = False,
     ) -> tuple[Tensor, State, list[Tap]]:
         """One direction of one layer: x (Σ P_t, I), packed time after time, P_t = `sizes`.
 
-        Returns all h_t (Σ P_t, O) in the order of x, the last state, and the taps.
+        Returns all h_t (Σ P_t, O) in the order of x, the last state, and the taps, whose places
+        have that order too.
         """
         found = [getattr(module, f"{name}{suffix}", None) for name in _ROLES]
         ih, hh = Watched(found[0], found[2]), Watched(found[1], found[3])
@@ -69,7 +71,8 @@ class Recurrence(Compound):
             pairs = zip(new, state, strict=True)
             state = tuple(a if n == len(b) else torch.cat([a, b[n:]]) for a, b in pairs)
         maps = [ih, hh] if hr is None else [ih, hh, hr]
-        return torch.cat(h), state, [m.tap() for m in maps]
+        grids = [] if packed else [(len(sizes), sizes[0])]
+        return torch.cat(h), state, [m.tap(grids, batch_dim=1, backwards=reverse) for m in maps]
 
     def outputs(self, module: Any, output: Any) -> list[Tensor]:
         if isinstance(module, nn.RNNCellBase):
@@ -122,13 +125,19 @@ class Recurrence(Compound):
         """Samples sorted by length, so that those alive at time t come first."""
         if given is not None and x.sorted_indices is not None:
             given = tuple(s[:, x.sorted_indices] for s in given)
-        y, last, taps = self._layers(module, x.data, x.batch_sizes.tolist(), given)
+        y, last, taps = self._layers(module, x.data, x.batch_sizes.tolist(), given, packed=True)
         if x.unsorted_indices is not None:
             last = tuple(s[:, x.unsorted_indices] for s in last)
         return [y, *last], taps
 
     def _layers(
-        self, module: Any, x: Tensor, sizes: Sequence[int], given: State | None
+        self,
+        module: Any,
+        x: Tensor,
+        sizes: Sequence[int],
+        given: State | None,
+        *,
+        packed: bool = False,
     ) -> tuple[Tensor, State, list[Tap]]:
         """All layers and directions; states are (layers·directions, B, ·)."""
         directions = 2 if module.bidirectional else 1
@@ -142,7 +151,7 @@ class Recurrence(Compound):
             for d in range(directions):
                 start = tuple(s[layer * directions + d] for s in given)
                 suffix = f"_l{layer}{'_reverse' * d}"
-                y, state, found = self.sweep(module, suffix, x, sizes, start, reverse=d == 1)
+                y, state, found = self.sweep(module, suffix, x, sizes, start, d == 1, packed)
                 both.append(y)
                 last.append(state)
                 taps.extend(found)

@@ -10,7 +10,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from .base import Block
-from .moments import Moments, Sharing
+from .moments import Moments, Sharing, counted
+
+#: a module, what it saw, and which of its places count
+Seen = tuple[Any, Tensor, Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -56,15 +59,17 @@ class Layer(ABC):
     def block(self, names: Mapping[str, str | None], uses: Sequence[Use]) -> Block:
         """The block of these parameters, from every use of them in one forward pass."""
 
+    def counted(self, module: Any, x: Tensor, delta: Tensor, keep: Tensor) -> Tensor:
+        """Which of the places that share the weight count, given the output's in `keep`."""
+        return counted(delta.reshape(*x.shape[:-1], delta.shape[-1]), keep)
+
     def inputs(self, module: Any, x: Tensor, sharing: Sharing, keep: Tensor | None) -> Moments:
-        """Second moments of the inputs; `keep` masks the output's places that count."""
+        """Second moments of the inputs at the places that count: `keep` is from `counted`."""
         raise NotImplementedError(type(self).__name__)
 
-    def inputs_of(
-        self, uses: Sequence[tuple[Any, Tensor]], sharing: Sharing, keep: Tensor | None
-    ) -> list[Moments]:
-        """The same for several uses, module and input, some of which may be cheaper at once."""
-        return [self.inputs(module, x, sharing, keep) for module, x in uses]
+    def inputs_of(self, uses: Sequence[Seen], sharing: Sharing) -> list[Moments]:
+        """The same for several uses, some of which may be cheaper at once."""
+        return [self.inputs(module, x, sharing, keep) for module, x, keep in uses]
 
     def outputs(self, module: Any, x: Tensor, delta: Tensor, sharing: Sharing) -> Tensor:
         """Second moments Σ δδᵀ of one covector's cotangents, (G, O, O) or (G, O)."""

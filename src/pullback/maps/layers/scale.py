@@ -120,7 +120,8 @@ class TrailingNorm(Scale):
         kept: Kept = None,
     ) -> UnitSums:
         """The same in fewer steps for (N, T, n), which is what transformers have."""
-        if x.ndim != 3 or len(module.normalized_shape) > 1 or sharing.batch_dim:
+        elsewhere = sharing.batch_dim or sharing.layout is not None
+        if x.ndim != 3 or len(module.normalized_shape) > 1 or elsewhere:
             return super().unit_sums(module, x, delta, roles, sharing, kept)
         dtype, by = compute_dtype(delta.dtype), {}
         for role in roles:
@@ -168,16 +169,18 @@ class BatchNorm(ChannelScale):
         kept: Kept = None,
     ) -> UnitSums:
         """Σδ and Σδx by sample and channel, without forming x̂."""
-        dtype = compute_dtype(delta.dtype)
         if not module.training and module.running_mean is not None:
             kept = module.running_mean, (module.running_var + module.eps).rsqrt()
         elif kept is None:
-            channels = x.to(dtype).reshape(*x.shape[:2], -1)
+            channels = x.to(compute_dtype(delta.dtype)).reshape(*x.shape[:2], -1)
             variance, mean = torch.var_mean(channels, (0, 2), correction=0)
             kept = mean, (variance + module.eps).rsqrt()
-        mean, scale = (t.to(dtype) for t in kept)
         gain, shift = _channel_sums(x, delta)
-        return UnitSums({"weight": gain, "bias": shift}, tuple(roles), (mean, scale))
+        if sharing.layout is not None:
+            gain, shift = (sharing.by_sample(t).sum(1) for t in (gain, shift))
+        if kept[0].dtype != gain.dtype:
+            kept = kept[0].to(gain.dtype), kept[1].to(gain.dtype)
+        return UnitSums({"weight": gain, "bias": shift}, tuple(roles), kept)
 
 
 def _channel_sums(x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
@@ -186,12 +189,12 @@ def _channel_sums(x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
     They are the gradients of N·C gains and shifts of what is not normalized any further, which one
     pass over x and δ gives where no precision is lost on the way.
     """
-    (n, c), places, dtype = x.shape[:2], prod(x.shape[2:]), compute_dtype(delta.dtype)
+    (n, c, *space), dtype = x.shape, compute_dtype(delta.dtype)
+    places = prod(space)
     if x.dtype == delta.dtype == dtype and x.is_contiguous() and delta.is_contiguous():
         lines = (1, n * c, places)
-        zeros, ones = _standard(n * c, dtype, x.device)
-        _, gain, shift = torch.ops.aten.native_group_norm_backward(
-            delta.view(lines), x.view(lines), zeros[None], ones[None], ones, *lines, n * c,
+        _, gain, shift = torch.ops.aten.native_group_norm_backward.default(
+            delta.view(lines), x.view(lines), *_standard(n * c, dtype, x.device), *lines, n * c,
             [False, True, True],
         )  # fmt: skip
         return gain.view(n, c), shift.view(n, c)
@@ -201,9 +204,10 @@ def _channel_sums(x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @lru_cache(32)
-def _standard(n: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Mean 0 and 1/σ = 1 of n channels."""
-    return torch.zeros(n, dtype=dtype, device=device), torch.ones(n, dtype=dtype, device=device)
+def _standard(n: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean 0 and 1/σ = 1 of n channels of one sample, (1, n), and their gains 1."""
+    zeros = torch.zeros(1, n, dtype=dtype, device=device)
+    return zeros, torch.ones_like(zeros), zeros.new_ones(n)
 
 
 @register(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)

@@ -24,7 +24,7 @@ from ..._core.errors import PullbackError
 from ..._core.products import cross
 from .affine import AffineBlock
 from .base import Block, joined
-from .moments import Moments, Sharing, moments, second_moment
+from .moments import Moments, Sharing, counted, means, moments, second_moment
 from .patches import windows
 from .registry import Layer, Use, register
 
@@ -188,19 +188,38 @@ class ConvTranspose(Layer):
     def block(self, names: Mapping[str, str | None], uses: Sequence[Use]) -> Block:
         return TransposedBlock(names["weight"], names["bias"], uses)
 
+    def counted(self, module: Any, x: Tensor, delta: Tensor, keep: Tensor) -> Tensor:
+        """Of the input's places (B, *places), those that reach a cotangent, or are kept."""
+        dims = len(module.kernel_size)
+        delta = delta if delta.ndim == 2 + dims else delta[None]
+        if keep.ndim == 1:
+            return counted(delta.flatten(1), keep)
+        reached = delta.unflatten(1, (module.groups, -1)).any(2)
+        reached = _patches(module, reached, x.shape[-dims:]).movedim(1, 2).flatten(2)
+        return counted(reached.unflatten(1, x.shape[-dims:]), keep)
+
     def inputs(self, module: Any, x: Tensor, sharing: Sharing, keep: Tensor | None) -> Moments:
         a = _inputs(module, x if x.ndim == 2 + len(module.kernel_size) else x[None])
-        a = a.mean(2).transpose(0, 1) if sharing.reduce else a.transpose(0, 1).flatten(1, 2)
-        return moments(a, sharing)
+        if keep is not None:
+            keep = keep.view(len(keep), -1).expand(len(a), a.shape[2])  # (B, places)
+        if not sharing.reduce:
+            kept = None if keep is None else keep.flatten()
+            return moments(a.transpose(0, 1).flatten(1, 2), sharing, kept)
+        if keep is not None:
+            keep = sharing.by_sample(keep).flatten(1)
+        a, kept = means(sharing.by_sample(a.transpose(1, 2), 3).flatten(1, 2), keep)
+        return moments(a.transpose(0, 1), sharing, kept)
 
     def outputs(self, module: Any, x: Tensor, delta: Tensor, sharing: Sharing) -> Tensor:
         dims = len(module.kernel_size)
         delta = delta if delta.ndim == 2 + dims else delta[None]
-        d = _patches(module, delta, x.shape[-dims:]).transpose(0, 1)  # (G, B, places, O)
-        return second_moment(d.sum(2) if sharing.reduce else d.flatten(1, 2), sharing)
+        d = _patches(module, delta, x.shape[-dims:])  # (B, G, places, O)
+        if sharing.reduce:
+            return second_moment(sharing.by_sample(d.sum(2), 2).sum(1).transpose(0, 1), sharing)
+        return second_moment(d.transpose(0, 1).flatten(1, 2), sharing)
 
     def shifts(self, module: Any, x: Tensor, delta: Tensor, sharing: Sharing) -> Tensor:
         dims = len(module.kernel_size)
         d = (delta if delta.ndim == 2 + dims else delta[None]).flatten(2)
-        d = d.sum(2) if sharing.reduce else d.mT.flatten(0, 1)
+        d = sharing.by_sample(d.sum(2)).sum(1) if sharing.reduce else d.mT.flatten(0, 1)
         return second_moment(d[None], sharing)

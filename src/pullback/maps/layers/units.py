@@ -32,17 +32,18 @@ class UnitSums:
     def kind(self) -> tuple[object, ...]:
         """Those of one kind can be finished together."""
         some = next(iter(self.by.values()))
-        return len(some), some.dtype, some.device, self.roles, self.kept is None
+        return some.shape[0], some.dtype, some.device, self.roles, self.kept is None
 
 
 def finished(some: Sequence[UnitSums]) -> Tensor:
     """The rows (N, ΣU, k) of layers of one kind, side by side."""
-    by = {role: _beside([x.by[role] for x in some], 1) for role in some[0].by}
-    kept = [x.kept for x in some if x.kept is not None]
+    first = some[0]
+    beside = _beside([x.by[role] for role in first.by for x in some], 1).chunk(len(first.by), 1)
+    by, kept = dict(zip(first.by, beside, strict=True)), [x.kept for x in some if x.kept]
     if kept:
-        mean, scale = (_beside([pair[i] for pair in kept], 0) for i in (0, 1))
+        mean, scale = _beside([t for pair in zip(*kept, strict=True) for t in pair], 0).chunk(2)
         by["weight"] = torch.addcmul(by["weight"], mean, by["bias"], value=-1).mul_(scale)
-    return torch.stack([by[role] for role in some[0].roles], -1)
+    return torch.stack([by[role] for role in first.roles], -1)
 
 
 def second_moments(some: Sequence[UnitSums]) -> list[Tensor]:

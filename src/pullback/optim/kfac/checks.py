@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import isfinite
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from ..._core.capture import plain
 from ..._core.errors import PullbackError
+from ...steps import QuadraticModel
 from ..checks import refuse_parameter
 
 _CHOICES = {
@@ -19,6 +20,12 @@ _CHOICES = {
     "sharing": ("expand", "reduce"),
     "reduction": ("mean", "sum"),
 }
+#: what is read from a param group, and what it may be labeled with, by schedulers too
+_OPTIONS = ("lr", "momentum", "weight_decay")
+_LABELS = (
+    "params", "param_names", "name", "initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum",
+    "max_momentum",
+)  # fmt: skip
 _COUNTS = ("statistics_every", "invert_every", "draws", "max_factor")
 
 
@@ -43,10 +50,31 @@ def check(**given: Any) -> None:
         elif name == "kl_clip":
             good = value is None or (_number(value) and value > 0)
             remedy = "Use a number > 0, or None"
+        elif name == "step":
+            good = value is None or isinstance(value, QuadraticModel)
+            remedy = "Use steps.QuadraticModel(), or None"
+        elif name == "grad_scaler":
+            good = value is None or callable(getattr(value, "get_scale", None))
+            remedy = "Use the torch.amp.GradScaler that scales the loss"
+        elif name == "params":
+            good = value is None or isinstance(value, Iterable)
+            remedy = "Use a list of parameters or of param groups"
         else:
             good, remedy = _number(value) and value >= 0, "Use a number ≥ 0"
         if not good:
             raise PullbackError(f"{name}= is not usable", f"got {value!r}", remedy)
+
+
+def check_group(group: Mapping[str, Any]) -> None:
+    """Raise for options of a param group that are not usable, or that nothing would read."""
+    for name in group:
+        if name not in (*_OPTIONS, *_LABELS):
+            raise PullbackError(
+                f"A param group cannot have its own {name}=",
+                f"only {', '.join(_OPTIONS)} are read from a group",
+                "Give it to KFAC itself where it is one of its options, or leave it out",
+            )
+    check(**{name: group[name] for name in _OPTIONS if name in group})
 
 
 def refuse_unready(model: nn.Module, params: Sequence[Any]) -> None:

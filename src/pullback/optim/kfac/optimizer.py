@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,18 +20,18 @@ from ..terms import Objective
 from .blocks.curvature import Curvature
 from .blocks.damping import Damping, as_damping
 from .blocks.ranks import Ranks
-from .checks import check, refuse_inference, refuse_unready
+from .checks import check, check_group, refuse_inference, refuse_unready
 from .info import KFACInfo
 from .reports import Reports
 from .saving import MEMORY, Saving
-from .source import Source, source_of
+from .source import source_of
 from .statistics.coupling import refuse_options
 from .statistics.gather import Gatherer
 from .statistics.pool import Recipe
-from .stepping.control import Control
-from .stepping.look import Look, finite
+from .stepping.look import Look
 from .stepping.moving import Moving
 from .stepping.steady import Steady
+from .stepping.undo import Undo
 
 
 class KFAC(Reports, Moving, Saving):
@@ -108,7 +109,8 @@ class KFAC(Reports, Moving, Saving):
             lr=lr, momentum=momentum, weight_decay=weight_decay, kl_clip=kl_clip, ema=ema,
             statistics_every=statistics_every, invert_every=invert_every, draws=draws,
             fisher=fisher, sharing=sharing, reduction=reduction, max_factor=max_factor,
-            batch_dim=batch_dim, output=output, joint=joint, ekfac=ekfac, seed=seed,
+            batch_dim=batch_dim, output=output, joint=joint, ekfac=ekfac, seed=seed, step=step,
+            grad_scaler=grad_scaler, params=params,
         )  # fmt: skip
         if likelihood is not None and metric is not None:
             raise PullbackError(
@@ -147,7 +149,7 @@ class KFAC(Reports, Moving, Saving):
         self._shapes = {n: p.shape for n, p in self._by_name.items()}
         recipe = Recipe(
             self.metric, self.fisher, self.sharing, self.joint, self.draws, self.output,
-            self.batch_dim,
+            self.batch_dim, self.ekfac,
         )  # fmt: skip
         self._gatherer = Gatherer(self.model, recipe, self.seed)
         self._ranks = Ranks(self.model)
@@ -169,14 +171,16 @@ class KFAC(Reports, Moving, Saving):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Take up more of the model's parameters."""
-        group = own_group(param_group, self._names)
-        check(**{n: group[n] for n in ("lr", "momentum", "weight_decay") if n in group})
+        held = {id(p) for group in self.param_groups for p in group["params"]}
+        group = own_group(param_group, self._names, held)
+        check_group(group)
         super().add_param_group(group)
         self._choose()
 
     def _choose(self) -> None:
         """Only the groups' parameters take part; for the metric the others are constants."""
-        self._gatherer.choose(self._names[id(p)] for g in self.param_groups for p in g["params"])
+        chosen = [p for group in self.param_groups for p in group["params"] if p.numel()]
+        self._gatherer.choose(self._names[id(p)] for p in chosen)
 
     @property
     def _memory(self) -> dict[str, Any]:
@@ -211,38 +215,13 @@ class KFAC(Reports, Moving, Saving):
 
         Returns:
             The loss, or None where none was computed here; `info` says what was done. A rejected
-            step has changed nothing.
+            step has left the parameters as they were (running averages in buffers have seen the
+            closure's pass, as after any forward pass). An exception from a controlled step has
+            changed nothing at all.
         """
         refuse_inference()
         told = self._gatherer.due
         self._settle()
         source = source_of(self, closure, objective)
-        loss = source.evaluate()
-        self._owing = type(source) is Source and not told and self._due()
-        names = self._active()
-        low = self._ranks.low(self.curvature.inverses, self._by_name)
-        learning = self._gatherer.pool.calls > 0 or self._due()
-        if not learning and not low and self._steadily(source, names):
-            return loss
-        params: Any = {n: self._by_name[n] for own in names for n in own}
-        good, found = finite([p.grad for p in params.values()]), None
-        if learning and not low:
-            done, found = self._learn_steadily(source, names, good)
-            if done:
-                return loss
-        look = Look(source.loss, good, low)
-        if reason := look.reason():
-            return self._rejected(reason, loss)
-        taken = self._learn(source.found() if found is None else found)
-        # corrected eigenvalues belong to the old eigenbases: new ones serve from the next step on
-        self._invert(taken and not self.ekfac)
-        low = look.low()
-        if learning and not low and not self.ekfac and self._steadily(source, names, taken=taken):
-            return loss
-        directions = self.curvature.precondition(self._by_name, params, low)
-        control = Control(self, params, directions, source)
-        accepted, reason = control.move()
-        if self.ekfac:
-            self._invert(taken)
-        self._done(accepted, reason, taken, control.ratio, *control.factors, len(low))
-        return loss
+        with Undo(self, source) if source.controlled else nullcontext():
+            return self._take(source, told=told)

@@ -43,6 +43,8 @@ class Reports:
                 rows.append(Row(name, shape, "none", "frozen"))
             elif id(p) not in given:
                 rows.append(Row(name, shape, "none", "not given to the optimizer"))
+            elif not p.numel():
+                rows.append(Row(name, shape, "none", "it has no entries"))
             elif name in blocks:
                 key = blocks[name]
                 block = self.curvature.block(key)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from math import prod
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from ..._core.errors import PullbackError
@@ -15,6 +17,8 @@ from .statistics.gather import Gatherer
 from .stepping.steady import Steady
 
 MEMORY = "pullback"
+#: what is saved there
+_PARTS = ("steps", "taken", "damping", "curvature", "gathered")
 #: what belongs to hooks, to the model's objects or to the device
 _APART = ("_gatherer", "_ranks", "_names", "_by_name", "_look", "_steady")
 
@@ -24,6 +28,7 @@ class Saving(Optimizer):
 
     curvature: Curvature
     ekfac: bool
+    _by_name: Any
     _closed: bool
     _gatherer: Gatherer
     _info: KFACInfo
@@ -76,18 +81,17 @@ class Saving(Optimizer):
         return out
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Resume to the same bits."""
-        if MEMORY not in state_dict.get("state", {}):
-            raise PullbackError(
-                "The saved state is not KFAC's",
-                "it holds no averages",
-                "Load what KFAC.state_dict() gave",
-            )
+        """Resume to the same bits; a state that cannot be used changes nothing."""
+        memory = copy.deepcopy(memory_of(state_dict, self._gatherer.state_dict()))
+        gathered = memory.pop("gathered")
+        curvature = curvature_of(memory.pop("curvature"), self._by_name)
         self._settle()
-        super().load_state_dict(dict(state_dict))
-        memory = copy.deepcopy(state_dict["state"][MEMORY])
-        self.curvature.load_state_dict(memory.pop("curvature"))
-        self._gatherer.load_state_dict(memory.pop("gathered"))
+        try:
+            super().load_state_dict(dict(state_dict))
+        except (ValueError, KeyError) as error:
+            raise _foreign(f"its param groups differ ({error})") from error
+        self.curvature = curvature
+        self._gatherer.load_state_dict(gathered)
         self.state[MEMORY] = memory  # pyright: ignore[reportArgumentType]
         self._resume()
 
@@ -99,3 +103,59 @@ class Saving(Optimizer):
         self._gatherer.due = self._due()
         if self._closed:
             self.close()
+
+
+def memory_of(state: Any, gathered: Mapping[str, Any]) -> dict[str, Any]:
+    """What `KFAC.state_dict()` holds beside the param groups, if all of it is there.
+
+    Args:
+        state: what the user gave.
+        gathered: what a state of the statistics has.
+    """
+    try:
+        memory = dict(state["state"][MEMORY])
+        missing = [n for n in _PARTS if n not in memory]
+        missing += [n for n in gathered if n not in memory.get("gathered", gathered)]
+    except (KeyError, TypeError, ValueError) as error:
+        raise PullbackError(
+            "The saved state is not KFAC's",
+            "it holds no averages",
+            "Load what KFAC.state_dict() gave",
+        ) from error
+    if missing:
+        raise PullbackError(
+            "The saved state is not whole",
+            f"{', '.join(missing)} is not in it",
+            "Load what KFAC.state_dict() gave, as it was",
+        )
+    return memory
+
+
+def curvature_of(state: Any, parameters: Mapping[str, Tensor]) -> Curvature:
+    """The blocks of a saved state, if they are those of these parameters."""
+    out = Curvature()
+    try:
+        out.load_state_dict(state)
+        sizes = {key: prod(out.shape(key)[0]) for key in out.averages}
+    except (KeyError, TypeError, ValueError, AttributeError, StopIteration) as error:
+        raise PullbackError(
+            "The saved state is not whole",
+            f"its averages cannot be read ({error!r})",
+            "Load what KFAC.state_dict() gave, as it was",
+        ) from error
+    for key, size in sizes.items():
+        for name in key.names:
+            if name not in parameters:
+                raise _foreign(f"it knows a parameter {name!r}, which the model lacks")
+        held = sum(parameters[n].numel() for n in key.names)
+        if held != size:
+            raise _foreign(f"{' and '.join(key.names)} had {size} entries, and have {held} now")
+    return out
+
+
+def _foreign(why: str) -> PullbackError:
+    return PullbackError(
+        "The saved state is that of another network",
+        why,
+        "Load it into the optimizer of a model that was built in the same way",
+    )

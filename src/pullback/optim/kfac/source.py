@@ -11,7 +11,9 @@ from torch import Tensor
 from ..._core.capture import Call, Capture
 from ..._core.errors import PullbackError
 from ..._core.state import Snapshot
+from ..checks import loss_of, refuse_uncallable
 from ..objective import ObjectiveProblem
+from ..terms import Objective
 from .blocks.damping import Adaptive
 from .blocks.exact import products
 from .statistics.pulled import statistics_of
@@ -27,6 +29,8 @@ class Source:
 
     #: the loss, where it is known
     loss: float | None = None
+    #: whether the step looks at the loss or the model again
+    controlled = False
 
     def evaluate(self) -> Any:
         """Compute loss and gradients; returns what `step` is to return."""
@@ -40,6 +44,9 @@ class Source:
         """The loss at the parameters as they are now, which leaves everything else as it was."""
         raise NotImplementedError
 
+    def restore(self) -> None:
+        """Put back what `evaluate` has disturbed beside gradients."""
+
     def products(self, span: Sequence[Mapping[str, Tensor]]) -> list[list[Tensor]]:
         """x_iᵀ G x_j with the exact Gram."""
         raise NotImplementedError
@@ -49,7 +56,7 @@ class ClosureSource(Source):
     """A closure, recorded where the step looks at the loss again."""
 
     def __init__(self, optimizer: KFAC, closure: Callable[[], Any], controlled: bool) -> None:
-        self._opt, self._closure, self._controlled = optimizer, closure, controlled
+        self._opt, self._closure, self.controlled = optimizer, closure, controlled
         self._calls: list[Call] = []
         self._device = next(iter(optimizer._by_name.values())).device
         self._before = Snapshot(optimizer.model, self._device) if controlled else None
@@ -57,19 +64,19 @@ class ClosureSource(Source):
     def evaluate(self) -> Any:
         opt = self._opt
         with torch.enable_grad():
-            if not self._controlled:
+            if not self.controlled:
                 loss = self._closure()
             else:
                 with Capture(opt.model, opt.output, self._device) as capture:
                     loss = self._closure()
                 self._calls = capture.calls
-        if loss is None and self._controlled:
-            raise PullbackError(
-                "The closure did not return the loss", "got None", "End it with `return loss`"
-            )
-        if loss is not None and self._controlled:
-            self.loss = float(loss.detach()) if isinstance(loss, Tensor) else float(loss)
+        if self.controlled:
+            self.loss = loss_of(loss)
         return loss
+
+    def restore(self) -> None:
+        if self._before is not None:
+            self._before.restore()
 
     def again(self) -> float:
         assert self._before is not None
@@ -82,8 +89,7 @@ class ClosureSource(Source):
             gatherer.due = False
             self._before.restore()
             with torch.enable_grad():
-                loss = self._closure()
-            return float(loss.detach()) if isinstance(loss, Tensor) else float(loss)
+                return loss_of(self._closure())
         finally:
             gatherer.due = due
             after.restore()
@@ -102,8 +108,8 @@ class ClosureSource(Source):
 class ObjectiveSource(Source):
     """An objective: losses with derivatives of the network, whose terms know their structure."""
 
-    def __init__(self, optimizer: KFAC, objective: Any) -> None:
-        self._opt = optimizer
+    def __init__(self, optimizer: KFAC, objective: Any, controlled: bool) -> None:
+        self._opt, self.controlled = optimizer, controlled
         params: Any = {
             optimizer._names[id(p)]: p
             for group in optimizer.param_groups
@@ -144,6 +150,8 @@ class ObjectiveSource(Source):
 
 def source_of(optimizer: KFAC, closure: Any, objective: Any) -> Source:
     """What a call of `step` was given."""
+    refuse_uncallable(closure)
+    controlled = isinstance(optimizer.damping, Adaptive) or optimizer.rule is not None
     if objective is not None:
         if closure is not None:
             raise PullbackError(
@@ -151,8 +159,13 @@ def source_of(optimizer: KFAC, closure: Any, objective: Any) -> Source:
                 "each of them is a loss",
                 "Give one of them",
             )
-        return ObjectiveSource(optimizer, objective)
-    controlled = isinstance(optimizer.damping, Adaptive) or optimizer.rule is not None
+        if not isinstance(objective, Objective) and not callable(objective):
+            raise PullbackError(
+                "The objective is not usable",
+                f"got {type(objective).__name__}",
+                "Give an optim.Objective, or a function of the parameter dict",
+            )
+        return ObjectiveSource(optimizer, objective, controlled)
     if closure is None and controlled:
         raise PullbackError(
             "This step needs a closure",

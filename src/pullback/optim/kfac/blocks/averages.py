@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,26 +11,68 @@ from torch.nn import functional as F
 
 from ....grams.kronecker import Block, Pair, Units, merged, sides
 from ..statistics.sums import Key
+from .halves import Half, halved
 
 
-@dataclass
 class Average:
-    """An exponential moving average with bias correction, and the plain mean beside it."""
+    """An exponential moving average with bias correction, and the plain mean beside it.
 
-    value: dict[str, Tensor] = field(default_factory=dict)
-    mass: float = 0.0
-    mean: dict[str, Tensor] | None = None
-    count: int = 0
+    Args:
+        value: the average, by name.
+        mass: the weight of all statistics in it; the rest is that of the empty beginning.
+        mean: the plain mean, where it is wanted.
+        count: how many sets of statistics there were.
+        symmetric: whether matrices in it are, and large ones may be held by halves.
+    """
+
+    def __init__(
+        self,
+        value: Mapping[str, Tensor] | None = None,
+        mass: float = 0.0,
+        mean: dict[str, Tensor] | None = None,
+        count: int = 0,
+        *,
+        symmetric: bool = True,
+    ) -> None:
+        self._symmetric = symmetric
+        self.value = value or {}
+        self.mass, self.mean, self.count = mass, mean, count
+
+    @property
+    def value(self) -> dict[str, Tensor]:
+        """The average by name, copies of what is held otherwise."""
+        return {n: v.whole() if isinstance(v, Half) else v for n, v in self._held.items()}
+
+    @value.setter
+    def value(self, value: Mapping[str, Tensor]) -> None:
+        self._held: dict[str, Tensor | Half] = {
+            n: Half.of(v) if self._symmetric and halved(v) else v for n, v in value.items()
+        }
+
+    @property
+    def shapes(self) -> dict[str, torch.Size]:
+        """Of the average."""
+        return {n: v.shape for n, v in self._held.items()}
+
+    @property
+    def memory(self) -> list[Tensor]:
+        """All that is held, the average first."""
+        own = [v.memory if isinstance(v, Half) else v for v in self._held.values()]
+        return [*own, *(self.mean or {}).values()]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What it is made from."""
+        return {"value": self.value, "mass": self.mass, "mean": self.mean, "count": self.count}
 
     def update(self, new: Mapping[str, Tensor], ema: float, *, plain: bool) -> None:
         """value ← ema·value + (1 − ema)·new."""
         if not self._fits(new):
-            self.value, self.mass, self.mean, self.count = {}, 0.0, None, 0
-        if not self.value:
+            self._held, self.mass, self.mean, self.count = {}, 0.0, None, 0
+        if not self._held:
             self.value = {n: (1 - ema) * v if ema else v.clone() for n, v in new.items()}
         else:
-            for name, v in new.items():
-                self.value[name].lerp_(v, 1 - ema)
+            for held, v in self.pairs(new):
+                held.lerp_(v, 1 - ema)
         self.counts(ema)
         if plain:
             if self.mean is None:
@@ -50,9 +92,14 @@ class Average:
         """Whether `update` is but an interpolation, left to be done with those of other blocks."""
         if plain or not self._fits(new):
             return False
-        pairs += [(self.value[n], v) for n, v in new.items()]
+        pairs += self.pairs(new)
         self.counts(ema)
         return True
+
+    def pairs(self, new: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """The memory of what is held, and what is to enter there."""
+        both = [(self._held[n], v) for n, v in new.items()]
+        return [(h.memory, Half.of(v).memory) if isinstance(h, Half) else (h, v) for h, v in both]
 
     def counts(self, ema: float) -> None:
         """One more set of statistics is in the average."""
@@ -61,18 +108,19 @@ class Average:
 
     def alike(self, new: Mapping[str, Tensor]) -> bool:
         """Whether they fit and lie in memory as those that are held."""
-        if self.value.keys() != new.keys():
+        if self._held.keys() != new.keys():
             return False
-        for name, v in self.value.items():
+        for name, v in self._held.items():
             w = new[name]
-            if v.shape != w.shape or v.stride() != w.stride():
+            memory = v.memory if isinstance(v, Half) else v
+            if v.shape != w.shape or (memory is v and memory.stride() != w.stride()):
                 return False
-            if v.dtype != w.dtype or v.device != w.device:
+            if memory.dtype != w.dtype or memory.device != w.device:
                 return False
         return True
 
     def _fits(self, new: Mapping[str, Tensor]) -> bool:
-        held = self.value
+        held = self._held
         return held.keys() == new.keys() and all(held[n].shape == v.shape for n, v in new.items())
 
     def corrected(self) -> dict[str, Tensor]:
@@ -113,9 +161,9 @@ class Unsure:
             average = averages[key]
             self._before.append((average, average.mass, average.count))
             average.counts(ema)
-            for name, v in new.items():
+            for held, v in average.pairs(new):
                 values, news = kinds.setdefault((v.device, v.dtype), ([], []))
-                values.append(average.value[name])
+                values.append(held)
                 news.append(v)
         for values, news in kinds.values():
             # v − (1 − ema)(v − new), by the one kernel that knows of a flag on the device

@@ -2,6 +2,7 @@ r"""The K-FAC metric of a model as it is known so far: averages per block, and t
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -39,6 +40,7 @@ class Curvature(Inversion):
         self, found: Mapping[Key, dict[str, Tensor]], ema: float, damping: Damping, value: float
     ) -> None:
         """One more set of statistics into the averages."""
+        damping.refuse(found)
         holders = {n: k for k in self.averages for n in k.names}
         for key in found:
             for old in {holders[n] for n in key.names if holders.get(n, key) != key}:
@@ -75,9 +77,9 @@ class Curvature(Inversion):
         for group in self.groups:
             if low and not low.keys().isdisjoint(group.keys):  # the others by themselves
                 for key in group.keys:
-                    one = Group({key: self.inverses[key]}, {key: self.shape(key)[0]})
                     if key not in low:
-                        found |= one(gradients, parameters)
+                        own, shapes = {key: self.inverses[key]}, {key: self.shape(key)[0]}
+                        found |= Group(own, shapes, passing=True)(gradients, parameters)
             elif any(n in gradients for n in group.names):
                 found |= group(gradients, parameters)
         for key, direction in low.items():
@@ -135,17 +137,15 @@ class Curvature(Inversion):
 
     def shape(self, key: Key) -> tuple[tuple[int, ...], torch.dtype]:
         """Shape and dtype of a block's coordinates."""
-        held = self.averages[key].value
+        held, dtype = self.averages[key].shapes, self.averages[key].memory[0].dtype
         if key.kind != "kronecker":
-            squares = held["squares"]
-            return tuple(squares.shape[:2]), squares.dtype
+            return tuple(held["squares"][:2]), dtype
         sizes: dict[str, int] = {"left": 0, "right": 0}
-        for name, side in held.items():
+        for name, shape in held.items():
             first, end = name.rpartition(".")[0].endswith(".first"), name.rpartition(".")[2]
             which = "left" if first == (end == "inputs") else "right"
-            sizes[which] = max(sizes[which], side.shape[-1])
-        some = next(iter(held.values()))
-        return (len(some), sizes["left"], sizes["right"]), some.dtype
+            sizes[which] = max(sizes[which], shape[-1])
+        return (next(iter(held.values()))[0], sizes["left"], sizes["right"]), dtype
 
     def drop(self, key: Key) -> None:
         """Forget a block whose parameters belong to another one now."""
@@ -153,11 +153,27 @@ class Curvature(Inversion):
             held.pop(key, None)
         self._groups = None
 
+    def kept(self, *, averages: bool) -> dict[str, dict[Key, Any]]:
+        """What `restore` goes back to; averages are copied only if they are going to change."""
+        held = {n: dict(getattr(self, n)) for n in ("averages", "inverses", "corrections", "notes")}
+        copied = copy.deepcopy if self.fixed else copy.copy  # renewed in place, or replaced
+        held["inverses"] = {k: copied(inverse) for k, inverse in self.inverses.items()}
+        for name in ("averages", "corrections") if averages else ():
+            held[name] = {k: copy.deepcopy(average) for k, average in held[name].items()}
+        return held
+
+    def restore(self, held: Mapping[str, Mapping[Key, Any]]) -> None:
+        """Go back to what was kept."""
+        for name, own in held.items():
+            now = getattr(self, name)  # others hold the dict itself
+            now.clear()
+            now.update(own)
+        self._groups = None
+
     def memory(self) -> dict[str, int]:
         """Bytes held, by what for."""
-        averages = [a for x in self.averages.values() for a in (x.value, x.mean or {})]
         return {
-            "averages": sum(t.nbytes for held in averages for t in held.values()),
+            "averages": sum(t.nbytes for x in self.averages.values() for t in x.memory),
             "inverses": sum(
                 t.nbytes
                 for x in self.inverses.values()
@@ -172,9 +188,9 @@ class Curvature(Inversion):
             "blocks": [
                 {
                     "key": (key.kind, key.names, key.bias),
-                    "average": vars(average),
+                    "average": average.state_dict(),
                     "inverse": vars(inv) if (inv := self.inverses.get(key)) else None,
-                    "correction": vars(c) if (c := self.corrections.get(key)) else None,
+                    "correction": c.state_dict() if (c := self.corrections.get(key)) else None,
                     "note": self.notes.get(key),
                 }
                 for key, average in self.averages.items()
@@ -191,16 +207,16 @@ class Curvature(Inversion):
             if item["inverse"] is not None:
                 self.inverses[key] = Inverse(**item["inverse"])
             if item["correction"] is not None:
-                self.corrections[key] = Average(**item["correction"])
+                self.corrections[key] = Average(**item["correction"], symmetric=False)
             if item["note"] is not None:
                 self.notes[key] = item["note"]
 
     def follow(self, key: Key, like: Tensor | None, *, dtype: bool = True) -> None:
         """Move a block to where its parameters are now, and to the dtype of their statistics."""
         average = self.averages.get(key)
-        if average is None or not average.value or like is None:
+        if average is None or not average.memory or like is None:
             return
-        held = next(iter(average.value.values()))
+        held = average.memory[0]
         to = (like.device, like.dtype if dtype else held.dtype)
         if (held.device, held.dtype) == to:
             return

@@ -1,8 +1,9 @@
-"""Products with the exact Gram along a few directions: one forward-mode pass for all of them."""
+"""Products with the exact Gram along a few directions, each by one forward-mode pass."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,8 +12,9 @@ from torch.func import functional_call, jvp
 
 from ...._core.attention import unfused_attention
 from ...._core.capture import Call, Selector, plain, select
-from ...._core.space import compute_dtype
-from ....maps.module import in_every_slot
+from ...._core.errors import PullbackError, reraise_fatal
+from ...._core.space import compute_dtype, tolerance
+from ....maps.module import double_vjp, in_every_slot
 from ....metrics import Metric
 
 
@@ -76,12 +78,63 @@ def _pushed(
         out = functional_call(inner, tensors, args, call.kwargs, tie_weights=False, strict=False)
         return select(out, output)
 
-    with torch.no_grad(), unfused_attention(), call.replaying():
-        pairs = []
-        for x in span:
-            tangents = {n: x[n].to(p.dtype) for n, p in here.items()}
-            pairs.append(jvp(value, (here,), (tangents,)))
+    with torch.no_grad(), unfused_attention(), _unfused_recurrence(inner), call.replaying():
+        try:
+            pairs: Any = [jvp(value, (here,), (_like(here, x),)) for x in span]
+        except (RuntimeError, NotImplementedError) as error:
+            reraise_fatal(error)
+            return _pushed_by_reverse(value, here, span)
     return pairs[0][0].detach(), [t.detach() for _, t in pairs]
+
+
+def _like(params: Mapping[str, Tensor], x: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {n: x[n].to(p.dtype) for n, p in params.items()}
+
+
+def _pushed_by_reverse(
+    value: Callable[[dict[str, Tensor]], Tensor],
+    here: Mapping[str, Tensor],
+    span: Sequence[Mapping[str, Tensor]],
+) -> tuple[Tensor, list[Tensor]]:
+    """The same by two reverse passes, and proved by a third: ‖Jx‖² = ⟨x, JᵀJx⟩."""
+    leaves = {n: p.clone().requires_grad_() for n, p in here.items()}
+    why = "in reverse mode it depends on more than its cotangent"
+    try:
+        with torch.enable_grad():
+            z = value(leaves)
+        pushed = [double_vjp(z, leaves, _like(here, x)) for x in span]
+        if all(_adjoint(z, leaves, x, t) for x, t in zip(span, pushed, strict=True)):
+            return z.detach(), pushed
+    except (RuntimeError, NotImplementedError) as error:
+        reraise_fatal(error)
+        why = str(error).partition("\n")[0].rstrip(".")
+    raise PullbackError(
+        "This step needs directional derivatives of the model",
+        f"an operation in it has neither a forward-mode nor a second derivative ({why})",
+        "Leave out Adaptive damping and step=, or give the operation a jvp",
+    )
+
+
+def _adjoint(
+    z: Tensor, leaves: Mapping[str, Tensor], x: Mapping[str, Tensor], pushed: Tensor
+) -> bool:
+    """Whether ‖Jx‖² is ⟨x, Jᵀ(Jx)⟩."""
+    every = list(leaves.values())
+    pulled = torch.autograd.grad(z, every, pushed, retain_graph=True, allow_unused=True)
+    pairs = [(x[n], g) for n, g in zip(leaves, pulled, strict=True) if g is not None]
+    slope = sum(float(torch.sum(a.double() * g.double())) for a, g in pairs)
+    length = float(pushed.double().square().sum())
+    return abs(slope - length) <= tolerance(z.dtype, 10) * max(abs(slope), length)
+
+
+@contextlib.contextmanager
+def _unfused_recurrence(model: nn.Module) -> Iterator[None]:
+    """No fused kernels of recurrent layers, which know but one reverse pass."""
+    if not any(isinstance(m, nn.RNNBase) for m in model.modules()):
+        yield
+        return
+    with torch.backends.mkldnn.flags(enabled=False), torch.backends.cudnn.flags(enabled=False):
+        yield
 
 
 def _inputs(call: Call, batch_dim: int, samples: int) -> Tensor | None:

@@ -8,38 +8,52 @@ import torch
 from torch import Tensor
 
 from ..statistics.sums import Key
-from .inverse import Inverse, applied, applied_to_units, solved
+from .inverse import Inverse, applied, applied_to_units, bordered, solved
 from .layout import refuse_shape
+
+_ALIGNED = 8  # entries that rows of a factor are a multiple of: tensor cores read no others
 
 
 class Group:
-    """Inverses of one kind, stacked; the members' tensors become views of the stack."""
+    """Inverses of one kind, stacked; the members' tensors become views of the stack.
+
+    Args:
+        members: the inverses, by block.
+        shapes: of the blocks' coordinates.
+        passing: whether a single one is to be applied once, from where it is.
+    """
 
     def __init__(
-        self, members: Mapping[Key, Inverse], shapes: Mapping[Key, tuple[int, ...]]
+        self,
+        members: Mapping[Key, Inverse],
+        shapes: Mapping[Key, tuple[int, ...]],
+        *,
+        passing: bool = False,
     ) -> None:
         self.keys = list(members)
         self.names = [n for k in self.keys for n in k.names]
         self._shapes = [shapes[k] for k in self.keys]
         self._counts = [shape[0] for shape in self._shapes]
         self._fit: dict[str, torch.Size] = {}
-        if len(members) == 1:
-            self._all = next(iter(members.values()))
-            for name, tensor in self._all.tensors().items():
-                if tensor is not None and tensor.is_cuda:  # where products of parts are slower
-                    setattr(self._all, name, tensor.contiguous())
-            return
-        stacked: dict[str, Tensor | None] = {}
-        for name in ("left", "right", "border", "corner"):
-            pieces = [getattr(m, name) for m in members.values()]
-            if pieces[0] is None:
-                stacked[name] = None
+        every = list(members.values())
+        first, alone = every[0], len(every) == 1
+        #: right sides, each with its border below it
+        self._tall = _tall(every) if bordered(first) and not passing else None
+        stacked: dict[str, Tensor] = {}
+        for name, some in first.tensors().items():
+            if some is None or name == "scale":
                 continue
-            whole = torch.cat(pieces)
-            stacked[name] = whole
-            for member, piece in zip(members.values(), whole.split(self._counts), strict=True):
+            if self._tall is not None and name in ("right", "border"):
+                n = some.shape[-1]
+                stacked[name] = self._tall[:, :n] if name == "right" else self._tall[:, n]
+            elif not alone:
+                stacked[name] = torch.cat([getattr(m, name) for m in every])
+            elif some.is_cuda and not passing:  # where products of parts are slower
+                stacked[name] = _apart(some)
+        for name, whole in stacked.items():
+            for member, piece in zip(every, whole.split(self._counts), strict=True):
                 setattr(member, name, piece)
-        self._all = Inverse(**stacked, factors=next(iter(members.values())).factors)
+        self._all = first if alone else Inverse(**{"left": None, **stacked}, factors=first.factors)
 
     def __call__(
         self, gradients: Mapping[str, Tensor], like: Mapping[str, Tensor]
@@ -134,4 +148,21 @@ class Group:
         v, b = stacks[0], stacks[1] if len(stacks) > 1 else None
         if self._all.factors:
             return solved(self._all, v, b)
-        return applied(self._all, v, b, *out)
+        return applied(self._all, v, b, *out, tall=self._tall)
+
+
+def _tall(members: Sequence[Inverse]) -> Tensor:
+    """Right sides (B, n, n) and borders (B, n) as (B, n + 1, n), filled up with rows of zeros."""
+    rights = [m.right for m in members if m.right is not None]
+    borders = [m.border for m in members if m.border is not None]
+    n, count = rights[0].shape[-1], sum(len(r) for r in rights)
+    out = rights[0].new_zeros(count, -(-(n + 1) // _ALIGNED) * _ALIGNED, n)
+    torch.cat(rights, out=out[:, :n])
+    torch.cat(borders, out=out[:, n])
+    return out
+
+
+def _apart(t: Tensor) -> Tensor:
+    """In order, and without the memory of others that it was a part of."""
+    whole = t.is_contiguous() and t.untyped_storage().nbytes() == t.nbytes
+    return t if whole else t.clone(memory_format=torch.contiguous_format)

@@ -94,11 +94,18 @@ def applied(
     b: Tensor | None,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
+    *,
+    tall: Tensor | None = None,
 ) -> list[Tensor]:
-    """R⁻¹[V b]C⁻¹ for V (G, O, I) and b (G, O), in given memory where there is some."""
+    """R⁻¹[V b]C⁻¹ for V (G, O, I) and b (G, O), in given memory where there is some.
+
+    With `tall` = [P; qᵀ; 0], (G, I + 1 or more, I), the weight is [U u 0] times that.
+    """
     left, right = inverse.left, inverse.right
     assert left is not None
     assert right is not None
+    if b is not None and tall is not None:
+        return _applied_tall(inverse, v, b, weight, bias, tall)
     v = left[..., None] * v if sides.is_diagonal(left) else torch.bmm(left, v)
     diagonal = sides.is_diagonal(right)
     if b is None:
@@ -114,6 +121,41 @@ def applied(
     weight = torch.bmm(v, right, out=weight).addcmul_(b[..., None], q[:, None])
     bias = torch.addcmul(torch.bmm(v, q[..., None])[..., 0], b, s[:, None], out=bias)
     return [weight, bias]
+
+
+def _applied_tall(
+    inverse: Inverse,
+    v: Tensor,
+    b: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    tall: Tensor,
+) -> list[Tensor]:
+    """The same without a pass over the weight for u qᵀ."""
+    left, q, s = inverse.left, inverse.border, inverse.corner
+    assert left is not None
+    assert q is not None
+    assert s is not None
+    n = v.shape[-1]
+    both = v.new_empty(*v.shape[:2], tall.shape[1])
+    inner, last, rest = both[..., :n], both[..., n : n + 1], both[..., n + 1 :]
+    rest.zero_()
+    if sides.is_diagonal(left):
+        torch.mul(left[..., None], v, out=inner)
+        torch.mul(left, b, out=last[..., 0])
+    else:
+        torch.bmm(left, v, out=inner)
+        torch.bmm(left, b[..., None], out=last)
+    bias = torch.addcmul(torch.bmm(inner, q[..., None])[..., 0], last[..., 0], s[:, None], out=bias)
+    return [torch.bmm(both, tall, out=weight), bias]
+
+
+def bordered(inverse: Inverse) -> bool:
+    """Whether a right side and its border are one factor: products on a GPU leave no pass free."""
+    right = inverse.right
+    if inverse.border is None or right is None or inverse.factors:
+        return False
+    return right.is_cuda and not sides.is_diagonal(right)
 
 
 def solved(inverse: Inverse, v: Tensor, b: Tensor | None) -> list[Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,13 +33,23 @@ class Inversion:
         """The Gram of a block, without damping."""
         return block_of(key, self.averages[key].corrected())
 
-    def reference(self, key: Key, damping: Damping) -> Pair | None:
-        """Long-run averages of a block's sides."""
-        given = getattr(damping, "reference", None)
-        average = self.averages[key]
-        held = given.get(key) if given is not None else average.mean
-        block = None if held is None else block_of(key, held)
-        return block if isinstance(block, Pair) else None
+    def reference(self, key: Key, damping: Damping) -> Any:
+        """The block of long-run averages, where the damping needs one."""
+        if not damping.referenced:
+            return None
+        average, given = self.averages[key], damping.reference
+        if given is not None and key in given:
+            some = average.memory[0]
+            return block_of(key, {n: v.to(some.device, some.dtype) for n, v in given[key].items()})
+        if given is not None:
+            self._note(key, "its reference is its own average: the one given lacks this block")
+        return block_of(key, average.corrected() if average.mean is None else average.mean)
+
+    def _note(self, key: Key, text: str) -> None:
+        """One more thing to say about a block, if it was not said yet."""
+        said = self.notes.get(key)
+        if said is None or text not in said:
+            self.notes[key] = text if said is None else f"{said}; {text}"
 
     def invert(
         self, damping: Damping, value: float, keys: list[Key], *, eigen: bool, once: bool = False
@@ -55,7 +65,7 @@ class Inversion:
         """
         for key in keys:
             self.notes.pop(key, None)
-        found = self._units([k for k in keys if k.kind != "kronecker"], value)
+        found = self._units(damping, value, [k for k in keys if k.kind != "kronecker"])
         paired = [k for k in keys if k.kind == "kronecker"]
         if damping.exact or eigen:
             for key in paired:
@@ -64,20 +74,29 @@ class Inversion:
             self._cholesky(damping, value, paired, once, found)
         self._accept(found)
 
-    def _units(self, keys: Sequence[Key], value: float) -> dict[Key, Inverse]:
+    def _units(self, damping: Damping, value: float, keys: Sequence[Key]) -> dict[Key, Inverse]:
         """Those of gains, shifts and single entries, all of a size at once."""
         alike: dict[Any, dict[Key, Tensor]] = {}
         for key in keys:
             block = self.block(key)
             assert isinstance(block, Units)
+            block, shift = damping.units(block, self.reference(key, damping), value)
             m = block.matrices
-            alike.setdefault((m.shape[1:], m.dtype, m.device), {})[key] = m
+            alike.setdefault((shift, m.shape[1:], m.dtype, m.device), {})[key] = m
         found = {}
-        for some in alike.values():
-            whole = Units(torch.cat(list(some.values()))).inverse(value)
+        for (shift, *_), some in alike.items():
+            whole = Units(torch.cat(list(some.values()))).inverse(shift)
             parts = whole.split([len(m) for m in some.values()])
             found |= {k: Inverse(part) for k, part in zip(some, parts, strict=True)}
+            if damping.referenced:
+                self._report_units(some, parts)
         return found
+
+    def _report_units(self, some: Mapping[Key, Tensor], inverses: Sequence[Tensor]) -> None:
+        for (key, m), inverse in zip(some.items(), inverses, strict=True):
+            rank, size = round(float((m * inverse).sum())), m.shape[:2].numel()  # tr M M⁺
+            if rank < size:
+                self._note(key, f"it is singular: rank {rank} of {size}, inverted on its range")
 
     def _cholesky(
         self, damping: Damping, value: float, keys: list[Key], once: bool, found: dict[Key, Inverse]
@@ -104,7 +123,7 @@ class Inversion:
                 break
         for key in waiting:
             kept = "the last good inverse stays" if key in self.inverses else "it has none yet"
-            self.notes[key] = f"its sides could not be inverted; {kept}"
+            self._note(key, f"its sides could not be inverted; {kept}")
 
     def _damped(
         self, damping: Damping, value: float, keys: Sequence[Key], *, singular: bool, factors: bool
@@ -112,10 +131,7 @@ class Inversion:
         """Left and right sides with what is added, inverted, one block after the other."""
         if not keys or value == 0 or not damping.shifts_only:
             pairs = {k: self._pair(k) for k in keys}
-            both = [
-                damping.sides(p, self.reference(k, damping) if damping.referenced else None, value)
-                for k, p in pairs.items()
-            ]
+            both = [damping.sides(p, self.reference(k, damping), value) for k, p in pairs.items()]
             every = [side for sides_ in both for side in sides_]
             return inverses(every, singular=singular, factors=factors)
         given = [self._undivided(k) for k in keys]
@@ -132,7 +148,7 @@ class Inversion:
     def _undivided(self, key: Key) -> tuple[Pair, float]:
         """The sides, and what both are yet to be divided by."""
         average = self.averages[key]
-        if len(average.value) > 2:  # several roles, whose sum has its own scale
+        if len(average.shapes) > 2:  # several roles, whose sum has its own scale
             return self._pair(key), 1.0
         block = block_of(key, average.value)
         assert isinstance(block, Pair)
@@ -142,19 +158,18 @@ class Inversion:
         self, key: Key, attempt: int, now: float, left: Tensor | None, right: Tensor | None
     ) -> None:
         if attempt:
-            self.notes[key] = f"its damping was raised to {now:.3g} to invert it"
+            self._note(key, f"its damping was raised to {now:.3g} to invert it")
         for name, rank in (("output", left), ("input", right)):
             if rank is not None:
-                self.notes[key] = (
-                    f"its {name} side is singular: rank {int(rank.min())}, inverted on its range"
-                )
+                text = f"its {name} side is singular: rank {int(rank.min())}, inverted on its range"
+                self._note(key, text)
 
     def _decompose(self, key: Key, value: float, found: dict[Key, Inverse]) -> None:
         pair = self._pair(key)
         try:
             (rows, u), (columns, w) = sides.eigen(pair.left), sides.eigen(pair.right)
         except torch.linalg.LinAlgError:
-            self.notes[key] = "its eigenvalues were not found; the last good inverse stays"
+            self._note(key, "its eigenvalues were not found; the last good inverse stays")
             return
         values = rows[..., None] * columns[:, None]
         self.corrections.pop(key, None)  # of the old eigenbasis
@@ -162,7 +177,7 @@ class Inversion:
 
     def correct(self, key: Key, values: Tensor, ema: float, damping: float) -> None:
         """Eigenvalues from second moments of the gradient in the eigenbases (EKFAC)."""
-        average = self.corrections.setdefault(key, Average())
+        average = self.corrections.setdefault(key, Average(symmetric=False))
         average.update({"values": values}, ema, plain=False)
         held = self.inverses[key]
         scale = _reciprocal(average.corrected()["values"], damping)

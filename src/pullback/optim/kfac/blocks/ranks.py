@@ -3,7 +3,8 @@ r"""Large layers and small batches: the gradient Δᵀā preconditioned from its
 For P places and a weight (O, I) the product R⁻¹(Δᵀā)C⁻¹ takes O·I·(O + I) multiplications, while
 (R⁻¹Δᵀ)(āC⁻¹) takes P·(O² + I² + O·I): less where the batch is smaller than the layer. `p.grad` is
 the truth, so a random projection of it must be that of c·Δᵀā for some c (a clipped or unscaled
-gradient), or the layer goes the usual way.
+gradient) up to round-off, or the layer goes the usual way. So it does where gradients have 16 bits:
+what a regularizer adds to them could not be told from round-off.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ...._core.capture import plain
-from ...._core.space import tolerance
+from ...._core.space import compute_dtype
 from ....grams.kronecker import sides
 from ..statistics.sums import Key
 from .inverse import Inverse
@@ -25,6 +26,7 @@ from .inverse import Inverse
 _GAIN = 2  # how much cheaper the factors must be
 _SMALLEST = 2**18  # entries of a weight from which it matters
 _SMALLEST_CUDA = 2**25  # where to find out whether the factors hold is to wait for the device
+_ROUNDING = 32  # ε that two ways to sum up a gradient differed by at most, with a factor of 2
 
 
 @dataclass
@@ -92,8 +94,8 @@ class Hook:
             return
         if not isinstance(output, Tensor) or not output.requires_grad or output.ndim < 2:
             return
-        weight = module.weight
-        if not pays(weight, args[0].shape[:-1].numel()):
+        weight, precise = module.weight, compute_dtype(output.dtype) == output.dtype
+        if not precise or not pays(weight, args[0].shape[:-1].numel()):
             return
         number, x = id(weight), args[0].detach()
 
@@ -160,5 +162,6 @@ def _low(held: Factors, weight: Any, biases: list[Any], dtype: torch.dtype) -> L
         want, got = want + biases[0].to(dtype), got + delta.sum(0)
     tiny = torch.finfo(dtype).tiny
     scale = (want @ got) / (got @ got).clamp(min=tiny)
-    holds = (want - scale * got).norm() <= 10 * tolerance(weight.dtype) * want.norm()
+    rounding = _ROUNDING * max(torch.finfo(d).eps for d in (dtype, weight.dtype))
+    holds = (want - scale * got).norm() <= rounding * want.norm()
     return Low(delta, inputs, scale, holds)

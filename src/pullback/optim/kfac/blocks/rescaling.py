@@ -38,24 +38,25 @@ def rescale_(
         factors: by name, for the parameters that were multiplied.
     """
     for key, average in curvature.averages.items():
-        if not any(name in factors for name in key.names) or not average.value:
+        if not any(name in factors for name in key.names) or not average.memory:
             continue
-        some = next(iter(average.value.values()))
+        some, own = average.memory[0], average.value
         given = [_to(factors.get(name, ()), some) for name in key.names]
-        held = [average.value, *([] if average.mean is None else [average.mean])]
+        held = [own, *([] if average.mean is None else [average.mean])]
         inverse, correction = curvature.inverses.get(key), curvature.corrections.get(key)
         if key.kind != "kronecker":
             units = _entries(given, [parameters[n] for n in key.names])
-            for values in held:
+            for values in held:  # never by halves
                 _both(values["squares"], 1 / units)
             if inverse is not None and inverse.left is not None:
                 _both(inverse.left, units)
             continue
-        first = all(".first." in name for name in average.value)
+        first = all(".first." in name for name in own)
         shape = curvature.shape(key)[0]
         left, right = _sides(given[0], parameters[key.names[0]], shape, key, first)
         for values in held:
             _averages(values, left, right)
+        average.value = own
         if inverse is not None:
             _inverse(inverse, left, right)
             if correction is not None:

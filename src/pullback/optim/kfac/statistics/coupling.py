@@ -105,9 +105,8 @@ def unaligned(entry: Entry, sharing: Sharing, samples: int) -> str:
     """Why the samples cannot be related at a use of a layer, or an empty string."""
     axis = samples_axis(entry, sharing)
     if any(len(s) <= axis or s[axis] != samples for s in (entry.shape, entry.input.shape)):
-        return (
-            f"the metric relates samples, and the layer's output {entry.shape} does not show them"
-        )
+        shape = tuple(entry.shape)
+        return f"the metric relates samples, and the layer's output {shape} does not show them"
     if not entry.input.is_floating_point():
         return "the metric relates samples, and hence every index to every other"
     return ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +30,9 @@ class Draws:
     keep: Tensor | None
     #: whether all of them do, as far as it is known
     whole: bool
+    #: a covector of all that count, where the others are of single positions: it shows which places
+    #: of a layer have a part in them
+    reach: list[Tensor] | None = None
     #: whether z is finite and all places count, where both were hoped for
     later: Later | None = None
 
@@ -58,21 +62,23 @@ def draws(
     samples: Tensor | float = recipe.metric.samples(value)
     if mask is not None:
         samples = samples * mask.double().mean()
-    found = drawn(
+    draw = partial(
+        drawn,
         recipe.metric,
-        recipe.fisher,
-        value,
-        slope,
-        draws=recipe.draws,
+        z=value,
+        cotangent=slope,
         inputs=outputs.first(inputs, len(value), axis),
         generator=generator,
         batch_dim=axis,
     )
+    found = draw(fisher=recipe.fisher, draws=recipe.draws)
     ndim, dtype = z.ndim, z.dtype
 
     def placed(pair: tuple[Tensor, Coupling | None]) -> tuple[list[Tensor], Coupling | None]:
         covector = pair[0] if mask is None else pair[0] * mask
         return [outputs.placed(covector, ndim, dtype, axis)], pair[1]
 
-    keep = outputs.places(mask, z, axis)
-    return Draws(map(placed, found), samples, keep, mask is None, later)
+    keep, reach = outputs.places(mask, z, axis), None
+    if keep is not None and recipe.fisher == "exact" and not recipe.metric.couples_samples:
+        reach = placed(next(draw(fisher="mc", draws=1)))[0]
+    return Draws(map(placed, found), samples, keep, mask is None, reach, later)

@@ -15,13 +15,14 @@ from torch._C._functorch import (
 )
 from torch.utils import _pytree as pytree
 
-from ...._core.capture import plain, select
+from ...._core.capture import picked, plain, select
 from ..blocks.inverse import Inverse
 from . import sweep
 from .draws import Draws, draws
 from .graph import accumulates, refuse_reentrant
 from .holdings import Holdings
-from .measure import Changed, Measure, NotFinite
+from .known import Changed, NotFinite
+from .measure import Measure
 from .pending import Again, Pending, Root
 from .pool import MISSED, Pool, Recipe
 from .sums import Key, averaged
@@ -35,7 +36,7 @@ class Gatherer:
     def __init__(self, model: nn.Module, recipe: Recipe, seed: int) -> None:
         self.model, self.recipe = model, recipe
         self.pool = Pool()
-        self._measure = Measure(recipe.sharing, recipe.joint)
+        self._measure = Measure(recipe.sharing, recipe.joint, recipe.ekfac)
         self._chosen: dict[str, Tensor] = dict(plain(model).named_parameters())
         self._flags: tuple[bool, ...] = ()
         self._holdings = Holdings(plain(model), self._chosen)
@@ -100,19 +101,13 @@ class Gatherer:
     @property
     def lacking(self) -> bool:
         """Whether a parameter was frozen or unfrozen since its block was established."""
-        flags = tuple(p.requires_grad for p in self._chosen.values())
+        flags, leaves = self._holdings.leaves()
         if flags == self._flags:
             return False
-        if not self._measure.knows(self._leaves()):
+        if not self._measure.knows(leaves):
             return True
         self._flags = flags
         return False
-
-    def _leaves(self) -> dict[str, Tensor]:
-        return {n: p for n, p in self._chosen.items() if p.requires_grad}
-
-    def _miss(self, reason: int) -> None:
-        self.pool.missed = max(self.pool.missed, reason)
 
     def _wanted(self) -> bool:
         return self.due or self.lacking
@@ -120,14 +115,14 @@ class Gatherer:
     def _begin(self, args: Any, kwargs: Any, compiled: bool) -> Any:
         reason = self._unfit()
         if reason:
-            self._miss(reason)
+            self.pool.miss(reason)
             return None
         sites = self._holdings.sites()
         if sites is None:
-            self._miss(1)
+            self.pool.miss(1)
             return None
         tensors = (t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor))
-        tape = None if compiled else Tape(plain(self.model), self._leaves(), sites)
+        tape = None if compiled else Tape(plain(self.model), self._holdings.leaves()[1], sites)
         again = Again(self.model, args, kwargs) if compiled else None
         self._now = (tape, again, next(tensors, None))
         return contextlib.nullcontext() if tape is None else tape
@@ -141,11 +136,11 @@ class Gatherer:
 
     def _end(self, output: Any) -> None:
         (tape, again, inputs), self._now = self._now, (None, None, None)
-        z = select(output, self.recipe.output)
+        z = picked(output, self.recipe.output)
         if not z.requires_grad:
-            self._miss(4)
+            self.pool.miss(4)
             return
-        self._miss(5)
+        self.pool.miss(5)
         pending, me = Pending(z, tape, again, inputs), weakref.ref(self)
         self._open.add(pending)
 
@@ -158,10 +153,10 @@ class Gatherer:
         z.register_hook(receive)
 
     def _receive(self, pending: Pending, cotangent: Tensor) -> None:
-        leaves, root = self._leaves(), pending.root()
+        leaves, root = self._holdings.leaves()[1], pending.root()
         if not accumulates(leaves):  # a gradient by the inputs alone: a penalty, an attack
             refuse_reentrant(root)
-            self._miss(6)
+            self.pool.miss_leaves()
             return
         z, tape, inputs = pending.value(), pending.tape, pending.inputs
         again, value = pending.call, pending.again
@@ -194,17 +189,11 @@ class Gatherer:
         if found is None:
             self.pool.samples = torch.nan
             return
-        samples, first, self._whole = found.samples, True, found.whole
-        for covector, coupling in found.covectors:
-            try:
-                self._measure.pull(
-                    root, covector, tape, leaves, self.pool.sums, found.keep, inputs=first,
-                    coupling=coupling,
-                )  # fmt: skip
-            except NotFinite:
-                samples = torch.nan
-                break
-            first = False
+        samples, self._whole = found.samples, found.whole
+        try:
+            self._measure.learn(root, found, tape, leaves, self.pool.sums)
+        except NotFinite:
+            samples = torch.nan
         if found.later is not None:  # the device has passed that place long ago
             finite, self._whole = found.later()
             if not finite:
@@ -217,6 +206,7 @@ class Gatherer:
     def averages(self, reduction: str, loss_scale: float) -> dict[Key, dict[str, Tensor]]:
         """Means over what was pooled, which is forgotten; "sum" multiplies them by the samples."""
         pool, samples = self.pool, self.pool.samples
+        pool.warn()
         scale: Any = 1.0 if reduction == "mean" else samples
         if self.recipe.fisher == "empirical":  # a mean's own cotangents are divided by N
             scale = samples ** (2 if reduction == "mean" else 1) / loss_scale**2

@@ -34,6 +34,25 @@ def last(root: Roots, edges: Sequence[GradientEdge]) -> list[int]:
     return [i for i, e in enumerate(edges) if not below.get(e.node, False)]
 
 
+def beside(
+    root: Roots, parts: Sequence[tuple[Sequence[GradientEdge | None], Sequence[GradientEdge]]]
+) -> set[Any]:
+    """The nodes that the root reaches where these parts are stepped over, from end to beginning."""
+    start: Any = root.grad_fn if isinstance(root, Tensor) else root.node
+    over: dict[Any, list[Any]] = {}
+    for ends, begins in parts:
+        nodes = [start if e.node is None else e.node for e in ends if e is not None]
+        below = [e.node for e in begins]
+        over.update((node, below) for node in nodes)
+    seen, stack = set(), [start]
+    while stack:
+        node = stack.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            stack.extend(over[node] if node in over else [n for n, _ in node.next_functions])
+    return seen
+
+
 def pulled(
     root: Roots, covector: Tensor, targets: Sequence[GradientEdge | Tensor]
 ) -> tuple[Tensor | None, ...]:

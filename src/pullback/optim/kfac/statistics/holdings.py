@@ -21,9 +21,17 @@ class Holdings:
 
     def __init__(self, model: nn.Module, chosen: Mapping[str, Tensor]) -> None:
         self._model, self._chosen = model, chosen
+        self._leaves: tuple[tuple[bool, ...], dict[str, Tensor]] = ((), {})
         self._sites: Sites | None = None
         #: where the parameters are held: a module's own, the name there, the parameter
         self._homes: list[tuple[dict[str, Any], str, Tensor]] = []
+
+    def leaves(self) -> tuple[tuple[bool, ...], dict[str, Tensor]]:
+        """Which parameters require a gradient, and these: the same object while they do."""
+        flags = tuple([p.requires_grad for p in self._chosen.values()])
+        if flags != self._leaves[0]:
+            self._leaves = flags, {n: p for n, p in self._chosen.items() if p.requires_grad}
+        return self._leaves
 
     def sites(self) -> Sites | None:
         """None where the model holds other tensors, as in `torch.func.functional_call`."""

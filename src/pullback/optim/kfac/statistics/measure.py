@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,37 +13,20 @@ from ...._core.space import compute_dtype
 from ....maps.layers.moments import Sharing
 from ...checks import refuse_sparse
 from ..blocks.inverse import Inverse
+from .aims import aims, basis_by
 from .coupling import Coupling, apart
+from .draws import Draws
 from .graph import last, pulled, refuse_reentrant
 from .head import below
+from .known import Changed, Known, NotFinite, norms, settled
 from .pending import Root
 from .plan import Plan
 from .proof import Proof
-from .sums import Key, Sums
-from .sweep import Sweep, basis_by, wanted_by
+from .samples import located, unknown
+from .sums import Key, Sums, held_by
+from .sweep import Sweep
 from .tape import Tape
-from .taps import add_taps, replayed, roles
-
-
-class NotFinite(Exception):
-    """The covector met values that are not finite, from which nothing can be learned."""
-
-
-class Changed(Exception):
-    """The model went another way than before, and the covector is gone: another one is needed."""
-
-
-@dataclass(frozen=True)
-class Known:
-    """What was established about one way through the model."""
-
-    plan: Plan
-    #: which uses of layers, and which ends of compound ones, a covector met
-    met: tuple[Any, ...]
-    #: the uses below which there is no other
-    last: list[int]
-    #: whether the proof holds from now on
-    settled: bool
+from .taps import Replays
 
 
 class Measure:
@@ -53,10 +35,11 @@ class Measure:
     Args:
         sharing: how places that share a weight enter.
         joint: whether weight and bias share a block.
+        ekfac: whether corrected eigenvalues will be wanted.
     """
 
-    def __init__(self, sharing: Sharing, joint: bool) -> None:
-        self._sharing, self._joint = sharing, joint
+    def __init__(self, sharing: Sharing, joint: bool, ekfac: bool) -> None:
+        self._sharing, self._joint, self._apart = sharing, joint, ekfac or sharing.reduce
         #: eigenbases in which second moments of gradients are wanted, by block
         self.bases: Mapping[Key, Inverse] = {}
         #: why a parameter is held as a diagonal
@@ -74,6 +57,28 @@ class Measure:
         """Take up what was established before."""
         self._plan, self.reasons = None, dict(reasons)
         self.partners = {n: tuple(names) for n, names in partners.items()}
+
+    def learn(
+        self,
+        root: Root,
+        found: Draws,
+        tape: Tape,
+        leaves: Mapping[str, Tensor],
+        sums: dict[Key, Sums],
+    ) -> None:
+        """Pull back all covectors of one pass; its inputs are added once."""
+        inputs = found.reach is None
+        if found.reach is not None:
+            seen: dict[Key, Sums] = {}
+            self.pull(root, found.reach, tape, leaves, seen, found.keep, inputs=True)
+            for key, own in seen.items():
+                for term, moments in own.inputs.items():
+                    held_by(sums, key).add_inputs(term, moments)
+        for covector, coupling in found.covectors:
+            self.pull(
+                root, covector, tape, leaves, sums, found.keep, inputs=inputs, coupling=coupling
+            )
+            inputs = False
 
     def pull(
         self,
@@ -105,10 +110,11 @@ class Measure:
         split = apart(tape, self._sharing, coupling)
         edges = tape.edges(None if isinstance(root, Tensor) else root.node)
         signature = (
-            tuple((e.path, tuple(e.names.items())) for e in tape.entries),
-            tuple(w.path for w in tape.wholes),
+            tuple([e.site.mark for e in tape.entries]),
+            tuple([(w.path, w.note) for w in tape.wholes]),
             tuple(leaves),
             tuple(split.items()),
+            tape.nodes,
         )
         rest = (keep, edges, inputs, coupling, split)
         known = self._known.get(signature)
@@ -141,10 +147,20 @@ class Measure:
     ) -> Known | bool:
         """One pass; without anything known the structure is proven on the way."""
         count, plan = len(tape.entries), None if known is None else known.plan
-        proof = Proof() if plan is None else None
+        proof = Proof() if known is None else None
+        if known is None:
+            layouts = [""] * count
+            if coupling is None:
+                layouts = located(
+                    root, covector[0], tape.entries, edges, leaves, self._sharing, apart=self._apart
+                )
+            goals = aims(tape.entries, None, split, layouts)
+        else:
+            layouts, goals = [], known.aims
         sweep = Sweep(
-            tape.entries, self._sharing, keep, inputs=inputs, wanted=wanted_by(plan, split),
+            tape.entries, self._sharing, keep, inputs=inputs, aims=goals,
             basis=basis_by(tape.entries, self.bases), proof=proof, coupling=coupling,
+            samples=covector[0].shape[min(self._sharing.batch_dim, covector[0].ndim - 1)],
         )  # fmt: skip
         asked = list(leaves) if plan is None else [n for n in plan.plain if n in leaves]
         ends = [] if known is None else known.last
@@ -168,20 +184,17 @@ class Measure:
         if known is not None and met != known.met:
             return False
         truth = dict(zip(asked, gradients, strict=True))
-        taps = [
-            replayed(whole, end)
-            for whole, end in zip(tape.wholes, _ends(tape, cotangents), strict=True)
-            if coupling is None and any(c is not None for c in end)
-        ]
+        replays = Replays(tape, cotangents if coupling is None else [None] * len(cotangents))
         if plan is None:
             assert proof is not None
             if any(g is None for g in gradients):
                 refuse_reentrant(root)
-            plan = self._establish(tape, proof, taps, truth, split)
+            proof.replays(replays, root, leaves)
+            plan = self._establish(tape, proof, replays, truth, split, layouts)
+            goals = aims(tape.entries, plan, split, layouts)
         self._adopt(plan)
-        sweep.assign(plan, sums)
-        for one in taps:
-            add_taps(sums, one, plan, self._sharing, tape.name, inputs=inputs)
+        sweep.assign(goals, sums)
+        replays.add(sums, plan, self._sharing, keep, inputs=inputs)
         plain = {n: g for n, g in truth.items() if n in plan.plain}
         if coupling is not None and plain:  # theirs is another covector
             found = pulled(root, coupling.related(covector[0]), [leaves[n] for n in plain])
@@ -189,26 +202,26 @@ class Measure:
         _square(plain, sums)
         if known is not None:
             return True
-        return Known(plan, met, last(root, edges[:count]), _settled(plan, truth))
+        return Known(plan, goals, met, last(root, edges[:count]), settled(plan, truth))
 
     def _establish(
         self,
         tape: Tape,
         proof: Proof,
-        taps: Sequence[Any],
+        replays: Replays,
         truth: dict[str, Any],
         split: Mapping[str, str],
+        layouts: Sequence[str],
     ) -> Plan:
         """Which block each parameter gets, by proof."""
         for name, gradient in truth.items():
             refuse_sparse(name, gradient)
-        if not all(torch.isfinite(n) for n in _norms(truth).values()):
+        if not all(torch.isfinite(n) for n in norms(truth).values()):
             raise NotFinite
         uses = [(e.names, e.layer.curvature, e.layer.joint) for e in tape.entries]
-        for one in taps:
-            proof.taps(one, tape.name)
-            uses += [(roles(tap, tape.name), "kronecker", True) for tap, _ in one]
-        return Plan(uses, {**proof.unexplained(truth), **split}, self._joint)
+        uses += replays.uses
+        remarks = replays.remarks | unknown(tape.entries, layouts)
+        return Plan(uses, {**proof.unexplained(truth), **split}, self._joint, remarks)
 
     def _adopt(self, plan: Plan) -> None:
         """What holds for the parameters from now on."""
@@ -218,7 +231,7 @@ class Measure:
         new = {n: key.names for key in plan.keys for n in key.names}
         kept = {n: names for n, names in self.partners.items() if not new.keys() & {*names}}
         self.partners = {**kept, **new}
-        self.reasons = {n: r for n, r in self.reasons.items() if n not in new} | plan.plain
+        self.reasons = {n: r for n, r in self.reasons.items() if n not in new} | plan.reasons
 
 
 def _square(gradients: Mapping[str, Tensor | None], sums: dict[Key, Sums]) -> None:
@@ -228,21 +241,3 @@ def _square(gradients: Mapping[str, Tensor | None], sums: dict[Key, Sums]) -> No
             flat = gradient.flatten().to(compute_dtype(gradient.dtype))
             squares = flat.square()[:, None, None]
             sums.setdefault(Key("diagonal", (name,)), Sums()).add_squares(squares)
-
-
-def _ends(tape: Tape, found: Sequence[Tensor | None]) -> list[list[Tensor | None]]:
-    """The cotangents at each compound layer's outputs."""
-    pieces = iter(found)
-    return [[None if e is None else next(pieces) for e in w.edges] for w in tape.wholes]
-
-
-def _norms(gradients: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
-    given = {n: g for n, g in gradients.items() if g is not None and g.numel()}
-    if not given:
-        return {}
-    return dict(zip(given, torch._foreach_norm(list(given.values())), strict=True))
-
-
-def _settled(plan: Plan, gradients: Mapping[str, Tensor | None]) -> bool:
-    """Whether the proof holds from now on: a gradient of zero proves nothing."""
-    return all(bool(norm > 0) for n, norm in _norms(gradients).items() if n not in plan.plain)

@@ -15,6 +15,7 @@ class Plan:
             and bias may share a block.
         plain: parameters to be held as diagonals, with the reason.
         joint: whether weight and bias of a layer share a block.
+        remarks: what is to be said of parameters that have a block of their layer.
     """
 
     def __init__(
@@ -22,8 +23,11 @@ class Plan:
         uses: Sequence[tuple[Mapping[str, str | None], str, bool]],
         plain: Mapping[str, str],
         joint: bool,
+        remarks: Mapping[str, str] | None = None,
     ) -> None:
         self.plain = dict(plain)
+        #: what `coverage` says of a parameter
+        self.reasons = {**(remarks or {}), **self.plain}
         partners: dict[str, set[str | None]] = {}
         for names, _, together in uses:
             weight, bias = names.get("weight"), names.get("bias")

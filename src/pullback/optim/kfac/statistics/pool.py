@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from ...._core.capture import Selector
@@ -21,7 +23,10 @@ MISSED = (
     "the model's output does not depend on its parameters",
     "no gradient reached the model's output",
     "the gradient passed the model's output, but not to its parameters",
+    "the loss was made of derivatives of the model's output by its inputs, and the metric is that "
+    "of the output itself; step(objective=...) takes such terms",
 )
+_DERIVED = len(MISSED) - 1
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,8 @@ class Recipe:
     draws: int
     output: Selector
     batch_dim: int
+    #: whether corrected eigenvalues are wanted, sums over samples
+    ekfac: bool = False
 
 
 @dataclass
@@ -45,3 +52,21 @@ class Pool:
     samples: Tensor | float = 0.0
     calls: int = 0
     missed: int = 0
+
+    def miss(self, reason: int) -> None:
+        """One more pass that gave nothing."""
+        self.missed = max(self.missed, reason)
+
+    def miss_leaves(self) -> None:
+        """A gradient that does not reach the parameters; its own graph is for use in a loss."""
+        self.miss(_DERIVED if torch.is_grad_enabled() else _DERIVED - 1)
+
+    def warn(self) -> None:
+        """Say what the statistics that were taken do not cover."""
+        if self.missed == _DERIVED:
+            warnings.warn(
+                "The loss has terms in derivatives of the model's output by its inputs. The metric "
+                "is that of the output itself; step(objective=...) covers all terms.",
+                RuntimeWarning,
+                stacklevel=2,
+            )

@@ -12,24 +12,29 @@ _NORMS = ("NativeBatchNormBackward0", "CudnnBatchNormBackward0")
 _HALF = (torch.float16, torch.bfloat16)
 
 
+_AUTOGRAD: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
+_PACKING = getattr(_AUTOGRAD, "_top_saved_tensors_default_hooks", None)
+
+
 def seen(x: Tensor, output: Tensor) -> Tensor:
     """x in the precision of the output, if that is half of its own.
 
     Where the graph keeps the same for the layer's own backward pass, that is taken: autocast's copy
     of a normalization's float32 output, say, which itself nobody needs any more.
     """
-    if output.dtype not in _HALF or not x.is_floating_point() or x.dtype == output.dtype:
+    dtype = output.dtype
+    if dtype not in _HALF or x.dtype == dtype or not x.is_floating_point():
         return x
     kept = _kept(output.grad_fn)
-    if kept is None or kept.dtype != output.dtype or kept.numel() != x.numel():
-        return x.to(output.dtype)
-    return kept.view(x.shape) if kept.is_contiguous() else x.to(output.dtype)
+    if kept is None or kept.dtype != dtype or kept.numel() != x.numel():
+        return x.detach().to(dtype)
+    return kept.detach().view(x.shape) if kept.is_contiguous() else x.detach().to(dtype)
 
 
 def normalized_by(output: Tensor) -> tuple[Tensor, Tensor] | None:
     """Mean and 1/σ of the batch, which a batch normalization keeps for its backward pass."""
     node: Any = output.grad_fn
-    if _packed() or node is None or node.name() not in _NORMS:
+    if node is None or node.name() not in _NORMS or _packed():
         return None
     mean, scale = node._saved_result1.detach(), node._saved_result2.detach()
     return (mean, scale) if mean.numel() == scale.numel() == output.shape[1] else None
@@ -37,9 +42,7 @@ def normalized_by(output: Tensor) -> tuple[Tensor, Tensor] | None:
 
 def _packed() -> bool:
     """Whether saved tensors are packed, as by checkpoints: they may be unpacked but once."""
-    autograd: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
-    packing = getattr(autograd, "_top_saved_tensors_default_hooks", None)
-    return packing is None or packing(True) is not None
+    return _PACKING is None or _PACKING(True) is not None
 
 
 def _kept(node: Any) -> Tensor | None:
@@ -50,7 +53,6 @@ def _kept(node: Any) -> Tensor | None:
         if node is None:
             return None
         if (name := _SAVED.get(node.name())) is not None:
-            found = getattr(node, name)
-            return None if found is None else found.detach()
+            return getattr(node, name)
         node = node.next_functions[0][0] if node.next_functions else None
     return None

@@ -26,15 +26,21 @@ class Key:
     names: tuple[str, ...]
     bias: bool = False
 
-    @property
+    def __hash__(self) -> int:
+        return hash(self.names)  # few blocks share a parameter
+
+    @cached_property
     def joint(self) -> bool:
         """Whether a Kronecker block holds weight and bias together."""
         return self.kind == "kronecker" and len(self.names) == 2
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Term:
-    """One role of a weight: whether its rows belong to the input, and which kind of layer it is."""
+    """One role of a weight: whether its rows belong to the input, and which kind of layer it is.
+
+    There is one object for each, by `of` or `named`.
+    """
 
     layer: str
     input_first: bool
@@ -43,12 +49,19 @@ class Term:
     @cache
     def of(layer: Layer) -> Term:
         """The role of a layer's weight."""
-        return Term(type(layer).__name__, layer.input_first)
+        return Term.named(type(layer).__name__, layer.input_first)
+
+    @staticmethod
+    @cache
+    def named(layer: str, input_first: bool = False) -> Term:
+        """The same by the layer's name."""
+        return Term(layer, input_first)
 
     @cached_property
-    def tag(self) -> str:
-        """Its name in averages."""
-        return f"{self.layer}.{'first' if self.input_first else 'last'}"
+    def tags(self) -> tuple[str, str]:
+        """The names of its two sides in averages, inputs and outputs."""
+        tag = f"{self.layer}.{'first' if self.input_first else 'last'}"
+        return f"{tag}.inputs", f"{tag}.outputs"
 
 
 @dataclass
@@ -90,25 +103,24 @@ def averaged(
     """Means over samples (cotangents) and places (inputs), under flat names to be saved."""
     out: dict[Key, dict[str, Tensor]] = {}
     joint: dict[Any, list[tuple[dict[str, Tensor], str, Moments]]] = {}
-    factors: list[tuple[Tensor, Tensor | float]] = []
     factor = scale / samples
+    factors: list[tuple[Tensor, Tensor | float]] = []
     for key, held in sums.items():
         own = out[key] = {}
         if held.squares is not None:
             own["squares"] = held.squares
             factors.append((held.squares, factor))
         for term, second in held.outputs.items():
-            tag = term.tag
-            own[f"{tag}.outputs"] = second
+            (left, right), m = term.tags, held.inputs[term]
+            own[right] = second
             factors.append((second, factor))
-            m = held.inputs[term]
             if key.joint and m.second.ndim == 3:
                 like = (m.second.shape, m.second.dtype, m.second.device)
-                joint.setdefault(like, []).append((own, f"{tag}.inputs", m))
+                joint.setdefault(like, []).append((own, left, m))
             elif key.joint or isinstance(m.places, Tensor):
-                own[f"{tag}.inputs"] = _mean(m, key.joint)
+                own[left] = _mean(m, key.joint)
             else:
-                own[f"{tag}.inputs"] = m.second
+                own[left] = m.second
                 if m.places != 1:
                     factors.append((m.second, 1 / m.places if m.places else torch.nan))
     _multiply(factors)
@@ -132,7 +144,7 @@ def _multiply(pairs: Sequence[tuple[Tensor, Tensor | float]]) -> None:
 
 def add_bias(held: Sums, second: Tensor) -> None:
     """A bias by itself: its input is 1 everywhere."""
-    term = Term("bias", False)
+    term = Term.named("bias")
     ones = torch.ones_like(second[:, :1] if second.ndim == 2 else second[:, 0, :1])
     held.inputs[term] = Moments(ones, ones, 1.0)
     held.add_outputs(term, second)
@@ -153,8 +165,9 @@ def _homogeneous(some: Sequence[Moments]) -> Sequence[Tensor]:
     out = some[0].second.new_empty(len(some), g, n + 1, n + 1)
     inner = out[..., :n, :n]
     if (stack := _stack(some)) is not None:
-        torch.div(stack[0], some[0].places, out=inner)
-        first = stack[1] / some[0].places
+        counts = _together([m.places for m in some])
+        torch.div(stack[0], counts, out=inner)
+        first = stack[1] / (counts[..., 0] if isinstance(counts, Tensor) else counts)
     else:
         for side, m in zip(inner.unbind(), some, strict=True):
             torch.div(m.second, _counts(m, 3), out=side)
@@ -176,6 +189,13 @@ def _stack(some: Sequence[Moments]) -> tuple[Tensor, Tensor] | None:
         return None
     places = [(m.stack, m.second.storage_offset()) for m in some]
     return stack if all(s is stack and at == i * size for i, (s, at) in enumerate(places)) else None
+
+
+def _together(counts: Sequence[Tensor | float]) -> Tensor | float:
+    """The number of places of moments in one stack, one for all or (L, 1, 1, 1)."""
+    if not isinstance(counts[0], Tensor):
+        return counts[0]
+    return torch.stack([torch.as_tensor(c) for c in counts]).view(-1, 1, 1, 1)
 
 
 def _counts(m: Moments, ndim: int) -> Tensor | float:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
 from ...._core.capture import detached
 from ....maps.layers import Compound, Layer, find, find_compound
-from ....maps.record import Entry, Recorder, Sites
+from ....maps.layers.compound import tensors_of
+from ....maps.record import Entry, Recorder, Site, Sites, edge_of
 from .seen import normalized_by, seen
 
 
@@ -26,6 +27,9 @@ class Whole:
     args: Any
     kwargs: dict[str, Any]
     edges: list[GradientEdge | None]
+    #: what its replay leaves out, and then where its arguments stand in the graph
+    note: str = ""
+    below: list[GradientEdge] = field(default_factory=list)
 
 
 class Tape(Recorder):
@@ -36,6 +40,8 @@ class Tape(Recorder):
     ) -> None:
         super().__init__(model, leaves, sites)
         self.wholes: list[Whole] = []
+        #: how many nodes the pass added to the graph: it shows what is done outside of layers
+        self.nodes = 0
         #: the linear layer that gave a large output
         self.head: int | None = None
 
@@ -52,30 +58,19 @@ class Tape(Recorder):
             self._keep(path, layer) if isinstance(layer, Compound) else super()._hook(path, layer)
         )
 
-    def _entry(
-        self,
-        path: str,
-        module: nn.Module,
-        layer: Layer,
-        names: dict[str, str | None],
-        x: Tensor,
-        edge: GradientEdge,
-        output: Tensor,
-    ) -> Entry:
-        shape = tuple(output.shape)
-        if layer.curvature == "units":
-            return Entry(path, module, layer, names, x, edge, shape, normalized_by(output))
-        return Entry(path, module, layer, names, seen(x, output), edge, shape)
-
-    def _placed(self, module: nn.Module, output: Tensor) -> tuple[Tensor, GradientEdge]:
-        """A linear layer's rows themselves, where it gives a view of all of them.
+    def _entry(self, site: Site, x: Tensor, output: Tensor) -> tuple[Entry, Tensor]:
+        """Of a linear layer that gives a view of all of its rows, the edge is that of the rows.
 
         Their node stays whatever is done to the view, which need not be copied for that.
         """
-        rows = rows_of(module, output)
-        return (
-            super()._placed(module, output) if rows is None else (output, get_gradient_edge(rows))
-        )
+        rows = rows_of(site.module, output)
+        if rows is None:
+            output = rows = output.clone() if output._is_view() else output
+        edge, shape = edge_of(rows), output.shape
+        if site.layer.curvature == "units":
+            return Entry(site, x.detach(), edge, shape, normalized_by(output)), output
+        kept = seen(x, rows)
+        return Entry(site, x.detach() if kept is x else kept, edge, shape), output
 
     def release(self, node: Any) -> None:
         """Do not hold this node of the graph; `edges` takes it again."""
@@ -87,6 +82,7 @@ class Tape(Recorder):
             for i, edge in enumerate(whole.edges):
                 if edge is not None and edge.node is node:
                     whole.edges[i] = _without(edge)
+            whole.below[:] = [e for e in whole.below if e.node is not node]
 
     def edges(self, node: Any) -> list[GradientEdge]:
         """Where cotangents are wanted: the layers' outputs, then those of compound layers."""
@@ -100,28 +96,42 @@ class Tape(Recorder):
 
     def __enter__(self) -> Tape:
         super().__enter__()
+        self.nodes = -_nodes()
         return self
 
+    def __exit__(self, *exc: object) -> None:
+        self.nodes += _nodes()
+        super().__exit__(*exc)
+
     def _keep(self, path: str, compound: Compound) -> Any:
+        now = self._sites.now
+
         def keep(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if not torch.is_grad_enabled():
+            if not now or not torch.is_grad_enabled():
                 return
             tensors = compound.outputs(module, output)
-            edges = [get_gradient_edge(t) if t.requires_grad else None for t in tensors]
+            edges = [edge_of(t) if t.requires_grad else None for t in tensors]
             if any(e is not None for e in edges):
-                whole = Whole(path, module, compound, detached(args), detached(kwargs), edges)
-                self.wholes.append(whole)
+                saved, note = (detached(args), detached(kwargs)), compound.note(module)
+                given = tensors_of((args, kwargs)) if note else []
+                below = [edge_of(t) for t in given if t.requires_grad]
+                now[0].wholes.append(Whole(path, module, compound, *saved, edges, note, below))
 
         return keep
 
 
 def rows_of(module: nn.Module, output: Tensor) -> Tensor | None:
     """The rows (places, O) that a linear layer computed, where its output is a view of them."""
-    rows = output._base
-    if rows is None or type(module) is not nn.Linear or rows.grad_fn is None:
+    rows = output._base if type(module) is nn.Linear else None
+    if rows is None or rows.grad_fn is None:
         return None
     plain = rows.numel() == output.numel() and rows.is_contiguous() and output.is_contiguous()
     return rows if plain else None
+
+
+def _nodes() -> int:
+    """How many nodes this thread has made so far."""
+    return torch.autograd._get_sequence_nr()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _without(edge: GradientEdge) -> GradientEdge:

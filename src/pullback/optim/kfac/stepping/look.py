@@ -18,7 +18,11 @@ def finite(tensors: Sequence[Tensor]) -> Tensor:
     """Whether all entries are finite, as a tensor."""
     with torch.no_grad():
         norms = torch._foreach_norm(list(tensors))
-    if len({(n.dtype, n.device) for n in norms}) > 1:
+        kinds = {(n.dtype, n.device) for n in norms}
+        if torch.float16 in (dtypes := {dtype for dtype, _ in kinds}):  # norms overflow there
+            wide = torch.float64 if torch.float64 in dtypes else torch.float32
+            norms = torch._foreach_norm(list(tensors), 2, wide)
+    if len(kinds) > 1:
         norms = [n.to(norms[0].device, torch.float64) for n in norms]
     nothing = torch.stack(list(norms)).sum() * 0  # or NaN
     return nothing == nothing

@@ -13,12 +13,14 @@ from ...._core.errors import PullbackError
 from ....steps import QuadraticModel
 from ...checks import refuse_sparse
 from ..blocks.damping import Adaptive
+from ..blocks.ranks import Ranks
 from ..info import KFACInfo
 from ..source import ObjectiveSource, Source
 from ..statistics.sums import Key
 from . import steady
+from .control import Control
 from .learning import Learning
-from .look import Look, refuse_none
+from .look import Look, finite, refuse_none
 from .steady import Steady
 
 
@@ -34,9 +36,43 @@ class Moving(Learning):
     _info: KFACInfo
     _steady: Steady
     _look: Look | None
+    _ranks: Ranks
 
     def _forget(self) -> None:
         raise NotImplementedError
+
+    def _take(self, source: Source, *, told: bool) -> Any:
+        """One step; `told` says whether the forward pass knew that statistics are due."""
+        loss = source.evaluate()
+        self._owing = type(source) is Source and not told and self._due()
+        names = self._active()
+        low = self._ranks.low(self.curvature.inverses, self._by_name)
+        learning = self._gatherer.pool.calls > 0 or self._due()
+        if not learning and not low and self._steadily(source, names):
+            return loss
+        params: Any = {n: self._by_name[n] for own in names for n in own}
+        good, found = finite([p.grad for p in params.values()]), None
+        if learning and not low:
+            done, found = self._learn_steadily(source, names, good)
+            if done:
+                return loss
+        look = Look(source.loss, good, low)
+        if reason := look.reason():
+            return self._rejected(reason, loss)
+        taken = self._learn(source.found() if found is None else found)
+        # corrected eigenvalues belong to the old eigenbases: new ones serve from the next step on
+        self._invert(taken and not self.ekfac)
+        low = look.low()
+        if learning and not low and not self.ekfac and self._steadily(source, names, taken=taken):
+            return loss
+        directions = self.curvature.precondition(self._by_name, params, low)
+        optimizer: Any = self
+        control = Control(optimizer, params, directions, source)
+        accepted, reason = control.move()
+        if self.ekfac:
+            self._invert(taken)
+        self._done(accepted, reason, taken, control.ratio, *control.factors, len(low))
+        return loss
 
     def _done(self, accepted: bool, reason: str, taken: bool, *control: Any) -> None:
         self._memory["steps"] += 1
@@ -132,7 +168,7 @@ class Moving(Learning):
             own = []
             for p in group["params"]:
                 gradient = p.grad
-                if gradient is None or not p.requires_grad:
+                if gradient is None or not p.requires_grad or not p.numel():
                     continue
                 name = self._names[id(p)]
                 if gradient.layout is not torch.strided:

@@ -15,9 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...._core.space import compute_dtype
 from ..blocks.curvature import Curvature
+from ..blocks.group import Group
 from .control import momentum_of
-from .rooms import Plan, Rooms
+from .rooms import Plan, Rooms, Stack
 
 
 class Share:
@@ -125,12 +127,16 @@ class Program:
         self._given = self._found = Rooms(plan, some.device)
         if kl_clip is not None:
             self._found = Rooms(plan, some.device)
-        self._copies = [self._given.views[n] for n in self.names]
-        self._tasks = []
+        self._tasks: list[tuple[Group, list[tuple[str, Stack, Stack]]]] = []
+        #: parameters that are multiplied by themselves: what their gradients are read as
+        self._alone: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+        #: gradients that are read where they lie
+        self._there: dict[str, Tensor] = {}
         for block in blocks:
             block.check(parameters)
-            pairs = [(self._given.stack(*x), self._found.stack(*x)) for x in block.slabs]
-            self._tasks.append((block, pairs))
+            own = [(n[0], self._given.stack(n, s), self._found.stack(n, s)) for n, s in block.slabs]
+            self._tasks.append((block, own))
+            self._alone |= {n[0]: (block.dtype, s) for n, s in block.slabs if len(n) == 1}
         held = {n for x in blocks for n in x.names}
         self._loose = [n for n in self.names if n not in held]
         self._shares = [
@@ -154,25 +160,37 @@ class Program:
         """What a recording depends on beside memory."""
         return (self._limit, *(share.options for share in self._shares))
 
-    def fill(self) -> None:
-        """Bring rates and gradients to where the kernels read them."""
+    def fill(self, *, once: bool = False) -> None:
+        """Bring rates and gradients to where the kernels read them.
+
+        Where these run once, and nobody compares the directions with the gradients, a gradient
+        that is not stacked with others may stay where it is.
+        """
         for share in self._shares:
             share.set(self._state)
         self._given.hold()
         if self._found is not self._given:
             self._found.hold()
-        torch._foreach_copy_(self._copies, [p.grad for p in self.params])  # pyright: ignore[reportArgumentType]
+        given: Any = {n: p.grad for n, p in zip(self.names, self.params, strict=True)}
+        if once and self._found is self._given:
+            for name, (dtype, shape) in self._alone.items():
+                g = given.get(name)
+                if g is not None and g.dtype == dtype and g.is_contiguous():
+                    self._there[name] = given.pop(name).view(shape)
+        torch._foreach_copy_([self._given.views[n] for n in given], list(given.values()))
 
     def release(self) -> None:
         """Give back the memory that gradients were brought to."""
         self._given.release()
         self._found.release()
+        self._there = {}
 
     def run(self) -> None:
         """The step from gradients that were filled in."""
-        for block, pairs in self._tasks:
-            found = block.directions([g.read() for g, _ in pairs], [d.direct for _, d in pairs])
-            for (_, stack), whole in zip(pairs, found, strict=True):
+        for block, slabs in self._tasks:
+            given = [self._there[n] if n in self._there else g.read() for n, g, _ in slabs]
+            found = block.directions(given, [d.direct for *_, d in slabs])
+            for (*_, stack), whole in zip(slabs, found, strict=True):
                 stack.write(whole)
         self._run_loose()
         total = self._total()
@@ -201,7 +219,7 @@ class Program:
         """Σ η²⟨Δ, g⟩/δ, or some number that is finite where all directions are."""
         given, found = self._given.flat, self._found.flat
         if self._limit is None:
-            norms = [torch.linalg.vector_norm(t) for t in found.values()]
+            norms = [torch.linalg.vector_norm(t, dtype=compute_dtype(d)) for d, t in found.items()]
             return norms[0] if len(norms) == 1 else sum(norms[1:], norms[0])
         total = None
         for dtype, share, a, b in self._spans:

@@ -12,7 +12,7 @@ from ..blocks.curvature import Curvature
 from .look import Look
 from .program import Program
 
-_LARGEST = 2**26  # entries of all parameters up to which memory for them is kept to be replayed
+_LARGEST = 2**24  # entries of all parameters up to which memory for them is kept to be replayed
 _PATIENCE = 10
 
 
@@ -52,7 +52,7 @@ class Steady:
             self._program = program if self._keeps(place) else None
             if self._program is not None:
                 curvature.fixed = True
-        program.fill()
+        program.fill(once=program.entries > _LARGEST)
         if program.entries > _LARGEST:
             program.run()
             program.release()

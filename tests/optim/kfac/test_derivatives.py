@@ -1,0 +1,61 @@
+"""Losses on derivatives of the output in a plain loop: what they are told."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pullback as pb
+
+from .common import kfac, net
+
+
+def slope(model: nn.Module, x: Tensor, graph: bool = True) -> Tensor:
+    x = x.clone().requires_grad_()
+    return torch.autograd.grad(model(x).sum(), x, create_graph=graph)[0]
+
+
+def points() -> Tensor:
+    return torch.randn(6, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def test_a_loss_of_derivatives_alone_names_the_objective() -> None:
+    model = net()
+    opt = kfac(model, metric=pb.metrics.Euclidean())
+    before = [p.detach().clone() for p in model.parameters()]
+    slope(model, points()).square().mean().backward()
+    with pytest.raises(pb.PullbackError, match=r"step\(objective="):
+        opt.step()
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("one", [False, True])
+def test_derivatives_beside_the_output_warn(one: bool) -> None:
+    """In a call of their own, or by way of the same output."""
+    model, x = net(), points()
+    opt = kfac(model, metric=pb.metrics.Euclidean())
+    if one:
+        x.requires_grad_()
+        z = model(x)
+        g = torch.autograd.grad(z.sum(), x, create_graph=True)[0]
+    else:
+        z, g = model(x), slope(model, x)
+    (z.square().mean() + g.square().mean()).backward()
+    with pytest.warns(RuntimeWarning, match=r"step\(objective="):
+        opt.step()
+
+
+def test_gradients_by_inputs_that_no_loss_uses_do_not_warn() -> None:
+    model, x = net(), points()
+    opt = kfac(model, metric=pb.metrics.Euclidean(), statistics_every=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            opt.zero_grad()
+            attacked = x + 0.1 * slope(model, x, graph=False).sign()
+            model(attacked).square().mean().backward()
+            opt.step()
+    assert opt.info.taken
