@@ -62,7 +62,7 @@ class Conv(Layer):
         if sharing.reduce:
             seen = patches(module, x).transpose(1, 2)  # (B, places, G, I)
             if keep is not None:
-                keep = keep.view(len(keep), -1).expand(seen.shape[:2])
+                keep = keep.reshape(len(keep), -1).expand(seen.shape[:2])
                 keep = sharing.by_sample(keep).flatten(1)
             seen, kept = means(sharing.by_sample(seen, 3).flatten(1, 2), keep)
             return moments(seen.transpose(0, 1), sharing, kept)
@@ -124,8 +124,8 @@ class Conv(Layer):
 
 def _gathered(module: Any, x: Tensor, sharing: Sharing, keep: Tensor | None) -> Moments:
     """All patches of some samples at a time, of which those count that `keep` says."""
-    copied = prod(_places(module, x)) * x.shape[1] * prod(module.kernel_size) * x.element_size()
-    step, found = max(1, _TOGETHER // max(1, copied)), None
+    each = prod(_places(module, x)) * x.shape[1] * prod(module.kernel_size) * x.element_size()
+    step, found = max(1, _TOGETHER // max(1, each)), None
     masks = repeat(None) if keep is None else keep.split(step)
     for some, mask in zip(x.split(step), masks, strict=False):
         seen = patches(module, some).transpose(0, 1).flatten(1, 2)  # (G, B·places, I)

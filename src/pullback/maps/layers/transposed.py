@@ -201,7 +201,7 @@ class ConvTranspose(Layer):
     def inputs(self, module: Any, x: Tensor, sharing: Sharing, keep: Tensor | None) -> Moments:
         a = _inputs(module, x if x.ndim == 2 + len(module.kernel_size) else x[None])
         if keep is not None:
-            keep = keep.view(len(keep), -1).expand(len(a), a.shape[2])  # (B, places)
+            keep = keep.reshape(len(keep), -1).expand(len(a), a.shape[2])  # (B, places)
         if not sharing.reduce:
             kept = None if keep is None else keep.flatten()
             return moments(a.transpose(0, 1).flatten(1, 2), sharing, kept)
