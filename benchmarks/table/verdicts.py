@@ -29,10 +29,12 @@ def outcome(one: dict[str, Any]) -> str:
     return verdict["outcome"] if verdict else "no claim of the paper"
 
 
-def held(one: dict[str, Any], of_paper: bool = True) -> str:
-    """How many of the checks hold, of the paper's claims or of ours."""
-    checks = [c for c in one["summary"].get("checks", []) if c["of_paper"] == of_paper]
-    return f"{sum(c['holds'] for c in checks)} of {len(checks)}" if checks else "–"
+def held(one: dict[str, Any]) -> str:
+    """How many of the paper's claims hold, or of ours where there is none."""
+    checks = one["summary"].get("checks", [])
+    theirs = [c for c in checks if c["of_paper"]]
+    said = f"{sum(c['holds'] for c in theirs or checks)} of {len(theirs or checks)}"
+    return (said if theirs else f"{said}, ours") if checks else "–"
 
 
 def cited(paper: str) -> str:
@@ -54,12 +56,14 @@ def verdicts() -> Rows:
 
 
 def failures() -> Rows:
-    """What did not hold, with the number that says so."""
-    rows = [["experiment", "claim of the paper that does not hold", "evidence"]]
+    """What did not hold of the papers' claims, or of ours where there is none."""
+    rows = [["experiment", "claim that does not hold", "evidence"]]
     for name, one in experiments():
-        for check in one["summary"].get("checks", []):
-            if check["of_paper"] and not check["holds"]:
-                rows.append([f"`{name}`", check["claim"], check["numbers"]])
+        checks = one["summary"].get("checks", [])
+        for check in [c for c in checks if c["of_paper"]] or checks:
+            if not check["holds"]:
+                claim = check["claim"] if check["of_paper"] else f"{check['claim']} (ours)"
+                rows.append([f"`{name}`", claim, check["numbers"]])
     return rows
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks import table
 from benchmarks.table.environments import environments
-from benchmarks.table.numbers import RESULTS, times
+from benchmarks.table.numbers import RESULTS, record, times
 
 
 def test_every_table_agrees_with_its_record() -> None:
@@ -46,10 +46,12 @@ def test_numbers_in_the_limits() -> None:
     """What the README says in words."""
     rows = table.TABLES["costs"]()[1:]
     exact = [float(row[4].rstrip("×")) for row in rows if row[0] == "exact, sample space"]
-    kfac = [float(row[4].rstrip("×")) for row in rows if row[0] == "K-FAC" and row[6] == "H200"]
+    found = record("kfac-cuda")["results"]
+    resnet, gpt = (found[name]["ratio"] for name in ("resnet50", "gpt2"))
     text = " ".join((table.ROOT / "README.md").read_text("utf-8").split())
     assert f"{min(exact):.0f} to {max(exact):.0f} times SGD" in text
-    assert f"costs {min(kfac):.1f} to {max(kfac):.1f} baseline steps" in text
+    assert f"costs {resnet['10/100']:.2f} (ResNet-50) and {gpt['10/100']:.2f} (GPT-2)" in text
+    assert f"statistics {resnet['statistics']:.1f} and {gpt['statistics']:.1f} (aim: 2)" in text
 
 
 def test_the_tables_of_yins_problems_are_those_of_the_records() -> None:

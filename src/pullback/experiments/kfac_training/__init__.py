@@ -43,6 +43,7 @@ EXPERIMENTS = (
         task=AUTOENCODER,
         methods=LARGE,
         less=3.0,
+        ours=False,
     ),
     Training(
         name="kfac-convnet",
@@ -69,6 +70,7 @@ EXPERIMENTS = (
         quick_batch=64,
         search_seeds=(100,),
         fewer=1.0,
+        held=(True, True),  # hoped for: its full run is to come
         quick_held=(),
     ),
     Training(
@@ -87,6 +89,7 @@ EXPERIMENTS = (
         quick_batch=64,
         search_seeds=(100,),
         fewer=1.0,
+        held=(False, False),
         quick_held=(),
     ),
 )
