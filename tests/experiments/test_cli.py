@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 from pullback import pde
 from pullback.experiments import registry
 from pullback.experiments.cli import app
-from pullback.experiments.commands import bench, doctor, listing, record
+from pullback.experiments.commands import bench, doctor, listing, pace, record
 from pullback.experiments.framework import environment
 from pullback.pde.networks import Slabs
 
@@ -63,14 +63,20 @@ def test_an_output_that_lacks_characters_is_written_all_the_same() -> None:
     assert b"yin-2024-deep" in done.stdout
 
 
+def test_every_quick_version_has_an_expected_time(tmp_path: Path) -> None:
+    assert set(pace.QUICK) == set(registry.names())
+    told = [listing.known(registry.find(name), tmp_path) for name in registry.names()]
+    assert all(re.fullmatch(r"about .* \(quick\)", time) and not word for time, word in told)
+
+
 def test_solve_writes_and_goes_on(tmp_path: Path) -> None:
     arguments = ["solve", "ritz", "--seed", "3", "--out", str(tmp_path)]
     done = run.invoke(app, [*arguments, "--steps", "3"])
     assert done.exit_code == 0, done.output
     for word in ("Ritz 1D", "61 parameters", "all 3 steps were taken", "relative L²"):
         assert word in done.stdout
-    assert (tmp_path / "ritz.png").read_bytes()[:4] == b"\x89PNG"
-    first = json.loads((tmp_path / "ritz.json").read_text())
+    assert (tmp_path / "ritz-seed3.png").read_bytes()[:4] == b"\x89PNG"
+    first = json.loads((tmp_path / "ritz-seed3.json").read_text())
     assert first["config"]["seed"] == 3
     assert first["config"]["options"]["steps"] == 3
     assert len(first["history"]["loss"]) == first["result"]["steps"] == 3
@@ -78,13 +84,13 @@ def test_solve_writes_and_goes_on(tmp_path: Path) -> None:
 
     again = run.invoke(app, [*arguments, "--steps", "5"])
     assert "Going on from" in again.stdout
-    second = json.loads((tmp_path / "ritz.json").read_text())
+    second = json.loads((tmp_path / "ritz-seed3.json").read_text())
     assert second["history"]["loss"][:3] == first["history"]["loss"]
     assert len(second["history"]["loss"]) == 5
 
     fresh = run.invoke(app, [*arguments, "--steps", "2", "--fresh"])
     assert "Going on from" not in fresh.stdout
-    third = json.loads((tmp_path / "ritz.json").read_text())
+    third = json.loads((tmp_path / "ritz-seed3.json").read_text())
     assert third["history"]["loss"] == first["history"]["loss"][:2]
 
 

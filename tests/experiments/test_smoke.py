@@ -82,8 +82,9 @@ def test_quick(name: str, tmp_path: Path) -> None:
         pytest.importorskip("PIL")
         from pullback.experiments.learning.data import available
 
-        if not available("cifar10_test.npz"):
-            pytest.skip("PULLBACK_DATA names no folder with CIFAR-10")
+        file = "cifar100.npz" if "cifar100" in name else "cifar10_test.npz"
+        if not available(file):
+            pytest.skip(f"PULLBACK_DATA names no folder with {file}")
     begun = time.perf_counter()
     done = registry.find(name).run(True, out=tmp_path)
     assert done.status == 0, [str(c) for c in done.checks if not c.agrees]

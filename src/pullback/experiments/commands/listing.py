@@ -17,6 +17,7 @@ from .. import registry
 from ..framework import store
 from ..framework.experiment import Experiment
 from ..framework.progress import clocked
+from .pace import expected
 from .record import described, parameters
 
 _WIDE = 120  # characters, from which on columns leave room for sentences
@@ -60,7 +61,7 @@ def experiments(out: Path, width: int) -> RenderableType:
 
 
 def known(experiment: Experiment, out: Path) -> tuple[str, str]:
-    """How long the full run took here, else the quick one, and what it found."""
+    """How long the full run took here, else the quick one or may take, and what it found."""
     for quick in (False, True):
         path = out / f"{experiment.stem(quick)}.json"
         if not path.exists():
@@ -70,7 +71,8 @@ def known(experiment: Experiment, out: Path) -> tuple[str, str]:
         except (PullbackError, AttributeError, TypeError, ValueError, ArithmeticError):
             return "–", "unreadable"
         return f"{took}{' (quick)' if quick and took != '–' else ''}", word
-    return "–", ""
+    soon = expected(experiment.name)
+    return "–" if soon is None else f"about {clocked(soon)} (quick)", ""
 
 
 def _told(state: dict[str, Any]) -> tuple[str, str]:

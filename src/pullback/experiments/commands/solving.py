@@ -49,7 +49,8 @@ def solved(
         console.print(f"Interrupted. {left}", highlight=False, markup=False, soft_wrap=True)
         return True
     console.print(summary(solution))
-    picture, record = out / f"{name}.png", out / f"{name}.json"
+    stem = name if seed == 0 else f"{name}-seed{seed}"  # one does not overwrite the other
+    picture, record = out / f"{stem}.png", out / f"{stem}.json"
     solution.plot(picture)
     write(record, report(name, found, seed, device, options, solution))
     words = f"Written: {picture}, {record}, {kept}"
