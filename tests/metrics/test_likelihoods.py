@@ -378,3 +378,22 @@ def test_losses_that_say_nothing_of_the_classes_pass() -> None:
         Categorical().counted(z, g)
     both = z - z.mean(1, keepdim=True)
     Categorical().counted(z, both - both.mean(2, keepdim=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_loss_that_has_shown_its_classes_is_not_refused_later(dtype: torch.dtype) -> None:
+    """Cross-entropy and a smoothness of logits in time, of which the second is left in the end."""
+    y, one = torch.arange(12).view(3, 4) % 5, Categorical()
+    for z in (logits(3, 4, 5), 200 * F.one_hot(y, 5) + logits(3, 4, 5)):
+        z = z.to(dtype).requires_grad_()
+        smooth = (z[:, 1:] - z[:, :-1]).square().mean()
+        loss = F.cross_entropy(z.flatten(0, 1), y.flatten()) + 0.01 * smooth
+        (g,) = torch.autograd.grad(loss, z)
+        one.counted(z.detach(), g)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_random_signs_do_not_add_up_to_zero(dtype: torch.dtype) -> None:
+    z = logits(4, 2048, 3).to(dtype)
+    for _ in range(20):
+        Categorical().counted(z, torch.randn(z.shape).to(dtype))

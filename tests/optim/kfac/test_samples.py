@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import pullback as pb
 from pullback.maps.layers.layout import Layout, told
+from pullback.optim.kfac.statistics import measure
 from pullback.testing import assert_close
 from tests.optim.kfac import oracle as o
 
@@ -84,6 +85,24 @@ def test_it_does_not_matter_where_samples_stand(
     assert_close(grams[1], grams[0], 1e-12, how)
 
 
+@pytest.mark.parametrize("how", ["second", "folded", "folded-last"])
+@pytest.mark.parametrize("shape", [(2, 2), (2, 4), (3, 4)])
+def test_exact_covectors_are_of_single_positions(shape: tuple[int, int], how: str) -> None:
+    """The first one is of position 0, which stands in one place wherever the samples are."""
+    x, grams = torch.randn(*shape, 4) + 0.5, []
+    y = torch.arange(x[..., 0].numel()) % 4
+    for own in ("first", how):
+        torch.manual_seed(2)
+        model = Turned(own, *layers("LayerNorm"))
+        model.forward = lambda x, m=model: m.back(m.layers(m.there(x)), len(x))  # a class each
+        opt = o.optimizer(model, "categorical", statistics_every=1, ema=0.0, fisher="exact")
+        F.cross_entropy(model(x).flatten(0, 1), y).backward()
+        opt.step()
+        opt.close()
+        grams.append(opt.gram().dense())
+    assert_close(grams[1], grams[0], 1e-12, how)
+
+
 @pytest.mark.parametrize("how", ["folded", "folded-last"])
 @pytest.mark.parametrize("norm", [nn.BatchNorm1d, nn.Identity])
 def test_images_in_one_axis(norm: Callable[[int], nn.Module], how: str) -> None:
@@ -143,6 +162,28 @@ def test_another_number_of_samples_later() -> None:
     assert_close(opt.gram().dense(), want, 1e-12, "one film")
 
 
+@pytest.mark.parametrize("how", ["second", "folded", "folded-last"])
+@pytest.mark.parametrize("first", [(6, 1), (1, 3), (1, 1)])
+@pytest.mark.parametrize("kind", ["reduce", "LayerNorm"])
+def test_a_first_pass_that_could_not_tell(kind: str, first: tuple[int, int], how: str) -> None:
+    """One place each, or one sample: where the samples stand is seen in the next pass only."""
+    options: dict[str, Any] = {"sharing": "reduce"} if kind == "reduce" else {}
+    model = Turned(how, *layers(kind))
+    opt = o.optimizer(model, "categorical", statistics_every=1, ema=0.0, **options)
+    for shape in (first, (6, 3)):
+        torch.manual_seed(7)
+        x = torch.randn(*shape, 4)
+        opt.zero_grad()
+        before = {n: v.clone() for n, v in model.state_dict().items()}
+        F.cross_entropy(model(x), torch.arange(len(x)) % 3).backward()
+        opt._gatherer._generator = None  # the same targets
+        opt.step()
+    other = Turned("first", *layers(kind))
+    other.load_state_dict(before)
+    want = taken(other, x, **options).gram().dense()
+    assert_close(opt.gram().dense(), want, 1e-12, "films, after pictures")
+
+
 def test_told() -> None:
     chosen = torch.tensor([1, 0, 1, 0]) > 0
     delta = torch.randn(4, 4, 3) * chosen[:, None, None]
@@ -156,3 +197,30 @@ def test_told() -> None:
     assert told(torch.randn(4, 4, 3), chosen, 1) is None
     assert told(torch.zeros(4, 3), chosen, 1) is None
     assert told(torch.randn(7, 3), chosen, 1) is None
+
+
+class Wandering(nn.Module):
+    """A layer before a number of operations that may be another each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor, count: int) -> Tensor:
+        z = self.layer(x)
+        for _ in range(count):
+            z = z * 1.0
+        return z
+
+
+def test_so_many_ways_through_a_network_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "_WAYS", 3)
+    model = Wandering()
+    with pb.KFAC(model, 0.1, likelihood=pb.likelihoods.MSE(), statistics_every=1) as opt:
+        for count in (1, 2, 3, 4, 5, 1):
+            opt.zero_grad()
+            model(torch.randn(8, 3), count).square().mean().backward()
+            opt.step()
+            assert opt.info.taken
+        assert len(opt._gatherer._measure._known) == 3
+        assert {row.block for row in opt.coverage()} == {"kronecker"}

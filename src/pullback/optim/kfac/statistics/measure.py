@@ -22,11 +22,13 @@ from .known import Changed, Known, NotFinite, norms, settled
 from .pending import Root
 from .plan import Plan
 from .proof import Proof
-from .samples import located, unknown
+from .samples import located, sizes, unknown
 from .sums import Key, Sums, held_by
 from .sweep import Sweep
 from .tape import Tape
 from .taps import Replays
+
+_WAYS = 256  # through a network that are remembered
 
 
 class Measure:
@@ -115,6 +117,7 @@ class Measure:
             tuple(leaves),
             tuple(split.items()),
             tape.nodes,
+            sizes(tape.entries, self._sharing, self._samples(covector[0]), apart=self._apart),
         )
         rest = (keep, edges, inputs, coupling, split)
         known = self._known.get(signature)
@@ -130,6 +133,8 @@ class Measure:
         assert isinstance(known, Known)
         if known.settled:
             self._known[signature] = known
+            if len(self._known) > _WAYS:
+                del self._known[next(iter(self._known))]
 
     def _sweep(
         self,
@@ -160,7 +165,7 @@ class Measure:
         sweep = Sweep(
             tape.entries, self._sharing, keep, inputs=inputs, aims=goals,
             basis=basis_by(tape.entries, self.bases), proof=proof, coupling=coupling,
-            samples=covector[0].shape[min(self._sharing.batch_dim, covector[0].ndim - 1)],
+            samples=self._samples(covector[0]),
         )  # fmt: skip
         asked = list(leaves) if plan is None else [n for n in plan.plain if n in leaves]
         ends = [] if known is None else known.last
@@ -203,6 +208,9 @@ class Measure:
         if known is not None:
             return True
         return Known(plan, goals, met, last(root, edges[:count]), settled(plan, truth))
+
+    def _samples(self, covector: Tensor) -> int:
+        return covector.shape[min(self._sharing.batch_dim, covector.ndim - 1)]
 
     def _establish(
         self,

@@ -38,6 +38,7 @@ def located(
 ) -> list[str]:
     """By use: empty where the axis tells, the kind of a `Layout`, or `UNKNOWN`.
 
+    The covector shows the output's shape: one of the metric's may be that of a single position.
     `apart` says that all layers have to tell samples apart, and not only gains and shifts.
     """
     axis = min(sharing.batch_dim, covector.ndim - 1)
@@ -63,11 +64,19 @@ def located(
     ]
     try:
         mask = chosen.view([-1 if i == axis else 1 for i in range(covector.ndim)])
-        pulled(root, covector * mask, list(leaves.values()))
+        pulled(root, _everywhere(covector).mul_(mask), list(leaves.values()))
     finally:
         for handle in handles:
             handle.remove()
     return out
+
+
+def sizes(
+    entries: Sequence[Entry], sharing: Sharing, samples: int, *, apart: bool
+) -> tuple[bool, ...]:
+    """What a pass lets `located` tell: of one sample, or one place each, not as much as of more."""
+    some = [e for e in entries if apart or e.layer.curvature == "units"]
+    return (samples == 1, *[_shown(e, sharing, samples) for e in some])
 
 
 def unknown(entries: Sequence[Entry], layouts: Sequence[str]) -> dict[str, str]:
@@ -92,6 +101,12 @@ def _doubtful(entry: Entry, sharing: Sharing, samples: int) -> bool:
 def _shown(entry: Entry, sharing: Sharing, samples: int) -> bool:
     """Whether the output's axis of samples has their number here as well."""
     return entry.shape[samples_axis(entry, sharing)] == samples
+
+
+def _everywhere(covector: Tensor) -> Tensor:
+    """One at all positions, about as long at each as the metric's, and always the same."""
+    random = torch.Generator(covector.device).manual_seed(0)
+    return torch.empty_like(covector).normal_(0, covector.shape[-1] ** -0.5, generator=random)
 
 
 def _some(samples: int) -> Tensor:
