@@ -223,4 +223,4 @@ def test_so_many_ways_through_a_network_are_remembered(monkeypatch: pytest.Monke
             opt.step()
             assert opt.info.taken
         assert len(opt._gatherer._measure._known) == 3
-        assert {row.block for row in opt.coverage()} == {"kronecker"}
+        assert {row.block for row in opt.coverage()} == {"kronecker (2 ⊗ 4)"}

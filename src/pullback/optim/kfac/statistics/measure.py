@@ -122,8 +122,7 @@ class Measure:
         rest = (keep, edges, inputs, coupling, split)
         known = self._known.get(signature)
         if known is not None:
-            done = self._sweep(root, covector, tape, leaves, sums, known, *rest)
-            if done:
+            if self._sweep(root, covector, tape, leaves, sums, known, *rest):
                 return
             if not covector:
                 del self._known[signature]
