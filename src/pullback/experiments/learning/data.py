@@ -2,6 +2,7 @@
 
     mnist.npz, fashion_mnist.npz   train_images (60000, 28, 28) uint8, train_labels, test_images, …
     cifar10_{train_a,train_b,test}.npz   webp, offsets, labels: lossless sheets of 500 images
+    cifar100.npz                   as mnist.npz, with train_images (50000, 32, 32, 3)
     tiny_shakespeare.txt.gz        see `text`
     digits8x8.npz                  images (1797, 8, 8) 0..16, labels; or scikit-learn's
 
