@@ -38,6 +38,22 @@ def test_products_of_halves_are_summed_in_float32(dtype: torch.dtype, groups: in
         assert float((got - want).norm() / want.norm()) < 1e-6
 
 
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("sliced", [False, True])
+def test_long_sums_in_float32(sliced: bool, groups: int) -> None:
+    """Rows may be parts of longer ones; no kernel loses digits by adding up one by one."""
+    rows = torch.randn(groups, 120, 60_000)
+    x = rows[:, :100, 3:50_003] if sliced else rows[:, :100].contiguous()
+    for y in (x, x[:, :10], rows[:, 100:, : x.shape[2]]):
+        want = x.double() @ y.double().mT
+        out = torch.zeros(want.shape[1:])
+        products.add_cross(out, x[0], y[0])
+        for got, right in ((products.products(x, y), want), (out, want[0])):
+            assert float((got - right).norm() / right.norm()) < 1e-6
+    want = x[0].double() @ x[0].double().T
+    assert float((gram(x[0]) - want).norm() / want.norm()) < 1e-6
+
+
 def test_halves_add_up_and_the_high_one_fits_tf32() -> None:
     x = torch.randn(50, 60)
     for m in (x, x.T, x[::2, ::3]):

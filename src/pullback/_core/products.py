@@ -40,9 +40,18 @@ def _by_rows(x: Tensor) -> Tensor:
     n = x.shape[0]
     out = x.new_empty(n, n)
     for a, b in panels(n, x):
-        torch.mm(x[a:b], x[:b].T, out=out[a:b, :b])
+        _into(out[a:b, :b], x[a:b], x[:b])
         out[:a, a:b] = out[a:b, :a].T
     return out
+
+
+def _into(out: Tensor, x: Tensor, y: Tensor) -> None:
+    """X Yᵀ there, written as its transpose column by column.
+
+    It is the same call of BLAS. Rows are not left to it by torch on ARM: its kernels there copy
+    slices first, and err by 2e-5 where 1e5 float32 numbers are added up, a hundred times as much.
+    """
+    torch.mm(y, x.T, out=out.T)
 
 
 def panels(n: int, like: Tensor) -> list[tuple[int, int]]:
@@ -78,7 +87,7 @@ def add_cross(out: Tensor, x: Tensor, y: Tensor) -> None:
         if split:
             _accumulate(out[start:, a:b], [p[start:] for p in one], [p[a:b].T for p in two])
         else:
-            out[start:, a:b].addmm_(x[start:], y[a:b].T)
+            out[start:, a:b].T.addmm_(y[a:b], x[start:].T)  # as in `_into`
 
 
 def moment(x: Tensor) -> Tensor:
@@ -98,9 +107,14 @@ def products(x: Tensor, y: Tensor) -> Tensor:
                 return torch.mm(x[0], y[0].T, out_dtype=torch.float32)[None]
             return torch.bmm(x, y.mT, out_dtype=torch.float32)
         x, y = x.float(), x.float() if y is x else y.float()
-    if x.shape[0] != 1:
+    groups, n, _ = x.shape
+    if groups == 1 and (x.device.type != "cpu" or (y is x and len(panels(n, x)) > 1)):
+        return cross(one := x[0], one if y is x else y[0])[None]
+    if groups > 1 and (x.device.type != "cpu" or torch.backends.mkl.is_available()):
         return torch.bmm(x, y.mT)
-    return cross(a := x[0], a if y is x else y[0])[None]
+    out = x.new_empty(groups, n, y.shape[1])
+    torch.bmm(y, x.mT, out=out.mT)  # as in `_into`
+    return out
 
 
 def cross(x: Tensor, y: Tensor) -> Tensor:

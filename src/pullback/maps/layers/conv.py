@@ -115,7 +115,10 @@ class Conv(Layer):
             return channel_moment(d)
         if _by_samples(d, module.groups) and not sharing.reduce and d.shape[1] <= sharing.longest:
             d = d.flatten(2)
-            return torch.addbmm(d.new_zeros(1, 1), d, d.mT, beta=0)[None]
+            # its transpose: torch's kernels for rows are slow on ARM, and inexact in long sums
+            out = d.new_empty(c := d.shape[1], c)
+            torch.addbmm(d.new_zeros(1, 1), d, d.mT, beta=0, out=out.T)
+            return out[None]
         d = d.unflatten(1, (module.groups, -1)).flatten(3)  # (B, G, O, places)
         if sharing.reduce:
             return second_moment(sharing.by_sample(d.sum(3), 2).sum(1).transpose(0, 1), sharing)
