@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..._core.space import compute_dtype
 from .base import Block, RowsBlock
+from .fused import channel_sums, norm_sums
 from .moments import Sharing
 from .registry import Layer, Use, register
 from .units import Kept, UnitSums, finished, second_moments
@@ -124,6 +125,11 @@ class TrailingNorm(Scale):
         if x.ndim != 3 or len(module.normalized_shape) > 1 or elsewhere:
             return super().unit_sums(module, x, delta, roles, sharing, kept)
         dtype, by = compute_dtype(delta.dtype), {}
+        centered = not isinstance(module, nn.RMSNorm)
+        eps = torch.finfo(dtype).eps if module.eps is None else module.eps
+        if (found := norm_sums(x, delta, eps, centered=centered)) is not None:
+            both = {"weight": found[0], "bias": found[1]}
+            return UnitSums({r: both[r] for r in roles}, tuple(roles))
         for role in roles:
             value = delta
             if role == "weight":
@@ -189,6 +195,8 @@ def _channel_sums(x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
     They are the gradients of N·C gains and shifts of what is not normalized any further, which one
     pass over x and δ gives where no precision is lost on the way.
     """
+    if (found := channel_sums(x, delta)) is not None:
+        return found
     (n, c, *space), dtype = x.shape, compute_dtype(delta.dtype)
     places = prod(space)
     if x.dtype == delta.dtype == dtype and x.is_contiguous() and delta.is_contiguous():
