@@ -37,3 +37,20 @@ def test_without_places() -> None:
     found = moments.stacked([torch.zeros(0, 3), torch.zeros(0, 3)])
     assert [m.second.abs().sum() + m.first.abs().sum() for m in found] == [0, 0]
     assert [m.places for m in found] == [0, 0]
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("n", [16, 2040, 2048, 2304, 3072])
+def test_large_products_by_halves(n: int, dtype: torch.dtype) -> None:
+    x = torch.randn(513, n, device="cuda").to(dtype)
+    out = torch.full((n, n), torch.nan, device="cuda")
+    moments.product_into(out, x)
+    want = x.double().T @ x.double()
+    torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-3)
+    found = moments.stacked([x, x + 1])
+    torch.testing.assert_close(
+        found[1].first[0].double(), (x + 1).double().sum(0), rtol=1e-5, atol=1e-3
+    )
+    torch.testing.assert_close(found[0].second[0].double(), want, rtol=1e-5, atol=1e-3)

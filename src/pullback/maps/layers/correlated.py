@@ -8,10 +8,10 @@ v the offsets (0, 1 or 2 on each axis) and places s of the image,
 
 At u = 0 the last line of an axis is not seen, at u = 2 the first one, and x[s + v − u] lies within
 the image only where v = u on that axis: so the correction is the moment of that line's own patches.
-R is the weight gradient of a 5×5 convolution whose cotangent is its input, which takes 25 products
-of C×C blocks instead of 81, and copies no patch. What follows is small, and done for all inputs of
-one shape at once. (On a CPU that is no faster than sliding, and adds up in a row, with larger
-errors.)
+R[−d] = R[d]ᵀ, and the lower half of R is the weight gradient of a 3×5 convolution whose cotangent
+is its input, which takes 15 products of C×C blocks instead of 81, and copies no patch. What follows
+is small, and done for all inputs of one shape at once. (On a CPU that is no faster than sliding,
+and adds up in a row, with larger errors.)
 """
 
 from __future__ import annotations
@@ -44,9 +44,10 @@ def correlated_moment(x: Tensor) -> Tensor:
 def correlated_moments(some: Sequence[Tensor]) -> Tensor:
     """The same for several inputs of one shape: (K, 9C, 9C)."""
     k, c = len(some), some[0].shape[1]
-    weight = some[0].new_empty(1).expand(c, c, 5, 5)
+    weight = some[0].new_empty(1).expand(c, c, 3, 5)
     with _as_products(weight):
-        r = torch.stack([_correlation(x, weight) for x in some]).contiguous()
+        lower = torch.stack([_correlation(x, weight) for x in some])
+    r = torch.cat([lower[..., 1:, :].flip(3, 4).transpose(1, 2), lower], 3).contiguous()
     # at u, v goes through the 3×3 steps of R from 2 − u on: nine pieces that are put side by side
     sizes, steps = (k * c, c, 3, 3), (25 * c, 25, 5, 1)
     pieces = [r.as_strided(sizes, steps, 12 - 5 * i - j) for i in range(3) for j in range(3)]
@@ -60,9 +61,10 @@ def correlated_moments(some: Sequence[Tensor]) -> Tensor:
 
 
 def _correlation(x: Tensor, weight: Tensor) -> Tensor:
-    """R (C, C, 5, 5), at d + 2; of the weight nothing but its shape is used."""
+    """R (C, C, 3, 5) at d + (0, 2), d ≥ 0 along columns; of the weight only the shape is used."""
+    seen = torch.cat([x, x.new_zeros(*x.shape[:2], 2, x.shape[3])], 2)
     return torch.ops.aten.convolution_backward.default(
-        x, x, weight, None, [1, 1], [2, 2], [1, 1], False, [0, 0], 1, [False, True, False]
+        x, seen, weight, None, [1, 1], [0, 2], [1, 1], False, [0, 0], 1, [False, True, False]
     )[1]
 
 
@@ -91,13 +93,22 @@ def _moments(seen: Tensor, count: int) -> Tensor:
     return found.view(-1, count, *seen.shape[1:3], *seen.shape[1:3])
 
 
+def rounds_apart() -> bool:
+    """Whether torch rounds to TF32 in convolutions and not in products, as it does by default."""
+    backends: Any = torch.backends
+    return (
+        backends.cuda.matmul.fp32_precision != "tf32"
+        and backends.cudnn.conv.fp32_precision != "ieee"
+    )
+
+
 @contextlib.contextmanager
 def _as_products(x: Tensor) -> Iterator[None]:
-    """Convolutions as precise as products: by default torch rounds to TF32 in the former alone."""
-    backends: Any = torch.backends
-    if not x.is_cuda or backends.cuda.matmul.fp32_precision == "tf32":
+    """Convolutions as precise as products."""
+    if not x.is_cuda or not rounds_apart():
         yield
         return
+    backends: Any = torch.backends
     before = backends.cudnn.conv.fp32_precision
     backends.cudnn.conv.fp32_precision = "ieee"
     try:

@@ -20,6 +20,7 @@ from ..._core.space import compute_dtype
 from .correlated import correlated_moment, correlates
 
 _MEMORY = 2**27  # bytes unfolded at a time
+_ALIGNED = 8  # entries that lines of patches are a multiple of: tensor cores read no others
 
 
 def line_moment(module: Any, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -52,9 +53,10 @@ def line_moment(module: Any, x: Tensor) -> tuple[Tensor, Tensor]:
 
 def _gathered_moment(module: Any, x: Tensor, plain: bool) -> tuple[Tensor, Tensor | None]:
     """Σ a aᵀ and Σ a with offsets before channels; the patches are gone with the call."""
-    seen = _unfolded(module, x)
-    second = moment(seen)
-    return second, None if plain else seen.sum(0, dtype=second.dtype)
+    width = prod(module.kernel_size) * x.shape[-1]
+    seen = _unfolded(module, x, _ALIGNED)
+    second = moment(seen)[:width, :width]
+    return second, None if plain else seen[:, :width].sum(0, dtype=second.dtype)
 
 
 def left_out(second: Tensor) -> Tensor:
@@ -135,8 +137,11 @@ def _by_samples(x: Tensor) -> bool:
     return fewer and n > 1 and x.is_contiguous()
 
 
-def _unfolded(module: Any, x: Tensor) -> Tensor:
-    """The patches of padded (B, *space, C), (B·places, kernel·C): offsets before channels."""
+def _unfolded(module: Any, x: Tensor, aligned: int = 1) -> Tensor:
+    """The patches of padded (B, *space, C), (B·places, kernel·C): offsets before channels.
+
+    Lines are filled up with zeros to a multiple of `aligned`.
+    """
     shape, strides = [x.shape[0]], [x.stride(0)]
     offsets, steps = [], []
     axes = zip(module.kernel_size, module.stride, module.dilation, strict=True)
@@ -147,7 +152,13 @@ def _unfolded(module: Any, x: Tensor) -> Tensor:
         steps.append(d * x.stride(i))
     wide = x.shape[-1]
     seen = x.as_strided((*shape, *offsets, wide), (*strides, *steps, 1), x.storage_offset())
-    return seen.reshape(prod(shape), prod(offsets) * wide)
+    places, width = prod(shape), prod(offsets) * wide
+    if not width % aligned:
+        return seen.reshape(places, width)
+    out = x.new_empty(places, -(-width // aligned) * aligned)
+    out[:, :width].view(seen.shape).copy_(seen)
+    out[:, width:].zero_()
+    return out
 
 
 def _channels_last(module: Any, x: Tensor) -> Tensor:

@@ -8,15 +8,16 @@ With inputs ā_nt and cotangents δ_nt at the places t of sample n, the Gram of 
 and by *reduction* adds up first, Σ_n (Σ_t δ)(Σ_t δ)ᵀ ⊗ mean_n (mean_t ā)(mean_t ā)ᵀ. Expansion is
 exact for deep linear nets whose loss is a sum over places, reduction where the places are averaged.
 
-Means are over the places that *count*. Where the loss ignores some of the output's, these are the
-others and all that have a cotangent: one learns from an ignored prompt as well, by way of what
-attends to it, and from padding not.
+Means are over the places that *count*: all of them, unless the loss ignores some of the output's.
+Then these are the others and all that have a cotangent (see `counted`): one learns from an ignored
+prompt as well, by way of what attends to it, and from padding not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from ..._core.products import moment
 from ..._core.space import compute_dtype
 from .layout import Layout
 
+_LARGE = 2048  # features from which on a symmetric product is formed by halves
 _TOGETHER = 2**26  # bytes of inputs that are copied to be multiplied at once
 
 
@@ -74,12 +76,24 @@ def counted(delta: Tensor, keep: Tensor, axis: int = -1) -> Tensor:
 
     `keep` says which places of the model's output the loss counts, (N, *places). A layer whose
     places begin like these keeps the same. Elsewhere they are others (an encoder's beside those of
-    a decoder, an image's before it is pooled), and δ alone tells, unless there is none at all.
+    a decoder, an image's before it is pooled), and a sample's are all kept if its outputs are: so
+    all count where nothing is ignored, padded sources too, and a target that is ignored leaves out
+    none but places of its own sample. Where no axis is as long as the samples' (rows that an expert
+    was given), δ alone tells, unless there is none at all.
     """
     reached = delta.any(axis)
     if keep.shape == reached.shape[: keep.ndim]:
         return reached | keep.view(*keep.shape, *[1] * (reached.ndim - keep.ndim))
+    if (agree := _agree(keep.shape, reached.shape)) is not None:
+        whole = keep.movedim(agree[0], 0).flatten(1).all(1)
+        reached = reached | whole.view([-1 if i == agree[1] else 1 for i in range(reached.ndim)])
     return reached | ~reached.any()
+
+
+def _agree(one: torch.Size, two: torch.Size) -> tuple[int, int] | None:
+    """An axis of each with the same length, the same axis where possible."""
+    found = [(i, j) for i, a in enumerate(one) for j, b in enumerate(two) if a == b]
+    return min(found, key=lambda pair: pair[0] != pair[1], default=None)
 
 
 def means(x: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -127,22 +141,43 @@ def stacked(uses: Sequence[Tensor], keep: Sequence[Tensor] | None = None) -> lis
             product_into(second[a, 0], rows[0])
         else:
             products_into(second[a : a + step, 0], rows)
-        torch.sum(rows, 1, dtype=torch.float32, out=first[a : a + step, 0])
+        ones = _ones(rows.shape[1], rows.dtype, rows.device).expand(len(some), -1, -1)
+        _batched_into(first[a : a + step], ones, rows)
     stack, each = (second, first), zip(second.unbind(), first.unbind(), places, strict=True)
     return [Moments(*one, stack) for one in each]
 
 
+@lru_cache(8)
+def _ones(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.ones(1, 1, n, dtype=dtype, device=device)
+
+
 def product_into(out: Tensor, x: Tensor) -> None:
-    """XᵀX of (P, n) in half precision, accumulated and written in float32."""
-    torch.mm(x.T, x, out_dtype=torch.float32, out=out)
+    """XᵀX of (P, n) in half precision, accumulated and written in float32.
+
+    Of a large one the halves' own products and the one between them: that is three quarters of it.
+    """
+    n, h = x.shape[1], x.shape[1] // 2
+    if n < _LARGE or n % 16:
+        torch.mm(x.T, x, out_dtype=torch.float32, out=out)
+        return
+    both, corner = x.unflatten(1, (2, h)).transpose(0, 1), out[:h, h:]
+    own = out.as_strided((2, h, h), (h * (out.stride(0) + 1), *out.stride()))
+    torch.bmm(both.mT, both, out_dtype=torch.float32, out=own)
+    torch.mm(x[:, :h].T, x[:, h:], out_dtype=torch.float32, out=corner)
+    out[h:, :h] = corner.T
 
 
 def products_into(out: Tensor, x: Tensor) -> None:
     """The same of each (P, n) in (K, P, n), at once; of single precision as well."""
+    _batched_into(out, x.mT, x)
+
+
+def _batched_into(out: Tensor, x: Tensor, y: Tensor) -> None:
     if x.dtype == out.dtype:
-        torch.bmm(x.mT, x, out=out)
+        torch.bmm(x, y, out=out)
     else:
-        torch.bmm(x.mT, x, out_dtype=out.dtype, out=out)
+        torch.bmm(x, y, out_dtype=out.dtype, out=out)
 
 
 def moments(
