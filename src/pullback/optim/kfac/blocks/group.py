@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from ..statistics.sums import Key
 from .inverse import Inverse, applied, applied_to_units, bordered, solved
 from .layout import refuse_shape
+from .rounded import Rounded
 
 _ALIGNED = 8  # entries that rows of a factor are a multiple of: tensor cores read no others
 
@@ -53,7 +55,7 @@ class Group:
         for name, whole in stacked.items():
             for member, piece in zip(every, whole.split(self._counts), strict=True):
                 setattr(member, name, piece)
-        self._all = first if alone else Inverse(**{"left": None, **stacked}, factors=first.factors)
+        self._all = first if alone else replace(first, **stacked)
 
     def __call__(
         self, gradients: Mapping[str, Tensor], like: Mapping[str, Tensor]
@@ -72,12 +74,8 @@ class Group:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the inverses."""
-        return self._some.dtype
-
-    @property
-    def _some(self) -> Tensor:
-        return next(t for t in self._all.tensors().values() if t is not None)
+        """Of what it is applied to."""
+        return self._all.dtype
 
     @property
     def slabs(self) -> list[tuple[list[str], tuple[int, ...]]]:
@@ -126,15 +124,16 @@ class Group:
     def _stacked(self, gradients: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> list[Tensor]:
         """The members' gradients, as `slabs` says; a missing one is zero."""
         self.check(like)
-        some, out = self._some, []
+        dtype, out = self.dtype, []
+        some = next(t for t in self._all.tensors().values() if t is not None)
         for role in range(self._roles):
             pieces = []
             for i, key in enumerate(self.keys):
                 g = gradients.get(key.names[role])
                 if g is None:
-                    pieces.append(some.new_zeros(self._shape(i, role)))
+                    pieces.append(some.new_zeros(self._shape(i, role), dtype=dtype))
                 else:
-                    pieces.append(g.to(some.dtype).reshape(self._shape(i, role)))
+                    pieces.append(g.to(dtype).reshape(self._shape(i, role)))
             out.append(pieces[0] if len(pieces) == 1 else torch.cat(pieces))
         return out if self._kronecker else [torch.stack(out)]
 
@@ -146,6 +145,8 @@ class Group:
         if not self._kronecker:
             return [applied_to_units(self._all, stacks[0], out[0])]
         v, b = stacks[0], stacks[1] if len(stacks) > 1 else None
+        if isinstance(self._all, Rounded):
+            return self._all(v, b, *out)
         if self._all.factors:
             return solved(self._all, v, b)
         return applied(self._all, v, b, *out, tall=self._tall)

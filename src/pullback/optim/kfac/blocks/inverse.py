@@ -50,7 +50,16 @@ class Inverse:
 
     def tensors(self) -> dict[str, Tensor | None]:
         """All that is held."""
-        return {n: t for n, t in vars(self).items() if n != "factors"}
+        return {n: t for n, t in vars(self).items() if not isinstance(t, bool)}
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the gradients that it is applied to."""
+        return next(t.dtype for t in self.tensors().values() if t is not None)
+
+    def widened(self) -> Inverse:
+        """The same with sides that can be multiplied by as they are."""
+        return self
 
     def moved(self, *to: Any) -> Inverse:
         """The same on another device or in another dtype."""
@@ -59,18 +68,18 @@ class Inverse:
 
     def renewals(self, other: Inverse) -> list[tuple[Tensor, Tensor]] | None:
         """What to copy where, to take over another one's values in the same memory."""
-        pairs = list(zip(self.tensors().values(), other.tensors().values(), strict=True))
-        same = all(t is None or u is None or t.shape == u.shape for t, u in pairs)
-        if self.kind != other.kind or not same:
+        if self.kind != other.kind:
             return None
-        return [(held, new) for held, new in pairs if held is not None and new is not None]
+        pairs = zip(self.tensors().values(), other.tensors().values(), strict=True)
+        found = [(held, new) for held, new in pairs if held is not None and new is not None]
+        return found if all(held.shape == new.shape for held, new in found) else None
 
     @property
     def kind(self) -> tuple[object, ...]:
         """Inverses of the same kind are applied together."""
-        held = self.tensors().values()
-        shapes = [None if t is None else (*t.shape[1:], t.dtype, t.device) for t in held]
-        return (self.factors, *shapes)
+        held = vars(self).values()
+        shapes = [(*t.shape[1:], t.dtype, t.device) if isinstance(t, Tensor) else t for t in held]
+        return (type(self), *shapes)
 
     @property
     def alone(self) -> bool:

@@ -15,6 +15,7 @@ from .damping import Damping
 from .group import Group
 from .inverse import Inverse
 from .layout import together
+from .rounded import shortened
 
 _GROWTH, _TRIES = 10.0, 8
 
@@ -189,16 +190,18 @@ class Inversion:
     def _accept(self, found: dict[Key, Inverse]) -> None:
         """Take over new inverses, in the same memory where kernels were recorded there."""
         copies: list[tuple[Tensor, Tensor]] = []
-        for key, inverse in found.items():
+        for key, inverse in shortened(found).items():
             held = self.inverses.get(key)
             pairs = held.renewals(inverse) if self.fixed and held is not None else None
             if pairs is None:
                 self.inverses[key], self._groups = inverse, None
             else:
                 copies += pairs
-        if copies:
-            copies = together(copies)
-            torch._foreach_copy_([held for held, _ in copies], [new for _, new in copies])
+        by_dtype: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
+        for pair in together(copies):
+            by_dtype.setdefault(pair[0].dtype, []).append(pair)
+        for some in by_dtype.values():  # one kernel knows one dtype
+            torch._foreach_copy_([held for held, _ in some], [new for _, new in some])
 
 
 def _means(every: Sequence[Tensor]) -> list[Tensor]:

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from ...._core.capture import plain
 from ...._core.space import compute_dtype
-from ....grams.kronecker import sides
 from ..statistics.sums import Key
 from .inverse import Inverse
 
@@ -71,6 +70,7 @@ class Low:
 
     def __call__(self, inverse: Inverse) -> list[Tensor]:
         """R⁻¹ΔᵀāC⁻¹: weight (O, I), and bias (O,) where it is joined."""
+        inverse = inverse.widened()
         left, right = inverse.left, inverse.right
         assert left is not None
         assert right is not None
@@ -147,7 +147,7 @@ class Ranks:
             if held is not None and usable and pays(weight, held.places):
                 biases = [parameters[n].grad for n in key.names[1:]]
                 if all(b is not None for b in biases) and inverse.left is not None:
-                    out[key] = _low(held, weight.grad, biases, sides.diagonal(inverse.left).dtype)
+                    out[key] = _low(held, weight.grad, biases, inverse.dtype)
         return out
 
 

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from ..statistics.sums import Key
 from .curvature import Curvature
 from .inverse import Inverse
+from .rounded import rounded
 
 #: what multiplies a parameter: a tensor that is broadcast to it, and whether it comes with the
 #: layer's outputs (else with its inputs), which tells where it has a single entry
@@ -58,7 +59,11 @@ def rescale_(
             _averages(values, left, right)
         average.value = own
         if inverse is not None:
-            _inverse(inverse, left, right)
+            wide = inverse.widened()
+            _inverse(wide, left, right)
+            if wide is not inverse:
+                for room, new in inverse.renewals(rounded([wide])[0]) or ():
+                    room.copy_(new)
             if correction is not None:
                 _unturned(correction.value["values"], inverse, 1 / left, 1 / right)
 
