@@ -80,7 +80,7 @@ def test_the_same_training(recorder, halves, monkeypatch, options) -> None:
 
 
 def held(average: Average) -> list[Any]:
-    return list(average._held.values())
+    return list(average.held.values())
 
 
 @pytest.mark.parametrize("spoiled", [(), (4, 6), (10,)])

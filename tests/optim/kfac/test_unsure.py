@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import pullback as pb
 from pullback.optim.kfac.statistics import sweep
 from pullback.optim.kfac.statistics.gather import Gatherer
-from pullback.optim.kfac.stepping import steady
+from pullback.optim.kfac.stepping import moving, steady
 
 
 def model() -> nn.Sequential:
@@ -77,9 +77,9 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
     calls, plain = [], Learning._learn_unsure
 
-    def learn(self: Learning, *args: Any) -> bool:
-        calls.append(plain(self, *args))
-        return calls[-1]
+    def learn(self: Learning, *args: Any) -> None:
+        plain(self, *args)
+        calls.append(True)
 
     monkeypatch.setattr(Learning, "_learn_unsure", learn)
     return calls
@@ -136,6 +136,44 @@ def test_a_gradient_that_is_not_finite_leaves_everything(counted: list[bool]) ->
     assert held == [(a.mass, a.count) for a in opt.curvature.averages.values()]
     assert memory == dict(opt._memory)
     assert opt.statistics_due
+
+
+def test_a_direction_that_is_not_finite_leaves_everything(counted: list[bool]) -> None:
+    opt, _ = run(True, steps=10)
+    before = [t.clone() for t in state(opt)]
+    held = [(a.mass, a.count) for a in opt.curvature.averages.values()]
+    memory = dict(opt._memory)
+    inverse = next(iter(opt.curvature.inverses.values()))
+    assert inverse.left is not None
+    inverse.left.fill_(torch.inf)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(steady, "usable", lambda params: True)
+        x = torch.randn(6, 2, 4, 4, dtype=torch.float64)
+        opt.zero_grad()
+        F.cross_entropy(opt.model(x), torch.arange(6) % 4).backward()
+        opt.step()
+    assert counted[-1]
+    assert not opt.info.accepted
+    assert all(torch.equal(a, b) for a, b in zip(before, state(opt), strict=True))
+    assert held == [(a.mass, a.count) for a in opt.curvature.averages.values()]
+    assert memory == dict(opt._memory)
+
+
+def test_the_move_alone_looks_at_the_gradients(
+    counted: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked, plain = [], moving.finite
+
+    def finite(tensors: Any) -> Tensor:
+        looked.append(len(tensors))
+        return plain(tensors)
+
+    monkeypatch.setattr(moving, "finite", finite)
+    opt, _ = run(True, steps=9)
+    taken = opt._memory["taken"]
+    assert taken == 5
+    assert len(looked) == taken - len(counted)
+    assert counted
 
 
 def test_statistics_that_were_lost_are_taken_when_the_next_pass_knows(counted: list[bool]) -> None:

@@ -11,7 +11,9 @@ from torch.nn import functional as F
 
 from ....grams.kronecker import Block, Pair, Units, merged, sides
 from ..statistics.sums import Key
+from .entering import begin
 from .halves import Half, halved
+from .runs import apart
 
 
 class Average:
@@ -41,92 +43,82 @@ class Average:
     @property
     def value(self) -> dict[str, Tensor]:
         """The average by name, copies of what is held otherwise."""
-        return {n: v.whole() if isinstance(v, Half) else v for n, v in self._held.items()}
+        return {n: v.whole() if isinstance(v, Half) else v for n, v in self.held.items()}
 
     @value.setter
     def value(self, value: Mapping[str, Tensor]) -> None:
-        self._held: dict[str, Tensor | Half] = {
-            n: Half.of(v) if self._symmetric and halved(v) else v for n, v in value.items()
-        }
+        #: the average by name, perhaps in one piece of memory with those of other blocks
+        self.held: dict[str, Tensor | Half] = {n: self.as_held(v) for n, v in value.items()}
+
+    def as_held(self, v: Tensor) -> Tensor | Half:
+        """How such a part of an average is held."""
+        return Half.of(v) if self._symmetric and halved(v) else v
 
     @property
     def shapes(self) -> dict[str, torch.Size]:
         """Of the average."""
-        return {n: v.shape for n, v in self._held.items()}
+        return {n: v.shape for n, v in self.held.items()}
 
     @property
     def memory(self) -> list[Tensor]:
         """All that is held, the average first."""
-        own = [v.memory if isinstance(v, Half) else v for v in self._held.values()]
+        own = [v.memory if isinstance(v, Half) else v for v in self.held.values()]
         return [*own, *(self.mean or {}).values()]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy or a pickle has memory of its own."""
+        held = {
+            n: Half(apart(v.memory), v.low) if isinstance(v, Half) else apart(v)
+            for n, v in self.held.items()
+        }
+        return {**vars(self), "held": held}
 
     def state_dict(self) -> dict[str, Any]:
         """What it is made from."""
-        return {"value": self.value, "mass": self.mass, "mean": self.mean, "count": self.count}
+        value = {n: apart(v) for n, v in self.value.items()}
+        return {"value": value, "mass": self.mass, "mean": self.mean, "count": self.count}
 
     def update(self, new: Mapping[str, Tensor], ema: float, *, plain: bool) -> None:
         """value ← ema·value + (1 − ema)·new."""
-        if not self._fits(new):
-            self._held, self.mass, self.mean, self.count = {}, 0.0, None, 0
-        if not self._held:
-            self.value = {n: (1 - ema) * v if ema else v.clone() for n, v in new.items()}
+        if not self.fits(new):
+            begin([(self, new)], ema)
         else:
-            for held, v in self.pairs(new):
-                held.lerp_(v, 1 - ema)
-        self.counts(ema)
-        if plain:
-            if self.mean is None:
-                self.mean = {n: v.clone() for n, v in self.corrected().items()}
-            else:
-                for name, v in new.items():
-                    self.mean[name].lerp_(v, 1 / self.count)
+            for name, v in new.items():
+                held = self.held[name]
+                if isinstance(held, Half):
+                    held.memory.lerp_(Half.of(v).memory, 1 - ema)
+                else:
+                    held.lerp_(v, 1 - ema)
+        self.count_in(new, ema, plain=plain)
 
-    def joins(
-        self,
-        new: Mapping[str, Tensor],
-        ema: float,
-        pairs: list[tuple[Tensor, Tensor]],
-        *,
-        plain: bool,
-    ) -> bool:
-        """Whether `update` is but an interpolation, left to be done with those of other blocks."""
-        if plain or not self._fits(new):
-            return False
-        pairs += self.pairs(new)
-        self.counts(ema)
-        return True
-
-    def pairs(self, new: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """The memory of what is held, and what is to enter there."""
-        both = [(self._held[n], v) for n, v in new.items()]
-        return [(h.memory, Half.of(v).memory) if isinstance(h, Half) else (h, v) for h, v in both]
+    def clear(self, new: Mapping[str, Tensor]) -> None:
+        """Forget all; these themselves are held, to be replaced."""
+        self.held = {name: v for name, v in new.items()}
+        self.mass, self.mean, self.count = 0.0, None, 0
 
     def counts(self, ema: float) -> None:
         """One more set of statistics is in the average."""
         self.mass = ema * self.mass + 1 - ema
         self.count += 1
 
-    def alike(self, new: Mapping[str, Tensor]) -> bool:
-        """Whether they fit and lie in memory as those that are held."""
-        if self._held.keys() != new.keys():
-            return False
-        for name, v in self._held.items():
-            w = new[name]
-            memory = v.memory if isinstance(v, Half) else v
-            if v.shape != w.shape or (memory is v and memory.stride() != w.stride()):
-                return False
-            if memory.dtype != w.dtype or memory.device != w.device:
-                return False
-        return True
+    def count_in(self, new: Mapping[str, Tensor], ema: float, *, plain: bool) -> None:
+        """The same, and they are in the plain mean as well where it is wanted."""
+        self.counts(ema)
+        if not plain:
+            return
+        if self.mean is None:
+            self.mean = self.corrected()
+            return
+        for name, v in new.items():
+            self.mean[name].lerp_(v, 1 / self.count)
 
-    def _fits(self, new: Mapping[str, Tensor]) -> bool:
-        held = self._held
-        return held.keys() == new.keys() and all(held[n].shape == v.shape for n, v in new.items())
+    def fits(self, new: Mapping[str, Tensor]) -> bool:
+        """Whether they are of the same names and shapes."""
+        held = self.held
+        return held.keys() == new.keys() and all([held[n].shape == v.shape for n, v in new.items()])
 
     def corrected(self) -> dict[str, Tensor]:
-        """The average without the weight of the empty beginning."""
-        if self.mass == 1.0:
-            return self.value
+        """The average without the weight of the empty beginning, in memory of its own."""
         return {n: v / self.mass for n, v in self.value.items()}
 
     def moved(self, device: torch.device, dtype: torch.dtype) -> None:
@@ -134,54 +126,6 @@ class Average:
         self.value = {n: v.to(device, dtype) for n, v in self.value.items()}
         if self.mean is not None:
             self.mean = {n: v.to(device, dtype) for n, v in self.mean.items()}
-
-
-class Unsure:
-    """One more set of statistics in the averages, if the device finds it good.
-
-    The memory of averages that stay is not touched; `undo` makes them what they were.
-
-    Args:
-        averages: of all blocks.
-        found: statistics of some, for which `fit` holds.
-        ema: the weight of the past.
-        broken: 1 where they are not to be taken up, a float32 number on the device.
-    """
-
-    def __init__(
-        self,
-        averages: Mapping[Key, Average],
-        found: Mapping[Key, Mapping[str, Tensor]],
-        ema: float,
-        broken: Tensor,
-    ) -> None:
-        kinds: dict[object, tuple[list[Tensor], list[Tensor]]] = {}
-        self._before: list[tuple[Average, float, int]] = []
-        for key, new in found.items():
-            average = averages[key]
-            self._before.append((average, average.mass, average.count))
-            average.counts(ema)
-            for held, v in average.pairs(new):
-                values, news = kinds.setdefault((v.device, v.dtype), ([], []))
-                values.append(held)
-                news.append(v)
-        for values, news in kinds.values():
-            # v − (1 − ema)(v − new), by the one kernel that knows of a flag on the device
-            torch._fused_sgd_(
-                values, news, [], weight_decay=1.0, momentum=0.0, lr=1 - ema, dampening=0.0,
-                nesterov=False, maximize=True, is_first_step=False, grad_scale=None,
-                found_inf=broken.to(values[0].device),
-            )  # fmt: skip
-
-    @staticmethod
-    def fit(averages: Mapping[Key, Average], found: Mapping[Key, Mapping[str, Tensor]]) -> bool:
-        """Whether these are the same statistics as before, of which averages are held already."""
-        return all(k in averages and averages[k].alike(new) for k, new in found.items())
-
-    def undo(self) -> None:
-        """The statistics were not good."""
-        for average, mass, count in self._before:
-            average.mass, average.count = mass, count
 
 
 def block_of(key: Key, held: Mapping[str, Tensor]) -> Block:

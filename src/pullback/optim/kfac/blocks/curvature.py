@@ -13,9 +13,11 @@ from ....grams.kronecker import Block, Rotated
 from ..statistics.sums import Key
 from .averages import Average
 from .damping import Damping
+from .entering import Entering, Unsure, take_up
 from .group import Group
 from .inverse import Inverse, turned
 from .inversion import Inversion
+from .rounded import Rounded
 
 
 class Curvature(Inversion):
@@ -31,10 +33,12 @@ class Curvature(Inversion):
         #: whether inverses stay where they are in memory, because kernels were recorded there
         self.fixed = False
         self._groups: list[Group] | None = None
+        #: where the last statistics entered
+        self._entering: Entering | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """A pickle does not keep that the inverses are views of the groups' memory."""
-        return {**vars(self), "_groups": None, "fixed": False}
+        """A pickle does not keep that averages and inverses are views of common memory."""
+        return {**vars(self), "_groups": None, "_entering": None, "fixed": False}
 
     def take(
         self, found: Mapping[Key, dict[str, Tensor]], ema: float, damping: Damping, value: float
@@ -46,17 +50,26 @@ class Curvature(Inversion):
             for old in {holders[n] for n in key.names if holders.get(n, key) != key}:
                 if old in self.averages:
                     self.drop(old)  # a bias was frozen, say, and the weight is by itself now
-        pairs: list[tuple[Tensor, Tensor]] = []
+        pairs: list[tuple[Average, dict[str, Tensor]]] = []
         for key, new in found.items():
             squares = new.pop("squares") if key.kind == "kronecker" and "squares" in new else None
             self.follow(key, next(iter(new.values()), None))
-            average = self.averages.setdefault(key, Average())
-            if not average.joins(new, ema, pairs, plain=damping.referenced):
-                average.update(new, ema, plain=damping.referenced)
+            pairs.append((self.averages.setdefault(key, Average()), new))
             if squares is not None:
                 self.correct(key, squares, ema, value)
-        if pairs:
-            torch._foreach_lerp_([v for v, _ in pairs], [n for _, n in pairs], 1 - ema)
+        plain = damping.referenced
+        self._entering = take_up(pairs, ema, plain=plain, last=self._entering)
+
+    def unsure(self, found: Mapping[Key, dict[str, Tensor]]) -> Unsure | None:
+        """The same left to the device, if averages of just such statistics are held already."""
+        known = [average for key in found if (average := self.averages.get(key)) is not None]
+        if len(known) < len(found):
+            return None
+        met = Entering.of(list(zip(known, found.values(), strict=True)), self._entering)
+        if met is None:
+            return None
+        self._entering, new = met
+        return Unsure(known, self._entering, new) if self._entering.alike(new) else None
 
     def precondition(
         self,
@@ -151,7 +164,7 @@ class Curvature(Inversion):
         """Forget a block whose parameters belong to another one now."""
         for held in (self.averages, self.inverses, self.corrections, self.notes):
             held.pop(key, None)
-        self._groups = None
+        self._groups = self._entering = None
 
     def kept(self, *, averages: bool) -> dict[str, dict[Key, Any]]:
         """What `restore` goes back to; averages are copied only if they are going to change."""
@@ -168,7 +181,7 @@ class Curvature(Inversion):
             now = getattr(self, name)  # others hold the dict itself
             now.clear()
             now.update(own)
-        self._groups = None
+        self._groups = self._entering = None
 
     def memory(self) -> dict[str, int]:
         """Bytes held, by what for."""
@@ -205,7 +218,8 @@ class Curvature(Inversion):
             key = Key(kind, tuple(names), bias)
             self.averages[key] = Average(**item["average"])
             if item["inverse"] is not None:
-                self.inverses[key] = Inverse(**item["inverse"])
+                own = item["inverse"]
+                self.inverses[key] = (Rounded if "rows" in own else Inverse)(**own)
             if item["correction"] is not None:
                 self.corrections[key] = Average(**item["correction"], symmetric=False)
             if item["note"] is not None:
@@ -221,6 +235,7 @@ class Curvature(Inversion):
         if (held.device, held.dtype) == to:
             return
         average.moved(*to)
+        self._entering = None
         if key in self.corrections:
             self.corrections[key].moved(*to)
         if (inverse := self.inverses.get(key)) is not None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -39,11 +40,15 @@ class Half:
             out[:, k, : k + 1] = side[:, k, : k + 1]
         return cls(out, low)
 
-    @property
+    @cached_property
     def shape(self) -> torch.Size:
         """(G, n, n)."""
         groups, m, wide = self.memory.shape
         return torch.Size((groups, m + wide // 2, m + wide // 2))
+
+    def chunk(self, count: int) -> list[Half]:
+        """As many parts of the same memory, along the first axis."""
+        return [Half(part, self.low) for part in self.memory.chunk(count)]
 
     def whole(self) -> Tensor:
         """The matrices, (G, n, n)."""

@@ -115,8 +115,7 @@ def averaged(
             own[right] = second
             factors.append((second, factor))
             if key.joint and m.second.ndim == 3:
-                like = (m.second.shape, m.second.dtype, m.second.device)
-                joint.setdefault(like, []).append((own, left, m))
+                joint.setdefault(_like(m), []).append((own, left, m))
             elif key.joint or isinstance(m.places, Tensor):
                 own[left] = _mean(m, key.joint)
             else:
@@ -180,6 +179,11 @@ def _homogeneous(some: Sequence[Moments]) -> Sequence[Tensor]:
     out[..., n, :n] = out[..., :n, n] = first
     out[..., n, n] = 1
     return out.unbind()
+
+
+def _like(m: Moments) -> object:
+    """The same for those that can be written to one piece of memory."""
+    return (m.second.shape, m.second.dtype, m.second.device) if m.stack is None else id(m.stack)
 
 
 def _stack(some: Sequence[Moments]) -> tuple[Tensor, Tensor] | None:

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from ...._core.errors import PullbackError
 from ....grams.kronecker.sides import diagonal
-from ..blocks.averages import Unsure
 from ..blocks.curvature import Curvature
 from ..blocks.damping import Damping
+from ..blocks.entering import Unsure
+from ..blocks.runs import in_runs
 from ..statistics.gather import Gatherer
 from ..statistics.sums import Key
 from .look import Look, finite
@@ -58,26 +59,26 @@ class Learning:
         self._memory["taken"] += 1
         return True
 
-    def _learn_unsure(self, found: dict[Key, dict[str, Tensor]], good: Tensor) -> bool:
-        """The same without waiting for the device, which leaves the averages if it must.
+    def _unsure_of(self, found: dict[Key, dict[str, Tensor]]) -> Unsure | None:
+        """The same statistics, to be taken up without waiting for the device.
 
         Only where nothing else depends on it: where inverses are to be renewed it is better to
         wait, and a block that is new has no averages yet. (Averages that mostly forget would keep
         the round-off of what they forgot.)
         """
-        held, forgets = self.curvature, self.ema < 0.5
+        forgets = self.ema < 0.5
         if self.ekfac or self.damping.referenced or forgets:
-            return False
-        if self._to_invert(self._memory["taken"] + 1):
-            return False
-        if not found or not Unsure.fit(held.averages, found):
-            return False
-        self._skipped = False
-        good = good & finite(_telling([t for x in found.values() for t in x.values()]))
-        unsure = Unsure(held.averages, found, self.ema, (~good).to(torch.float32))
+            return None
+        if not found or self._to_invert(self._memory["taken"] + 1):
+            return None
+        return self.curvature.unsure(found)
+
+    def _learn_unsure(self, unsure: Unsure, good: Tensor) -> None:
+        """Take them up where they are finite and `good` holds, which the device alone knows yet."""
+        good = good & finite(unsure.form())
+        unsure.enter(self.ema, (~good).to(torch.float32))
         self._memory["taken"] += 1
         self._unsure = Look(None, good), unsure
-        return True
 
     def _settle_statistics(self, accepted: bool) -> bool:
         """Take notice of statistics that were not finite, if the last ones were such."""
@@ -138,7 +139,8 @@ def _telling(moments: list[Tensor]) -> list[Tensor]:
 
     On a GPU many contiguous tensors are looked at in one launch, which diagonals are not.
     """
-    return [t if t.is_cuda else diagonal(t) for t in moments]
+    here = [diagonal(t) for t in moments if not t.is_cuda]
+    return here + in_runs([t for t in moments if t.is_cuda])
 
 
 def on_cpu(parameters: Mapping[str, Tensor]) -> bool:

@@ -16,12 +16,11 @@ from ..statistics.sums import Key
 
 def finite(tensors: Sequence[Tensor]) -> Tensor:
     """Whether all entries are finite, as a tensor."""
-    with torch.no_grad():
-        norms = torch._foreach_norm(list(tensors))
-        kinds = {(n.dtype, n.device) for n in norms}
-        if torch.float16 in (dtypes := {dtype for dtype, _ in kinds}):  # norms overflow there
-            wide = torch.float64 if torch.float64 in dtypes else torch.float32
-            norms = torch._foreach_norm(list(tensors), 2, wide)
+    norms = torch._foreach_norm(list(tensors))
+    kinds = {(n.dtype, n.device) for n in norms}
+    if torch.float16 in (dtypes := {dtype for dtype, _ in kinds}):  # norms overflow there
+        wide = torch.float64 if torch.float64 in dtypes else torch.float32
+        norms = torch._foreach_norm(list(tensors), 2, wide)
     if len(kinds) > 1:
         norms = [n.to(norms[0].device, torch.float64) for n in norms]
     nothing = torch.stack(list(norms)).sum() * 0  # or NaN
@@ -52,7 +51,7 @@ class Look:
     def __init__(
         self, loss: float | None, good: Tensor, low: Mapping[Key, Low] | None = None
     ) -> None:
-        self._loss, self._low = loss, low or {}
+        self._loss, self._low, self.good = loss, low or {}, good
         flags = good.view(1)
         if self._low:
             flags = torch.stack([good, *(x.holds.to(good.device) for x in self._low.values())])

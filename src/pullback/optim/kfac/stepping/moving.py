@@ -47,16 +47,15 @@ class Moving(Learning):
         self._owing = type(source) is Source and not told and self._due()
         names = self._active()
         low = self._ranks.low(self.curvature.inverses, self._by_name)
-        learning = self._gatherer.pool.calls > 0 or self._due()
+        learning, found = self._gatherer.pool.calls > 0 or self._due(), None
         if not learning and not low and self._steadily(source, names):
             return loss
-        params: Any = {n: self._by_name[n] for own in names for n in own}
-        good, found = finite([p.grad for p in params.values()]), None
         if learning and not low:
-            done, found = self._learn_steadily(source, names, good)
+            done, found = self._learn_steadily(source, names)
             if done:
                 return loss
-        look = Look(source.loss, good, low)
+        params: Any = {n: self._by_name[n] for own in names for n in own}
+        look = Look(source.loss, finite([p.grad for p in params.values()]), low)
         if reason := look.reason():
             return self._rejected(reason, loss)
         taken = self._learn(source.found() if found is None else found)
@@ -114,20 +113,23 @@ class Moving(Learning):
         return "again" not in self._memory and self.curvature.complete
 
     def _learn_steadily(
-        self, source: Source, names: list[list[str]], good: Tensor
+        self, source: Source, names: list[list[str]]
     ) -> tuple[bool, dict[Key, dict[str, Tensor]] | None]:
-        """Statistics and the move without waiting, and what was gathered where that cannot be.
+        """The move and statistics without waiting, and what was gathered where that cannot be.
 
-        `good` says on the device whether all gradients are finite.
+        Statistics of gradients that move nothing are left, which the move itself finds out.
         """
-        params = [self._by_name[n] for own in names for n in own]
         gathered = self._gatherer.pool.sums and not isinstance(source, ObjectiveSource)
-        if not gathered or not self._unattended(source) or not steady.usable(params):
+        some = [self._by_name[own[0]] for own in names if own]
+        if not gathered or not self._unattended(source) or not steady.usable(some):
             return False, None
         found = self._gathered()
-        if not self._learn_unsure(found, good):
+        unsure = self._unsure_of(found)
+        if unsure is None or not self._steadily(source, names, taken=True):
             return False, found
-        return self._steadily(source, names, taken=True), None
+        assert self._look is not None
+        self._learn_unsure(unsure, self._look.good)
+        return True, None
 
     @property
     def statistics_due(self) -> bool:
@@ -163,15 +165,15 @@ class Moving(Learning):
 
     def _active(self) -> list[list[str]]:
         """The names of the parameters with a gradient, per param group."""
-        out, shapes = [], self._shapes
+        out, shapes, names, strided = [], self._shapes, self._names, torch.strided
         for group in self.param_groups:
             own = []
             for p in group["params"]:
                 gradient = p.grad
                 if gradient is None or not p.requires_grad or not p.numel():
                     continue
-                name = self._names[id(p)]
-                if gradient.layout is not torch.strided:
+                name = names[id(p)]
+                if gradient.layout is not strided:
                     refuse_sparse(name, gradient)
                 if p.shape != shapes[name]:
                     raise PullbackError(

@@ -68,7 +68,7 @@ class Share:
         square = 1.0 if self._limit is None else lr * lr / self._limit
         for i, value in enumerate((lr, 1 - lr * decay, square)):
             if isinstance(value, Tensor):
-                self.rates[i].copy_(value, non_blocking=True)
+                self.rates[i].copy_(value.reshape(()), non_blocking=True)
             elif value != self._now[i]:
                 self.rates[i].fill_(value)
                 self._now[i] = value
