@@ -39,9 +39,9 @@ class Shifted(nn.Module):
 def pulls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     calls, plain = [], Measure.pull
 
-    def pull(self: Measure, *args: Any, **kwargs: Any) -> None:
+    def pull(self: Measure, *args: Any, **kwargs: Any) -> Any:
         calls.append(1)
-        plain(self, *args, **kwargs)
+        return plain(self, *args, **kwargs)
 
     monkeypatch.setattr(Measure, "pull", pull)
     return calls

@@ -334,7 +334,7 @@ def test_parameters_in_odd_places() -> None:
         assert rows[name].block == "diagonal"
         assert "no layer with known structure" in rows[name].reason
     assert rows["unused"].block == "gradient"
-    assert "no forward pass" in rows["unused"].reason
+    assert "no output" in rows["unused"].reason
     assert torch.equal(unused, model.unused)
     assert not torch.equal(start, vector(model))
     assert str(opt.coverage()).count("\n") == len(rows)

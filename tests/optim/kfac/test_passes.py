@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import pullback as pb
 from pullback.likelihoods.categorical import chosen
-from pullback.optim.kfac.statistics import measure, pending
+from pullback.optim.kfac.statistics import descent, pending
 from pullback.optim.kfac.statistics.measure import Measure
 
 Averages = dict[str, Tensor]
@@ -113,18 +113,18 @@ def test_a_large_covector_is_let_go_below_the_head(
     monkeypatch.setattr(pending, "_LARGE", 1)
     covectors: list[Any] = []
     alive: list[bool] = []
-    pull, pulled = Measure.pull, measure.pulled
+    pull, pulled = Measure.pull, descent.pulled
 
-    def spy(self: Measure, root: Any, covector: list[Tensor], *args: Any, **kwargs: Any) -> None:
-        covectors[:] = [weakref.ref(covector[0].untyped_storage())]
-        pull(self, root, covector, *args, **kwargs)
+    def spy(self: Measure, way: descent.Descent, sums: Any) -> Any:
+        covectors[:] = [weakref.ref(way.covector[0].untyped_storage())]
+        return pull(self, way, sums)
 
     def below(root: Any, covector: Tensor, targets: Any) -> Any:
         alive.append(covectors[0]() is not None)
         return pulled(root, covector, targets)
 
     monkeypatch.setattr(Measure, "pull", spy)
-    monkeypatch.setattr(measure, "pulled", below)
+    monkeypatch.setattr(descent, "pulled", below)
     agree(want, learned(tower(torch.relu, bias=bias), 3))
     assert alive == [True, False, False]
 

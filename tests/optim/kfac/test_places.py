@@ -41,16 +41,19 @@ class Attending(nn.Module):
 
 
 class Translating(nn.Module):
-    """A decoder that looks at an encoder, whose places are others."""
+    """A decoder that looks at an encoder, whose places are others, some of them padding."""
 
-    def __init__(self, length: int) -> None:
+    def __init__(self, length: int, padding: int = 0) -> None:
         super().__init__()
         self.source = torch.randn(4, length, 3)
+        ends = length - torch.tensor([0, padding, padding, padding // 2])
+        self.padding = torch.arange(length) >= ends[:, None]
         self.encoder, self.words, self.last = nn.Linear(3, 6), nn.Embedding(7, 6), nn.Linear(6, 5)
 
     def forward(self, x: Tensor) -> Tensor:
         memory, h = torch.tanh(self.encoder(self.source)), self.words(x)
-        return self.last(torch.tanh(h + torch.softmax(h @ memory.mT, -1) @ memory))
+        scores = (h @ memory.mT).masked_fill(self.padding[:, None], -inf)
+        return self.last(torch.tanh(h + torch.softmax(scores, -1) @ memory))
 
 
 class Pixels(nn.Module):
@@ -89,6 +92,11 @@ def prompts() -> Tensor:
     return keep & ~((torch.arange(4) == 2)[:, None] & (torch.arange(6) > 3))
 
 
+def some_ends() -> Tensor:
+    """All of two samples, not all of the others."""
+    return torch.arange(6) < torch.tensor([6, 6, 4, 5])[:, None]
+
+
 def left_out() -> Tensor:
     """One image as a whole, and most of another one."""
     keep = torch.ones(4, 6, 6) > 0
@@ -100,6 +108,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], Callable[[
     "prompts": (Attending, tokens, prompts),
     "encoder of the same length": (lambda: Translating(6), tokens, lambda: ~prompts()),
     "encoder of another length": (lambda: Translating(5), tokens, prompts),
+    "padded sources": (lambda: Translating(9, 4), tokens, prompts),
+    "padded sources, sentences without padding": (lambda: Translating(9, 4), tokens, some_ends),
     "pixels": (Pixels, lambda: torch.randn(4, 2, 6, 6), left_out),
     "images": (Images, lambda: torch.randn(4, 2, 6), lambda: torch.arange(4) != 1),
 }
@@ -129,6 +139,8 @@ def input_sides(model: nn.Module, x: Tensor, keep: Tensor) -> dict[str, Tensor]:
             mask = keep[:, None] | mask.any(1, keepdim=True).expand(mask.shape)
         elif keep.shape[1:].numel() == mask.shape[1] and keep.shape[1:] == _places(use):
             mask = mask | keep.flatten(1)
+        else:  # other places: those of samples of which nothing is ignored
+            mask = mask | keep.flatten(1).all(1)[:, None]
         a = o.inputs(use.module, use.x) * mask[:, :, None, None]
         found[names[id(use.module.weight)]] = o.moments(a) / mask.sum()
     return found
@@ -196,6 +208,19 @@ def test_ignored_samples_change_nothing(sharing: str) -> None:
     assert_close(got.gram().dense(), want, 1e-12, "three more images")
 
 
+def test_an_ignored_target_leaves_out_none_but_its_samples_padded_sources() -> None:
+    """They count where nothing is ignored: nobody looks at cotangents then."""
+    model, x, y = Translating(9, 4), tokens(), torch.randint(0, 5, (4, 6))
+    every = model.source.flatten(0, 1)
+    side = held(taken(model, x, y))["encoder.weight"][0]
+    assert_close(side, every.T @ every / len(every), 1e-12, "all of them")
+    y[1, 3] = -100
+    counts = ~(model.padding & (torch.arange(4) == 1)[:, None])
+    some = model.source[counts]
+    side = held(taken(model, x, y))["encoder.weight"][0]
+    assert_close(side, some.T @ some / len(some), 1e-12, "without the second sample's padding")
+
+
 def test_counted() -> None:
     delta = torch.zeros(3, 2, 4)
     delta[0, 1, 2], delta[2, 0, 3] = 1e-300, torch.nan
@@ -206,6 +231,12 @@ def test_counted() -> None:
     assert torch.equal(counted(delta.mT, felt, 1), felt)
     assert torch.equal(counted(delta, felt.T), felt)  # other places
     assert counted(torch.zeros(3, 2, 4), felt.T).all()  # which nobody tells apart
+    longer = torch.tensor([[1, 1, 0], [1, 1, 1], [0, 0, 0]]) > 0  # of the same samples
+    assert torch.equal(counted(delta, longer), felt | keep[:, None])
+    assert torch.equal(counted(delta.movedim(0, 1), longer.T), (felt | keep[:, None]).T)
+    longer = longer[:, [0, 1, 2, 2]]
+    assert torch.equal(counted(delta.movedim(0, 1), longer), (felt | keep[:, None]).T)  # turned
+    assert counted(delta, torch.ones(3, 5) > 0).all()
 
 
 def test_means() -> None:

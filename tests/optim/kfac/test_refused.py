@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -74,6 +75,41 @@ def test_a_groups_labels_and_schedulers_notes_are_welcome() -> None:
     again.load_state_dict(kfac(net()).state_dict())
     train(opt, model, 2)
     assert opt.param_groups[0]["name"] == "first"
+
+
+RATES: list[tuple[str, Any]] = [
+    ("lr", "0.1"), ("lr", [0.1]), ("lr", None), ("lr", True), ("lr", float("nan")), ("lr", -0.1),
+    ("lr", torch.inf), ("lr", torch.ones(2)), ("lr", torch.tensor(-1.0)), ("lr", torch.tensor(1j)),
+    ("momentum", 1.0), ("momentum", "0.9"), ("weight_decay", -1), ("weight_decay", {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value"), RATES)
+def test_rates_put_into_groups_by_hand(name: str, value: Any) -> None:
+    model = net()
+    opt = kfac(model)
+    train(opt, model, 2)
+    before, good = vector(model), opt.param_groups[0][name]
+    opt.param_groups[0][name] = value
+    with refused(f"{name}= is not usable", "got", "Use a number"):
+        train(opt, model)
+    assert torch.equal(vector(model), before)
+    opt.param_groups[0][name] = good
+    train(opt, model)
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.float64, torch.tensor, int])
+def test_rates_of_other_types(kind: Any) -> None:
+    values = []
+    for value in (kind(0.25) if kind is not int else 0, 0.25 if kind is not int else 0.0):
+        torch.manual_seed(0)
+        model = net()
+        opt = kfac(model)
+        for name in ("lr", "momentum", "weight_decay"):
+            opt.param_groups[0][name] = value
+        train(opt, model, 3)
+        values.append(vector(model))
+    assert torch.equal(*values)
 
 
 def test_groups_that_are_none() -> None:
@@ -241,3 +277,28 @@ def test_parameters_without_entries_are_left_aside(options: dict[str, Any]) -> N
     x, y = batch()
     one, two = (gram(Empty(there), x, y, F.cross_entropy, **options) for there in (True, False))
     torch.testing.assert_close(one, two)
+
+
+class Odd(nn.Module):
+    """Gives what no metric is of."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layer, self.kind = nn.Linear(3, 2), kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.layer(x)
+        if self.kind == "complex":
+            return torch.complex(z, z)
+        if self.kind == "nested":
+            return torch.nested.as_nested_tensor([z[:2], z[2:]], layout=torch.jagged)
+        return z.to_sparse()
+
+
+@pytest.mark.parametrize("kind", ["complex", "nested", "sparse_coo"])
+def test_outputs_that_no_metric_is_of(kind: str) -> None:
+    model = Odd(kind)
+    opt = pb.KFAC(model, 0.1)
+    with pytest.raises(pb.PullbackError, match=f"output is a {kind} tensor"):
+        model(torch.randn(5, 3))
+    opt.close()

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from math import isfinite
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import inf, isfinite
+from numbers import Real
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from ..._core.capture import plain
 from ..._core.errors import PullbackError
+from ...likelihoods import Likelihood
+from ...metrics import Euclidean, Fisher, Metric, as_metric
 from ...steps import QuadraticModel
 from ..checks import refuse_parameter
+from .blocks.damping import Damping, as_damping
 
 _CHOICES = {
     "fisher": ("mc", "exact", "empirical"),
@@ -21,7 +25,8 @@ _CHOICES = {
     "reduction": ("mean", "sum"),
 }
 #: what is read from a param group, and what it may be labeled with, by schedulers too
-_OPTIONS = ("lr", "momentum", "weight_decay")
+_BELOW = {"lr": inf, "momentum": 1.0, "weight_decay": inf}
+_OPTIONS = (*_BELOW,)
 _LABELS = (
     "params", "param_names", "name", "initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum",
     "max_momentum",
@@ -75,6 +80,49 @@ def check_group(group: Mapping[str, Any]) -> None:
                 "Give it to KFAC itself where it is one of its options, or leave it out",
             )
     check(**{name: group[name] for name in _OPTIONS if name in group})
+
+
+def check_rates(groups: Iterable[Mapping[str, Any]]) -> None:
+    """Raise for options that schedulers or hands have made unusable since."""
+    for group in groups:
+        for name in _OPTIONS:
+            value = group.get(name)
+            if type(value) is not float or not 0 <= value < _BELOW[name]:
+                check(**{name: _plain(value)})
+
+
+def _plain(value: Any) -> Any:
+    """A number of numpy's or torch's as one of Python's; for one on a GPU nobody waits."""
+    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
+        return 0.0 if value.device.type != "cpu" else value.item()
+    return float(value) if isinstance(value, Real) and not isinstance(value, bool) else value
+
+
+def metric_of(
+    likelihood: Likelihood | None, metric: Metric | Callable[[Tensor], Tensor] | None
+) -> Metric:
+    """The one that was given, by default that of ½‖·‖²."""
+    if likelihood is None:
+        return as_metric(Euclidean() if metric is None else metric)
+    if metric is not None:
+        raise PullbackError(
+            "Both a likelihood and a metric were given",
+            "the likelihood's Fisher information is itself a metric",
+            "Give one of them",
+        )
+    return Fisher(likelihood)
+
+
+def damping_of(damping: float | Damping, *, ekfac: bool) -> Damping:
+    """The damping, if it goes with corrected eigenvalues where these are wanted."""
+    found = as_damping(damping)
+    if ekfac and found.referenced:
+        raise PullbackError(
+            "Corrected eigenvalues do not go with this damping",
+            f"{damping!r} adds to the sides, and ekfac=True damps the corrected eigenvalues",
+            "Give a number, or leave ekfac out",
+        )
+    return found
 
 
 def refuse_unready(model: nn.Module, params: Sequence[Any]) -> None:

@@ -10,17 +10,24 @@ import torch
 from torch import Tensor, nn
 
 from ..._core.capture import Selector, plain
-from ..._core.errors import PullbackError
 from ...likelihoods import Likelihood
 from ...maps.layers.moments import Sharing
-from ...metrics import Euclidean, Fisher, Metric, as_metric
+from ...metrics import Metric
 from ...steps import QuadraticModel
 from ..checks import own_group, refuse_model
 from ..terms import Objective
 from .blocks.curvature import Curvature
-from .blocks.damping import Damping, as_damping
+from .blocks.damping import Damping
 from .blocks.ranks import Ranks
-from .checks import check, check_group, refuse_inference, refuse_unready
+from .checks import (
+    check,
+    check_group,
+    check_rates,
+    damping_of,
+    metric_of,
+    refuse_inference,
+    refuse_unready,
+)
 from .info import KFACInfo
 from .reports import Reports
 from .saving import MEMORY, Saving
@@ -112,25 +119,10 @@ class KFAC(Reports, Moving, Saving):
             batch_dim=batch_dim, output=output, joint=joint, ekfac=ekfac, seed=seed, step=step,
             grad_scaler=grad_scaler, params=params,
         )  # fmt: skip
-        if likelihood is not None and metric is not None:
-            raise PullbackError(
-                "Both a likelihood and a metric were given",
-                "the likelihood's Fisher information is itself a metric",
-                "Give one of them",
-            )
-        if ekfac and as_damping(damping).referenced:
-            raise PullbackError(
-                "Corrected eigenvalues do not go with this damping",
-                f"{damping!r} adds to the sides, and ekfac=True damps the corrected eigenvalues",
-                "Give a number, or leave ekfac out",
-            )
-        if likelihood is not None:
-            metric = Fisher(likelihood)
-        self.model = model
-        self.metric = as_metric(Euclidean() if metric is None else metric)
+        self.model, self.metric = model, metric_of(likelihood, metric)
+        self.damping = damping_of(damping, ekfac=ekfac)
         refuse_options(self.metric, fisher=fisher, ekfac=ekfac)
-        self.fisher, self.damping = fisher, as_damping(damping)
-        self.kl_clip, self.ema, self.rule = kl_clip, ema, step
+        self.fisher, self.kl_clip, self.ema, self.rule = fisher, kl_clip, ema, step
         self.statistics_every, self.invert_every = statistics_every, invert_every
         self.sharing = Sharing(sharing == "reduce", batch_dim, max_factor)
         self.joint, self.ekfac, self.draws, self.reduction = joint, ekfac, draws, reduction
@@ -220,6 +212,7 @@ class KFAC(Reports, Moving, Saving):
             changed nothing at all.
         """
         refuse_inference()
+        check_rates(self.param_groups)
         told = self._gatherer.due
         self._settle()
         source = source_of(self, closure, objective)

@@ -54,7 +54,7 @@ class Reports:
                     reason += f"; {self.curvature.notes[key]}"
                 rows.append(Row(name, shape, described(key, block.shape, sides), reason))
             elif self._memory["taken"]:
-                why = "no forward pass seen so far used it; its gradient is followed as it is"
+                why = "no output seen so far depended on it; its gradient is followed as it is"
                 rows.append(Row(name, shape, "gradient", why))
             else:
                 held, why = guess.get(

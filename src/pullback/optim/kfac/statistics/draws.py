@@ -33,7 +33,7 @@ class Draws:
     #: a covector of all that count, where the others are of single positions: it shows which places
     #: of a layer have a part in them
     reach: list[Tensor] | None = None
-    #: whether z is finite and all places count, where both were hoped for
+    #: whether all places count, where that was hoped for; nothing is finite then where z is not
     later: Later | None = None
 
 
@@ -48,15 +48,15 @@ def draws(
 ) -> Draws | None:
     """From the output, ∂loss/∂z and the model's first tensor; None where z is not finite.
 
-    With `hope` nobody waits to see whether z is finite and every place counts: `later` tells.
+    With `hope` nobody waits to see whether every place counts: `later` tells. Nor whether z is
+    finite, without which statistics are not.
     """
     axis = recipe.batch_dim
     value = outputs.arranged(z, axis, cast=False)
     slope = outputs.arranged(cotangent, axis, cast=False)
-    finite = value.amax() < torch.inf  # not NaN either; −inf may mask a class
     silent = recipe.metric.uncounted(value, slope) if hope else None
-    later = None if silent is None else Later(torch.stack([finite, ~silent]))
-    if later is None and not bool(finite):
+    later = None if silent is None else Later(~silent.view(1))
+    if later is None and not bool(value.amax() < torch.inf):  # NaN neither; −inf may mask a class
         return None
     mask = None if later is not None else recipe.metric.counted(value, slope)
     samples: Tensor | float = recipe.metric.samples(value)

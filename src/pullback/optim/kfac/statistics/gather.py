@@ -23,6 +23,7 @@ from .graph import accumulates, refuse_reentrant
 from .holdings import Holdings
 from .known import Changed, NotFinite
 from .measure import Measure
+from .outputs import refuse_output
 from .pending import Again, Pending, Root
 from .pool import MISSED, Pool, Recipe
 from .sums import Key, averaged
@@ -88,11 +89,13 @@ class Gatherer:
 
     def clear(self) -> None:
         """Forget what was gathered: it belonged to gradients that were dropped."""
+        self._measure.aside.drop()
         self.pool = Pool(missed=5 if any(not p.empty for p in self._open) else 0)
         self._watch.reset()
 
     def settle(self) -> None:
         """Forget the passes that still wait as well: the parameters they used have changed."""
+        self._measure.aside.drop()
         for pending in list(self._open):
             pending.clear()
         self.pool = Pool()
@@ -137,6 +140,7 @@ class Gatherer:
     def _end(self, output: Any) -> None:
         (tape, again, inputs), self._now = self._now, (None, None, None)
         z = picked(output, self.recipe.output)
+        refuse_output(z)
         if not z.requires_grad:
             self.pool.miss(4)
             return
@@ -167,6 +171,8 @@ class Gatherer:
                 root = select(again(tape), self.recipe.output)
             z = root.detach()
         assert tape is not None
+        aside = self._measure.aside
+        aside.begin(z)
         with torch.no_grad(), torch.autocast(z.device.type, enabled=False):
             random, slope = self.random(z.device), cotangent.detach()
             # sums of earlier passes are not kept apart, to be able to go back to them
@@ -182,6 +188,9 @@ class Gatherer:
                 assert value is not None
                 found = draws(self.recipe, value(), slope, inputs, random)
                 self._take(root, found, tape, leaves)
+        if aside.on:  # all is launched when the backward pass is over
+            engine: Any = torch.autograd.Variable._execution_engine
+            engine.queue_callback(aside.join)
 
     def _take(
         self, root: Root, found: Draws | None, tape: Tape, leaves: Mapping[str, Tensor]
@@ -190,21 +199,24 @@ class Gatherer:
             self.pool.samples = torch.nan
             return
         samples, self._whole = found.samples, found.whole
+        left = None
         try:
-            self._measure.learn(root, found, tape, leaves, self.pool.sums)
+            left = self._measure.learn(root, found, tape, leaves, self.pool.sums)
         except NotFinite:
             samples = torch.nan
         if found.later is not None:  # the device has passed that place long ago
-            finite, self._whole = found.later()
-            if not finite:
-                samples = torch.nan
-            elif not self._whole:
+            [self._whole] = found.later()
+            if not self._whole:
+                self._measure.aside.drop()
                 self.pool.sums = {}
                 raise Changed
+        if left is not None:
+            self._measure.finish(left, tape)
         self.pool.samples = self.pool.samples + samples
 
     def averages(self, reduction: str, loss_scale: float) -> dict[Key, dict[str, Tensor]]:
         """Means over what was pooled, which is forgotten; "sum" multiplies them by the samples."""
+        self._measure.aside.join()
         pool, samples = self.pool, self.pool.samples
         pool.warn()
         scale: Any = 1.0 if reduction == "mean" else samples

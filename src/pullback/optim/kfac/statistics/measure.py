@@ -2,32 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
 
 from ...._core.space import compute_dtype
+from ....maps.layers.correlated import rounds_apart
 from ....maps.layers.moments import Sharing
+from ....maps.record import Entry
 from ...checks import refuse_sparse
 from ..blocks.inverse import Inverse
-from .aims import aims, basis_by
-from .coupling import Coupling, apart
+from .aims import Aim, aims, basis_by
+from .aside import Aside
+from .coupling import apart
+from .descent import Descent
 from .draws import Draws
 from .graph import last, pulled, refuse_reentrant
-from .head import below
 from .known import Changed, Known, NotFinite, norms, settled
 from .pending import Root
 from .plan import Plan
 from .proof import Proof
-from .samples import located, sizes, unknown
+from .samples import everywhere, located, sizes, unknown
 from .sums import Key, Sums, held_by
 from .sweep import Sweep
 from .tape import Tape
 from .taps import Replays
 
+#: adds what was met; given the entries of a pass, it empties them as it goes
+Add = Callable[[list[Entry] | None], None]
 _WAYS = 256  # through a network that are remembered
 
 
@@ -42,6 +48,8 @@ class Measure:
 
     def __init__(self, sharing: Sharing, joint: bool, ekfac: bool) -> None:
         self._sharing, self._joint, self._apart = sharing, joint, ekfac or sharing.reduce
+        #: who measures while a covector goes on
+        self.aside = Aside()
         #: eigenbases in which second moments of gradients are wanted, by block
         self.bases: Mapping[Key, Inverse] = {}
         #: why a parameter is held as a diagonal
@@ -67,146 +75,139 @@ class Measure:
         tape: Tape,
         leaves: Mapping[str, Tensor],
         sums: dict[Key, Sums],
-    ) -> None:
-        """Pull back all covectors of one pass; its inputs are added once."""
-        inputs = found.reach is None
-        if found.reach is not None:
-            seen: dict[Key, Sums] = {}
-            self.pull(root, found.reach, tape, leaves, seen, found.keep, inputs=True)
-            for key, own in seen.items():
-                for term, moments in own.inputs.items():
-                    held_by(sums, key).add_inputs(term, moments)
-        for covector, coupling in found.covectors:
-            self.pull(
-                root, covector, tape, leaves, sums, found.keep, inputs=inputs, coupling=coupling
-            )
-            inputs = False
+    ) -> Add:
+        """Pull back all covectors of one pass; its inputs are added once.
 
-    def pull(
-        self,
-        root: Root,
-        covector: list[Tensor],
-        tape: Tape,
-        leaves: Mapping[str, Tensor],
-        sums: dict[Key, Sums],
-        keep: Tensor | None,
-        *,
-        inputs: bool,
-        coupling: Coupling | None = None,
-    ) -> None:
-        """Pull a covector back from the output and add what the layers meet.
-
-        Args:
-            root: the output.
-            covector: of the output's shape and dtype, in a list from which it may be taken.
-            tape: the layers on the way.
-            leaves: the parameters that take part.
-            sums: where to add.
-            keep: which places of the output count.
-            inputs: whether to add the inputs as well, once per pass.
-            coupling: how the samples are related, where the metric does.
+        Returns:
+            What is left to do for `finish`, once it is sure that these covectors will stay.
 
         Raises:
             Changed: it has to be called again with another covector.
         """
-        split = apart(tape, self._sharing, coupling)
-        edges = tape.edges(None if isinstance(root, Tensor) else root.node)
-        signature = (
-            tuple([e.site.mark for e in tape.entries]),
-            tuple([(w.path, w.note) for w in tape.wholes]),
-            tuple(leaves),
-            tuple(split.items()),
-            tape.nodes,
-            sizes(tape.entries, self._sharing, self._samples(covector[0]), apart=self._apart),
-        )
-        rest = (keep, edges, inputs, coupling, split)
+        inputs, left = found.reach is None, _nothing
+        if found.reach is not None:
+            seen: dict[Key, Sums] = {}
+            way = Descent(root, found.reach, tape, leaves, found.keep, True, None, {})
+            self.aside.do(partial(self.pull(way, seen), None))
+            self.aside.join()
+            for key, own in seen.items():
+                for term, moments in own.inputs.items():
+                    held_by(sums, key).add_inputs(term, moments)
+        for covector, coupling in found.covectors:
+            split = apart(tape, self._sharing, coupling)
+            way = Descent(root, covector, tape, leaves, found.keep, inputs, coupling, split)
+            self.aside.do(partial(left, None))
+            left, inputs = self.pull(way, sums), False
+        return left
+
+    def finish(self, left: Add, tape: Tape) -> None:
+        """Add what the last covector met; nobody needs the layers of this pass any longer."""
+        if rounds_apart() and any(e.input.ndim == 4 for e in tape.entries):
+            self.aside.join()  # a precision is set for a moment, which is that of all threads
+        self.aside.do(partial(left, tape.entries))
+
+    def pull(self, way: Descent, sums: dict[Key, Sums]) -> Add:
+        """Pull a covector back from the output; what is given adds what the layers met."""
+        samples = self._samples(way.covector[0])
+        size = sizes(way.tape.entries, self._sharing, samples, apart=self._apart)
+        signature = (*way.mark, size)
         known = self._known.get(signature)
         if known is not None:
-            if self._sweep(root, covector, tape, leaves, sums, known, *rest):
-                return
-            if not covector:
+            if (add := self._sweep(way, known, sums)) is not None:
+                return add
+            self.aside.drop()
+            if not way.covector:
                 del self._known[signature]
                 raise Changed
         # the first time, or another way through the same layers
-        known = self._sweep(root, covector, tape, leaves, sums, None, *rest)
-        assert isinstance(known, Known)
+        self.aside.join()
+        known, add = self._prove_everywhere(way, sums) or self._prove(way, sums)
         if known.settled:
             self._known[signature] = known
             if len(self._known) > _WAYS:
                 del self._known[next(iter(self._known))]
+        return add
 
-    def _sweep(
-        self,
-        root: Root,
-        covector: list[Tensor],
-        tape: Tape,
-        leaves: Mapping[str, Tensor],
-        sums: dict[Key, Sums],
-        known: Known | None,
-        keep: Tensor | None,
-        edges: Sequence[GradientEdge],
-        inputs: bool,
-        coupling: Coupling | None,
-        split: Mapping[str, str],
-    ) -> Known | bool:
-        """One pass; without anything known the structure is proven on the way."""
-        count, plan = len(tape.entries), None if known is None else known.plan
-        proof = Proof() if known is None else None
-        if known is None:
-            layouts = [""] * count
-            if coupling is None:
-                layouts = located(
-                    root, covector[0], tape.entries, edges, leaves, self._sharing, apart=self._apart
-                )
-            goals = aims(tape.entries, None, split, layouts)
-        else:
-            layouts, goals = [], known.aims
-        sweep = Sweep(
-            tape.entries, self._sharing, keep, inputs=inputs, aims=goals,
-            basis=basis_by(tape.entries, self.bases), proof=proof, coupling=coupling,
-            samples=self._samples(covector[0]),
+    def _prove_everywhere(self, way: Descent, sums: dict[Key, Sums]) -> tuple[Known, Add] | None:
+        """A covector of single positions shows a part of the model: all of it is proven before."""
+        large = way.tape.head is not None  # one of these is drawn at all positions that count
+        if large or way.coupling is not None or bool(way.covector[0].all()):
+            return None
+        whole = replace(way, covector=[everywhere(way.covector[0])], inputs=False)
+        known, _ = self._prove(whole, {})
+        add = self._sweep(way, known, sums)
+        return None if add is None else (known, add)
+
+    def _sweep(self, way: Descent, known: Known, sums: dict[Key, Sums]) -> Add | None:
+        """One pass on a way that is known, if it is that one."""
+        sweep, plan = self._sweep_of(way, known.aims, None), known.plan
+        asked = [n for n in plan.plain if n in way.leaves]
+        cotangents, gradients = way.run(sweep, known.last, asked, known=True)
+        if _met(sweep, cotangents) != known.met:
+            return None
+        replays = self._replays(way, cotangents)
+        return self._adding(way, sweep, plan, known.aims, replays, sums, gradients)
+
+    def _prove(self, way: Descent, sums: dict[Key, Sums]) -> tuple[Known, Add]:
+        """The same where nothing is known: the structure is proven on the way."""
+        tape, leaves, proof = way.tape, way.leaves, Proof()
+        layouts = [""] * len(tape.entries)
+        if way.coupling is None:
+            layouts = located(
+                way.root, way.covector[0], tape.entries, way.edges, leaves, self._sharing,
+                apart=self._apart,
+            )  # fmt: skip
+        sweep = self._sweep_of(way, aims(tape.entries, None, way.split, layouts), proof)
+        cotangents, gradients = way.run(sweep, [], list(leaves), known=False)
+        if any(g is None for g in gradients):
+            refuse_reentrant(way.root)
+        replays, truth = self._replays(way, cotangents), dict(zip(leaves, gradients, strict=True))
+        proof.replays(replays, way.root, leaves)
+        plan = self._establish(tape, proof, replays, truth, way.split, layouts)
+        goals = aims(tape.entries, plan, way.split, layouts)
+        plain = [truth[n] for n in plan.plain if n in leaves]
+        add = self._adding(way, sweep, plan, goals, replays, sums, plain)
+        ends = last(way.root, way.edges[: len(tape.entries)])
+        return Known(plan, goals, _met(sweep, cotangents), ends, settled(plan, truth)), add
+
+    def _sweep_of(self, way: Descent, goals: Sequence[Aim], proof: Proof | None) -> Sweep:
+        entries = way.tape.entries
+        return Sweep(
+            entries, self._sharing, way.keep, inputs=way.inputs, aims=goals,
+            basis=basis_by(entries, self.bases), proof=proof, coupling=way.coupling,
+            samples=self._samples(way.covector[0]), aside=self.aside,
         )  # fmt: skip
-        asked = list(leaves) if plan is None else [n for n in plan.plain if n in leaves]
-        ends = [] if known is None else known.last
-        head = tape.head if known is not None and coupling is None else None
-        start = None if head is None else below(sweep, root, covector, tape, head, asked)
-        handles = sweep.hooks(edges[:count])
-        try:
-            targets = [edges[i] for i in ends] + list(edges[count:]) + [leaves[n] for n in asked]
-            found = list(pulled(*(start or (root, covector[0])), targets))
-        finally:
-            for handle in handles:
-                handle.remove()
-        rest = found[len(ends) :]
-        del found[len(ends) :]
-        for i in reversed(ends):  # the first layers' cotangents are large, and not kept
-            if (delta := found.pop()) is not None:
-                sweep.consume(i, delta)
-            del delta
-        cotangents, gradients = rest[: len(edges) - count], rest[len(edges) - count :]
-        met = (*sorted(sweep.met), *(c is not None for c in cotangents))
-        if known is not None and met != known.met:
-            return False
-        truth = dict(zip(asked, gradients, strict=True))
-        replays = Replays(tape, cotangents if coupling is None else [None] * len(cotangents))
-        if plan is None:
-            assert proof is not None
-            if any(g is None for g in gradients):
-                refuse_reentrant(root)
-            proof.replays(replays, root, leaves)
-            plan = self._establish(tape, proof, replays, truth, split, layouts)
-            goals = aims(tape.entries, plan, split, layouts)
+
+    @staticmethod
+    def _replays(way: Descent, cotangents: Sequence[Tensor | None]) -> Replays:
+        related = way.coupling is not None  # where compound layers are held as diagonals
+        return Replays(way.tape, [None] * len(cotangents) if related else cotangents)
+
+    def _adding(
+        self,
+        way: Descent,
+        sweep: Sweep,
+        plan: Plan,
+        goals: Sequence[Aim],
+        replays: Replays,
+        sums: dict[Key, Sums],
+        gradients: Sequence[Tensor | None],
+    ) -> Add:
+        """How to add what was met to its blocks; `gradients` are those of plain ones."""
         self._adopt(plan)
-        sweep.assign(goals, sums)
-        replays.add(sums, plan, self._sharing, keep, inputs=inputs)
-        plain = {n: g for n, g in truth.items() if n in plan.plain}
-        if coupling is not None and plain:  # theirs is another covector
-            found = pulled(root, coupling.related(covector[0]), [leaves[n] for n in plain])
-            plain = dict(zip(plain, found, strict=True))
-        _square(plain, sums)
-        if known is not None:
-            return True
-        return Known(plan, goals, met, last(root, edges[:count]), settled(plan, truth))
+        names = [n for n in plan.plain if n in way.leaves]
+        if way.coupling is not None and names:  # theirs is another covector
+            related = way.coupling.related(way.covector[0])
+            gradients = pulled(way.root, related, [way.leaves[n] for n in names])
+        plain, sharing, keep = dict(zip(names, gradients, strict=True)), self._sharing, way.keep
+        inputs = way.inputs
+
+        def add(spent: list[Entry] | None) -> None:
+            sweep.assign(goals, sums, spent)
+            replays.add(sums, plan, sharing, keep, inputs=inputs)
+            _square(plain, sums)
+
+        return add
 
     def _samples(self, covector: Tensor) -> int:
         return covector.shape[min(self._sharing.batch_dim, covector.ndim - 1)]
@@ -235,10 +236,20 @@ class Measure:
         if plan is self._plan:
             return
         self._plan = plan
-        new = {n: key.names for key in plan.keys for n in key.names}
+        unused = {n for n, why in plan.plain.items() if not why and n in self.partners}
+        new = {n: key.names for key in plan.keys for n in key.names if n not in unused}
         kept = {n: names for n, names in self.partners.items() if not new.keys() & {*names}}
         self.partners = {**kept, **new}
         self.reasons = {n: r for n, r in self.reasons.items() if n not in new} | plan.reasons
+
+
+def _nothing(spent: list[Entry] | None) -> None:
+    pass
+
+
+def _met(sweep: Sweep, cotangents: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    """Which uses of layers, and which ends of compound ones, a covector met."""
+    return (*sorted(sweep.met), *(c is not None for c in cotangents))
 
 
 def _square(gradients: Mapping[str, Tensor | None], sums: dict[Key, Sums]) -> None:

@@ -11,6 +11,19 @@ from ...._core.errors import PullbackError
 from ...._core.space import compute_dtype
 
 
+def refuse_output(z: Tensor) -> None:
+    """Raise for tensors that no metric of the library is of."""
+    odd = "complex" if z.is_complex() else "nested" if z.is_nested else ""
+    if not odd and z.layout is not torch.strided:
+        odd = str(z.layout).removeprefix("torch.")
+    if odd:
+        raise PullbackError(
+            f"The model's output is a {odd} tensor",
+            "metrics are those of dense real ones",
+            "Return a dense real tensor: torch.view_as_real(z), z.to_dense() or z.to_padded_tensor",
+        )
+
+
 def arranged(z: Tensor, batch_dim: int, *, cast: bool = True) -> Tensor:
     """Samples first, at least one event axis, in the dtype of linear algebra."""
     if z.ndim <= max(batch_dim, 0) or z.numel() == 0:

@@ -13,7 +13,7 @@ class Plan:
     Args:
         uses: per use of a layer its parameters by role, whether they are units, and whether weight
             and bias may share a block.
-        plain: parameters to be held as diagonals, with the reason.
+        plain: parameters to be held as diagonals, with the reason where there is one.
         joint: whether weight and bias of a layer share a block.
         remarks: what is to be said of parameters that have a block of their layer.
     """
@@ -27,7 +27,7 @@ class Plan:
     ) -> None:
         self.plain = dict(plain)
         #: what `coverage` says of a parameter
-        self.reasons = {**(remarks or {}), **self.plain}
+        self.reasons = {**(remarks or {}), **{n: why for n, why in self.plain.items() if why}}
         partners: dict[str, set[str | None]] = {}
         for names, _, together in uses:
             weight, bias = names.get("weight"), names.get("bias")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from dataclasses import dataclass, field
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from ...._core.capture import Selector
 from ....maps.layers.moments import Sharing
 from ....metrics import Metric
+from .derived import follow
 from .sums import Key, Sums
 
 #: why a forward pass gave no statistics; of several passes, the one that came farthest tells
@@ -58,8 +60,19 @@ class Pool:
         self.missed = max(self.missed, reason)
 
     def miss_leaves(self) -> None:
-        """A gradient that does not reach the parameters; its own graph is for use in a loss."""
-        self.miss(_DERIVED if torch.is_grad_enabled() else _DERIVED - 1)
+        """A gradient is at the output that does not reach the parameters.
+
+        Its own graph, where it has one, may be for use in a loss.
+        """
+        self.miss(_DERIVED - 1)
+        if torch.is_grad_enabled():
+            me = weakref.ref(self)
+
+            def used() -> None:
+                if (pool := me()) is not None:
+                    pool.miss(_DERIVED)
+
+            follow(torch._C._current_autograd_node(), used)
 
     def warn(self) -> None:
         """Say what the statistics that were taken do not cover."""

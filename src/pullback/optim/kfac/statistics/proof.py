@@ -17,6 +17,9 @@ from .sweep import block_of
 from .taps import Replays
 
 _ENTRIES = 2**25  # of cotangents that are looked at together
+_ELSEWHERE = (
+    "it is also used outside its layer, whose dropout lets nobody tell the gradients of both apart"
+)
 
 
 class Proof:
@@ -98,12 +101,15 @@ class Proof:
         """The parameters whose gradient is another one, and why."""
         reasons = {}
         for name, gradient in truth.items():
-            if name not in self._got:
-                reasons[name] = "no layer with known structure uses it"
+            if name not in self._got:  # of what this pass did not use there is nothing to say
+                reasons[name] = "" if gradient is None else "no layer with known structure uses it"
                 continue
             if gradient is None:
                 continue
-            if name in self._elsewhere or not self._made(name, gradient):
+            if name in self._elsewhere:
+                reasons[name] = _ELSEWHERE
+                continue
+            if not self._made(name, gradient):
                 reasons[name] = "it is also used outside its layer"
                 continue
             gradient, got = self._own.get(name, gradient), self._got[name]

@@ -64,7 +64,7 @@ def located(
     ]
     try:
         mask = chosen.view([-1 if i == axis else 1 for i in range(covector.ndim)])
-        pulled(root, _everywhere(covector).mul_(mask), list(leaves.values()))
+        pulled(root, everywhere(covector).mul_(mask), list(leaves.values()))
     finally:
         for handle in handles:
             handle.remove()
@@ -103,7 +103,7 @@ def _shown(entry: Entry, sharing: Sharing, samples: int) -> bool:
     return entry.shape[samples_axis(entry, sharing)] == samples
 
 
-def _everywhere(covector: Tensor) -> Tensor:
+def everywhere(covector: Tensor) -> Tensor:
     """One at all positions, about as long at each as the metric's, and always the same."""
     random = torch.Generator(covector.device).manual_seed(0)
     return torch.empty_like(covector).normal_(0, covector.shape[-1] ** -0.5, generator=random)

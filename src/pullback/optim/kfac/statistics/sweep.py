@@ -1,11 +1,11 @@
 r"""One covector sent down the graph: every layer's moments are taken while its cotangent passes.
 
 The cotangents of all layers together take as much memory as the activations, so none is kept: a
-hook before each layer's node adds up Σ δδᵀ and lets δ go (on a GPU small ones wait for others like
-them). To make the engine run through all of these nodes it suffices to ask for the cotangents at
-the *last* layers on the way, those below which there is no other. On a GPU the inputs' Σ āāᵀ wait
-until the pass is over, and its cotangents with it: the first layers' are the largest, and the last
-layers' moments.
+hook before each layer's node has Σ δδᵀ added up and lets δ go (on a GPU small ones wait for others
+like them). To make the engine run through all of these nodes it suffices to ask for the cotangents
+at the *last* layers on the way, those below which there is no other. On a GPU the inputs' Σ āāᵀ
+wait until the pass is over, and its cotangents with it: the first layers' are the largest, and the
+last layers' moments.
 """
 
 from __future__ import annotations
@@ -20,14 +20,16 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from ...._core.space import compute_dtype
-from ....maps.layers import AffineBlock, Block, Layer, Use
-from ....maps.layers.moments import Moments, Sharing
+from ....maps.layers import AffineBlock, Block, Use
+from ....maps.layers.moments import Moments, Sharing, product_into
 from ....maps.layers.registry import Seen
 from ....maps.layers.scale import Scale
 from ....maps.layers.units import UnitSums, second_moments
 from ....maps.record import Entry
 from ..blocks.inverse import Inverse
 from .aims import Aim
+from .aside import Aside
+from .beside import Beside
 from .coupling import Coupling
 from .samples import shared
 from .sums import Key, Sums, add_bias, held_by
@@ -67,6 +69,7 @@ class Sweep:
         proof: told of every use and its cotangent, where the structure is yet to be proven.
         coupling: how the samples are related, where the metric does.
         samples: how many there are.
+        aside: who measures, while the covector goes on.
     """
 
     def __init__(
@@ -81,11 +84,14 @@ class Sweep:
         proof: Callable[[Entry, Tensor], None] | None,
         coupling: Coupling | None = None,
         samples: int = 0,
+        aside: Aside | None = None,
     ) -> None:
         self._entries, self._sharing, self._keep = entries, sharing, keep
-        self._samples = samples
+        self._samples, self._aside = samples, Aside() if aside is None else aside
         self._inputs, self._aims, self._basis, self._proof = inputs, aims, basis, proof
         self._coupling, self._waiting = coupling, Waiting(sharing)
+        plain = coupling is None and not sharing.reduce
+        self._beside = Beside(entries, aims, sharing) if plain else None
         #: whether places need not be told apart by sample
         self._rows = coupling is None and basis is None and not sharing.reduce
         self.met: dict[int, Met] = {}
@@ -109,15 +115,19 @@ class Sweep:
         self.met[i] = met = Met()
         if self._proof is not None:
             self._proof(entry, delta.reshape(entry.shape))
-        if not aim.wanted or not delta.numel():  # nothing is learned where no place is
-            return
+        if aim.wanted and delta.numel():  # nothing is learned where no place is
+            self._aside.do(partial(self._learn, i, delta, met), delta.nbytes)
+
+    def _learn(self, i: int, delta: Tensor, met: Met) -> None:
+        entry, aim = self._entries[i], self._aims[i]
         # a linear layer gave a view of its rows, and these will do
         if not (self._rows and aim.rows) and delta.shape != entry.shape:
             delta = delta.reshape(entry.shape)
         if aim.layer.curvature == "units":
             self._measure_units(entry, aim, delta, met)
         else:
-            self._measure(entry, aim, delta, met)
+            room = None if self._beside is None else self._beside.place(i, delta)
+            self._measure(entry, aim, delta, met, room)
 
     def _measure_units(self, entry: Entry, aim: Aim, delta: Tensor, met: Met) -> None:
         """Gains and shifts."""
@@ -130,8 +140,10 @@ class Sweep:
         if met.rows.shape.numel() > _FEW:
             _form([met])
 
-    def _measure(self, entry: Entry, aim: Aim, delta: Tensor, met: Met) -> None:
-        """Both sides of a weight and a bias."""
+    def _measure(
+        self, entry: Entry, aim: Aim, delta: Tensor, met: Met, room: Tensor | None
+    ) -> None:
+        """Both sides of a weight and a bias, the outputs' in memory that may be given."""
         module, layer, x = entry.site.module, aim.layer, entry.input
         sharing = self._sharing if not aim.layout else self._shared(entry, aim)
         coupling, dtype, keep = self._coupling, delta.dtype, self._keep
@@ -150,6 +162,9 @@ class Sweep:
                     met.inputs = layer.inputs(module, x, sharing, keep)
             if not aim.bias and layer.waits(module, delta, sharing):
                 self._waiting.add(layer, met, delta)
+            elif room is not None:
+                product_into(room[0], delta.reshape(-1, delta.shape[-1]))
+                met.outputs = room
             else:
                 self._waiting.make_room(delta)
                 met.outputs = layer.outputs(module, x, delta, sharing)
@@ -165,8 +180,8 @@ class Sweep:
                 basis = basis.moved(delta.device, compute_dtype(delta.dtype))
                 met.squares = block.squares(basis.left, basis.right)
 
-    def assign(self, aims: Sequence[Aim], sums: dict[Key, Sums]) -> None:
-        """Add what was met to the blocks it belongs to."""
+    def assign(self, aims: Sequence[Aim], sums: dict[Key, Sums], spent: list[Entry] | None) -> None:
+        """Add what was met to the blocks it belongs to; `spent` entries are not needed any more."""
         self._waiting.form()
         alike: dict[Any, list[Met]] = {}
         for met in self.met.values():
@@ -174,9 +189,9 @@ class Sweep:
                 alike.setdefault(met.rows.kind, []).append(met)
         for some in alike.values():
             _form(some)
-        order = [(aims[i], self._entries[i], met) for i, met in sorted(self.met.items())]
-        self._form_inputs(order)
-        for aim, _, met in order:
+        order = [(aims[i], met) for i, met in sorted(self.met.items())]
+        self._form_inputs(aims, spent)
+        for aim, met in order:
             if met.units is not None:
                 for key, at in aim.units:
                     units = met.units if at is None else met.units[:, at][:, :, at]
@@ -193,15 +208,22 @@ class Sweep:
                 shared = met.shifts is met.outputs
                 add_bias(held_by(sums, aim.biases), met.shifts.clone() if shared else met.shifts)
 
-    def _form_inputs(self, order: Sequence[tuple[Aim, Entry, Met]]) -> None:
-        """Σ āāᵀ of the uses that a block learns from, those of one kind of layer at once."""
-        kinds: dict[tuple[Layer, Sharing], list[tuple[Met, Seen]]] = {}
-        for aim, entry, met in order:
-            if met.seen is not None and aim.weights is not None:
-                use = (met, (entry.site.module, *met.seen))
-                kinds.setdefault((aim.layer, self._shared(entry, aim)), []).append(use)
+    def _form_inputs(self, aims: Sequence[Aim], spent: list[Entry] | None) -> None:
+        """Σ āāᵀ of the uses that a block learns from, those of one kind and shape at once.
+
+        From the last layers on, as the backward pass that may go on beside lets go of them, too.
+        """
+        kinds: dict[Any, list[tuple[Met, Seen]]] = {}
+        for i, met in sorted(self.met.items(), reverse=True):
+            if met.seen is not None and aims[i].weights is not None:
+                (x, keep), entry, layer = met.seen, self._entries[i], aims[i].layer
+                kind = (layer, self._shared(entry, aims[i]), x.shape, x.dtype)
+                kinds.setdefault(kind, []).append((met, (entry.site.module, x, keep)))
             met.seen = None
-        for (layer, sharing), some in kinds.items():
+        if spent is not None:
+            spent.clear()
+        for layer, sharing, *rest in list(kinds):
+            some = kinds.pop((layer, sharing, *rest))[::-1]
             found = layer.inputs_of([use for _, use in some], sharing)
             for (met, _), moments in zip(some, found, strict=True):
                 met.inputs = moments
