@@ -75,7 +75,6 @@ EXPERIMENTS = (
         quick_batch=64,
         search_seeds=(100,),
         fewer=1.0,
-        held=(False, False),  # as an older run of one seed was; its full run is to come
         quick_held=(),
     ),
     Training(
