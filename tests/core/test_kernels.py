@@ -207,3 +207,27 @@ def test_softmax_of_what_is_not_finite(value: float) -> None:
     assert bool(p[1].isnan().all())
     assert bool(runs[1].isnan().all())
     assert bool(torch.isfinite(p[::2]).all())
+
+
+@pytest.mark.parametrize(("count", "channels"), [(1, 1), (2, 5), (1, 33)])
+def test_patches_assembled(count: int, channels: int) -> None:
+    from pullback._core.kernels.patches import assembled
+    from pullback.maps.layers.correlated import _assembled
+
+    lower = made(count, channels, channels, 3, 5)
+    # R[0, −d] = R[0, d]ᵀ, as of a correlation
+    lower[..., 0, 0] = lower[..., 0, 4].transpose(1, 2)
+    lower[..., 0, 1] = lower[..., 0, 3].transpose(1, 2)
+    lower[..., 0, 2] = (lower[..., 0, 2] + lower[..., 0, 2].transpose(1, 2)) / 2
+    edges = [made(2, count, 3, channels, 3, channels) for _ in range(2)]
+    torch.testing.assert_close(assembled(lower, *edges), _assembled(lower, edges))
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 5, 7), (2, 40, 49), (2, 3, 5000)])
+def test_channels_turned(shape: tuple[int, ...]) -> None:
+    from pullback._core.kernels.patches import turned
+
+    x = made(*shape)
+    out = torch.full((shape[1], shape[0], shape[2]), torch.nan, device=DEVICE)
+    turned(x, out)
+    assert torch.equal(out, x.transpose(0, 1))

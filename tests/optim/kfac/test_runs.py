@@ -108,7 +108,6 @@ def take(held: Curvature, found: dict[Key, dict[str, Tensor]], ema: float, unsur
     if some is None:
         held.take(found, ema, as_damping(0.1), 0.1)
     else:
-        some.form()
         some.enter(ema, torch.zeros(()))
 
 
@@ -184,7 +183,8 @@ def test_one_call_for_all_in_a_row(halves, monkeypatch) -> None:
     monkeypatch.setattr(Half, "of", of)
     unsure = held.unsure(found)
     assert unsure is not None
-    assert len(unsure.form()) == 7  # inputs lie apart
+    assert len(unsure.telling()) == 7  # inputs lie apart
+    unsure.enter(0.9, torch.zeros(()))
     assert sorted(seen) == [(1, 5, 5)] * 6 + [(6, 6, 6)]
 
 

@@ -13,9 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import pullback as pb
+from pullback.optim.kfac.blocks import entering
 from pullback.optim.kfac.statistics import sweep
 from pullback.optim.kfac.statistics.gather import Gatherer
 from pullback.optim.kfac.stepping import moving, steady
+from pullback.optim.kfac.stepping.look import finite
 
 
 def model() -> nn.Sequential:
@@ -203,3 +205,13 @@ def test_saved_before_it_is_known() -> None:
         assert opt._unsure is None
         opt.load_state_dict(saved)
         assert opt._memory["steps"] == 11
+
+
+def test_diagonals_tell_of_large_moments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(entering, "_LARGE", 1)
+    x = torch.randn(7, 3, 4)
+    new = [x.mT @ x, torch.ones(5, 2, 2), torch.ones(1, 6)]
+    unsure = entering.Unsure([], entering.Entering([]), new)
+    assert bool(finite(unsure.telling()))
+    new[0][2, :, 1] = new[0][2, 1] = torch.nan
+    assert not bool(finite(unsure.telling()))

@@ -24,6 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..._core.compiled import kernels
+
 _LEAST = 4  # lines of an image, below which it is mostly edge
 
 
@@ -46,15 +48,23 @@ def correlated_moments(some: Sequence[Tensor]) -> Tensor:
     k, c = len(some), some[0].shape[1]
     weight = some[0].new_empty(1).expand(c, c, 3, 5)
     with _as_products(weight):
-        lower = torch.stack([_correlation(x, weight) for x in some])
+        lower = torch.stack([_correlation(x, weight) for x in some]).contiguous()
+    rows = [x[:, :, i] for i in (-1, 0) for x in some]
+    columns = [x[..., i] for i in (-1, 0) for x in some]
+    edges = _edges(rows, columns, k)
+    work = kernels("patches", lower.device) if lower.dtype == torch.float32 else None
+    return _assembled(lower, edges) if work is None else work.assembled(lower, *edges)
+
+
+def _assembled(lower: Tensor, edges: Sequence[Tensor]) -> Tensor:
+    """M from the lower half of R and the moments of edges."""
+    k, c = lower.shape[:2]
     r = torch.cat([lower[..., 1:, :].flip(3, 4).transpose(1, 2), lower], 3).contiguous()
     # at u, v goes through the 3×3 steps of R from 2 − u on: nine pieces that are put side by side
     sizes, steps = (k * c, c, 3, 3), (25 * c, 25, 5, 1)
     pieces = [r.as_strided(sizes, steps, 12 - 5 * i - j) for i in range(3) for j in range(3)]
     m = torch.cat(pieces, 1).view(k, c, 3, 3, c, 3, 3)
-    rows = [x[:, :, i] for i in (-1, 0) for x in some]
-    columns = [x[..., i] for i in (-1, 0) for x in some]
-    for axis, moments in enumerate(_edges(rows, columns, k)):
+    for axis, moments in enumerate(edges):
         along = m.diagonal(0, 2 + axis, 5 + axis)[..., ::2]  # u = v ∈ {0, 2} on this axis
         along -= moments.permute(1, 3, 2, 5, 4, 0)
     return m.view(k, 9 * c, 9 * c)

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..._core.compiled import kernels
 from ..._core.products import moment, products
 from ..._core.space import compute_dtype
 from .correlated import correlated_moment, correlates
@@ -115,8 +116,20 @@ def channel_moments(some: Sequence[Tensor]) -> Tensor:
         for out, lines in zip(each.unbind(), (x.flatten(2) for x in some), strict=True):
             torch.bmm(lines, lines.mT, out=out)
         return each.sum(1)
-    lines = torch.cat([x.flatten(2).transpose(0, 1) for x in some]).view(count, x.shape[1], -1)
+    lines = _turned(some)
     return products(lines, lines)
+
+
+def _turned(some: Sequence[Tensor]) -> Tensor:
+    """The channels of several (B, C, *space) of one shape, each in order, as (K, C, B·places)."""
+    (n, c), count = some[0].shape[:2], len(some)
+    work = kernels("patches", some[0].device) if some[0].dtype == torch.float32 else None
+    if work is None:
+        return torch.cat([x.flatten(2).transpose(0, 1) for x in some]).view(count, c, -1)
+    out = some[0].new_empty(count, c, n, some[0][0, 0].numel())
+    for x, lines in zip(some, out.unbind(), strict=True):
+        work.turned(x.view(n, c, -1), lines)
+    return out.flatten(2)
 
 
 def channel_bytes(x: Tensor) -> int:
@@ -182,6 +195,8 @@ def channel_lines(x: Tensor) -> Tensor:
     last = x.movedim(1, -1)
     if last.is_contiguous():
         return last.reshape(-1, x.shape[1]).T
+    if x.is_contiguous() and x.numel():
+        return _turned([x])[0]
     return x.transpose(0, 1).reshape(x.shape[1], -1)
 
 

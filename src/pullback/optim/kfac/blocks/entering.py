@@ -15,6 +15,8 @@ from .runs import in_a_row, joined, runs
 if TYPE_CHECKING:
     from .averages import Average
 
+_LARGE = 2**22  # entries of matrices that are not looked at one by one
+
 #: averages, and statistics of the same blocks
 Pairs = Sequence[tuple["Average", Mapping[str, Tensor]]]
 #: an average and a name in it
@@ -115,15 +117,22 @@ class Unsure:
         self._before = [(average, average.mass, average.count) for average in averages]
         self._entering, self._new = entering, new
 
-    def form(self) -> list[Tensor]:
-        """What is going to enter."""
-        self._new = self._entering.formed(self._new)
-        return self._new
+    def telling(self) -> list[Tensor]:
+        """Tensors that are finite where all that is to enter is.
+
+        Of large second moments the diagonals: no entry is larger.
+        """
+        large = [t for t in self._new if t.ndim == 3 and t.numel() >= _LARGE]
+        small = [t for t in self._new if t.ndim != 3 or t.numel() < _LARGE]
+        if large:
+            small.append(torch.cat([t.diagonal(dim1=1, dim2=2).flatten() for t in large]))
+        return small
 
     def enter(self, ema: float, broken: Tensor) -> None:
-        """Take up what was formed, but where `broken`, a float32 number on the device, is 1."""
+        """Take them up, but where `broken`, a float32 number on the device, is 1."""
         kinds: dict[object, tuple[list[Tensor], list[Tensor]]] = {}
-        for held, v in zip(self._entering.held, self._new, strict=True):
+        formed = self._entering.formed(self._new)
+        for held, v in zip(self._entering.held, formed, strict=True):
             values, news = kinds.setdefault((v.device, v.dtype), ([], []))
             values.append(held)
             news.append(v)

@@ -50,7 +50,8 @@ class Aside:
                 return
         self._waiting += 1
         self._bytes += nbytes
-        _worker().tasks.put(partial(self._done, task))
+        worker = _worker()
+        worker.tasks.put(partial(self._done, worker, task))
 
     def join(self) -> None:
         """Wait until all is done."""
@@ -69,11 +70,11 @@ class Aside:
         except Exception:  # of a pass whose results are dropped
             return
 
-    def _done(self, task: Callable[[], Any]) -> None:
+    def _done(self, worker: _Worker, task: Callable[[], Any]) -> None:
         if self._error is not None:
             return
         try:
-            _worker().use(self._stream)
+            worker.use(self._stream)
             task()
         except BaseException as error:
             self._error = error
@@ -98,6 +99,7 @@ class _Worker(threading.Thread):
         """The stream on which tasks are done."""
         if stream is not None and stream != self._stream:
             torch.cuda.set_stream(stream)
+            torch.zeros(1, device=stream.device)  # which makes the device's context the thread's
             self._stream = stream
 
 

@@ -75,7 +75,7 @@ class Learning:
 
     def _learn_unsure(self, unsure: Unsure, good: Tensor) -> None:
         """Take them up where they are finite and `good` holds, which the device alone knows yet."""
-        good = good & finite(unsure.form())
+        good = good & finite(unsure.telling())
         unsure.enter(self.ema, (~good).to(torch.float32))
         self._memory["taken"] += 1
         self._unsure = Look(None, good), unsure
