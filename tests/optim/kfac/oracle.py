@@ -210,7 +210,10 @@ def factors(
                 "Embedding" if isinstance(m, nn.Embedding) else "affine", Role(first)
             )
             if isinstance(m, nn.Embedding) and m.padding_idx is not None:
-                a = a * (by_sample(use.x[..., None], batch_dim) != m.padding_idx)[:, :, None]
+                # the rows of autograd's gradient: padding has none, on either side
+                words = use.x[..., None] != m.padding_idx
+                a = a * by_sample(words, batch_dim)[:, :, None]
+                deltas = [d * words for d in deltas]
             if keep is not None and use.x.shape[:2] == keep.shape:
                 a = a * by_sample(keep[..., None], batch_dim)[:, :, None]
                 places = int(keep.sum())

@@ -417,3 +417,18 @@ def test_scales_do_not_matter(case: str, kind: str, fisher: str, change: str) ->
             p.grad /= 1024
     opt.step()
     assert_close(vector(twin) - before, moved, 1e-6 if change == "sum" else 1e-9, change)
+
+
+def test_padding_has_no_part_in_a_table() -> None:
+    """One word beside paddings: K-FAC of the table is its exact Gram, as without paddings."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Embedding(3, 2, padding_idx=0), nn.Linear(2, 2)).double()
+    index = torch.tensor([[1] + [0] * 9])
+    opt = pb.KFAC(net, 0.0, fisher="exact", likelihood=pb.likelihoods.Gaussian())
+    net(index).square().mean().backward()
+    opt.step()
+    z, table = net(index), next(iter(net.parameters()))
+    rows = [torch.autograd.grad(v, table, retain_graph=True)[0].flatten() for v in z.flatten()]
+    jacobian = torch.stack(rows)
+    want = jacobian.T @ jacobian / index.numel()
+    torch.testing.assert_close(opt.gram().dense()[:6, :6], want, rtol=1e-10, atol=1e-12)

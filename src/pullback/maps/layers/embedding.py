@@ -53,4 +53,6 @@ class Embedding(Layer):
         return Moments(counts[None], counts[None], places)
 
     def outputs(self, module: Any, x: Tensor, delta: Tensor, sharing: Sharing) -> Tensor:
+        if module.padding_idx is not None:
+            delta = delta * (x != module.padding_idx)[..., None]
         return second_moment(delta.reshape(1, -1, delta.shape[-1]), sharing)
