@@ -139,6 +139,31 @@ def test_an_error_reaches_the_backward_pass(monkeypatch: pytest.MonkeyPatch) -> 
     assert opt.info.taken
 
 
+def test_an_error_in_the_first_of_two_calls_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    on(monkeypatch)
+    net, assign, calls = Mixed(), sweep.Sweep.assign, []
+    opt = pb.KFAC(net, 0.05, likelihood=pb.likelihoods.Categorical(), statistics_every=1)
+    x, y = torch.randn(2, 5, 3, 7, dtype=torch.float64), torch.zeros(5, dtype=torch.long)
+
+    def failing(self: Any, *args: Any) -> None:
+        calls.append(1)
+        if len(calls) == 3:  # the first call of the second step
+            raise ValueError("in another thread")
+        assign(self, *args)
+
+    monkeypatch.setattr(sweep.Sweep, "assign", failing)
+    for i in range(3):
+        opt.zero_grad()
+        loss = F.cross_entropy(net(x[0]), y) + F.cross_entropy(net(x[1]), y)
+        if i == 1:
+            with pytest.raises(ValueError, match="another thread"):
+                loss.backward()
+        else:
+            loss.backward()
+            opt.step()
+            assert opt.info.taken
+
+
 def test_the_thread_holds_nothing() -> None:
     work, held = Aside(), torch.zeros(3)
     work.on, seen = True, weakref.ref(held)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import pullback as pb
 from pullback.testing import assert_close
 
 from .common import kfac
@@ -87,3 +88,33 @@ def test_positions_that_others_read_count(kind: str, fisher: str) -> None:
     assert_close(q, late.T @ late / len(late), 1e-13, "the queries that count")
     assert_close(k, every, 1e-13, "all keys")
     assert_close(v, every, 1e-13, "all values")
+
+
+def test_a_batch_that_is_all_padding_of_a_table() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Embedding(3, 2, padding_idx=0), nn.Linear(2, 2))
+    opt = pb.KFAC(net, 0.1, likelihood=pb.likelihoods.Categorical(), statistics_every=1)
+    for index in (torch.zeros(2, 4, dtype=torch.long), torch.randint(0, 3, (2, 4))):
+        opt.zero_grad()
+        F.cross_entropy(net(index).flatten(0, 1), torch.zeros(8, dtype=torch.long)).backward()
+        opt.step()
+        assert opt.info.taken
+        assert all(bool(p.isfinite().all()) for p in net.parameters())
+
+
+def test_long_patches_of_samples_that_are_ignored() -> None:
+    """A side above `max_factor` is a diagonal, of the samples that count."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 2, 3), nn.ReLU(), nn.Flatten(), nn.Linear(18, 3)).double()
+    x, y = torch.randn(6, 3, 5, 5, dtype=torch.float64), torch.tensor([0, 1, 2, -100, 1, 2])
+    found = []
+    for longest, some in ((8192, slice(None)), (9, slice(None)), (9, y >= 0)):
+        opt = pb.KFAC(
+            net, 0.0, likelihood=pb.likelihoods.Categorical(), fisher="exact", max_factor=longest
+        )
+        F.cross_entropy(net(x[some]), y[some]).backward()
+        opt.step()
+        found.append(next(iter(opt.curvature.averages.values())).corrected()["Conv.last.inputs"])
+        opt.close()
+    torch.testing.assert_close(found[1][0], found[0][0].diagonal(), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(found[1], found[2], rtol=1e-10, atol=1e-12)

@@ -127,8 +127,11 @@ class Conv(Layer):
 
 def _gathered(module: Any, x: Tensor, sharing: Sharing, keep: Tensor | None) -> Moments:
     """All patches of some samples at a time, of which those count that `keep` says."""
-    each = prod(_places(module, x)) * x.shape[1] * prod(module.kernel_size) * x.element_size()
+    places = prod(_places(module, x))
+    each = places * x.shape[1] * prod(module.kernel_size) * x.element_size()
     step, found = max(1, _TOGETHER // max(1, each)), None
+    if keep is not None and keep.ndim == 1:
+        keep = keep[:, None].expand(-1, places)
     masks = repeat(None) if keep is None else keep.split(step)
     for some, mask in zip(x.split(step), masks, strict=False):
         seen = patches(module, some).transpose(0, 1).flatten(1, 2)  # (G, B·places, I)

@@ -49,7 +49,7 @@ class Embedding(Layer):
         ones = torch.ones_like(x, dtype=compute_dtype(like.dtype))
         ones = ones if keep is None else ones * keep
         counts = ones.new_zeros(module.num_embeddings).index_add_(0, x.flatten(), ones.flatten())
-        places = x.numel() if keep is None else keep.sum()
+        places = x.numel() if keep is None else keep.sum().clamp(min=1)  # all may be padding
         return Moments(counts[None], counts[None], places)
 
     def outputs(self, module: Any, x: Tensor, delta: Tensor, sharing: Sharing) -> Tensor:

@@ -33,7 +33,7 @@ class Aside:
 
     def begin(self, like: Tensor) -> None:
         """Tasks on what is computed in this thread's stream, until `join`."""
-        self.drop()
+        self.join()
         self.on = fit(like)
         self._stream = torch.cuda.current_stream(like.device) if like.is_cuda else None
 
