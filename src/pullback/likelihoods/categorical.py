@@ -149,7 +149,8 @@ class Categorical(Likelihood):
         if not bool(silent.any()):
             return None
         certain = torch.softmax(z, axis).amax(axis, keepdim=True) == 1
-        return ~silent | certain
+        counts = ~silent | certain
+        return None if bool(counts.all()) else counts
 
     def uncounted(self, z: Tensor, cotangent: Tensor) -> Tensor | None:
         """As far as some classes tell: where none of them has a gradient, all are to be asked."""

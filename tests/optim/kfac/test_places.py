@@ -318,3 +318,48 @@ def test_a_second_use_outside_of_the_layer_is_noticed_when_it_comes() -> None:
         assert rows["inner.weight"].block.startswith(block)
         assert ("outside" in rows["inner.weight"].reason) == late
         assert rows["last.weight"].block.startswith("kronecker")
+
+
+class Turned(nn.Module):
+    """Samples second inside, one label for each sample or for each place."""
+
+    def __init__(self, pooled: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.head, self.pooled = nn.Linear(4, 5), nn.Linear(5, 3), pooled
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.inner(x.transpose(0, 1)))
+        return self.head(y.mean(0) if self.pooled else y.transpose(0, 1))
+
+
+@pytest.mark.parametrize("pooled", [False, True])
+@pytest.mark.parametrize("places", [3, 5])
+def test_as_many_places_as_samples(places: int, pooled: bool) -> None:
+    """An ignored sample is as good as none, wherever the layers inside have the samples."""
+    torch.manual_seed(1)
+    x, y = torch.randn(5, places, 4).double(), torch.tensor([0, 1, -100, 1, 2])
+    x[2] *= 10
+    found = []
+    for some in (slice(None), y >= 0):
+        model = Turned(pooled)
+        opt = pb.KFAC(model, 0.0, likelihood=pb.likelihoods.Categorical(), fisher="exact")
+        z, target = model(x[some]), y[some]
+        target = target if pooled else target[:, None].expand(z.shape[:2])
+        F.cross_entropy(z.flatten(0, -2), target.flatten()).backward()
+        opt.step()
+        found.append(opt.gram().dense())
+    torch.testing.assert_close(found[0], found[1], rtol=1e-9, atol=1e-11)
+
+
+def test_samples_fitted_to_certainty_all_count() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    with torch.no_grad():
+        model[2].weight.mul_(1000)
+    x = torch.randn(6, 4)
+    opt = pb.KFAC(model, 0.1, likelihood=pb.likelihoods.Categorical())
+    F.cross_entropy(model(x), model(x).argmax(-1)).backward()
+    opt.step()
+    assert opt.info.taken

@@ -82,12 +82,31 @@ def counted(delta: Tensor, keep: Tensor, axis: int = -1) -> Tensor:
     was given), δ alone tells, unless there is none at all.
     """
     reached = delta.any(axis)
-    if keep.shape == reached.shape[: keep.ndim]:
-        return reached | keep.view(*keep.shape, *[1] * (reached.ndim - keep.ndim))
+    if (found := _placed(keep, reached)) is not None:
+        return reached | found
     if (agree := _agree(keep.shape, reached.shape)) is not None:
         whole = keep.movedim(agree[0], 0).flatten(1).all(1)
         reached = reached | whole.view([-1 if i == agree[1] else 1 for i in range(reached.ndim)])
     return reached | ~reached.any()
+
+
+def _placed(keep: Tensor, reached: Tensor) -> Tensor | None:
+    """`keep` beside the places of a layer, where it can be told which of its axes are theirs.
+
+    Samples and places may be as many, and a layer inside may have them the other way round: then
+    it is the way in which fewer cotangents stand where `keep` has none.
+    """
+    ends = [1] * (reached.ndim - keep.ndim)
+    found = [keep.view(*keep.shape, *ends)] if keep.shape == reached.shape[: keep.ndim] else []
+    if keep.ndim == 1:
+        axes = [i for i, n in enumerate(reached.shape) if n == len(keep) and (i or not found)]
+        found += [keep.view([-1 if i == j else 1 for j in range(reached.ndim)]) for i in axes]
+    elif found and keep.ndim == 2 and keep.shape[0] == keep.shape[1]:
+        found.append(keep.T.reshape(*keep.shape, *ends))
+    if len(found) > 1:
+        astray = torch.stack([(reached & ~one).sum() for one in found])
+        return found[int(astray.argmin())]
+    return found[0] if found else None
 
 
 def _agree(one: torch.Size, two: torch.Size) -> tuple[int, int] | None:
