@@ -167,7 +167,7 @@ def test_an_error_in_the_first_of_two_calls_is_not_lost(monkeypatch: pytest.Monk
 def test_the_thread_holds_nothing() -> None:
     work, held = Aside(), torch.zeros(3)
     work.on, seen = True, weakref.ref(held)
-    work.do(lambda held=held: held.add_(1), held.nbytes)
+    work.do(lambda held=held: held.add_(1), held)
     work.join()
     del held
     gc.collect()

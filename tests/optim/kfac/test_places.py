@@ -355,9 +355,10 @@ def test_as_many_places_as_samples(places: int, pooled: bool) -> None:
 
 def test_samples_fitted_to_certainty_all_count() -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    head = nn.Linear(5, 3)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), head)
     with torch.no_grad():
-        model[2].weight.mul_(1000)
+        head.weight.mul_(1000)
     x = torch.randn(6, 4)
     opt = pb.KFAC(model, 0.1, likelihood=pb.likelihoods.Categorical())
     F.cross_entropy(model(x), model(x).argmax(-1)).backward()

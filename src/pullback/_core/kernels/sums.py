@@ -35,8 +35,8 @@ def column_sums(x: Tensor, delta: Tensor, *, centered: bool, eps: float | None) 
     out = torch.empty(2, n, parts, width, dtype=torch.float32, device=x.device)
     block = triton.next_power_of_2(width)
     with torch.cuda.device_of(x):
-        _columns[(n, parts)](
-            x, delta, out, places, width, n * parts * width, 0.0 if eps is None else eps,
+        _columns[(n * parts,)](
+            x, delta, out, parts, places, width, n * parts * width, 0.0 if eps is None else eps,
             CENTERED=centered, SCALED=eps is not None, CHUNK=_CHUNK, BLOCK=block,
             num_warps=max(4, block // 512),
         )  # fmt: skip
@@ -68,10 +68,10 @@ def _rows(x, delta, out, count, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _columns(
-    x, delta, out, places, width, apart, eps,
+    x, delta, out, parts, places, width, apart, eps,
     CENTERED: tl.constexpr, SCALED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    n, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    n, part = (tl.program_id(0) // parts).to(tl.int64), tl.program_id(0) % parts
     c = tl.arange(0, BLOCK)
     gain = tl.zeros((BLOCK,), tl.float32)
     shift = tl.zeros((BLOCK,), tl.float32)
@@ -87,6 +87,6 @@ def _columns(
             a = a / tl.sqrt(tl.sum(a * a, 0) / width + eps)
         gain += d * a
         shift += d
-    at = (n * tl.num_programs(1) + part) * width + c
+    at = (n * parts + part) * width + c
     tl.store(out + at, gain, mask=c < width)
     tl.store(out + apart + at, shift, mask=c < width)

@@ -6,7 +6,7 @@ A second thread launches others meanwhile, on the same stream, where each finds 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
@@ -16,6 +16,7 @@ from torch import Tensor
 
 _MOST = 2**27  # bytes that wait to be worked on
 _LARGE = 2**26  # of one tensor, which does not wait
+_C: Any = torch._C
 
 
 class Aside:
@@ -27,25 +28,31 @@ class Aside:
     def __init__(self) -> None:
         self.on = False
         self._stream: Any = None
-        self._waiting, self._bytes = 0, 0
-        self._answers: SimpleQueue[None] = SimpleQueue()
+        self._waiting, self._bytes, self._pass = 0, 0, -1
         self._error: BaseException | None = None
 
-    def begin(self, like: Tensor) -> None:
-        """Tasks on what is computed in this thread's stream, until `join`."""
-        self.join()
-        self.on = fit(like)
+    def begin(self, like: Tensor, others: Iterable[Tensor]) -> None:
+        """Tasks on what is computed in this thread's stream, until `join`.
+
+        All of it is on one device, `like` and `others`, or they are done at once.
+        """
+        now = _C._current_graph_task_id()
+        if now == self._pass:  # another call of the model in the same loss: its errors are ours
+            self.join()
+        self.drop()
+        self._pass, self.on = now, fit(like) and all(t.device == like.device for t in others)
         self._stream = torch.cuda.current_stream(like.device) if like.is_cuda else None
 
-    def do(self, task: Callable[[], Any], nbytes: int = 0) -> None:
-        """In turn; memory of this size stays as long as it waits."""
+    def do(self, task: Callable[[], Any], like: Tensor | None = None) -> None:
+        """In turn; the memory of this tensor, which belongs to our stream, stays while it waits."""
         if not self.on:
             task()
             return
-        if nbytes > _LARGE or self._bytes + nbytes > _MOST:
+        nbytes, there = (0, False) if like is None else (like.nbytes, self._elsewhere())
+        if there or nbytes > _LARGE or self._bytes + nbytes > _MOST:
             self.join()
             self.on = True
-            if nbytes > _LARGE:
+            if there or nbytes > _LARGE:
                 task()
                 return
         self._waiting += 1
@@ -56,8 +63,13 @@ class Aside:
     def join(self) -> None:
         """Wait until all is done."""
         if self._waiting:
-            _worker().tasks.put(partial(self._answers.put, None))
-            self._answers.get()
+            done = threading.Event()  # of this call alone, which may be interrupted
+            _worker().tasks.put(done.set)
+            done.wait()
+            if self._stream is not None:  # the engine made the caller's stream wait before
+                now = torch.cuda.current_stream(self._stream.device)
+                if now != self._stream:
+                    now.wait_stream(self._stream)
         self._waiting, self._bytes, self.on = 0, 0, False
         error, self._error = self._error, None
         if error is not None:
@@ -69,6 +81,13 @@ class Aside:
             self.join()
         except Exception:  # of a pass whose results are dropped
             return
+
+    def _elsewhere(self) -> bool:
+        """Whether a layer ran on another stream, on which its hook is called."""
+        own = self._stream
+        if own is None:
+            return False
+        return _C._cuda_getCurrentRawStream(own.device_index) != own.cuda_stream
 
     def _done(self, worker: _Worker, task: Callable[[], Any]) -> None:
         if self._error is not None:
@@ -104,12 +123,15 @@ class _Worker(threading.Thread):
 
 
 _workers: list[_Worker] = []
+_starting = threading.Lock()
 
 
 def _worker() -> _Worker:
     if not _workers or not _workers[0].is_alive():  # a forked process has no threads
-        _workers[:] = [_Worker()]
-        _workers[0].start()
+        with _starting:
+            if not _workers or not _workers[0].is_alive():
+                (new := _Worker()).start()
+                _workers[:] = [new]
     return _workers[0]
 
 

@@ -172,7 +172,7 @@ class Gatherer:
             z = root.detach()
         assert tape is not None
         aside = self._measure.aside
-        aside.begin(z)
+        aside.begin(z, [e.input for e in tape.entries])
         with torch.no_grad(), torch.autocast(z.device.type, enabled=False):
             random, slope = self.random(z.device), cotangent.detach()
             # sums of earlier passes are not kept apart, to be able to go back to them

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...._core.space import compute_dtype
 from ....maps.layers.correlated import rounds_apart
@@ -96,15 +96,22 @@ class Measure:
         for covector, coupling in found.covectors:
             split = apart(tape, self._sharing, coupling)
             way = Descent(root, covector, tape, leaves, found.keep, inputs, coupling, split)
-            self.aside.do(partial(left, None))
+            self._leave(left, tape, None)
             left, inputs = self.pull(way, sums), False
         return left
 
     def finish(self, left: Add, tape: Tape) -> None:
         """Add what the last covector met; nobody needs the layers of this pass any longer."""
-        if rounds_apart() and any(e.input.ndim == 4 for e in tape.entries):
+        self._leave(left, tape, tape.entries)
+
+    def _leave(self, left: Add, tape: Tape, spent: list[Entry] | None) -> None:
+        if rounds_apart() and any(isinstance(e.module, nn.Conv2d) for e in tape.entries):
+            on = self.aside.on
             self.aside.join()  # a precision is set for a moment, which is that of all threads
-        self.aside.do(partial(left, tape.entries))
+            left(spent)
+            self.aside.on = on
+        else:
+            self.aside.do(partial(left, spent))
 
     def pull(self, way: Descent, sums: dict[Key, Sums]) -> Add:
         """Pull a covector back from the output; what is given adds what the layers met."""

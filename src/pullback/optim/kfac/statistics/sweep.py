@@ -116,7 +116,7 @@ class Sweep:
         if self._proof is not None:
             self._proof(entry, delta.reshape(entry.shape))
         if aim.wanted and delta.numel():  # nothing is learned where no place is
-            self._aside.do(partial(self._learn, i, delta, met), delta.nbytes)
+            self._aside.do(partial(self._learn, i, delta, met), delta)
 
     def _learn(self, i: int, delta: Tensor, met: Met) -> None:
         entry, aim = self._entries[i], self._aims[i]
