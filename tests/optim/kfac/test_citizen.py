@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+import torch.autograd.forward_ad as forward_ad
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
@@ -779,3 +780,24 @@ def test_another_device_after_construction(at: int) -> None:
     assert all(v.is_cuda for v in averages)
     model.cpu()
     train(opt, model, 3, start=5 + at)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_tangents_of_the_users_own_are_left_aside(inside: bool) -> None:
+    """Forward-mode derivatives in the loss, whose backward pass runs within their level or not."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    opt, x = pb.KFAC(model, 0.1, statistics_every=1), torch.randn(6, 4)
+    for _ in range(2):
+        opt.zero_grad()
+        with forward_ad.dual_level():
+            z = model(forward_ad.make_dual(x, torch.ones_like(x)))
+            primal, tangent = forward_ad.unpack_dual(z)
+            assert tangent is not None
+            loss = primal.square().sum() + tangent.square().sum()
+            if inside:
+                loss.backward()
+        if not inside:
+            loss.backward()
+        opt.step()
+        assert opt.info.taken

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import _set_fwd_grad_enabled
 
 _MOST = 2**27  # bytes that wait to be worked on
 _LARGE = 2**26  # of one tensor, which does not wait
@@ -109,6 +110,7 @@ class _Worker(threading.Thread):
 
     def run(self) -> None:
         torch.set_grad_enabled(False)
+        _set_fwd_grad_enabled(False).__enter__()
         while True:
             task = self.tasks.get()
             task()

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch._C._functorch import (
     peek_interpreter_stack,  # pyright: ignore[reportMissingModuleSource]
 )
+from torch.autograd.forward_ad import _set_fwd_grad_enabled
 from torch.utils import _pytree as pytree
 
 from ...._core.capture import picked, plain, select
@@ -173,7 +174,7 @@ class Gatherer:
         assert tape is not None
         aside = self._measure.aside
         aside.begin(z, [e.input for e in tape.entries])
-        with torch.no_grad(), torch.autocast(z.device.type, enabled=False):
+        with torch.no_grad(), _set_fwd_grad_enabled(False), _no_autocast(z):
             random, slope = self.random(z.device), cotangent.detach()
             # sums of earlier passes are not kept apart, to be able to go back to them
             hope = self._whole and sweep.waits(z) and not self.pool.sums
@@ -248,6 +249,10 @@ class Gatherer:
             self._generator.set_state(state["generator"].cpu())
         self._measure.load(state["reasons"], state["partners"])
         self._flags = ()
+
+
+def _no_autocast(z: Tensor) -> Any:
+    return torch.autocast(z.device.type, enabled=False)
 
 
 def _same(z: Tensor) -> Tensor:
