@@ -215,6 +215,7 @@ class _Short(Figure2):
         return super().config(True) | {"epochs": 2, "widths": [64, 12, 8, 10], "batch": 256}
 
 
+@pytest.mark.slow
 def test_figure2_searches_trains_and_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cheap = tuple(replace(m, rates=m.rates[:1]) for m in METHODS)
     monkeypatch.setattr(figure2, "METHODS", cheap)

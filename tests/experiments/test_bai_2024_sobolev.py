@@ -206,6 +206,7 @@ def test_a_paused_run_goes_on_to_the_same_bits(
     assert curves[0]["train loss"] == curves[1]["train loss"]
 
 
+@pytest.mark.slow
 def test_the_tuned_comparison_runs_and_shows_both_settings(tmp_path: Path) -> None:
     assert isinstance(TUNED, Tuned)
     console = quiet()

@@ -18,6 +18,7 @@ from pullback.experiments.showcase.race import run, tune
 from pullback.experiments.showcase.table import PROBLEMS
 
 
+@pytest.mark.slow
 def test_quick_demo_without_a_terminal(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pullback.experiments.demo", "--quick", "--out", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)

@@ -135,6 +135,7 @@ def test_claims_are_as_recorded_when_theory_holds() -> None:
     assert claims(found)[0].holds
 
 
+@pytest.mark.slow
 def test_the_experiment_writes_record_and_figure_and_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
