@@ -65,6 +65,7 @@ TOO_SHORT = {
     "kerekes-2022-figure4",
     "kerekes-2022-figure5",
     "kerekes-2022-figure6",
+    "kfac-convnet",
     "kfac-shakespeare",
     "kfac-vgg",
 }

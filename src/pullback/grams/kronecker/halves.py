@@ -2,10 +2,9 @@ r"""Cholesky factors of large matrices by halves, that is mostly by products: S 
 
     L₁₁L₁₁ᵀ = S₁₁,   L₂₁ = S₂₁L₁₁⁻ᵀ,   L₂₂L₂₂ᵀ = S₂₂ − L₂₁L₂₁ᵀ,
 
-and the halves by halves again. On one CPU thread MKL's LAPACK alone takes 1.5 times as long for
-n = 1000 and 2.5 times for n = 1024: its rate is a fraction of that of products, and torch hands it
-a triangle entry by entry, down columns that share a few lines of the cache where n is round.
-OpenBLAS divides by itself, and alone takes 0.85 of the time for n = 1000 and 0.75 for n = 500.
+and the halves by halves again. MKL's LAPACK alone is slower on one CPU thread: its rate is a
+fraction of that of products, and torch hands it a triangle entry by entry, down columns that share
+a few lines of the cache where n is round. OpenBLAS divides by itself, and is faster alone.
 """
 
 from __future__ import annotations
