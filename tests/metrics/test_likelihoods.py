@@ -169,6 +169,25 @@ def test_samples_repeat_with_their_generator(name: str) -> None:
     assert torch.equal(one, two)
 
 
+@pytest.mark.parametrize(
+    ("classes", "dtype"), [(3, torch.float64), (600, torch.bfloat16), (3072, torch.float32)]
+)
+def test_classes_are_drawn_by_their_probabilities(classes: int, dtype: torch.dtype) -> None:
+    """χ² of many draws, whose mean is the number of classes less one; scores are p − e_y."""
+    made, n = torch.Generator().manual_seed(classes), 8000
+    z = torch.randn(classes, generator=made).to(dtype)
+    z[[1, -1]] = -torch.inf
+    p, likelihood = torch.softmax(z.double(), 0), Categorical()
+    scores = [likelihood.score(z.expand(n // 4, -1), made).double() for _ in range(4)]
+    counts = torch.cat([s.argmin(1) for s in scores]).bincount(minlength=classes)
+    live = p > 0
+    assert counts[~live].sum() == 0
+    chi, degrees = ((counts - n * p).square() / (n * p))[live].sum(), int(live.sum()) - 1
+    assert abs(float(chi) - degrees) < 6 * (2 * degrees) ** 0.5 + 6
+    e = F.one_hot(scores[0].argmin(1), classes)
+    assert_close(scores[0], p - e, 1e-12 if dtype == torch.float64 else 1e-2, "p − e_y")
+
+
 LOSSES = {
     "Categorical": lambda z, how: F.cross_entropy(z, torch.arange(5) % 4, reduction=how),
     "Bernoulli": lambda z, how: F.binary_cross_entropy_with_logits(

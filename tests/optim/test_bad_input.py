@@ -164,14 +164,66 @@ def test_a_model_that_changes_its_input_is_refused() -> None:
 # --- losses -----------------------------------------------------------------------------------
 
 
+def test_a_large_loss_is_judged_in_its_own_precision() -> None:
+    model, (x, _) = nn.Linear(3, 2).to(DOUBLE), data()
+    opt = pb.NaturalGradient(model)
+    y = torch.full((6, 2), 1e150, dtype=DOUBLE)  # L = 1e300, beyond float32
+    assert opt.step(closure_of(opt, model, x, y)).accepted
+
+    def objective(params: dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(model, params, (x,)) + y
+
+    assert opt.step(objective=objective).accepted
+
+
+class Auxiliary(nn.Module):
+    """Two heads on one body: the metric sees the first only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(3, 4), nn.Linear(4, 2)
+        self.other = nn.Linear(4, 1)
+        self.to(DOUBLE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.features = torch.tanh(self.body(x))
+        return self.head(self.features)
+
+
+def test_parameters_that_the_output_does_not_depend_on_are_named_once() -> None:
+    model, (x, y) = Auxiliary(), data()
+    opt = pb.NaturalGradient(model, solver=pb.solvers.Cholesky(1e-3))
+    weight = [0.0]
+
+    def auxiliary() -> Tensor:
+        return weight[0] * model.other(model.features).square().mean()
+
+    closure = closure_of(opt, model, x, y, extra=auxiliary)
+    with warnings.catch_warnings():  # no gradient reaches the other head yet
+        warnings.simplefilter("error")
+        opt.step(closure)
+    weight[0] = 1.0
+    with pytest.warns(RuntimeWarning, match=r"on other\.weight, other\.bias, but .* Freeze") as met:
+        opt.step(closure)
+    assert met[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        opt.step(closure)
+        model.other.requires_grad_(False)
+        frozen = pb.NaturalGradient(model, solver=pb.solvers.Cholesky(1e-3))
+        frozen.step(closure_of(frozen, model, x, y, extra=auxiliary))
+
+
 def test_a_loss_without_one_parameter_warns_and_names_it() -> None:
     model = nn.ModuleDict({"used": nn.Linear(3, 2), "unused": nn.Linear(3, 2)}).to(DOUBLE)
     model.forward = lambda x: model["used"](x)  # pyright: ignore
     (x, y), opt = data(), pb.NaturalGradient(model)
     before = vector(model["unused"])
     closure = closure_of(opt, model, x, y)
-    with pytest.warns(UserWarning, match=r"does not depend on unused\.weight, unused\.bias"):
+    expected = r"does not depend on unused\.weight, unused\.bias"
+    with pytest.warns(UserWarning, match=expected) as met:
         assert opt.step(closure).accepted
+    assert met[0].filename == __file__
     assert torch.equal(before, vector(model["unused"]))
     with warnings.catch_warnings():  # once is enough
         warnings.simplefilter("error")
@@ -533,7 +585,7 @@ def test_scalar_output() -> None:
 def test_complex_output() -> None:
     model, (x, y) = Returning(torch.fft.fft), data()
     opt = pb.NaturalGradient(model)
-    with refused("output is complex", "real function values", "view_as_real"):
+    with refused("output is a complex tensor", "real function values", "view_as_real"):
         opt.step(closure_of(opt, model, x, y, lambda z, y: (z - y).abs().square().mean()))
 
 

@@ -92,19 +92,22 @@ def test_refinement_brings_the_exact_answer_back(damping: float) -> None:
     assert found.residual < 1e-10
 
 
-def test_each_init_draws_anew_and_the_state_repeats_it() -> None:
+def test_each_init_draws_anew_and_its_number_repeats_it() -> None:
     a = random(20, 9)
     solver = Sketched(rows=6, seed=0)
-    saved = solver.state_dict()
     one, two = solver.init(hold(a, "rows")), solver.init(hold(a, "rows"))
     assert one.rows is not None
     assert two.rows is not None
     assert not torch.equal(one.rows.bucket, two.rows.bucket)
-    solver.load_state_dict(saved)
-    again = solver.init(hold(a, "rows"))
+    fresh = Sketched(rows=6, seed=0)
+    fresh.seek(1)
+    again = fresh.init(hold(a, "rows"))
     assert again.rows is not None
-    assert torch.equal(again.rows.bucket, one.rows.bucket)
-    assert torch.equal(again.rows.sign, one.rows.sign)
+    assert torch.equal(again.rows.bucket, two.rows.bucket)
+    assert torch.equal(again.rows.sign, two.rows.sign)
+    other = Sketched(rows=6, seed=1).init(hold(a, "rows"))
+    assert other.rows is not None
+    assert not torch.equal(other.rows.bucket, two.rows.bucket), "seed and number are no sum"
 
 
 def test_sketches_keep_lengths_in_the_mean() -> None:

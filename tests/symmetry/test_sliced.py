@@ -88,7 +88,7 @@ def test_one_step_changes_the_function_as_the_inner_one_does(slice: str) -> None
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
         factor = p.detach() / q.detach()
         far = max(far, float((factor - 1).abs().max()))
-        mine, theirs = opt.state[p], other.state[q]
+        mine, theirs = opt.state[p]["optimizer"], other.state[q]
         assert relative(mine["exp_avg"] * factor, theirs["exp_avg"]) < 1e-13
         assert relative(mine["exp_avg_sq"] * factor**2, theirs["exp_avg_sq"]) < 1e-13
     assert far > 1e-5
@@ -146,7 +146,7 @@ def test_unknown_state_is_refused_until_its_power_is_said() -> None:
         opt.step()
     opt = sliced(model, Odd(model.parameters()), transport={"memory": 0})
     opt.step()
-    assert float(opt.state[model[0].weight]["memory"].min()) == 1
+    assert float(opt.optimizer.state[model[0].weight]["memory"].min()) == 1
 
 
 def test_what_cannot_be_wrapped_is_refused() -> None:

@@ -1,10 +1,11 @@
-"""Capture of a model's forward calls and of the loss's cotangent while a closure runs."""
+"""Capture of a model's forward calls, and of the loss's cotangent at their output."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,6 +57,46 @@ def picked(output: Any, selector: Selector) -> Tensor:
             "Let it return one of the model's tensors, and compute in the model's forward",
         )
     return z
+
+
+def samples_first(z: Tensor, batch_dim: int) -> Tensor:
+    """The model's output, or a tensor beside it: samples first, at least one event axis."""
+    if z.ndim == 0:
+        raise PullbackError(
+            "The model's output is a single number",
+            "it has no batch axis, so there are no samples to average over",
+            "Return one value per sample",
+        )
+    odd = "complex" if z.is_complex() else "nested" if z.is_nested else ""
+    if not odd and z.layout is not torch.strided:
+        odd = str(z.layout).removeprefix("torch.")
+    if odd:
+        raise PullbackError(
+            f"The model's output is a {odd} tensor",
+            "a metric measures dense real function values",
+            "Return a dense real tensor: torch.view_as_real(z), z.to_dense() or z.to_padded_tensor",
+        )
+    if not -z.ndim <= batch_dim < z.ndim:
+        raise PullbackError(
+            f"The model's output has no axis {batch_dim}",
+            f"its shape is {tuple(z.shape)}",
+            "Set batch_dim= to the output's axis of samples",
+        )
+    z = z.movedim(batch_dim, 0)
+    if not z.numel():
+        raise PullbackError(
+            "The batch is empty", f"the output has shape {tuple(z.shape)}", "Skip empty batches"
+        )
+    return z[:, None] if z.ndim == 1 else z
+
+
+def first_input(tensors: Sequence[Tensor], samples: int, batch_dim: int) -> Tensor | None:
+    """The first tensor among a call's arguments, samples first where it has as many."""
+    if not tensors:
+        return None
+    x = tensors[0].detach()
+    fits = x.ndim > batch_dim and x.shape[batch_dim] == samples
+    return x.movedim(batch_dim, 0) if fits else x
 
 
 def detached(tree: Any) -> Any:
@@ -123,6 +164,120 @@ class Call:
             yield
 
 
+class CallHook:
+    """A method of a `Watch`, held weakly; copies and pickles of the model leave it behind.
+
+    Inside `torch.compile` it is traced: a call that is not due is traced away, and one that is
+    leaves the compiled code for a moment.
+    """
+
+    def __init__(self, watch: Watch | None = None, method: str = "") -> None:
+        self._watch = None if watch is None else weakref.ref(watch)
+        self._method = method
+
+    def __call__(self, *args: Any) -> None:
+        watch = None if self._watch is None else self._watch()
+        if watch is None:
+            return
+        if torch.compiler.is_compiling():
+            if watch.due:
+                _outside_compiled_code(watch, self._method, args)
+            return
+        getattr(watch, self._method)(*args)
+
+    def __deepcopy__(self, memo: Any) -> CallHook:
+        return CallHook()
+
+    def __reduce__(self) -> Any:
+        return CallHook, ()
+
+
+@torch._disable_dynamo
+def _outside_compiled_code(watch: Watch, method: str, args: Any) -> None:
+    watch.compiled = True
+    try:
+        getattr(watch, method)(*args)
+    finally:
+        watch.compiled = False
+
+
+class Watch:
+    """Two hooks on a model as it is called: they see its outermost forward calls.
+
+    `owner.begin_call(args, kwargs, compiled)` returns a context in which the call runs, or None to
+    pass over it; `owner.end_call(output)` receives the output of a call that began. The owner is
+    held weakly.
+    """
+
+    def __init__(self, owner: Any, model: nn.Module) -> None:
+        self._owner = weakref.ref(owner)
+        #: whether calls in compiled code are of interest; such code is guarded by it
+        self.due = True
+        #: whether the hook at work belongs to compiled code, where layers cannot be hooked
+        self.compiled = False
+        self._depth = 0
+        self._context: Any = None
+        handles = [
+            # first and last among the model's own hooks
+            model.register_forward_pre_hook(
+                CallHook(self, "before"), with_kwargs=True, prepend=True
+            ),
+            model.register_forward_hook(CallHook(self, "after"), always_call=True),
+        ]
+        self._finish = weakref.finalize(self, _remove, handles)
+
+    def close(self) -> None:
+        """Remove the hooks, which also happens when nobody holds the watch any more."""
+        self._finish()
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget a call that never came back."""
+        self._depth = 0
+        self._leave()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Pass over the model's calls inside."""
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+
+    def _leave(self) -> None:
+        context, self._context = self._context, None
+        if context is not None:
+            context.__exit__(None, None, None)
+
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Hook before a forward pass."""
+        self._depth += 1
+        owner = self._owner()
+        if self._depth > 1 or owner is None:
+            return
+        self._leave()
+        context = owner.begin_call(args, kwargs, self.compiled)
+        if context is not None:
+            context.__enter__()
+            self._context = context
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Hook after a forward pass; `output` is None where it raised."""
+        self._depth = max(0, self._depth - 1)
+        owner = self._owner()
+        if self._depth or self._context is None or owner is None:
+            return
+        self._leave()
+        if output is not None:
+            owner.end_call(output)
+
+
+def _remove(handles: Iterable[Any]) -> None:
+    for handle in handles:
+        handle.remove()
+
+
 class Capture:
     """A context in which `model`'s forward calls are recorded.
 
@@ -131,11 +286,9 @@ class Capture:
     """
 
     def __init__(self, model: nn.Module, selector: Selector, device: torch.device) -> None:
-        self._model = model
-        self._selector = selector
-        self._device = device
+        self._model, self._selector, self._device = model, selector, device
         self._all: list[Call] = []
-        self._pending: list[Call] = []
+        self._begun: Call | None = None
         self._stack = contextlib.ExitStack()
 
     @property
@@ -149,31 +302,31 @@ class Capture:
         return len(self._all)
 
     def __enter__(self) -> Capture:
-        model = self._model
-        # first and last among the model's own hooks, which run again in a replay
-        before = model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True)
-        self._stack.callback(before.remove)
-        self._stack.callback(model.register_forward_hook(self._after).remove)
-        compiled = model.__dict__.get("_compiled_call_impl")
+        self._stack.callback(Watch(self, self._model).close)
+        compiled = self._model.__dict__.get("_compiled_call_impl")
         if compiled is not None:  # model.compile(): hooks inside a compiled call never fire
-            model.__dict__["_compiled_call_impl"] = None
-            self._stack.callback(model.__dict__.__setitem__, "_compiled_call_impl", compiled)
+            held = self._model.__dict__
+            held["_compiled_call_impl"] = None
+            self._stack.callback(held.__setitem__, "_compiled_call_impl", compiled)
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._stack.close()
 
-    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def begin_call(self, args: Any, kwargs: Any, compiled: bool) -> Any:
+        """Keep what the call can be repeated from."""
         call = Call(detached(args), detached(kwargs), random=RandomState(self._device))
         leaves = pytree.tree_leaves((args, kwargs))
         call.sources = [t for t in leaves if isinstance(t, Tensor) and t.grad_fn is not None]
         call._versions = [(t, t._version) for t in call.tensors if not t.is_inference()]
-        call.buffers = {n: b.detach().clone() for n, b in plain(module).named_buffers()}
-        self._pending.append(call)
+        call.buffers = {n: b.detach().clone() for n, b in plain(self._model).named_buffers()}
+        self._begun = call
+        return contextlib.nullcontext()
 
-    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
-        call = self._pending.pop()
-        if not torch.is_grad_enabled():
+    def end_call(self, output: Any) -> None:
+        """Wait for the gradient at the output."""
+        call, self._begun = self._begun, None
+        if not torch.is_grad_enabled() or call is None:
             return
         z = picked(output, self._selector)
         if not z.requires_grad:

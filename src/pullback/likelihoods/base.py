@@ -48,13 +48,6 @@ class Likelihood(ABC):
         """Which entries of z the loss counted, as a mask that broadcasts; None for all."""
         return None
 
-    def uncounted(self, z: Tensor, cotangent: Tensor) -> Tensor | None:
-        """Whether `counted` would leave any out, on the device; None where it is to be asked.
-
-        Who gives it draws without harm from values that are not finite: nobody waits to look.
-        """
-        return None
-
     def __repr__(self) -> str:
         fields = ", ".join(f"{k}={v!r}" for k, v in vars(self).items())
         return f"{type(self).__name__}({fields})"

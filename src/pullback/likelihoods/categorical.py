@@ -6,15 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._core.compiled import kernels
 from .._core.errors import PullbackError
 from .._core.factor import Factor, Whitened
 from .._core.space import compute_dtype
 from .base import Likelihood
 
-_KNOWN = (torch.float32, torch.float16, torch.bfloat16)  # to the kernel for many classes
-_ALIGNED = 8  # classes of which many are a multiple: others are not faster by it
-_TELLING = 64  # classes whose gradients tell at first whether a position counts
 _RUN = 256  # classes whose probabilities are added up first
 
 
@@ -42,19 +38,16 @@ class SoftmaxFactor(Factor):
         return Whitened.checked(r, excess <= limit)
 
 
-def chosen(
-    p: Tensor, generator: torch.Generator | None = None, runs: Tensor | None = None
-) -> Tensor:
+def chosen(p: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """One class per row of probabilities (R, C), never one of probability 0: (R,).
 
-    Of many classes first a run is chosen, then one of its classes: one pass over p is made, unless
-    the sums of its `runs` are given, and nothing of its size is written.
+    Of many classes first a run is chosen, then one of its classes: one pass over p is made, and
+    nothing of its size is written.
     """
     classes, dtype = p.shape[1], compute_dtype(p.dtype)
     if classes <= 2 * _RUN:
         return _raced(p.to(dtype), generator)
-    runs = _sums(p, dtype) if runs is None else runs
-    start = _RUN * _raced(runs, generator)[:, None]
+    start = _RUN * _raced(_sums(p, dtype), generator)[:, None]
     index = start + torch.arange(_RUN, device=p.device)
     some = p.gather(1, index.clamp(max=classes - 1)).to(dtype)
     return start[:, 0] + _raced(some.where(index < classes, 0.0), generator)  # NaN stays inside
@@ -68,17 +61,6 @@ def _sums(p: Tensor, dtype: torch.dtype) -> Tensor:
     if whole < classes:
         runs = torch.cat([runs, p[:, whole:].sum(1, keepdim=True, dtype=dtype)], 1)
     return runs
-
-
-def _probabilities(z: Tensor, axis: int) -> tuple[Tensor, Tensor | None]:
-    """Softmax, and the sums of its runs where one kernel gives both."""
-    lines = z.is_contiguous() and axis == -1 and z.dtype in _KNOWN
-    if lines and z.shape[-1] > 2 * _RUN and not z.shape[-1] % _ALIGNED:
-        work = kernels("softmax", z.device)
-        if work is not None:
-            p, runs = work.softmax(z.view(-1, z.shape[-1]), _RUN)
-            return p.view(z.shape), runs
-    return torch.softmax(z, axis), None
 
 
 def _raced(p: Tensor, generator: torch.Generator | None) -> Tensor:
@@ -133,9 +115,9 @@ class Categorical(Likelihood):
     def score(self, z: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """p − e_y, from one softmax, in the precision of z."""
         axis = self._axis(z)
-        p, runs = _probabilities(z.detach(), axis)
+        p = torch.softmax(z.detach(), axis)
         rows = p.movedim(axis, -1)
-        y = chosen(rows.flatten(0, -2), generator, runs).view(rows.shape[:-1]).unsqueeze(axis)
+        y = chosen(rows.flatten(0, -2), generator).view(rows.shape[:-1]).unsqueeze(axis)
         return p.scatter_add_(axis, y, p.new_full((), -1.0).expand(y.shape))
 
     def samples(self, z: Tensor) -> int:
@@ -151,15 +133,6 @@ class Categorical(Likelihood):
         certain = torch.softmax(z, axis).amax(axis, keepdim=True) == 1
         counts = ~silent | certain
         return None if bool(counts.all()) else counts
-
-    def uncounted(self, z: Tensor, cotangent: Tensor) -> Tensor | None:
-        """As far as some classes tell: where none of them has a gradient, all are to be asked."""
-        axis = self._axis(z)
-        if cotangent.dtype != torch.float16:  # in which small ones are lost
-            step = max(1, cotangent.shape[axis] // _TELLING)
-            cotangent = cotangent.movedim(axis, -1)[..., ::step]
-            axis = -1
-        return _silent(cotangent, axis).any()
 
     def _tells(self, cotangent: Tensor, axis: int) -> bool:
         """Raise where the loss's gradient adds up to zero along another axis, not along ours.

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from .._core.attention import unfused_attention
-from .._core.capture import Call, Selector, plain, select
+from .._core.capture import Call, Selector, plain, samples_first, select
 from .._core.errors import PullbackError, reraise_fatal
 from .._core.factor import Factor
 from .._core.space import ParameterSpace, tolerance
@@ -33,6 +33,7 @@ class ModuleMap(Map):
         batch_dim: the axis of z that counts samples.
         plans: a dict that keeps what was established about the model's structure
             between linearizations.
+        coupled: accept modules that mix the samples of a batch, which have no rows per sample.
     """
 
     def __init__(
@@ -43,11 +44,13 @@ class ModuleMap(Map):
         output: Selector = None,
         batch_dim: int = 0,
         plans: dict[Any, Any] | None = None,
+        coupled: bool = False,
     ) -> None:
         self.model, self.call = plain(model), call
         self.output, self.batch_dim = output, batch_dim
         self.plans = {} if plans is None else plans
-        refuse_coupled(self.model)
+        if not coupled:
+            refuse_coupled(self.model)
 
     def value(self, output: Any) -> Tensor:
         """z from the model's output: samples first, at least one event axis."""
@@ -55,30 +58,7 @@ class ModuleMap(Map):
 
     def arranged(self, z: Tensor) -> Tensor:
         """The selected tensor, or its cotangent: samples first, at least one event axis."""
-        if z.ndim == 0:
-            raise PullbackError(
-                "The model's output is a single number",
-                "it has no batch axis, so there are no samples to average over",
-                "Return one value per sample",
-            )
-        if z.is_complex():
-            raise PullbackError(
-                "The model's output is complex",
-                "a metric measures real function values",
-                "Return real and imaginary parts (torch.view_as_real)",
-            )
-        if not -z.ndim <= self.batch_dim < z.ndim:
-            raise PullbackError(
-                f"The model's output has no axis {self.batch_dim}",
-                f"its shape is {tuple(z.shape)}",
-                "Set batch_dim= to the output's axis of samples",
-            )
-        z = z.movedim(self.batch_dim, 0)
-        if z.shape[0] == 0:
-            raise PullbackError(
-                "The batch is empty", f"the output has shape {tuple(z.shape)}", "Skip empty batches"
-            )
-        return z.unsqueeze(-1) if z.ndim == 1 else z
+        return samples_first(z, self.batch_dim)
 
     def call_with(self, params: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Tensor:
         """z at other parameters; buffers are read as the call found them, never written."""
@@ -153,7 +133,8 @@ class ModuleLinearization(Linearization):
                 raise PullbackError(
                     "J v cannot be computed for this model",
                     "an operation in it has neither a forward-mode nor a second derivative",
-                    'Use gram="rows" or "kernel" with a solver that factorizes',
+                    'Give the operation a jvp, or use gram="rows" or "kernel" with a solver that '
+                    "factorizes; in KFAC leave out Adaptive damping and step=",
                 )
             self.map.plans[key] = found
         return ways[self.map.plans[key]](v)

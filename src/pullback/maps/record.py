@@ -38,8 +38,6 @@ class Entry:
     input: Tensor
     edge: GradientEdge
     shape: tuple[int, ...]
-    #: mean and 1/σ of a normalization, where its forward pass left them
-    kept: tuple[Tensor, Tensor] | None = None
 
     @property
     def path(self) -> str:

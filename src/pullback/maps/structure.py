@@ -18,6 +18,7 @@ from .._core.space import tolerance
 from .base import Covered, Pulled
 from .layers import Block, RowsBlock, Use
 from .layers.layout import Layout, detect
+from .proof import Proof
 from .record import Entry, Recorder
 from .replay import Replay
 from .reverse import batched_cotangents, looped_cotangents, vectorizes
@@ -78,22 +79,13 @@ class Structure:
     ) -> None:
         """Keep the parameters whose layer formula reproduces autograd's gradient."""
         ones = linear.value.new_ones(linear.value.shape[0], 1)
-        got: dict[str, Tensor] = {}
+        proof = Proof(tolerance(linear.graph.dtype, 10))
         for block in blocks:
-            got.update(block.lift(ones))
-        limit = tolerance(linear.graph.dtype, 10)
-        for name, gradient in truth.items():
-            if name not in got:
-                self.reasons.setdefault(name, "no layer with known structure uses it")
-                continue
-            want = (
-                linear.space.zeros(1)
-                if gradient is None
-                else gradient.flatten().to(linear.space.dtype)
-            )
-            error = (got[name] - want).norm()
-            if bool(error > limit * want.norm()):
-                self.reasons[name] = "it is also used outside its layer"
+            proof.add(block.lift(ones), 0.0, 0.0, 0)
+        # a parameter that the layers reach and the graph does not has the gradient zero
+        found = {n: linear.space.zeros(1) if g is None else g for n, g in truth.items()}
+        for name, why in proof.unexplained(found).items():
+            self.reasons.setdefault(name, why)
         self.rest = tuple(n for n in truth if n in self.reasons)
 
     def pullback(self, linear: Replay, recorder: Recorder, covectors: Tensor) -> Pulled:

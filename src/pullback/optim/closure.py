@@ -17,6 +17,7 @@ from .._core.factor import Scaled
 from .._core.state import RandomState, Snapshot
 from ..grams import Part
 from ..maps import Linearization, ModuleMap
+from ..maps.module import ModuleLinearization
 from ..metrics import Metric
 from .checks import gradient_of, loss_of, refuse_chained
 from .problem import Place, Problem
@@ -93,7 +94,7 @@ class ClosureProblem(Problem):
             warnings.warn(
                 f"The loss does not depend on {', '.join(silent)}: their gradient counts as zero. "
                 "Freeze them (requires_grad_(False)) to leave them out.",
-                stacklevel=5,
+                stacklevel=6,
             )
         return self.space.flatten(gradients)
 
@@ -117,6 +118,7 @@ class ClosureProblem(Problem):
                 self._recorded.append((linear, cotangent))
             cotangents.append(cotangent)
             masks.append(None if cotangent is None else metric.counted(linear.value, cotangent))
+        self._warn_unmeasured(linears)
         weight = self._weight(metric, [x.value for x in linears], masks)
         parts, whites = [], []
         for call, linear, mask, cotangent in zip(calls, linears, masks, cotangents, strict=True):
@@ -134,6 +136,28 @@ class ClosureProblem(Problem):
         if any(r is None for r in whites):
             return parts, None
         return parts, torch.cat([r.flatten() for r in whites if r is not None])
+
+    def _warn_unmeasured(self, linears: Sequence[ModuleLinearization]) -> None:
+        """Warn once where the loss moves parameters that no measured output depends on."""
+        measured: set[str] = self._memory.setdefault("measured", set())
+        gradients = {n: p.grad for n, p in self.params.items() if n not in measured}
+        if "unmeasured" in self._memory or all(g is None for g in gradients.values()):
+            return
+        for linear in linears:
+            measured |= dependencies(linear.graph, linear.leaves)
+        moved = [
+            n for n, g in gradients.items() if n not in measured and g is not None and bool(g.any())
+        ]
+        if moved:
+            self._memory["unmeasured"] = True
+            warnings.warn(
+                f"The loss depends on {', '.join(moved)}, but the measured output does not: the "
+                "metric is zero there, so they move by their gradient divided by the damping. "
+                "Freeze them (requires_grad_(False)), leave them to another optimizer (params=), "
+                "or let output= return what they compute as well.",
+                RuntimeWarning,
+                stacklevel=8,
+            )
 
     def pulled(self) -> Tensor:
         if self._pulled is None:
@@ -206,3 +230,16 @@ def as_call(batch: Any) -> Call:
     if isinstance(batch, Mapping):
         return Call.of(**batch)
     return Call.of(*batch) if isinstance(batch, tuple) else Call.of(batch)
+
+
+def dependencies(z: Tensor, leaves: Mapping[str, Tensor]) -> set[str]:
+    """The names of the leaves that z was computed from, read off its graph."""
+    names = {id(p): n for n, p in leaves.items()}
+    seen, stack, found = set(), [z.grad_fn], set()
+    while stack:
+        node = stack.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            found.add(names.get(id(getattr(node, "variable", None))))
+            stack.extend(following for following, _ in node.next_functions)
+    return found - {None}

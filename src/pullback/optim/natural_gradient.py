@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,14 @@ from ..grams import FORMS, Part, assemble, coverage
 from ..metrics import Euclidean, Metric, as_metric
 from ..solvers import Cholesky, Solution, Solver
 from ..steps import Constant, Local, Move, Step, retraction
+from ..steps.memory import (
+    completed,
+    first_numbers,
+    first_vectors,
+    recall,
+    shared_numbers,
+    store,
+)
 from .checks import own_group, refuse_context, refuse_metric, refuse_model, refuse_parameter
 from .closure import ClosureProblem
 from .info import StepInfo
@@ -26,7 +34,6 @@ from .problem import Problem
 from .system import System, explains
 from .terms import Objective
 
-_MEMORY = "pullback"
 _OWN = (
     *("model", "metric", "solver", "rule", "gram", "reduction", "output", "batch_dim"),
     *("metric_batch", "_retract", "maximize", "memory"),
@@ -98,6 +105,7 @@ class NaturalGradient(Optimizer):
                     "no parameter of the model requires a gradient",
                     "Unfreeze some, or name those to be unfrozen later with params=",
                 )
+        self._schedule = self._first_schedule()
         super().__init__(params, {"lr": self.rule.initial_lr if lr is None else lr})
 
     def _register(self) -> None:
@@ -109,9 +117,38 @@ class NaturalGradient(Optimizer):
         return {**super().__getstate__(), **{name: getattr(self, name) for name in _OWN}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        if "pullback" in state["state"]:
+            raise PullbackError(
+                "The saved state is of an older version",
+                "it has an entry 'pullback' for the whole model, and state is kept by parameter",
+                "Load the model's own state_dict, and start the optimizer anew",
+            )
         super().__setstate__(state)
         if "model" in state:
             self._register()
+        saved = (self.state[p].get("schedule") for p in self._parameters())
+        self._schedule = shared_numbers(self._first_schedule(), saved)
+        self._complete_state()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Param groups and what the step keeps; a copy, which later steps leave alone."""
+        self._complete_state()
+        out = super().state_dict()
+        return {**out, "state": copy.deepcopy(out["state"])}
+
+    def _first_schedule(self) -> dict[str, Any]:
+        return {"steps": 0, "rule": first_numbers(self.rule)}
+
+    def _complete_state(self) -> None:
+        """Give each parameter the numbers that all share, and its part of the step's vectors."""
+        for p in self._parameters():
+            vectors = completed(first_vectors(self.rule, p), self.state[p].get("rule", {}))
+            # torch's full_state_dict reads the device off a tensor that has an axis
+            device = p.new_empty(0)
+            self.state[p] = {"schedule": self._schedule, "device": device, "rule": vectors}
+
+    def _parameters(self) -> list[Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Take up more of the model's parameters, with their own lr."""
@@ -123,6 +160,7 @@ class NaturalGradient(Optimizer):
                 "Use a number ≥ 0, and maximize=True to ascend",
             )
         super().add_param_group(group)
+        self._complete_state()
 
     def step(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
@@ -193,12 +231,14 @@ class NaturalGradient(Optimizer):
             return StepInfo(problem.loss, False, reason=reason, parameters=problem.space.size)
         with torch.no_grad(), torch.autocast(problem.space.device.type, enabled=False):
             parts, system = self._system(problem, batch)
-            move = self.rule.take(self._local(problem, system))
+            local = self._local(problem, system)
+            move = self.rule.take(local)
             if move.accepted:
                 self._apply(problem, move)
             else:
                 problem.rollback()
-        self._memory["steps"] = self._memory.get("steps", 0) + 1
+            self._remember(problem, local.state)
+        self._schedule["steps"] += 1
         return _record(problem, system, parts, move, self._sign)
 
     def _system(self, problem: Problem, batch: Any) -> tuple[list[Part], System]:
@@ -259,9 +299,11 @@ class NaturalGradient(Optimizer):
         sign = self._sign
         system = -system if self.maximize else system
         precise = system.precisely()
+        self.solver.seek(self._schedule["steps"])
         state = precise(self.solver.init)(system.gram)
         lr, scale = self._rates(problem)
         place = partial(self._place, problem, scale)
+        vectors = [self.state[p]["rule"] for p in problem.params.values()]
         return Local(
             loss=sign * problem.loss,
             gradient=system.gradient,
@@ -271,9 +313,21 @@ class NaturalGradient(Optimizer):
             losses=lambda moves: sign * problem.losses(moves, place),
             lr=lr,
             scaled=lambda v: scale * v,
-            names=problem.space.names,
-            state=self._memory.setdefault("rule", {}),
+            state=recall(self.rule, self._schedule["rule"], vectors, problem.space.flatten),
         )
+
+    def _remember(self, problem: Problem, state: dict[str, Any]) -> None:
+        """Save what the step left in its state; frozen parameters have moved by zero."""
+        params = self._parameters()
+
+        def split(flat: Tensor) -> Iterator[Tensor]:
+            pieces = problem.space.split(flat)
+            for p in params:
+                piece = pieces.get(self._names[id(p)])
+                yield torch.zeros_like(p) if piece is None else piece.to(p.dtype, copy=True)
+
+        vectors = [self.state[p]["rule"] for p in params]
+        store(self.rule, state, self._schedule["rule"], vectors, split)
 
     def _rates(self, problem: Problem) -> tuple[float | None, Tensor | float]:
         """The learning rate, if all groups agree, and what multiplies a move."""
@@ -317,25 +371,6 @@ class NaturalGradient(Optimizer):
             for name, value in self._retraction()(now).items():
                 problem.params[name].copy_(value)
         torch.clear_autocast_cache()
-
-    @property
-    def _memory(self) -> dict[str, Any]:
-        """What is saved beside the param groups; the key is no tensor, so torch passes it on."""
-        return self.state[_MEMORY]  # pyright: ignore[reportArgumentType]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Param groups, the step's memory and the solver's random state."""
-        out = super().state_dict()
-        memory = {**self._memory, "solver": self.solver.state_dict()}
-        out["state"] = {**out["state"], _MEMORY: copy.deepcopy(memory)}
-        return out
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Resume to the same bits."""
-        super().load_state_dict(dict(state_dict))
-        memory = copy.deepcopy(state_dict["state"].get(_MEMORY, {}))
-        self.solver.load_state_dict(memory.pop("solver", {}))
-        self.state[_MEMORY] = memory  # pyright: ignore[reportArgumentType]
 
 
 def _record(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -66,7 +67,7 @@ class ObjectiveProblem(Problem):
         self._footprint = sum(getattr(x, "footprint", 64 * x.value.numel()) for x in linears)
         total = torch.stack([term.loss(x.value) for term, x in pairs]).sum()
         self.loss = float(total)
-        if not torch.isfinite(torch.tensor(self.loss)):
+        if not math.isfinite(self.loss):
             return self.broken()
         if self._apart and self._footprint <= _RECORDED:
             self._loss = self._objective.recorded(self.params, total)

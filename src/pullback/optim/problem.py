@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -53,7 +54,7 @@ class Problem(ABC):
 
     def broken(self) -> str:
         """Why neither loss nor gradient can be used, or nothing."""
-        if not torch.isfinite(torch.tensor(self.loss)):
+        if not math.isfinite(self.loss):
             return f"the loss is not finite ({self.loss})"
         if not bool(torch.isfinite(self.gradient).all()):
             return "the gradient is not finite"

@@ -92,13 +92,9 @@ class Solver(ABC):
         """All solutions over damping from one factorization, where the solver has a spectrum."""
         return None
 
-    def state_dict(self) -> dict[str, Any]:
-        """What must be saved for a run to resume to the same bits."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up a saved state."""
-        del state
+    def seek(self, draw: int) -> None:
+        """Set the number of the next random draw: a run resumes from the count of its steps."""
+        del draw
 
     def __repr__(self) -> str:
         fields = ", ".join(f"{k}={v!r}" for k, v in vars(self).items() if not k.startswith("_"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from random import Random
 
 import torch
 from torch import Tensor
@@ -112,7 +112,8 @@ class Sketched(Solver):
         damping: absolute, or `Relative(c)`.
         refine: conjugate-gradient steps on the unsketched system, preconditioned by the
             sketch (which then wants all columns); 0 leaves the sketched answer.
-        seed: of the random sketches; their generator is part of the optimizer's state.
+        seed: of the random sketches. A sketch follows from the seed and its own number, which is
+            that of the step, so that nothing random is saved.
     """
 
     prefers = "rows"
@@ -138,7 +139,7 @@ class Sketched(Solver):
                 "Use refine with columns=None",
             )
         self.rows, self.columns, self.damping, self.refine = rows, columns, damping, refine
-        self._generator = torch.Generator().manual_seed(seed)
+        self.seed, self._draw = seed, 0
 
     def init(self, gram: Gram) -> Compressed:
         if not isinstance(gram, FactoredGram):
@@ -149,11 +150,12 @@ class Sketched(Solver):
             )
         a = gram.rows()
         row = column = None
+        generator = self._next_generator()
         if self.rows is not None and self.rows < a.shape[0]:
-            row = RowSketch.draw(a.shape[0], self.rows, a, self._generator)
+            row = RowSketch.draw(a.shape[0], self.rows, a, generator)
             a = row(a)
         if self.columns is not None and self.columns < a.shape[1]:
-            column = ColumnSketch.draw(a.shape[1], self.columns, a, self._generator)
+            column = ColumnSketch.draw(a.shape[1], self.columns, a, generator)
             a = column.compress(a)
         return Compressed(gram, PseudoInverse().init(Rows(a)), row, column)
 
@@ -204,9 +206,11 @@ class Sketched(Solver):
             x = path.at(torch.tensor(value, dtype=rhs.dtype, device=rhs.device))
         return Solution(x, value, spectrum.rank)
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"generator": self._generator.get_state()}
+    def seek(self, draw: int) -> None:
+        self._draw = draw
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if "generator" in state:  # absent where another solver was saved
-            self._generator.set_state(state["generator"].cpu())
+    def _next_generator(self) -> torch.Generator:
+        # torch's generators see 32 bits of a seed: both numbers are hashed into them
+        bits = Random(f"{self.seed} {self._draw}").getrandbits(32)
+        self._draw += 1
+        return torch.Generator().manual_seed(bits)

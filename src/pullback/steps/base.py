@@ -47,8 +47,7 @@ class Local:
         losses: moves (k, p) ↦ L(retract(w − lr·move)), one value each.
         lr: the learning rate, if it is the same for all parameters, else None.
         scaled: v ↦ lr·v, group by group.
-        names: the parameters, in the order of the flat vectors.
-        state: the step's memory, saved with the optimizer.
+        state: what the step keeps between steps: its `numbers` and `vectors`, by name.
     """
 
     loss: float
@@ -59,7 +58,6 @@ class Local:
     losses: Callable[[Tensor], Tensor]
     lr: float | None
     scaled: Callable[[Tensor], Tensor]
-    names: tuple[str, ...] = ()
     state: dict[str, Any] = field(default_factory=dict)
 
     def loss_at(self, move: Tensor) -> float:
@@ -81,6 +79,21 @@ class Step(ABC):
 
     #: the learning rate a param group starts with
     initial_lr: float = 1.0
+
+    @property
+    def inner(self) -> Step | None:
+        """The step that this one wraps, whose numbers and vectors stand under "inner"."""
+        return None
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """The numbers in `Local.state`, with their first values."""
+        return {}
+
+    @property
+    def vectors(self) -> tuple[str, ...]:
+        """The names of flat vectors in `Local.state`, zero at first."""
+        return ()
 
     @abstractmethod
     def take(self, local: Local) -> Move:

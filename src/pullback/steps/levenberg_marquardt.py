@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .base import Local, Move, Step, failed, positive
+from .trust import RatioDamping
 
 
 class LevenbergMarquardt(Step):
@@ -13,6 +14,8 @@ class LevenbergMarquardt(Step):
 
     Args:
         damping: the first λ; afterwards it is part of the optimizer's state.
+        increase: factor by which λ grows; it doubles with each rejection in a row.
+        decrease: factor by which λ falls.
         tries: how often to raise λ before the step is given up.
         bounds: λ stays between these.
     """
@@ -27,31 +30,33 @@ class LevenbergMarquardt(Step):
         bounds: tuple[float, float] = (1e-16, 1e8),
     ) -> None:
         self.damping = positive("LevenbergMarquardt(damping=...)", damping)
-        self.increase, self.decrease, self.bounds = increase, decrease, bounds
+        self.control = RatioDamping(
+            increase=increase, decrease=decrease, smallest=bounds[0], largest=bounds[1]
+        )
         self.tries = positive("LevenbergMarquardt(tries=...)", tries)
 
+    @property
+    def numbers(self) -> dict[str, float]:
+        return {"damping": self.damping}
+
     def take(self, local: Local) -> Move:
-        damping = local.state.setdefault("damping", self.damping)
-        growth = self.increase
+        damping = local.state.get("damping", self.damping)
+        growth = self.control.increase
         move = None
         for trial in range(1, self.tries + 1):
             solution = local.direction(damping)
-            move = failed(solution)
+            move, ratio = failed(solution), float("nan")
             if move is None:
                 loss = local.loss_at(solution.x)
                 predicted = local.predicted(solution.x)
-                ratio = (local.loss - loss) / predicted if predicted > 0 else float("nan")
+                ratio = (local.loss - loss) / predicted if predicted > 0 else ratio
                 if ratio > 1e-4:
-                    factor = self.decrease if ratio > 0.75 else growth if ratio < 0.25 else 1.0
-                    local.state["damping"] = self._bounded(solution.damping * factor)
+                    local.state["damping"] = self.control.next(solution.damping, ratio, growth)
                     return Move(solution.x, 1.0, solution, True, loss, "", trial)
                 reason = "the loss did not fall at any damping tried"
                 move = Move(solution.x, 0.0, solution, False, None, reason, trial)
-            damping = self._bounded(damping * growth)
+            damping = self.control.next(damping, ratio, growth)
             growth *= 2
         local.state["damping"] = damping
         assert move is not None
         return move
-
-    def _bounded(self, damping: float) -> float:
-        return min(max(damping, self.bounds[0]), self.bounds[1])

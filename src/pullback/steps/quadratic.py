@@ -23,19 +23,29 @@ class QuadraticModel(Step):
     def __init__(self, momentum: bool = True) -> None:
         self.momentum = momentum
 
+    @property
+    def numbers(self) -> dict[str, float]:
+        return {"count": 0} if self.momentum else {}
+
+    @property
+    def vectors(self) -> tuple[str, ...]:
+        return ("move",) if self.momentum else ()
+
     def take(self, local: Local) -> Move:
         solution = local.direction()
         if (rejection := failed(solution)) is not None:
             return rejection
         span = [solution.x]
-        if self.momentum and (last := local.state.get("move")) is not None:
-            span.append(last.to(solution.x))
+        count = local.state.get("count", 0)
+        if self.momentum and count:
+            span.append(local.state["move"].to(solution.x))
         products = [[x @ y for y in map(local.image, span)] for x in span]
         lengths = [[x @ y for y in span] for x in span]
         slopes = [local.gradient @ x for x in span]
         factors = best_factors(slopes, products, lengths, solution.damping)
         move = torch.stack(span).T @ factors
-        local.state["move"] = move
+        if self.momentum:
+            local.state |= {"move": move, "count": count + 1}
         return Move(move, 1.0, solution)
 
 

@@ -35,6 +35,10 @@ class TargetRatio(Step):
     ) -> None:
         self.target, self.radii, self.window, self.radius = target, radii, window, radius
 
+    @property
+    def numbers(self) -> dict[str, float]:
+        return {"radius": self.radius}
+
     def take(self, local: Local) -> Move:
         path = local.path()
         if path is None or local.lr is None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from ..solvers import Damping, Solution
 from .base import Local, Move, Step, positive
 from .constant import Constant
+from .trust import clip_factor
 
 
 class Wrapper(Step):
@@ -17,6 +19,10 @@ class Wrapper(Step):
     def __init__(self, step: Step | None = None) -> None:
         self.step = Constant() if step is None else step
         self.initial_lr = self.step.initial_lr
+
+    @property
+    def inner(self) -> Step:
+        return self.step
 
     def solution(self, local: Local, damping: Damping | None, about: Tensor | None) -> Solution:
         """The direction the inner step sees."""
@@ -57,10 +63,7 @@ class TrustNorm(Wrapper):
     def solution(self, local: Local, damping: Damping | None, about: Tensor | None) -> Solution:
         found = local.solve(damping, about)
         move = local.scaled(found.x)
-        length = float(move @ local.image(move))
-        if length <= self.limit:
-            return found
-        return replace(found, x=found.x * (self.limit / length) ** 0.5)
+        return replace(found, x=found.x * clip_factor(move @ local.image(move), self.limit))
 
 
 class Spring(Wrapper):
@@ -74,18 +77,25 @@ class Spring(Wrapper):
         super().__init__(step)
         self.momentum = momentum
 
+    @property
+    def numbers(self) -> dict[str, float]:
+        return {"count": 0}
+
+    @property
+    def vectors(self) -> tuple[str, ...]:
+        return ("previous",)
+
     def solution(self, local: Local, damping: Damping | None, about: Tensor | None) -> Solution:
-        previous = local.state.get("previous")
-        if previous is not None and local.state.get("names") == local.names:
-            kept = self.momentum * previous.to(local.gradient)
+        if local.state.get("count"):
+            kept = self.momentum * local.state["previous"].to(local.gradient)
             about = kept if about is None else about + kept
         return local.solve(damping, about)
 
     def take(self, local: Local) -> Move:
         move = super().take(local)
         if move.accepted:
-            local.state["previous"] = move.direction.clone()
-            local.state["names"] = local.names
+            count = local.state.get("count", 0) + 1
+            local.state |= {"previous": move.direction.clone(), "count": count}
         else:  # no damping shortens it: kept, it would spoil every later step
-            local.state.pop("previous", None)
+            local.state |= {"previous": torch.zeros_like(local.gradient), "count": 0}
         return move

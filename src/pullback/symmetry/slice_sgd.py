@@ -13,8 +13,9 @@ from torch.optim import Optimizer
 from .._core.capture import plain
 from .._core.errors import PullbackError
 from ..optim.checks import own_group, refuse_model, refuse_sparse
+from ..steps.memory import shared_numbers
 from .descent.directions import GRADIENTS, direction
-from .descent.keeper import Keeper, scalings_of
+from .descent.keeper import Keeper, idle, scalings_of
 from .descent.plain_step import sgd_step
 from .slices.chains import layers_of
 from .slices.choice import layer_slice
@@ -103,8 +104,8 @@ class SliceSGD(Optimizer):
         self._names = {id(p): n for n, p in plain(model).named_parameters()}
         if params is None:
             params = [p for p in plain(model).parameters() if p.requires_grad]
-        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "steps": 0}
-        super().__init__(params, defaults)
+        self._schedule = {"steps": 0}
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
         #: what the retraction at construction met: how far away, and dead units
         self.start: Retraction | None = self.retract_()
 
@@ -125,17 +126,24 @@ class SliceSGD(Optimizer):
         for name in ("lr", "momentum", "weight_decay"):
             _number(name, group.get(name, self.defaults[name]))
         super().add_param_group(group)
+        self._complete_state()
         self._keeper.own(self.param_groups)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """One step; returns the closure's loss, if there is a closure."""
+        """One step; returns the closure's loss, if there is a closure.
+
+        With all rates and gradients zero, nothing changes, the momentum neither.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if idle(self.param_groups):
+            return loss
         self._keeper.refresh()
-        steps = self.param_groups[0]["steps"] = self.param_groups[0]["steps"] + 1
+        self._schedule["steps"] += 1
+        steps = self._schedule["steps"]
         due = self._keeper.due(steps)
         moved = frozenset() if self._tangent() else self._layers_at_once(due)
         moves = None if moved else self._directions()
@@ -208,7 +216,7 @@ class SliceSGD(Optimizer):
         out = {}
         for group in self.param_groups:
             for p in group["params"] if group["momentum"] else ():
-                buffer = self.state[p].get("momentum_buffer") if p in self.state else None
+                buffer = self.state[p].get("momentum_buffer")
                 if buffer is not None:
                     out[self._names[id(p)]] = [(buffer, -1)]
         return out
@@ -224,6 +232,24 @@ class SliceSGD(Optimizer):
             self._keeper = self._keep()
             self._keeper.own(self.param_groups)
             self.start = None
+        params = [p for group in self.param_groups for p in group["params"]]
+        saved = (self.state[p].get("schedule") for p in params)
+        self._schedule = shared_numbers({"steps": 0}, saved)
+        self._complete_state()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Param groups, the number of steps, and momentum."""
+        self._complete_state()
+        return super().state_dict()
+
+    def _complete_state(self) -> None:
+        """Give each parameter the number of steps, which all share, and a buffer of zeros."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                # torch's full_state_dict reads the device off a tensor that has an axis
+                self.state[p] |= {"schedule": self._schedule, "device": p.new_empty(0)}
+                if group["momentum"] and self.state[p].get("momentum_buffer") is None:
+                    self.state[p]["momentum_buffer"] = torch.zeros_like(p)
 
     def _keep(self) -> Keeper:
         return Keeper(self.model, self.scalings, self._kind, self.every, self.sweeps, self.captured)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,12 +11,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .._core.errors import PullbackError
+from ..steps.memory import shared_numbers
 from .descent.curvature import CurvatureFollower
-from .descent.keeper import Keeper, scalings_of
+from .descent.keeper import Keeper, idle, scalings_of
 from .descent.transport import followers, powers_of
 from .slices.slice import Retraction, Slice
-
-_COUNT = "slice_steps"
 
 
 class Sliced(Optimizer):
@@ -24,8 +24,9 @@ class Sliced(Optimizer):
     The function stays as it is, the scales of the weights stay sound, and the optimizer's state is
     transported: under w ← αw averages of gradients go with 1/α, averages of their squares with
     1/α², and the factors of `KFAC` as second moments of activations and cotangents do. Parameter
-    groups, state and gradients are the inner optimizer's own; schedulers may be
-    given either.
+    groups and gradients are the inner optimizer's own; schedulers may be given either. Its state
+    is saved under "optimizer", beside the number of steps; a state dict of the inner optimizer
+    alone can be loaded too.
 
     Args:
         optimizer: torch's or another, such as Adam.
@@ -59,11 +60,11 @@ class Sliced(Optimizer):
         scalings, model = scalings_of(symmetry, model)
         self.optimizer = optimizer
         self._powers = {**powers_of(optimizer), **(transport or {})}
-        self._ready = False
+        self._schedule = {"steps": 0}
+        self._ready = self._started = False
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._ready = True
-        self._link()
-        self.param_groups[0].setdefault(_COUNT, 0)
+        self.param_groups = optimizer.param_groups
         self._keeper = Keeper(model, scalings, slice, every, sweeps, captured)
         self._keeper.own(self.param_groups)
         _refuse_strangers(self._keeper)
@@ -73,9 +74,25 @@ class Sliced(Optimizer):
         #: what the retraction at construction met: how far away, and dead units
         self.start: Retraction | None = self.retract_()
 
-    def _link(self) -> None:
-        """One and the same state: a scheduler or a checkpoint reaches the inner optimizer."""
-        self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
+    @property
+    def state(self) -> defaultdict[Tensor, dict[str, Any]]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """By parameter: the inner optimizer's state, and the number of steps, which all share.
+
+        It is empty as long as the inner optimizer has yet to create its own.
+        """
+        inner, out = self.optimizer.state, defaultdict(dict)
+        if self._started or inner:
+            for p in (p for group in self.param_groups for p in group["params"]):
+                out[p] = self._saved(inner.get(p, {}), p)
+        return out
+
+    @state.setter
+    def state(self, value: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Leave the state to the inner optimizer: torch's constructor sets an empty one."""
+
+    def _saved(self, inner: Any, p: Tensor) -> dict[str, Any]:
+        # torch's full_state_dict reads the device off a tensor that has an axis
+        return {"optimizer": inner, "slice": dict(self._schedule), "device": p.new_empty(0)}
 
     @property
     def slice(self) -> Slice | None:
@@ -92,11 +109,21 @@ class Sliced(Optimizer):
         return done
 
     def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The inner optimizer's step and the retraction; returns what the former returns."""
+        """The inner optimizer's step and the retraction; returns what the former returns.
+
+        With all rates and gradients zero, nothing changes, once the inner optimizer has its state.
+        """
+        still = closure is None and not options and idle(self.param_groups)
+        if still and self.state:
+            return None
         given = () if closure is None else (closure,)
         result = self.optimizer.step(*given, **options)
+        self._started = True
+        if still:
+            return result
         self._keeper.refresh()
-        steps = self.param_groups[0][_COUNT] = self.param_groups[0].get(_COUNT, 0) + 1
+        self._schedule["steps"] += 1
+        steps = self._schedule["steps"]
         if self._keeper.due(steps):
             with torch.no_grad():
                 far = self._keeper.run(steps, self._followers())
@@ -115,13 +142,26 @@ class Sliced(Optimizer):
             super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's, with the number of steps in its first group."""
-        return self.optimizer.state_dict()
+        """The inner optimizer's, with the number of steps beside the state of each parameter."""
+        out = self.optimizer.state_dict()
+        keys = [key for group in out["param_groups"] for key in group["params"]]
+        params = [p for group in self.param_groups for p in group["params"]]
+        inner = out["state"]
+        own = {k: self._saved(inner.get(k, {}), p) for k, p in zip(keys, params, strict=True)}
+        return {**out, "state": {**inner, **own}}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume to the same bits."""
-        self.optimizer.load_state_dict(dict(state_dict))
-        self._link()
+        inner, schedules = {}, []
+        for key, saved in state_dict["state"].items():
+            if isinstance(saved, dict) and "slice" in saved:
+                schedules.append(saved["slice"])
+                saved = saved.get("optimizer", {})
+            if saved != {}:
+                inner[key] = saved
+        self.optimizer.load_state_dict({**state_dict, "state": inner})
+        self.param_groups, self._started = self.optimizer.param_groups, True
+        self._schedule = shared_numbers({"steps": 0}, schedules)
 
     def __getstate__(self) -> dict[str, Any]:
         raise PullbackError(
@@ -137,8 +177,8 @@ class Sliced(Optimizer):
         out = {}
         for name in self._keeper.slice.units.names if self._keeper.slice is not None else ():
             p = self._keeper.named[name]
-            if p in self.state:
-                out[name] = followers(self.state[p], p, self._powers)
+            if p in self.optimizer.state:
+                out[name] = followers(self.optimizer.state[p], p, self._powers)
         return out
 
 

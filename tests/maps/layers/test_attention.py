@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pullback.maps.layers import find_compound
+from pullback.maps.layers import Compound, find
 from tests.maps.layers.replays import check
 
 B, L, S, E, H = 3, 4, 5, 6, 2
@@ -108,7 +108,7 @@ def test_a_row_without_any_key_gives_zero_without_weights() -> None:
 
 def test_dropout_of_weights_is_named() -> None:
     module = nn.MultiheadAttention(E, H, dropout=0.3)
-    compound = find_compound(module)
+    compound = find(module, Compound)
     assert compound is not None
     assert compound.note(module) == "dropout of attention weights"
     assert compound.note(module.eval()) == ""

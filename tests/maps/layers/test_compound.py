@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from pullback.maps.layers import COMPOUNDS, find, find_compound
+from pullback.maps.layers import REGISTRY, Compound, find
 
 MODULES = {
     nn.RNN: lambda: nn.RNN(3, 4),
@@ -27,12 +27,12 @@ def arguments(module: nn.Module) -> tuple[torch.Tensor, ...]:
 
 
 def test_every_compound_is_found_and_is_no_simple_layer() -> None:
-    assert set(COMPOUNDS) == set(MODULES)
+    assert {k for k, v in REGISTRY.items() if isinstance(v, Compound)} == set(MODULES)
     for kind, make in MODULES.items():
         module = make()
-        assert find_compound(module) is COMPOUNDS[kind]
+        assert find(module, Compound) is REGISTRY[kind]
         assert find(module) is None
-    assert find_compound(nn.Linear(2, 3)) is None
+    assert find(nn.Linear(2, 3), Compound) is None
 
 
 def test_a_subclass_with_its_own_forward_is_not_trusted() -> None:
@@ -43,8 +43,8 @@ def test_a_subclass_with_its_own_forward_is_not_trusted() -> None:
     class Plain(nn.GRUCell):
         """Keeps forward."""
 
-    assert find_compound(Doubled(3, 4)) is None
-    assert find_compound(Plain(3, 4)) is COMPOUNDS[nn.GRUCell]
+    assert find(Doubled(3, 4), Compound) is None
+    assert find(Plain(3, 4), Compound) is REGISTRY[nn.GRUCell]
 
 
 @pytest.mark.parametrize("kind", MODULES, ids=lambda k: k.__name__)
@@ -52,7 +52,7 @@ def test_half_precision_is_replayed_in_float32(kind: type[nn.Module]) -> None:
     torch.manual_seed(0)
     module = MODULES[kind]()
     args = arguments(module)
-    compound = COMPOUNDS[kind]
+    compound = REGISTRY[kind]
     want, _ = compound.replay(module, args, {})
     with torch.autocast("cpu", dtype=torch.bfloat16):
         half = tuple(a.bfloat16() for a in args)
@@ -76,7 +76,7 @@ def test_no_gradient_leaves_the_replay(kind: type[nn.Module]) -> None:
     torch.manual_seed(0)
     module = MODULES[kind]()
     args = tuple(a.requires_grad_() for a in arguments(module))
-    outputs, _ = COMPOUNDS[kind].replay(module, args, {})
+    outputs, _ = REGISTRY[kind].replay(module, args, {})
     torch.stack([y.sum() for y in outputs]).sum().backward()
     assert all(p.grad is None for p in module.parameters())
     assert all(a.grad is None for a in args)
@@ -91,7 +91,7 @@ def test_a_layer_alone_has_no_dropout(kind: type[nn.Module]) -> None:
     sizes = (4, 2) if kind is nn.MultiheadAttention else (3, 4, 2)
     module = kind(*sizes, dropout=0.5).double()
     args = tuple(a.double().requires_grad_() for a in arguments(module))
-    compound = COMPOUNDS[kind]
+    compound = REGISTRY[kind]
     before = torch.get_rng_state()
     alone, (replayed, _) = compound.alone(module, args, {}), compound.replay(module, args, {})
     assert torch.equal(before, torch.get_rng_state())
@@ -119,7 +119,7 @@ def test_a_parametrized_weight_is_no_parameter() -> None:
     module = nn.GRUCell(3, 4)
     parametrize.register_parametrization(module, "weight_hh", Twice())
     x, h = torch.randn(2, 3), torch.randn(2, 4)
-    compound = COMPOUNDS[nn.GRUCell]
+    compound = REGISTRY[nn.GRUCell]
     (y,), taps = compound.replay(module, (x, h), {})
     assert torch.allclose(y, module(x, h), atol=1e-6)
     ids = {id(p) for p in module.parameters()}

@@ -5,14 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
 
 from pullback.maps.layers import find
 from pullback.maps.layers.moments import Sharing
 from pullback.maps.layers.scale import Scale
 from pullback.maps.layers.units import second_moments
-from pullback.optim.kfac.statistics.seen import normalized_by
 
 DOUBLE = torch.float64
 SHAPES = {
@@ -59,14 +56,8 @@ def test_rows(shape: tuple[int, ...], training: bool, last: bool) -> None:
     assert isinstance(layer, Scale)
     rows = layer.unit_rows(module, x, delta, roles, Sharing())
     torch.testing.assert_close(rows, want)
-    kept = normalized_by(module(x))
-    assert (kept is not None) is training
-    module.train(training)
-    if training:
-        again = layer.unit_rows(module, x, delta, roles, Sharing(), kept)
-        torch.testing.assert_close(again, want)
-        units = layer.units(module, x, delta, ["bias", "weight"], Sharing(), kept)
-        torch.testing.assert_close(units, torch.einsum("nuk,nul->ukl", want, want).flip(1, 2))
+    units = layer.units(module, x, delta, ["bias", "weight"], Sharing())
+    torch.testing.assert_close(units, torch.einsum("nuk,nul->ukl", want, want).flip(1, 2))
 
 
 def test_half_precision_is_added_up_in_single() -> None:
@@ -78,32 +69,6 @@ def test_half_precision_is_added_up_in_single() -> None:
     assert rows.dtype == torch.float32
     want = dense(module, x.double(), delta.double()).float()
     torch.testing.assert_close(rows, want, rtol=1e-4, atol=1e-3)
-
-
-def test_nothing_is_unpacked_that_may_be_unpacked_but_once() -> None:
-    module, x = nn.BatchNorm1d(3), torch.randn(5, 3, requires_grad=True)
-    assert normalized_by(module(x)) is not None
-    with saved_tensors_hooks(lambda t: t, lambda t: t):
-        assert normalized_by(module(x)) is None
-    seen = []
-
-    def inner(x: Tensor) -> Tensor:
-        seen.append(normalized_by(y := module(x)))
-        return y
-
-    out = checkpoint(inner, x, use_reentrant=False)
-    assert isinstance(out, Tensor)
-    out.sum().backward()
-    assert seen[0] is None
-
-
-def test_a_graph_is_not_kept_by_what_it_left() -> None:
-    module, x = nn.BatchNorm1d(3), torch.randn(5, 3)
-    kept = normalized_by(module(x))
-    assert kept is not None
-    assert all(t.grad_fn is None and not t.requires_grad for t in kept)
-    assert normalized_by(x) is None
-    assert normalized_by(nn.LayerNorm(3)(x)) is None
 
 
 def test_several_layers_at_once() -> None:

@@ -55,4 +55,52 @@ def gram(
         return opt.gram().dense()
 
 
-__all__ = ["DOUBLE", "batch", "gram", "kfac", "net", "train", "vector"]
+class Then(nn.Module):
+    """A function as a layer."""
+
+    def __init__(self, call: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.call = call
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.call(x)
+
+
+class Fused(nn.Module):
+    """torch's own attention or recurrence, on sequences (of one place where x has no axis)."""
+
+    def __init__(self, fused: Any) -> None:
+        super().__init__()
+        self.fused = fused
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x if x.ndim == 3 else x[:, None]
+        attends = isinstance(self.fused, nn.MultiheadAttention)
+        h = (self.fused(h, h, h, need_weights=False) if attends else self.fused(h))[0]
+        return h if x.ndim == 3 else h[:, 0]
+
+
+class Experts(nn.Module):
+    """One position goes to one expert, all others to another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.few, self.many, self.last = (nn.Linear(3, 3) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.first(x))
+        rows = h.flatten(0, 1)
+        out = torch.cat([self.few(rows[:1]), self.many(rows[1:])])
+        return self.last(h + torch.tanh(out).view_as(h))
+
+
+def places(*layers: nn.Module, pooled: bool = False) -> nn.Sequential:
+    """Convolutions whose output places are positions, or averaged: (N, C, *space) -> (N, T, C)."""
+    last = Then(lambda h: h.flatten(2).mean(2) if pooled else h.flatten(2).mT)
+    return nn.Sequential(*layers, last)
+
+
+__all__ = [
+    "DOUBLE", "Experts", "Fused", "Then", "batch", "gram", "kfac", "net", "places", "train",
+    "vector",
+]  # fmt: skip

@@ -1,4 +1,4 @@
-"""K-FAC by definition, in float64: one covector at a time, places by explicit loops.
+"""K-FAC by definition, in float64: one covector at a time, the sums over places written out.
 
 Nothing here uses the library's layers: forward hooks keep inputs and outputs, autograd gives the
 cotangents, and the metric's columns touch one sample (one position) each.
@@ -6,7 +6,7 @@ cotangents, and the metric's columns touch one sample (one position) each.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -16,25 +16,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import pullback as pb
+from tests.optim.common import filled, flat
 
 CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 KRONECKER = (nn.Linear, nn.Embedding, *CONVS, *TRANSPOSED)
+UNITS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase, nn.PReLU)
+
+# --- losses and their metrics ---------------------------------------------------------------
 
 
-def columns(z: Tensor, kind: str) -> Iterator[Tensor]:
+def columns(z: Tensor, kind: str) -> Tensor:
     """The columns of S, M = S Sᵀ over all of z: identity, or diag(p) − ppᵀ per position."""
-    if kind in ("euclidean", "gaussian"):
-        for e in torch.eye(z.numel(), dtype=z.dtype):
-            yield e.view(z.shape)
-        return
-    p = torch.softmax(z.detach(), -1).reshape(-1, z.shape[-1])
-    for i, q in enumerate(p):
-        values, vectors = torch.linalg.eigh(torch.diag(q) - q[:, None] * q)
-        for value, vector in zip(values.clamp(min=0), vectors.T, strict=True):
-            column = torch.zeros_like(p)
-            column[i] = value.sqrt() * vector
-            yield column.view(z.shape)
+    units = torch.eye(z.numel(), dtype=z.dtype)
+    if kind == "categorical":  # S = (1 − p1ᵀ) diag(√p)
+        p = torch.softmax(z.detach(), -1).reshape(-1, z.shape[-1])
+        units = torch.block_diag(*[(torch.eye(len(q)) - q[:, None]) * q.sqrt() for q in p]).T
+    return units.view(-1, *z.shape)
 
 
 def samples(z: Tensor, kind: str, batch_dim: int = 0) -> int:
@@ -52,6 +50,9 @@ def loss(z: Tensor, kind: str, reduction: str = "mean", batch_dim: int = 0) -> T
     return total if reduction == "sum" else total / samples(z, kind, batch_dim)
 
 
+# --- inputs and cotangents at the places of a layer -----------------------------------------
+
+
 @dataclass
 class Use:
     """One call of one module."""
@@ -62,7 +63,7 @@ class Use:
 
 
 def watched(model: nn.Module, *args: Any) -> tuple[Tensor, list[Use]]:
-    """The output, and every call of a layer with parameters of its own."""
+    """The output, and every call of a layer with a Kronecker block."""
     uses: list[Use] = []
     handles = [
         m.register_forward_hook(lambda m, a, out: uses.append(Use(m, a[0].detach(), out)))
@@ -82,14 +83,13 @@ def by_sample(x: Tensor, batch_dim: int) -> Tensor:
     return x.movedim(batch_dim, 0).reshape(x.shape[batch_dim], -1, x.shape[-1])
 
 
-def padded(m: Any, x: Tensor) -> Tensor:
-    pad: list[int] = []
-    for k, d, p in zip(
-        m.kernel_size, m.dilation, m.padding if m.padding != "same" else m.kernel_size, strict=True
-    ):
-        total = d * (k - 1)
-        pad = ([total // 2, total - total // 2] if m.padding == "same" else [p, p]) + pad
-    return F.pad(x, pad, mode="constant" if m.padding_mode == "zeros" else m.padding_mode)
+def patches(m: Any, x: Tensor, padding: Any) -> Tensor:
+    """What a convolution's kernel sees, (N, T, G, C·kernel): it is convolved with unit kernels."""
+    size = x.shape[1] * torch.Size(m.kernel_size).numel()
+    units = torch.eye(size, dtype=x.dtype).view(size, x.shape[1], *m.kernel_size)
+    conv = getattr(F, f"conv{x.ndim - 2}d")
+    seen = conv(x, units, stride=m.stride, padding=padding, dilation=m.dilation)
+    return seen.flatten(2).mT.unflatten(2, (m.groups, -1))
 
 
 def inputs(m: Any, x: Tensor, batch_dim: int = 0) -> Tensor:
@@ -101,15 +101,8 @@ def inputs(m: Any, x: Tensor, batch_dim: int = 0) -> Tensor:
         return by_sample(hot, batch_dim)[:, :, None]
     if isinstance(m, TRANSPOSED):
         return x.flatten(2).mT.unflatten(2, (m.groups, -1))
-    x, places = padded(m, x), []
-    spans = [d * (k - 1) + 1 for k, d in zip(m.kernel_size, m.dilation, strict=True)]
-    starts = [range(0, n - r + 1, s) for n, r, s in zip(x.shape[2:], spans, m.stride, strict=True)]
-    for start in product(*starts):
-        window = tuple(slice(i, i + r, d) for i, r, d in zip(start, spans, m.dilation, strict=True))
-        places.append(
-            x[(slice(None), slice(None), *window)].unflatten(1, (m.groups, -1)).flatten(2)
-        )
-    return torch.stack(places, 1)
+    mode = "constant" if m.padding_mode == "zeros" else m.padding_mode
+    return patches(m, F.pad(x, m._reversed_padding_repeated_twice, mode=mode), 0)
 
 
 def cotangents(m: Any, x: Tensor, delta: Tensor, batch_dim: int = 0) -> Tensor:
@@ -118,40 +111,22 @@ def cotangents(m: Any, x: Tensor, delta: Tensor, batch_dim: int = 0) -> Tensor:
         return by_sample(delta, batch_dim)[:, :, None]
     if isinstance(m, CONVS):
         return delta.flatten(2).mT.unflatten(2, (m.groups, -1))
-    places = []
-    for t in product(*[range(n) for n in x.shape[2:]]):
-        reached = []
-        for k in product(*[range(n) for n in m.kernel_size]):
-            s = [
-                i * st - p + j * d
-                for i, st, p, j, d in zip(t, m.stride, m.padding, k, m.dilation, strict=True)
-            ]
-            inside = all(0 <= i < n for i, n in zip(s, delta.shape[2:], strict=True))
-            value = (
-                delta[(slice(None), slice(None), *s)] if inside else 0 * delta.flatten(2)[..., 0]
-            )
-            reached.append(value.unflatten(1, (m.groups, -1)))
-        places.append(torch.stack(reached, -1).flatten(2))  # (N, G, O·kernel)
-    return torch.stack(places, 1)
+    return patches(m, delta, m.padding)
 
 
-@dataclass
-class Role:
-    """Σ δδᵀ (G, O, O), Σ aaᵀ (G, I, I), Σ a (G, I) and the count of places, of one role."""
-
-    first: bool
-    outputs: Any = 0.0
-    inputs: Any = 0.0
-    sums: Any = 0.0
-    places: int = 0
-
-    def input_side(self, joint: bool) -> Tensor:
-        second, first = self.inputs / self.places, self.sums / self.places
-        if not joint:
-            return second
-        top = torch.cat([second, first[..., None]], 2)
-        low = torch.cat([first, torch.ones_like(first[:, :1])], 1)[:, None]
-        return torch.cat([top, low], 1)
+def counted(use: Use, felt: Tensor, keep: Tensor | None) -> Tensor:
+    """Which places (N, T) count where the loss keeps some positions only: those kept or felt."""
+    if keep is None:
+        return torch.ones_like(felt)
+    if len(felt) != len(keep):  # rows of unknown samples
+        return felt | ~felt.any()
+    if keep.ndim == 1:  # samples, with all of their places
+        return (keep[:, None] | felt.any(1, keepdim=True)).expand(felt.shape)
+    spatial = isinstance(use.module, CONVS + TRANSPOSED)
+    places = (use.x if isinstance(use.module, TRANSPOSED) else use.out).shape
+    if keep.shape[1:] == (places[2:] if spatial else places[1:-1]):
+        return felt | keep.flatten(1)
+    return felt | keep.flatten(1).all(1)[:, None]  # other places: of samples kept as a whole
 
 
 def moments(x: Tensor) -> Tensor:
@@ -159,14 +134,21 @@ def moments(x: Tensor) -> Tensor:
     return torch.einsum("ntgi,ntgj->gij", x, x)
 
 
-@dataclass
-class Factors:
-    """Roles of every weight, biases by themselves, and what the mean counts."""
+# --- the blocks -----------------------------------------------------------------------------
 
-    weights: dict[str, dict[str, Role]]
-    biases: dict[str, Tensor]
-    partners: dict[str, set[str | None]]
-    count: int
+
+@dataclass
+class Role:
+    """Σ δδᵀ (G, O, O), Σ āāᵀ (G, I+1, I+1) with ā = (a, 1), and the count of places."""
+
+    first: bool  # the weight's first axis is the input's
+    outputs: Any = 0.0
+    inputs: Any = 0.0
+    places: Any = 0
+
+    def input_side(self, joint: bool) -> Tensor:
+        side = self.inputs / self.places
+        return side if joint else side[:, :-1, :-1]
 
 
 def factors(
@@ -177,147 +159,120 @@ def factors(
     batch_dim: int = 0,
     keep: Tensor | None = None,
     given: list[Tensor] | None = None,
-) -> Factors:
-    """Both sides of every layer; `keep` masks the positions of z that count."""
+) -> tuple[dict[str, dict[str, Role]], dict[str, Tensor], dict[str, set[str | None]], int]:
+    """Roles of every weight, Σ δδᵀ of biases by themselves, partners, and what the mean counts.
+
+    `keep` masks the positions of z that count; `given` covectors replace the metric's columns.
+    """
     names = {id(p): n for n, p in model.named_parameters() if p.requires_grad}
     z, uses = watched(model, *args)
     weights: dict[str, dict[str, Role]] = {}
-    biases: dict[str, Tensor] = {}
+    biases: dict[str, Any] = {}
     partners: dict[str, set[str | None]] = {}
-    chosen = list(columns(z, kind)) if given is None else given
+    chosen, count = [*columns(z, kind)] if given is None else given, samples(z, kind, batch_dim)
     if keep is not None:
-        chosen = [c * keep[..., None] for c in chosen]
-    found = [
+        count = int(keep.sum())
+        chosen = [c for c in chosen if bool((c * keep[..., None]).any())]
+    pulled = [
         torch.autograd.grad(z, [u.out for u in uses], c, retain_graph=True, allow_unused=True)
         for c in chosen
         if uses
     ]
     for i, use in enumerate(uses):
-        m = use.module
+        m, words = use.module, isinstance(use.module, nn.Embedding)
         weight, bias = (names.get(id(p)) for p in (m.weight, getattr(m, "bias", None)))
-        together = not isinstance(m, TRANSPOSED)
         for one, two in ((weight, bias), (bias, weight)):
             if one is not None:
-                partners.setdefault(one, set()).add(two if together else None)
-        deltas = [d[i] for d in found]
-        if all(d is None for d in deltas):
+                partners.setdefault(one, set()).add(None if isinstance(m, TRANSPOSED) else two)
+        if all(d[i] is None for d in pulled):
             continue
-        deltas = [torch.zeros_like(use.out) if d is None else d for d in deltas]
-        a = inputs(m, use.x, batch_dim)
+        deltas = [torch.zeros_like(use.out) if d[i] is None else d[i] for d in pulled]
+        apart = [cotangents(m, use.x, d, batch_dim) for d in deltas]
+        felt = torch.stack([d.abs().sum((2, 3)) for d in apart]).sum(0) > 0
+        mask = counted(use, felt, keep)
+        if words and m.padding_idx is not None:  # autograd gives that row no gradient
+            real = by_sample(use.x[..., None] != m.padding_idx, batch_dim)
+            mask, apart = mask & real[..., 0], [d * real[..., None] for d in apart]
         if weight is not None:
-            first = isinstance(m, (nn.Embedding, *TRANSPOSED))
             role = weights.setdefault(weight, {}).setdefault(
-                "Embedding" if isinstance(m, nn.Embedding) else "affine", Role(first)
+                "words" if words else "affine", Role(words or isinstance(m, TRANSPOSED))
             )
-            if isinstance(m, nn.Embedding) and m.padding_idx is not None:
-                # the rows of autograd's gradient: padding has none, on either side
-                words = use.x[..., None] != m.padding_idx
-                a = a * by_sample(words, batch_dim)[:, :, None]
-                deltas = [d * words for d in deltas]
-            if keep is not None and use.x.shape[:2] == keep.shape:
-                a = a * by_sample(keep[..., None], batch_dim)[:, :, None]
-                places = int(keep.sum())
-            elif isinstance(m, nn.Embedding):
-                places = int(a.sum())
-            else:
-                places = a.shape[0] * a.shape[1]
-            if reduce and not isinstance(m, nn.Embedding):
-                a, places = a.mean(1, keepdim=True), len(a)
-            role.inputs = role.inputs + moments(a)
-            role.sums = role.sums + a.sum((0, 1))
-            role.places += places
-            for d in deltas:
-                d = cotangents(m, use.x, d, batch_dim)
-                d = d.sum(1, keepdim=True) if reduce and not isinstance(m, nn.Embedding) else d
-                role.outputs = role.outputs + moments(d)
+            a = F.pad(inputs(m, use.x, batch_dim), (0, 1), value=1.0) * mask[:, :, None, None]
+            if reduce and not words:
+                each = mask.sum(1).clamp(min=1)[:, None, None, None]
+                a, mask = a.sum(1, keepdim=True) / each, mask.any(1)
+                apart = [d.sum(1, keepdim=True) for d in apart]
+            role.inputs, role.places = role.inputs + moments(a), role.places + mask.sum()
+            role.outputs = role.outputs + sum(moments(d) for d in apart)
         if bias is not None:
+            spatial = isinstance(m, CONVS + TRANSPOSED)
+            groups = m.groups if isinstance(m, CONVS) else 1
             for d in deltas:
-                d = (
-                    d.flatten(2).mT
-                    if isinstance(m, CONVS + TRANSPOSED)
-                    else by_sample(d, batch_dim)
-                )
-                d = d.sum(1, keepdim=True) if reduce else d
-                groups = 1 if isinstance(m, TRANSPOSED) else a.shape[2]
-                biases[bias] = biases.get(bias, 0.0) + moments(d.unflatten(2, (groups, -1)))
-    count = samples(z, kind, batch_dim) if keep is None else int(keep.sum())
-    return Factors(weights, biases, partners, count)
+                d = d.flatten(2).mT if spatial else by_sample(d, batch_dim)
+                d = (d.sum(1, keepdim=True) if reduce else d).unflatten(2, (groups, -1))
+                biases[bias] = biases.get(bias, 0.0) + moments(d)
+    return weights, biases, partners, count
 
 
 def merged(roles: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Left and right sides with the partial traces of Σ left ⊗ right, in the weight's layout."""
-    if len(roles) == 1:
-        return roles[0]
+    """One left and right side with the partial traces of Σ left ⊗ right."""
     total = max(float(sum(x.trace() * y.trace() for x, y in roles)), 1e-300)
     left = sum(x * y.trace() for x, y in roles)
     right = sum(y * x.trace() for x, y in roles)
     return torch.as_tensor(left), torch.as_tensor(right / total)
 
 
+def index(model: nn.Module) -> dict[str, Tensor]:
+    """Where each trained parameter stands in the vector of all of them."""
+    sizes = {n: p.numel() for n, p in model.named_parameters() if p.requires_grad}
+    return dict(zip(sizes, torch.arange(sum(sizes.values())).split([*sizes.values()]), strict=True))
+
+
+Sides = tuple[Tensor, Tensor]
+
+
 def kfac(
-    model: nn.Module, *args: Any, joint: bool = True, reduction: str = "mean", **how: Any
+    model: nn.Module,
+    *args: Any,
+    joint: bool = True,
+    reduction: str = "mean",
+    change: Callable[[Tensor, Tensor], Sides] = lambda r, c: (r, c),
+    **how: Any,
 ) -> Tensor:
-    """The K-FAC Gram over all parameters that require gradients, zero where it has no layer."""
-    params = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    index, start = {}, 0
-    for n, p in params.items():
-        index[n] = torch.arange(start, start + p.numel())
-        start += p.numel()
-    found = factors(model, *args, **how)
-    scale = 1.0 / found.count if reduction == "mean" else 1.0
-    out = torch.zeros(start, start, dtype=torch.float64)
-    for weight, roles in found.weights.items():
-        partner = next(iter(found.partners[weight]))
-        both = (
-            joint
-            and found.partners[weight] == {partner}
-            and partner is not None
-            and found.partners[partner] == {weight}
-        )
-        some = next(iter(roles.values()))
-        for g in range(len(some.outputs)):
+    """The Gram over all trained parameters, zero where it has no layer; `change` replaces R, C."""
+    where_of, out = index(model), 0 * blocks(model)
+    weights, biases, partners, count = factors(model, *args, **how)
+    scale = 1.0 / count if reduction == "mean" else 1.0
+    for weight, roles in weights.items():
+        (partner, *more) = partners[weight]
+        both = joint and not more and partner is not None and partners[partner] == {weight}
+        groups = len(next(iter(roles.values())).outputs)
+        for g in range(groups):
             pairs = []
             for role in roles.values():
-                r, c = scale * role.outputs[g], role.input_side(both)[g]
+                r, c = change(scale * role.outputs[g], role.input_side(both)[g])
                 pairs.append((c, r) if role.first else (r, c))
             left, right = merged(pairs)
-            where = index[weight].view(len(some.outputs), len(left), -1)[g]
-            if both:
-                where = torch.cat([where, index[partner].view(len(some.outputs), -1, 1)[g]], 1)
+            where = where_of[weight].view(groups, len(left), -1)[g]
+            if both and partner is not None:
+                where = torch.cat([where, where_of[partner].view(groups, -1, 1)[g]], 1)
             where = where.flatten()
             out[where[:, None], where] = torch.kron(left.contiguous(), right.contiguous())
         if both and partner is not None:
-            found.biases.pop(partner)
-    for bias, second in found.biases.items():
-        for g, r in enumerate(second):
-            where = index[bias].view(len(second), -1)[g]
+            biases.pop(partner)
+    for bias, second in biases.items():
+        for where, r in zip(where_of[bias].view(len(second), -1), second, strict=True):
             out[where[:, None], where] = scale * r
     return out
 
 
-UNITS = (
-    nn.LayerNorm,
-    nn.RMSNorm,
-    nn.GroupNorm,
-    nn.modules.batchnorm._BatchNorm,
-    nn.modules.instancenorm._InstanceNorm,
-    nn.PReLU,
-)
-
-
 def unit_mask(model: nn.Module, joint: bool = True) -> Tensor:
     """Which entries of the exact Gram belong to one unit of a normalization or slope."""
-    params = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    index, start = {}, 0
-    for p in params.values():
-        index[id(p)] = torch.arange(start, start + p.numel())
-        start += p.numel()
-    mask = torch.zeros(start, start, dtype=torch.float64)
+    where, mask = index(model), 0 * blocks(model)
+    names = {id(p): n for n, p in model.named_parameters() if p.requires_grad}
     for m in model.modules():
         if isinstance(m, UNITS):
-            held = [
-                index[id(p)] for p in m._parameters.values() if p is not None and id(p) in index
-            ]
+            held = [where[names[id(p)]] for p in m.parameters(recurse=False) if id(p) in names]
             for one, two in product(held, held):
                 if joint or one is two:
                     mask[one, two] = 1
@@ -327,51 +282,85 @@ def unit_mask(model: nn.Module, joint: bool = True) -> Tensor:
 def exact(
     model: nn.Module, *args: Any, kind: str, reduction: str = "mean", batch_dim: int = 0
 ) -> Tensor:
-    """JᵀMJ over all parameters, row by row."""
+    """JᵀMJ over all trained parameters, row by row."""
     params = [p for p in model.parameters() if p.requires_grad]
-    z = model(*args)
-    rows = []
+    z, rows = model(*args), []
     for column in columns(z, kind):
         pieces = torch.autograd.grad(z, params, column, retain_graph=True, allow_unused=True)
-        pairs = zip(pieces, params, strict=True)
-        rows.append(
-            torch.cat([(torch.zeros_like(p) if g is None else g).flatten() for g, p in pairs])
-        )
+        rows.append(flat(filled(pieces, params)))
     a = torch.stack(rows)
     return a.T @ a / (samples(z, kind, batch_dim) if reduction == "mean" else 1)
 
 
-LIKELIHOODS = {
-    "gaussian": pb.likelihoods.Gaussian(),
-    "categorical": pb.likelihoods.Categorical(),
-    "euclidean": None,
-}
+def definition(model: nn.Module, *args: Any, joint: bool = True, **how: Any) -> Tensor:
+    """Kronecker blocks of layers, and exact ones of every unit of a normalization or slope."""
+    out, mask = kfac(model, *args, joint=joint, **how), unit_mask(model, joint)
+    if mask.any():
+        some = ("kind", "reduction", "batch_dim")
+        out += mask * exact(model, *args, **{k: v for k, v in how.items() if k in some})
+    return out
+
+
+def blocks(model: nn.Module, joint: bool = True) -> Tensor:
+    """The mask of blocks by layer, or by parameter."""
+    owners = [n.rpartition(".")[0] if joint else n for n in index(model)]
+    sizes = torch.tensor([len(i) for i in index(model).values()])
+    owner = torch.tensor([owners.index(n) for n in owners]).repeat_interleave(sizes)
+    return (owner[:, None] == owner).double()
+
+
+# --- the library on the same ----------------------------------------------------------------
 
 
 def optimizer(model: nn.Module, kind: str, **options: Any) -> pb.KFAC:
     """K-FAC with the exact Fisher that does not move, unless told otherwise."""
-    chosen = {"lr": 0.0, "fisher": "exact", "likelihood": LIKELIHOODS[kind], **options}
+    known = {"gaussian": pb.likelihoods.Gaussian(), "categorical": pb.likelihoods.Categorical()}
+    chosen = {"lr": 0.0, "fisher": "exact", "likelihood": known.get(kind)} | options
     return pb.KFAC(model, **chosen)
 
 
-def stepped(model: nn.Module, *args: Any, kind: str, **options: Any) -> pb.KFAC:
-    """The same after one step on a batch."""
+def stepped(
+    model: nn.Module, *args: Any, kind: str, y: Tensor | None = None, **options: Any
+) -> pb.KFAC:
+    """The same after one step on a batch, with classes `y` of which -100 are ignored."""
     opt = optimizer(model, kind, **options)
-    reduction, batch_dim = options.get("reduction", "mean"), options.get("batch_dim", 0)
-    loss(model(*args), kind, reduction, batch_dim).backward()
+    z, reduction = model(*args), options.get("reduction", "mean")
+    if y is None:
+        loss(z, kind, reduction, options.get("batch_dim", 0)).backward()
+    else:
+        F.cross_entropy(z.flatten(0, -2), y.flatten(), reduction=reduction).backward()
     opt.step()
     opt.close()
     model.zero_grad()
     return opt
 
 
-def blocks(model: nn.Module, groups: list[list[str]]) -> Tensor:
-    """The mask of a block-diagonal Gram, by groups of parameters' names."""
-    sizes = {n: p.numel() for n, p in model.named_parameters()}
-    owner = torch.cat(
-        [
-            torch.full((size,), next((i for i, g in enumerate(groups) if n in g), -1 - k))
-            for k, (n, size) in enumerate(sizes.items())
-        ]
-    )
-    return (owner[:, None] == owner).double()
+def step(opt: pb.KFAC, model: nn.Module, x: Tensor, kind: str) -> None:
+    """One turn of an ordinary loop."""
+    opt.zero_grad()
+    loss(model(x), kind).backward()
+    opt.step()
+
+
+def gram(opt: pb.KFAC, model: nn.Module) -> Tensor:
+    """The optimizer's Gram over all trained parameters, zero where it holds no block."""
+    held = {r.name for r in opt.coverage() if r.block not in ("gradient", "none")}
+    covered = torch.cat([i for n, i in index(model).items() if n in held])
+    out = 0 * blocks(model)
+    out[covered[:, None], covered] = opt.gram().dense().double()
+    return out
+
+
+def part(gram: Tensor, model: nn.Module, names: list[str]) -> Tensor:
+    """The Gram of these parameters, in this order."""
+    some = torch.cat([index(model)[n] for n in names])
+    return gram[some[:, None], some]
+
+
+def input_side(gram: Tensor, model: nn.Module, name: str) -> Tensor:
+    """C of a layer's weight without groups, with trace one."""
+    m = model.get_submodule(name)
+    first, rows = isinstance(m, (nn.Embedding, *TRANSPOSED)), len(m.weight)
+    block = part(gram, model, [f"{name}.weight"]).unflatten(1, (rows, -1)).unflatten(0, (rows, -1))
+    side = torch.einsum("aibi->ab" if first else "aiaj->ij", block)
+    return side / side.trace()

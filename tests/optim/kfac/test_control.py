@@ -1,215 +1,298 @@
-"""Steps that look at the loss again: adaptive damping, and rates from the quadratic model."""
-
-from __future__ import annotations
+"""Controlled steps: adaptive damping, the quadratic model, KL clips, and what is taken back."""
 
 import copy
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call, jacrev
 
 import pullback as pb
-from pullback.optim.kfac import Adaptive
+from pullback.optim.kfac import Adaptive, Damping, Exact, Invariant
+from pullback.steps import QuadraticModel
+
+from ..common import damped, flat, refused, untouched
+from ..common import gram as dense
+from .common import DOUBLE, batch, net, vector
+
+CONTROLLED: list[dict[str, Any]] = [
+    {"damping": Adaptive(0.1)},
+    {"step": QuadraticModel(), "weight_decay": 0.1},
+]
 
 
-def classifier() -> tuple[nn.Module, Tensor, Tensor]:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 4)).double()
-    return model, torch.randn(20, 6, dtype=torch.float64), torch.randint(0, 4, (20,))
+@pytest.fixture(autouse=True)
+def _double() -> None:
+    torch.set_default_dtype(DOUBLE)
 
 
-def made(model: nn.Module, x: Tensor, y: Tensor, **options):
-    opt = pb.KFAC(
-        model, likelihood=pb.likelihoods.Categorical(), statistics_every=1, invert_every=1,
-        fisher="exact", **options,
-    )  # fmt: skip
+def interrupted() -> Any:
+    raise KeyboardInterrupt
 
-    def closure() -> Tensor:
-        opt.zero_grad()
-        loss = F.cross_entropy(model(x), y)
+
+class Closure:
+    """The closure everybody writes, whose n-th call may end in another way."""
+
+    def __init__(self, opt: pb.KFAC) -> None:
+        self.opt, self.calls, self.at, self.end = opt, 0, 0, interrupted
+
+    def __call__(self) -> Any:
+        self.calls += 1
+        x, y = batch(20)
+        self.opt.zero_grad()
+        like = next(self.opt.model.parameters())
+        loss = F.cross_entropy(self.opt.model(x.to(like)), y)
         loss.backward()
-        return loss
-
-    return opt, closure
+        return self.end() if self.calls == self.at else loss
 
 
-def dense_fisher(model: nn.Module, x: Tensor) -> Tensor:
-    model = copy.deepcopy(model)
-    params = {n: p.detach() for n, p in model.named_parameters()}
-    jacobians = jacrev(lambda p: functional_call(model, p, (x,)))(params)
-    j = torch.cat([v.reshape(*v.shape[:2], -1) for v in jacobians.values()], 2)
-    p = torch.softmax(model(x).detach(), 1)
-    m = torch.diag_embed(p) - p[:, :, None] * p[:, None]
-    return torch.einsum("nap,nab,nbq->pq", j, m, j) / len(x)
+def made(model: nn.Module, **options: Any) -> tuple[pb.KFAC, Closure]:
+    chosen = {"lr": 1.0, "fisher": "exact", "statistics_every": 1, "invert_every": 1, **options}
+    opt = pb.KFAC(model, likelihood=pb.likelihoods.Categorical(), **chosen)
+    return opt, Closure(opt)
 
 
-def flat(tensors) -> Tensor:
-    return torch.cat([t.detach().flatten() for t in tensors])
+def fisher(model: nn.Module) -> Tensor:
+    """The whole matrix, by its definition."""
+    z = model(batch(20)[0])
+    p = z.detach().softmax(1)
+    metric = torch.diag_embed(p) - p[:, :, None] * p[:, None]
+    return dense(z, list(model.parameters()), metric / len(z))
+
+
+def gradient(model: nn.Module) -> Tensor:
+    return flat([p.grad for p in model.parameters()])
+
+
+def normalized() -> Any:
+    layers = [nn.Linear(3, 6), nn.BatchNorm1d(6), nn.Dropout(0.1), nn.Tanh(), nn.Linear(6, 4)]
+    return nn.Sequential(*layers)
 
 
 def test_the_quadratic_model_finds_the_best_rate_and_momentum() -> None:
-    model, x, y = classifier()
-    opt, closure = made(model, x, y, lr=1.0, damping=1e-2, step=pb.steps.QuadraticModel())
+    """The move solves the 2×2 system of the direction and the last move."""
+    model = net()
+    opt, closure = made(model, damping=1e-2, step=QuadraticModel())
+    before = vector(model)
     opt.step(closure)
     for _ in range(3):
-        last = flat([opt.state[p]["momentum"] for p in model.parameters()])
-        before = flat(model.parameters())
-        fisher = dense_fisher(model, x) + 1e-2 * torch.eye(len(before), dtype=torch.float64)
+        last, before = before - vector(model), vector(model)
+        matrix = fisher(model) + 1e-2 * torch.eye(len(before))
         opt.step(closure)
-        # the move must solve the 2×2 system of direction and last move
-        move = before - flat(model.parameters())
-        gradient = flat([p.grad for p in model.parameters()])
         alpha, beta = opt.info.step_size, opt.info.momentum
         assert alpha is not None
         assert beta is not None
-        direction = (move - beta * last) / alpha
+        direction = (before - vector(model) - beta * last) / alpha
         span = torch.stack([direction, last])
-        best = torch.linalg.solve(span @ fisher @ span.T, span @ gradient)
-        assert torch.allclose(best, torch.tensor([alpha, beta], dtype=best.dtype), rtol=1e-6)
+        best = torch.linalg.solve(span @ matrix @ span.T, span @ gradient(model))
+        torch.testing.assert_close(best, torch.tensor([alpha, beta]), rtol=1e-6, atol=0.0)
 
 
 def test_adaptive_damping_follows_the_ratio() -> None:
-    model, x, y = classifier()
-    opt, closure = made(model, x, y, lr=1.0, damping=Adaptive(1.0), momentum=0.0)
-    before, start = flat(model.parameters()), copy.deepcopy(model)
+    model = net()
+    opt, closure = made(model, damping=Adaptive(1.0), momentum=0.0)
+    before, matrix = vector(model), fisher(model)
     loss = float(opt.step(closure).detach())
-    move = before - flat(model.parameters())
-    gradient = flat([p.grad for p in model.parameters()])
-    fisher = dense_fisher(start, x)
-    predicted = gradient @ move - 0.5 * move @ fisher @ move
-    after = float(F.cross_entropy(model(x), y).detach())
-    assert opt.info.ratio == pytest.approx((loss - after) / float(predicted), rel=1e-6)
+    move = before - vector(model)
+    predicted = float(gradient(model) @ move - 0.5 * move @ matrix @ move)
+    after = float(closure().detach())
+    assert opt.info.ratio == pytest.approx((loss - after) / predicted, rel=1e-6)
     assert opt.info.damping == pytest.approx(1 / 1.5)  # the model was good
 
 
-def test_a_step_that_raises_the_loss_is_taken_back() -> None:
-    model, x, y = classifier()
-    opt, closure = made(model, x, y, lr=0.1, damping=Adaptive(1e-2))
+def test_a_step_that_raises_the_loss_is_taken_back_with_its_momentum() -> None:
+    """Also where the model rose too, and the ratio is positive and tells nothing."""
+    model = net()
+    opt, closure = made(model, lr=0.1, damping=Adaptive(1e-2))
     opt.step(closure)
-    for group in opt.param_groups:
-        group["lr"] = 1e3
-    before = flat(model.parameters())
-    damping = opt.info.damping
-    opt.step(closure)
-    assert not opt.info.accepted
-    assert "rose" in opt.info.reason
-    assert opt.info.damping > damping
-    assert torch.equal(flat(model.parameters()), before)
-    assert not flat([opt.state[p]["momentum"] for p in model.parameters()]).any()
-
-
-@pytest.mark.parametrize(
-    "options", [{"damping": Adaptive(0.1)}, {"step": pb.steps.QuadraticModel()}]
-)
-def test_controlled_steps_need_a_closure(options) -> None:
-    model, x, y = classifier()
-    opt, closure = made(model, x, y, lr=1.0, **options)
-    closure()
-    with pytest.raises(pb.PullbackError, match="needs a closure"):
-        opt.step()
-
-
-def test_controlled_steps_lower_the_loss_with_dropout_and_batch_norm() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 4)
-    )
-    _, x, y = classifier()
-    opt, closure = made(
-        model, x.float(), y, lr=1.0, damping=Adaptive(0.1), step=pb.steps.QuadraticModel()
-    )
-    losses = [float(opt.step(closure).detach()) for _ in range(15)]
-    assert losses[-1] < 0.7 * losses[0]
-
-
-def test_quadratic_model_in_the_exact_natural_gradient() -> None:
-    """With one direction and no damping the best rate of the Newton step of a quadratic is 1."""
-    torch.manual_seed(0)
-    model = nn.Linear(3, 2).double()
-    x, y = torch.randn(30, 3, dtype=torch.float64), torch.randn(30, 2, dtype=torch.float64)
-    opt = pb.NaturalGradient(
-        model, pb.metrics.Fisher(pb.likelihoods.MSE()),
-        solver=pb.solvers.Cholesky(damping=1e-1), step=pb.steps.QuadraticModel(),
-    )  # fmt: skip
-
-    def closure() -> Tensor:
-        opt.zero_grad()
-        loss = F.mse_loss(model(x), y)
-        loss.backward()
-        return loss
-
-    infos = [opt.step(closure) for _ in range(12)]
-    inputs = torch.cat([x, torch.ones_like(x[:, :1])], 1)
-    best = F.mse_loss(inputs @ torch.linalg.lstsq(inputs, y).solution, y)
-    assert float(infos[-1].loss) <= float(best) * (1 + 1e-6)
-
-
-@pytest.mark.parametrize(
-    "options", [{}, {"weight_decay": 0.1}, {"step": pb.steps.QuadraticModel()}]
-)
-def test_adaptive_damping_does_not_get_stuck(options) -> None:
-    model, x, y = classifier()
-    opt, closure = made(model, x, y, lr=1.0, damping=Adaptive(1e-3), **options)
-    taken = 0
-    for _ in range(30):
-        loss = opt.step(closure)
-        taken += opt.info.accepted
-    assert taken > 10
-    assert float(loss.detach()) < 0.3
-
-
-def test_rejections_raise_the_damping_whatever_the_model_said() -> None:
-    """Where both the loss and the model rise, their ratio is positive and tells nothing."""
-    model, x, y = classifier()
-    opt, closure = made(model, x, y, lr=50.0, damping=Adaptive(1e-2), momentum=0.0)
-    dampings = []
-    for _ in range(4):
+    before, dampings = vector(model), [opt.info.damping]
+    for _ in range(3):
+        opt.param_groups[0]["lr"] = 1e3
         opt.step(closure)
         assert not opt.info.accepted
+        assert "rose" in opt.info.reason
+        assert torch.equal(vector(model), before)
         dampings.append(opt.info.damping)
     assert dampings == sorted(set(dampings))
+    twin = copy.deepcopy(opt)
+    for other, momentum in ((opt, 0.9), (twin, 0.0)):
+        other.param_groups[0].update(lr=0.1, momentum=momentum)
+        other.step(Closure(other))
+        assert other.info.accepted
+    assert torch.equal(vector(model), vector(twin.model))
 
 
-def test_invariant_damping_does_not_go_with_corrected_eigenvalues() -> None:
-    with pytest.raises(pb.PullbackError, match="Corrected eigenvalues"):
-        pb.KFAC(nn.Linear(2, 2), lr=0.1, ekfac=True, damping=pb.optim.kfac.Invariant(0.1))
+@pytest.mark.parametrize("options", CONTROLLED)
+def test_controlled_steps_need_a_closure(options: dict[str, Any]) -> None:
+    opt, closure = made(net(), **options)
+    closure()
+    with refused("needs a closure", "look at the loss again", "step(closure)"):
+        opt.step()
+    plain, closure = made(net())
+    closure.end, closure.at = lambda: None, 1
+    assert plain.step(closure) is None  # the loss is not needed where nobody looks
+    assert plain.info.taken
 
 
-class Undeclared(pb.metrics.Metric):
-    """Blocks between samples which nobody was told of."""
+@pytest.mark.parametrize(
+    "options", [{}, {"weight_decay": 0.1}, {"step": QuadraticModel()}, {"random": True}], ids=str
+)
+def test_adaptive_damping_does_not_get_stuck(options: dict[str, Any]) -> None:
+    """Also with dropout and batch normalization."""
+    random = "random" in options
+    options = {} if random else options
+    opt, closure = made(normalized() if random else net(), damping=Adaptive(1e-3), **options)
+    losses, taken = [], 0
+    for _ in range(20):
+        losses.append(float(opt.step(closure).detach()))
+        taken += opt.info.accepted
+    assert taken > 6
+    assert losses[-1] < 0.75 * losses[0]
 
-    def factor(self, z: Tensor, *, inputs: Tensor | None = None) -> pb.metrics.Factor:
-        return pb.metrics.Sobolev(2.0).factor(z, inputs=inputs)
 
+class Ridge(Damping):
+    """A damping of one's own."""
 
-def test_a_metric_that_couples_samples_and_does_not_declare_it_is_refused() -> None:
-    model, x, _ = classifier()
-    opt = pb.KFAC(model, lr=0.1, metric=Undeclared())
-    with opt, pytest.raises(pb.PullbackError, match="couples the samples"):
-        model(x).sum().backward()
-
-
-class Ridge(pb.optim.kfac.Damping):
-    """A damping of one's own, which knows but whole sides."""
-
-    def sides(self, pair, reference, value, *, spare=False):
-        eyes = [torch.eye(n, dtype=pair.left.dtype) for n in pair.shape[1:]]
-        return pair.left + value * eyes[0], pair.right + value * eyes[1]
+    def added(self, means: Any, reference: Any, value: float) -> Any:
+        return torch.full_like(means[0], value), torch.full_like(means[1], value)
 
 
 def test_a_damping_of_ones_own() -> None:
-    torch.manual_seed(0)
-    model = torch.nn.Linear(3, 2, dtype=torch.float64)
-    opt = pb.KFAC(model, lr=1.0, damping=Ridge(0.3), momentum=0.0, fisher="exact", ema=0.5)
-    x, y = torch.randn(9, 3, dtype=torch.float64), torch.randn(9, 2, dtype=torch.float64)
-    start = [p.detach().clone() for p in model.parameters()]
-    (0.5 * (model(x) - y).square().sum(1).mean()).backward()
+    model, x = nn.Linear(3, 2, bias=False), torch.randn(9, 3)
+    opt = pb.KFAC(model, 1.0, damping=Ridge(0.3), momentum=0.0, fisher="exact")
+    start = model.weight.detach().clone()
+    model(x).sum(1).sin().mean().backward()
     opt.step()
-    a = torch.cat([x, torch.ones(9, 1, dtype=torch.float64)], 1)
-    eye = torch.eye(4, dtype=torch.float64)
-    gradient = torch.cat([model.weight.grad, model.bias.grad[:, None]], 1)  # pyright: ignore
-    want = gradient / 1.3 @ torch.linalg.inv(a.T @ a / 9 + 0.3 * eye)
-    moved = torch.cat([start[0] - model.weight, (start[1] - model.bias)[:, None]], 1)
-    torch.testing.assert_close(moved, want)
+    assert model.weight.grad is not None
+    want = damped(x.T @ x / 9, model.weight.grad.T / 1.3, 0.3).T
+    torch.testing.assert_close(start - model.weight.detach(), want)
+
+
+@pytest.mark.parametrize("damping", [0.1, 1e-6])
+def test_kl_clip_bounds_the_step_that_is_taken(damping: float) -> None:
+    """ΔwᵀF̂Δw ≤ kl_clip after momentum, with the averages of now."""
+    model, limit = net(), 1e-3
+    opt, closure = made(model, kl_clip=limit, momentum=0.9, invert_every=10, damping=damping)
+    lengths = []
+    for _ in range(30):
+        before = vector(model)
+        opt.step(closure)
+        move = vector(model) - before
+        lengths.append(float(move @ opt.gram().matvec(move)))
+    assert max(lengths) <= limit * (1 + 1e-6)
+    assert max(lengths) >= 0.99 * limit  # and is reached
+
+
+BREAKS: dict[str, dict[str, Any]] = {
+    "tikhonov": {"damping": Adaptive(0.1), "weight_decay": 0.1},
+    "exact": {"damping": Adaptive(Exact(0.1))},
+    "invariant": {"damping": Adaptive(Invariant(0.1))},
+    "ekfac": {"damping": Adaptive(0.1), "ekfac": True},
+    "rule": {"damping": Adaptive(0.1), "step": QuadraticModel()},
+    "drawn": {"damping": Adaptive(0.1), "fisher": "mc", "statistics_every": 2},
+}
+
+
+ENDS: list[tuple[Callable[[], Any], str]] = [
+    (lambda: None, "did not return the loss"),
+    (lambda: (torch.zeros(()), 0), "did not return the loss"),
+    (lambda: torch.zeros(3), "is not one number"),
+    (lambda: torch.zeros((), dtype=torch.complex128), "is not one number"),
+]
+BROKEN = [
+    *((name, 1, 2, interrupted, "") for name in BREAKS),
+    *((name, steps, 2, interrupted, "") for name, steps in (("rule", 0), ("drawn", 2))),
+    *(("tikhonov", 0, at, *end) for at in (1, 2) for end in ENDS),
+]
+
+
+@pytest.mark.parametrize(("name", "steps", "at", "end", "what"), BROKEN)
+def test_an_interrupt_or_a_strange_loss_at_either_evaluation_changes_nothing(
+    name: str, steps: int, at: int, end: Callable[[], Any], what: str
+) -> None:
+    model = normalized()
+    opt, closure = made(model, lr=0.1, **BREAKS[name])
+    for _ in range(steps):
+        opt.step(closure)
+    info, closure.at, closure.end = opt.info, closure.calls + at, end
+    error = refused(what, "", "eturn") if what else pytest.raises(KeyboardInterrupt)
+    with untouched(model, opt), error:
+        opt.step(closure)
+    assert opt.info == info
+    opt.step(closure)
+    assert opt.info.accepted
+
+
+class Square(torch.autograd.Function):
+    """In the old style, which torch.func does not know."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return 2 * ctx.saved_tensors[0] * g
+
+
+def detached(ctx: Any, g: Tensor) -> Tensor:
+    """The cotangent leaves the graph on the way."""
+    return Square.backward(ctx, g.detach())
+
+
+once = torch.autograd.function.once_differentiable(Square.backward)  # and it says so
+
+
+class Squared(nn.Module):
+    def __init__(self, square: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.two, self.square = nn.Linear(3, 5), nn.Linear(5, 4), square
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(self.square(self.one(x)))
+
+
+def factors(model: nn.Module, steps: int, options: dict[str, Any]) -> list[float]:
+    opt, closure = made(model, lr=0.1, **options)
+    for _ in range(steps):
+        opt.step(closure)
+    return [opt.info.ratio or 0.0, opt.info.step_size or 0.0, opt.info.momentum or 0.0]
+
+
+@pytest.mark.parametrize("options", CONTROLLED)
+def test_custom_functions_give_the_same_by_two_reverse_passes(options: dict[str, Any]) -> None:
+    one, two = Squared(torch.square), Squared(Square.apply)
+    assert factors(one, 3, options) == pytest.approx(factors(two, 3, options), rel=1e-9)
+    torch.testing.assert_close(vector(two), vector(one), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("backward", [detached, once])
+def test_functions_without_any_second_derivative_are_refused(backward: Any) -> None:
+    kind: Any = type("Opaque", (Square,), {"backward": staticmethod(backward)})
+    for options in CONTROLLED:
+        model = Squared(kind.apply)
+        opt, closure = made(model, **options)
+        words = ("J v cannot be computed", "neither a forward-mode", "leave out Adaptive")
+        with untouched(model, opt), refused(*words):
+            opt.step(closure)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.head = nn.LSTM(3, 5, batch_first=True), nn.Linear(5, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.inner(torch.stack([x, -x, x * x], 1))[0].mean(1))
+
+
+@pytest.mark.parametrize("options", CONTROLLED)
+def test_fused_recurrent_kernels_are_left_aside(options: dict[str, Any]) -> None:
+    """In single precision a CPU has kernels for them with one reverse pass and no more."""
+    want = factors(Recurrent(), 1, options)
+    assert factors(Recurrent().float(), 1, options) == pytest.approx(want, rel=2e-3)

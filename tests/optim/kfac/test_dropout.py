@@ -1,8 +1,9 @@
-"""Dropout inside layers that are replayed: the factors are those of the layer without it."""
+"""Dropout inside layers that torch fuses: the Gram is that of the layer without it."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,8 +14,10 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import pullback as pb
 from pullback.testing import assert_close
+from tests.optim.common import flat
+from tests.optim.kfac import oracle as o
 
-from .common import kfac
+from .common import Then, kfac
 
 N, T, D, H = 6, 4, 3, 4
 
@@ -32,8 +35,7 @@ class Recurrent(nn.Module):
         if self.packed:
             lengths = torch.tensor([2, 4, 1, 4, 3, 2])
             packed = pack_padded_sequence(x, lengths, True, enforce_sorted=False)
-            y = pad_packed_sequence(self.layer(packed)[0], True)[0]
-            return self.head(y.sum(1))
+            return self.head(pad_packed_sequence(self.layer(packed)[0], True)[0].sum(1))
         return self.head(sum(self.layer(x * (i + 1))[0].sum(1) for i in range(self.calls)))
 
 
@@ -48,7 +50,7 @@ class Attention(nn.Module):
         return self.head(self.layer(h, h[:2], h[:2], need_weights=self.weights)[0].sum(0))
 
 
-MODELS = {
+MODELS: dict[str, Callable[[float], nn.Module]] = {
     "LSTM": lambda p: Recurrent(nn.LSTM, dropout=p),
     "LSTM projected": lambda p: Recurrent(nn.LSTM, dropout=p, proj_size=2),
     "GRU both ways": lambda p: Recurrent(nn.GRU, dropout=p, bidirectional=True),
@@ -59,65 +61,70 @@ MODELS = {
 }
 
 
-def data() -> tuple[Tensor, Tensor]:
+def loss_of(model: nn.Module, half: bool = False) -> Tensor:
+    """On fixed data; by halves under autocast."""
     g = torch.Generator().manual_seed(1)
-    x = torch.randn(N, T, D, generator=g, dtype=torch.float64)
-    return x, torch.randn(N, 2, generator=g, dtype=torch.float64)
+    dtype = torch.float32 if half else torch.float64
+    x, y = (torch.randn(*size, generator=g).to(dtype) for size in ((N, T, D), (N, 2)))
+    with torch.autocast("cpu", torch.bfloat16, enabled=half):
+        return 0.5 * (model.to(dtype)(x) - y).square().sum(1).mean()
 
 
-def blocks(model: nn.Module) -> tuple[dict[Any, Tensor], pb.KFAC]:
-    x, y = data()
-    with kfac(model, metric=pb.metrics.Euclidean(), fisher="exact", lr=0.0) as opt:
-        (0.5 * (model(x) - y).square().sum(1).mean()).backward()
-        opt.step()
-        held = opt.curvature
-        model.eval()  # which says nothing of the pass that the statistics came from
-        return {k.names: held.block(k).dense() for k in held.averages}, opt
+def stepped(model: nn.Module, half: bool = False) -> pb.KFAC:
+    """After one step that moves nothing."""
+    opt = kfac(model, metric=pb.metrics.Euclidean(), fisher="exact", lr=0.0)
+    loss_of(model, half).backward()
+    opt.step()
+    return opt
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_factors_are_those_without_dropout(name: str) -> None:
-    torch.manual_seed(0)
-    model = MODELS[name](0.4).double()
-    twin = MODELS[name](0.0).double()
+def test_the_gram_is_that_without_dropout_and_training_is_not_disturbed(name: str) -> None:
+    model, twin = MODELS[name](0.4), MODELS[name](0.0)
     twin.load_state_dict(model.state_dict())
-    (found, opt), (want, plain) = blocks(model), blocks(twin)
-    inside = [names for names in want if names[0].startswith("layer.")]
-    assert inside
-    assert found.keys() == want.keys()
-    for names in inside:
-        assert_close(found[names], want[names], 1e-12, str(names))
-    rows = {r.name: r for r in opt.coverage()}
-    for row in plain.coverage():
-        assert rows[row.name].block == row.block
-        assert "without" not in row.reason
-        inner = row.name.startswith("layer.")
-        assert ("replayed without dropout" in rows[row.name].reason) == inner
+    other, plain = copy.deepcopy(model), stepped(twin)
+    torch.manual_seed(3)
+    opt, drawn = stepped(model), torch.rand(3)
+    torch.manual_seed(3)
+    loss_of(other).backward()
+    assert torch.equal(drawn, torch.rand(3)), "the same random numbers"
+    gradients = [flat(p.grad for p in m.parameters()) for m in (model, other)]
+    assert_close(*gradients, 1e-14, "the same masks and gradients")
+    model.eval()  # which says nothing of the pass that the statistics came from
+    inside = [n for n, _ in model.named_parameters() if n.startswith("layer.")]
+    got, want = (o.part(p.gram().dense(), model, inside) for p in (opt, plain))
+    assert_close(got, want, 1e-12, name)
+    for row, other_row in zip(opt.coverage(), plain.coverage(), strict=True):
+        assert row.block == other_row.block
+        assert "without" not in other_row.reason
+        assert ("replayed without dropout" in row.reason) == (row.name in inside)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_under_autocast(name: str) -> None:
+    model = MODELS[name](0.4)
+    try:
+        loss_of(model, half=True)
+    except RuntimeError:
+        pytest.skip("torch has no such layer in bfloat16 on this machine")
+    assert all(r.block.startswith("kronecker") for r in stepped(model, half=True).coverage())
 
 
 @pytest.mark.parametrize("first", [False, True])
-def test_transformer_layers_as_they_come(first: bool) -> None:
-    class Encoder(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = nn.Linear(D, 8)
-            layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=first)  # dropout=0.1
-            self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-            self.head = nn.Linear(8, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            h = self.first(x)
-            return self.head(self.layers(h if first else h.transpose(0, 1)).mean(int(first)))
-
-    torch.manual_seed(0)
-    model = Encoder().double()
-    x = torch.randn(64, T, D, dtype=torch.float64)
-    y = (x.sum((1, 2)) > 0).long()
+def test_transformer_layers_as_they_come_are_trained(first: bool) -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=first)  # dropout=0.1
+    model = nn.Sequential(
+        nn.Linear(D, 8),
+        Then(lambda h: h if first else h.transpose(0, 1)),
+        nn.TransformerEncoder(layer, 2, enable_nested_tensor=False),
+        Then(lambda h: h.mean(int(first))),
+        nn.Linear(8, 2),
+    )
+    x, losses = torch.randn(64, T, D), []
     opt = kfac(model, lr=0.1, damping=0.01, kl_clip=1e-3, statistics_every=1, invert_every=1)
-    losses = []
-    for _ in range(30):
+    for _ in range(8):
         opt.zero_grad()
-        loss = F.cross_entropy(model(x), y)
+        loss = F.cross_entropy(model(x), (x.sum((1, 2)) > 0).long())
         loss.backward()
         opt.step()
         assert opt.info.accepted
@@ -138,28 +145,19 @@ class Elsewhere(nn.Module):
         h, weight = F.pad(x, (0, H - D)), dict(self.layer.named_parameters())["weight_hh_l1"][:H]
         more = F.linear(h, weight)
         y = self.layer(more if self.where == "before" else h)[0]
-        if self.where == "after":
-            y = F.linear(y, weight)
-        return self.head((y + more if self.where == "beside" else y).sum(1))
+        y = {"before": y, "after": F.linear(y, weight), "beside": y + more}[self.where]
+        return self.head(y.sum(1))
 
 
 @pytest.mark.parametrize("where", ["before", "after", "beside"])
 @pytest.mark.parametrize("half", [False, True])
 def test_a_weight_that_is_used_elsewhere_is_noticed(where: str, half: bool) -> None:
     """Autocast casts a weight once for all of its uses: they share a node of the graph."""
-    torch.manual_seed(0)
-    model, (x, y) = Elsewhere(where).to(torch.float32 if half else torch.float64), data()
-    opt = kfac(model, metric=pb.metrics.Euclidean())
-    with torch.autocast("cpu", torch.bfloat16, enabled=half):
-        loss = (model(x.float() if half else x) - y).square().mean()
-    loss.backward()
-    opt.step()
-    rows = {r.name: r for r in opt.coverage()}
-    tied = rows.pop("layer.weight_hh_l1")
-    assert tied.block == "diagonal"
-    assert tied.reason.startswith("it is also used outside its layer, whose dropout")
-    # the rest of the last layer is known
-    assert all(r.block.startswith("kronecker") for r in rows.values())
+    rows = {r.name: r for r in stepped(Elsewhere(where), half).coverage()}
+    shared = rows.pop("layer.weight_hh_l1")
+    assert shared.block == "diagonal"
+    assert shared.reason.startswith("it is also used outside its layer, whose dropout")
+    assert all(r.block.startswith("kronecker") for r in rows.values()), "the rest is known"
 
 
 class Tied(nn.Module):
@@ -177,75 +175,18 @@ class Tied(nn.Module):
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_what_is_said_of_a_weight_shared_with_another_layer(dropout: float) -> None:
-    torch.manual_seed(0)
-    model, (x, y) = Tied(dropout).double(), data()
-    opt = kfac(model, metric=pb.metrics.Euclidean())
-    (model(x) - y).square().mean().backward()
-    opt.step()
-    rows = {r.name: r for r in opt.coverage()}
-    tied = rows.pop("layer.out_proj.weight")
-    assert tied.block.startswith("diagonal" if dropout else "kronecker")
-    assert ("whose dropout" in tied.reason) == bool(dropout)
+def test_a_weight_shared_with_another_layer_is_a_diagonal_under_dropout(dropout: float) -> None:
+    rows = {r.name: r for r in stepped(Tied(dropout)).coverage()}
+    shared = rows.pop("layer.out_proj.weight")
+    assert shared.block.startswith("diagonal" if dropout else "kronecker")
+    assert ("whose dropout" in shared.reason) == bool(dropout)
     assert all(r.block.startswith("kronecker") for r in rows.values())
 
 
 def test_a_layer_that_was_changed_is_noticed() -> None:
-    torch.manual_seed(0)
-    model, (x, y) = Attention(dropout=0.2).double(), data()
+    model: Any = Attention(dropout=0.2)
     own = model.layer.forward
-
-    def scaled(*args: Any, **kwargs: Any) -> Any:
-        y, weights = own(*args, **kwargs)
-        return 3 * y, weights
-
-    model.layer.forward = scaled
-    opt = kfac(model, metric=pb.metrics.Euclidean())
-    (model(x) - y).square().mean().backward()
-    opt.step()
-    inner = [r for r in opt.coverage() if r.name.startswith("layer.")]
-    assert {r.block for r in inner} == {"diagonal"}
+    model.layer.forward = lambda *args, **kwargs: (3 * own(*args, **kwargs)[0], None)
+    rows = stepped(model).coverage()
+    assert {r.block for r in rows if r.name.startswith("layer.")} == {"diagonal"}
     assert model.layer.dropout == 0.2
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_training_is_not_disturbed(name: str) -> None:
-    """The same masks, random numbers and gradients as without the optimizer."""
-    torch.manual_seed(0)
-    model, (x, y) = MODELS[name](0.4).double(), data()
-    other = copy.deepcopy(model)
-    opt = kfac(model, metric=pb.metrics.Euclidean(), lr=0.0)
-    found = []
-    for one in (model, other):
-        torch.manual_seed(3)
-        (one(x) - y).square().mean().backward()
-        if one is model:
-            opt.step()
-        found.append(([p.grad for p in one.parameters()], torch.rand(3)))
-    assert torch.equal(found[0][1], found[1][1])
-    for got, want in zip(found[0][0], found[1][0], strict=True):
-        assert got is not None
-        assert_close(got, want, 1e-14, "the gradient")
-
-
-def runs_in_half(model: nn.Module, x: Tensor) -> bool:
-    try:
-        with torch.autocast("cpu", torch.bfloat16):
-            model(x)
-    except RuntimeError:
-        return False
-    return True
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_under_autocast(name: str) -> None:
-    torch.manual_seed(0)
-    model, (x, y) = MODELS[name](0.4), data()
-    if not runs_in_half(model, x.float()):
-        pytest.skip("torch has no such layer in bfloat16 on this machine")
-    opt = kfac(model, metric=pb.metrics.Euclidean())
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = (model(x.float()) - y).square().mean()
-    loss.backward()
-    opt.step()
-    assert all(r.block.startswith("kronecker") for r in opt.coverage())

@@ -92,8 +92,7 @@ def _short(value: float) -> float:
 def condition(optimizer: KFAC) -> float:
     """The worst condition number of a factor, on its range."""
     worst = 1.0
-    for key in optimizer.curvature.averages:
-        block = optimizer.curvature.block(key)
+    for block in optimizer.gram().blocks:
         assert isinstance(block, Sides)
         for side in (block.left, block.right):
             values, _ = sides.eigen(side)

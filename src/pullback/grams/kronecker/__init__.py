@@ -3,5 +3,16 @@
 from .blocks import Block, Pair, Rotated, Units, merged
 from .gram import Kronecker
 from .inverting import Inverses, inverses
+from .packed import Packed
 
-__all__ = ["Block", "Inverses", "Kronecker", "Pair", "Rotated", "Units", "inverses", "merged"]
+__all__ = [
+    "Block",
+    "Inverses",
+    "Kronecker",
+    "Packed",
+    "Pair",
+    "Rotated",
+    "Units",
+    "inverses",
+    "merged",
+]

@@ -33,7 +33,7 @@ class _Given:
     """What to invert: side/scale + shift·1, never formed where it can be written to a stack."""
 
     sides: Sequence[Tensor]
-    scales: Sequence[float] | None
+    scales: Sequence[Tensor] | None
     shifts: Sequence[Tensor] | None
 
     @property
@@ -44,7 +44,7 @@ class _Given:
     def one(self, i: int) -> Tensor:
         """One of them."""
         out, fresh = self.sides[i], False
-        if self.scales is not None and self.scales[i] != 1.0:
+        if self.scales is not None:
             out, fresh = out / self.scales[i], True
         return out if self.shifts is None else shifted(out, self.shifts[i], spare=fresh)
 
@@ -77,7 +77,7 @@ class _Given:
 def inverses(
     sides: Sequence[Tensor],
     *,
-    scales: Sequence[float] | None = None,
+    scales: Sequence[Tensor] | None = None,
     shifts: Sequence[Tensor] | None = None,
     singular: bool = False,
     factors: bool = False,
@@ -86,7 +86,7 @@ def inverses(
 
     Args:
         sides: what to invert.
-        scales: a divisor of each.
+        scales: a divisor of each, a number on its device.
         shifts: what is added to the diagonal of each, one number per group, (G,).
         singular: whether to invert on the range only (Moore–Penrose) where a matrix is singular to
             working precision; without it such a side has failed.

@@ -3,11 +3,10 @@
 from . import attention, conv, embedding, linear, recurrent, scale, transposed
 from .affine import AffineBlock
 from .base import Block, RowsBlock
-from .compound import COMPOUNDS, Compound, Tap, find_compound, register_compound
+from .compound import Compound, Tap
 from .registry import REGISTRY, Layer, Use, find, register
 
 __all__ = [
-    "COMPOUNDS",
     "REGISTRY",
     "AffineBlock",
     "Block",
@@ -20,11 +19,9 @@ __all__ = [
     "conv",
     "embedding",
     "find",
-    "find_compound",
     "linear",
     "recurrent",
     "register",
-    "register_compound",
     "scale",
     "transposed",
 ]

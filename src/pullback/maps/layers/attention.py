@@ -17,15 +17,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .compound import Compound, Tap, Watched, register_compound
+from .compound import Compound, Tap, Watched
+from .registry import register
 
 
-@register_compound(nn.MultiheadAttention)
+@register(nn.MultiheadAttention)
 class Attention(Compound):
     """Results: the output, and the attention weights where they were asked for."""
 
     def outputs(self, module: Any, output: Any) -> list[Tensor]:
         return [y for y in output if y is not None]
+
+    def maps(self, module: Any) -> list[tuple[Tensor | None, Tensor | None, int]]:
+        if module.in_proj_weight is not None:
+            found = [(module.in_proj_weight, module.in_proj_bias, 3)]
+        else:
+            apart = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
+            found = [(w, None, 1) for w in apart] + [(None, module.in_proj_bias, 3)]
+        found += [(None, module.bias_k, 1), (None, module.bias_v, 1)]
+        return [*found, (module.out_proj.weight, module.out_proj.bias, 1)]
 
     def note(self, module: Any) -> str:
         drops = module.training and module.dropout > 0

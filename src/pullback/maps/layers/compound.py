@@ -19,7 +19,7 @@ from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
@@ -52,12 +52,15 @@ class Tap:
 
 
 class Compound(ABC):
-    """A kind of layer with affine maps inside.
+    """A kind of layer with affine maps inside, entered by `register`.
 
     `outputs` picks the tensors of the layer's result, `steps` computes the same tensors from the
     arguments through `Watched` maps, and `note` says what it leaves out: a dropout that only the
     layer's own kernel knows. Then ȳ is that of the layer as it was, ∂y/∂z that of one without.
     """
+
+    curvature: str = "compound"
+    input_first: bool = False
 
     @abstractmethod
     def outputs(self, module: Any, output: Any) -> list[Tensor]:
@@ -66,6 +69,10 @@ class Compound(ABC):
     @abstractmethod
     def steps(self, module: Any, *args: Any, **kwargs: Any) -> tuple[list[Tensor], list[Tap]]:
         """`forward`, taken apart; the arguments come without a graph, in the replay's dtype."""
+
+    @abstractmethod
+    def maps(self, module: Any) -> list[tuple[Tensor | None, Tensor | None, int]]:
+        """Weight, bias and groups of every affine map inside."""
 
     def note(self, module: Any) -> str:
         """What the replay does not reproduce, or an empty string."""
@@ -160,25 +167,3 @@ def _fixed(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, (tuple, list)):
         return tuple(_fixed(v, dtype) for v in value)
     return value
-
-
-COMPOUNDS: dict[type[nn.Module], Compound] = {}
-
-
-def register_compound(*kinds: type[nn.Module]):
-    """Class decorator: `@register_compound(nn.LSTM)` enters a `Compound` for these types."""
-
-    def enter(compound: type[Compound]) -> type[Compound]:
-        for kind in kinds:
-            COMPOUNDS[kind] = compound()
-        return compound
-
-    return enter
-
-
-def find_compound(module: Any) -> Compound | None:
-    """The compound of a module, or None: a subclass counts while it keeps `forward`."""
-    for kind in type(module).__mro__:
-        if kind in COMPOUNDS:
-            return COMPOUNDS[kind] if type(module).forward is kind.forward else None
-    return None

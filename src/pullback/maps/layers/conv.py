@@ -18,7 +18,6 @@ from .lines import (
     channel_bytes,
     channel_moment,
     channel_moments,
-    copied,
     left_out,
     patch_sum,
     pointwise,
@@ -92,21 +91,6 @@ class Conv(Layer):
                     first = patch_sum(*uses[i][:2], none)
                     found[i] = Moments(one, first, shape[0] * prod(shape[2:]))
         return [found[i] for i in range(len(uses))]
-
-    def waits(self, module: Any, delta: Tensor, sharing: Sharing) -> bool:
-        """Those that are copied anyway, and small enough for others to join them."""
-        few = delta.ndim == 2 + len(module.kernel_size) and 2 * delta.nbytes <= _TOGETHER
-        dense = few and not sharing.reduce and delta.shape[1] <= sharing.longest
-        return dense and by_lines(delta, module.groups) and copied(delta)
-
-    def outputs_of(self, deltas: Sequence[Tensor], sharing: Sharing) -> list[Tensor]:
-        alike: dict[Any, list[int]] = {}
-        for i, d in enumerate(deltas):
-            alike.setdefault((d.shape, d.dtype, d.device), []).append(i)
-        found: dict[int, Tensor] = {}
-        for own in alike.values():
-            found.update(zip(own, channel_moments([deltas[i] for i in own]).split(1), strict=True))
-        return [found[i] for i in range(len(deltas))]
 
     def outputs(self, module: Any, x: Tensor, delta: Tensor, sharing: Sharing) -> Tensor:
         dims = len(module.kernel_size)

@@ -24,8 +24,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..._core.compiled import kernels
-
 _LEAST = 4  # lines of an image, below which it is mostly edge
 
 
@@ -51,9 +49,7 @@ def correlated_moments(some: Sequence[Tensor]) -> Tensor:
         lower = torch.stack([_correlation(x, weight) for x in some]).contiguous()
     rows = [x[:, :, i] for i in (-1, 0) for x in some]
     columns = [x[..., i] for i in (-1, 0) for x in some]
-    edges = _edges(rows, columns, k)
-    work = kernels("patches", lower.device) if lower.dtype == torch.float32 else None
-    return _assembled(lower, edges) if work is None else work.assembled(lower, *edges)
+    return _assembled(lower, _edges(rows, columns, k))
 
 
 def _assembled(lower: Tensor, edges: Sequence[Tensor]) -> Tensor:

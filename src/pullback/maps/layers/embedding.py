@@ -23,7 +23,7 @@ class Embedding(Layer):
     stands on the left: the weight has a row per index.
     """
 
-    curvature, input_first = "kronecker", True
+    curvature, input_first, one_hot = "kronecker", True, True
 
     def parameters(self, module: Any) -> dict[str, Tensor | None]:
         return {"weight": module._parameters.get("weight")}

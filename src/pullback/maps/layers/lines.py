@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..._core.compiled import kernels
 from ..._core.products import moment, products
 from ..._core.space import compute_dtype
 from .correlated import correlated_moment, correlates
@@ -122,25 +121,14 @@ def channel_moments(some: Sequence[Tensor]) -> Tensor:
 
 def _turned(some: Sequence[Tensor]) -> Tensor:
     """The channels of several (B, C, *space) of one shape, each in order, as (K, C, B·places)."""
-    (n, c), count = some[0].shape[:2], len(some)
-    work = kernels("patches", some[0].device) if some[0].dtype == torch.float32 else None
-    if work is None:
-        return torch.cat([x.flatten(2).transpose(0, 1) for x in some]).view(count, c, -1)
-    out = some[0].new_empty(count, c, n, some[0][0, 0].numel())
-    for x, lines in zip(some, out.unbind(), strict=True):
-        work.turned(x.view(n, c, -1), lines)
-    return out.flatten(2)
+    c, count = some[0].shape[1], len(some)
+    return torch.cat([x.flatten(2).transpose(0, 1) for x in some]).view(count, c, -1)
 
 
 def channel_bytes(x: Tensor) -> int:
     """What `channel_moments` needs for one of them."""
     each = x.shape[0] * x.shape[1] ** 2 * compute_dtype(x.dtype).itemsize
     return each if _by_samples(x) else x.nbytes
-
-
-def copied(x: Tensor) -> bool:
-    """Whether the channels of (B, C, *space), row by row in memory, are copied to be lines."""
-    return x.is_contiguous() and x.numel() > 0 and not _by_samples(x)
 
 
 def _by_samples(x: Tensor) -> bool:

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,13 +58,14 @@ class Sharing:
 
 @dataclass(frozen=True)
 class Moments:
-    """Σ a aᵀ, (G, n, n) or a diagonal (G, n); Σ a, (G, n); and how many places (or G counts)."""
+    """Σ a aᵀ, (G, n, n) or a diagonal (G, n); Σ a, (G, n); and how many places (or G counts).
 
-    second: Tensor
+    The second moment may be held in another form that can be added.
+    """
+
+    second: Any
     first: Tensor
     places: Tensor | float
-    #: those of several layers in one piece of memory, second (L, G, n, n) and first (L, G, n)
-    stack: tuple[Tensor, Tensor] | None = None
 
     def __add__(self, other: Moments) -> Moments:
         return Moments(
@@ -162,8 +164,8 @@ def stacked(uses: Sequence[Tensor], keep: Sequence[Tensor] | None = None) -> lis
             products_into(second[a : a + step, 0], rows)
         ones = _ones(rows.shape[1], rows.dtype, rows.device).expand(len(some), -1, -1)
         _batched_into(first[a : a + step], ones, rows)
-    stack, each = (second, first), zip(second.unbind(), first.unbind(), places, strict=True)
-    return [Moments(*one, stack) for one in each]
+    each = zip(second.unbind(), first.unbind(), places, strict=True)
+    return [Moments(*one) for one in each]
 
 
 @lru_cache(8)

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from .compound import Compound, Tap, Watched, register_compound
+from .compound import Compound, Tap, Watched
+from .registry import register
 
 State = tuple[Tensor, ...]  # (h,), or (h, c) for the LSTM: each (B, ·)
 
@@ -158,6 +159,11 @@ class Recurrence(Compound):
             x = torch.cat(both, -1)
         return x, tuple(torch.stack(s) for s in zip(*last, strict=True)), taps
 
+    def maps(self, module: Any) -> list[tuple[Tensor | None, Tensor | None, int]]:
+        held = module._parameters
+        weights = [n for n, p in held.items() if n.startswith("weight") and p is not None]
+        return [(held[n], held.get(n.replace("weight", "bias", 1)), 1) for n in weights]
+
     def note(self, module: Any) -> str:
         layers = getattr(module, "num_layers", 1)  # a cell has neither layers nor dropout
         drops = layers > 1 and module.training and module.dropout > 0
@@ -167,7 +173,7 @@ class Recurrence(Compound):
 _ROLES = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")
 
 
-@register_compound(nn.RNN, nn.RNNCell)
+@register(nn.RNN, nn.RNNCell)
 class Elman(Recurrence):
     """h = tanh(u + v), or relu."""
 
@@ -175,7 +181,7 @@ class Elman(Recurrence):
         return (torch.tanh(u + v) if module.nonlinearity == "tanh" else torch.relu(u + v),)
 
 
-@register_compound(nn.GRU, nn.GRUCell)
+@register(nn.GRU, nn.GRUCell)
 class GRU(Recurrence):
     """h = (1 − z) ∘ n + z ∘ h, the gates in the order r, z, n."""
 
@@ -186,7 +192,7 @@ class GRU(Recurrence):
         return (n + z * (state[0] - n),)
 
 
-@register_compound(nn.LSTM, nn.LSTMCell)
+@register(nn.LSTM, nn.LSTMCell)
 class LSTM(Recurrence):
     """c = f ∘ c + i ∘ g, h = o ∘ tanh c, the gates in the order i, f, g, o."""
 

@@ -45,6 +45,8 @@ class Layer(ABC):
     input_first: bool = False
     #: whether weight and bias meet the same cotangents, so that they may share a block
     joint: bool = True
+    #: whether inputs are indices, whose second moment is a diagonal
+    one_hot: bool = False
 
     def parameters(self, module: Any) -> dict[str, Tensor | None]:
         """The tensors that take part, by role; a parametrized one is no parameter of the module."""
@@ -54,6 +56,10 @@ class Layer(ABC):
     def features(self, module: Any, ndim: int) -> int:
         """How many trailing axes of an output with `ndim` axes are features of one place."""
         return 1
+
+    def groups(self, module: Any) -> int:
+        """How many groups of channels have a weight of their own."""
+        return getattr(module, "groups", 1)
 
     @abstractmethod
     def block(self, names: Mapping[str, str | None], uses: Sequence[Use]) -> Block:
@@ -75,26 +81,18 @@ class Layer(ABC):
         """Second moments Σ δδᵀ of one covector's cotangents, (G, O, O) or (G, O)."""
         raise NotImplementedError(type(self).__name__)
 
-    def waits(self, module: Any, delta: Tensor, sharing: Sharing) -> bool:
-        """Whether `outputs_of` several uses is cheaper, for which small cotangents are kept."""
-        return False
-
-    def outputs_of(self, deltas: Sequence[Tensor], sharing: Sharing) -> list[Tensor]:
-        """`outputs` of the cotangents that waited."""
-        raise NotImplementedError(type(self).__name__)
-
     def shifts(self, module: Any, x: Tensor, delta: Tensor, sharing: Sharing) -> Tensor:
         """The same for a bias alone; where `joint`, it meets the weight's cotangents."""
         return self.outputs(module, x, delta, sharing)
 
 
-REGISTRY: dict[type[nn.Module], Layer] = {}
+REGISTRY: dict[type[nn.Module], Any] = {}
 
 
 def register(*kinds: type[nn.Module]):
-    """Class decorator: `@register(nn.Linear)` enters a `Layer` for these module types."""
+    """Class decorator: `@register(nn.Linear)` enters a `Layer` or `Compound` for these types."""
 
-    def enter(layer: type[Layer]) -> type[Layer]:
+    def enter(layer: Any) -> Any:
         for kind in kinds:
             REGISTRY[kind] = layer()
         return layer
@@ -102,9 +100,14 @@ def register(*kinds: type[nn.Module]):
     return enter
 
 
-def find(module: Any) -> Layer | None:
-    """The layer of a module, or None: a subclass counts while it keeps `forward`."""
-    for kind in type(module).__mro__:
-        if kind in REGISTRY:
-            return REGISTRY[kind] if type(module).forward is kind.forward else None
+def find(module: Any, kind: Any = Layer) -> Any:
+    """The layer of a module (or its compound, for `kind`), or None.
+
+    A subclass of a registered type counts while it keeps `forward`.
+    """
+    for base in type(module).__mro__:
+        if base in REGISTRY:
+            found = REGISTRY[base]
+            same = type(module).forward is base.forward
+            return found if same and isinstance(found, kind) else None
     return None

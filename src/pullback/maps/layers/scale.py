@@ -13,10 +13,9 @@ from torch import Tensor, nn
 
 from ..._core.space import compute_dtype
 from .base import Block, RowsBlock
-from .fused import channel_sums, norm_sums
 from .moments import Sharing
 from .registry import Layer, Use, register
-from .units import Kept, UnitSums, finished, second_moments
+from .units import UnitSums, finished, second_moments
 
 
 class Scale(Layer):
@@ -53,10 +52,9 @@ class Scale(Layer):
         delta: Tensor,
         roles: Sequence[str],
         sharing: Sharing,
-        kept: Kept = None,
     ) -> Tensor:
         """Σ_n rows rowsᵀ of one covector, unit by unit: (U, k, k) for these of gain and shift."""
-        return second_moments([self.unit_sums(module, x, delta, roles, sharing, kept)])[0]
+        return second_moments([self.unit_sums(module, x, delta, roles, sharing)])[0]
 
     def unit_rows(
         self,
@@ -65,10 +63,9 @@ class Scale(Layer):
         delta: Tensor,
         roles: Sequence[str],
         sharing: Sharing,
-        kept: Kept = None,
     ) -> Tensor:
         """The rows of one covector, sample by sample and unit by unit: (N, U, k)."""
-        return finished([self.unit_sums(module, x, delta, roles, sharing, kept)])
+        return finished([self.unit_sums(module, x, delta, roles, sharing)])
 
     def unit_sums(
         self,
@@ -77,12 +74,8 @@ class Scale(Layer):
         delta: Tensor,
         roles: Sequence[str],
         sharing: Sharing,
-        kept: Kept = None,
     ) -> UnitSums:
-        """What these rows are made of.
-
-        `kept` are mean and 1/σ where the layer's own forward pass left them.
-        """
+        """What these rows are made of."""
         features = self.features(module, x.ndim)
         dtype = compute_dtype(delta.dtype)
         x, delta = x.to(dtype), delta.to(dtype)
@@ -118,18 +111,12 @@ class TrailingNorm(Scale):
         delta: Tensor,
         roles: Sequence[str],
         sharing: Sharing,
-        kept: Kept = None,
     ) -> UnitSums:
         """The same in fewer steps for (N, T, n), which is what transformers have."""
         elsewhere = sharing.batch_dim or sharing.layout is not None
         if x.ndim != 3 or len(module.normalized_shape) > 1 or elsewhere:
-            return super().unit_sums(module, x, delta, roles, sharing, kept)
+            return super().unit_sums(module, x, delta, roles, sharing)
         dtype, by = compute_dtype(delta.dtype), {}
-        centered = not isinstance(module, nn.RMSNorm)
-        eps = torch.finfo(dtype).eps if module.eps is None else module.eps
-        if (found := norm_sums(x, delta, eps, centered=centered)) is not None:
-            both = {"weight": found[0], "bias": found[1]}
-            return UnitSums({r: both[r] for r in roles}, tuple(roles))
         for role in roles:
             value = delta
             if role == "weight":
@@ -172,12 +159,11 @@ class BatchNorm(ChannelScale):
         delta: Tensor,
         roles: Sequence[str],
         sharing: Sharing,
-        kept: Kept = None,
     ) -> UnitSums:
         """Σδ and Σδx by sample and channel, without forming x̂."""
         if not module.training and module.running_mean is not None:
             kept = module.running_mean, (module.running_var + module.eps).rsqrt()
-        elif kept is None:
+        else:
             channels = x.to(compute_dtype(delta.dtype)).reshape(*x.shape[:2], -1)
             variance, mean = torch.var_mean(channels, (0, 2), correction=0)
             kept = mean, (variance + module.eps).rsqrt()
@@ -195,8 +181,6 @@ def _channel_sums(x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
     They are the gradients of N·C gains and shifts of what is not normalized any further, which one
     pass over x and δ gives where no precision is lost on the way.
     """
-    if (found := channel_sums(x, delta)) is not None:
-        return found
     (n, c, *space), dtype = x.shape, compute_dtype(delta.dtype)
     places = prod(space)
     if x.dtype == delta.dtype == dtype and x.is_contiguous() and delta.is_contiguous():

@@ -1,10 +1,12 @@
-"""K-FAC: statistics, averages and schedules around the algebra of `grams.kronecker`."""
+"""K-FAC: statistics, averages and schedules around the algebra of `grams.kronecker`.
 
-from .blocks.coverage import Coverage
-from .blocks.damping import Adaptive, Damping, Exact, Invariant, Tikhonov
-from .blocks.degenerate import Degenerate
-from .info import KFACInfo
+A step in one direction: capture → record → structure → cotangents → sums → averages →
+preconditioner → rule → update.
+"""
+
+from .factors.damping import Adaptive, Damping, Exact, Invariant, Tikhonov
 from .optimizer import KFAC
+from .report import Coverage, Degenerate, KFACInfo
 
 __all__ = [
     "KFAC",

@@ -2,46 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from math import isfinite
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ..._core.capture import Selector, plain
+from ..._core.errors import PullbackError
+from ...grams.kronecker import Kronecker
+from ...grams.kronecker.packed import Side, memory
 from ...likelihoods import Likelihood
+from ...maps.layers import REGISTRY
 from ...maps.layers.moments import Sharing
 from ...metrics import Metric
 from ...steps import QuadraticModel
-from ..checks import own_group, refuse_model
+from ..checks import own_group, refuse_model, refuse_sparse
 from ..terms import Objective
-from .blocks.curvature import Curvature
-from .blocks.damping import Damping
-from .blocks.ranks import Ranks
-from .checks import (
-    check,
-    check_group,
-    check_rates,
-    damping_of,
-    metric_of,
-    refuse_inference,
-    refuse_unready,
+from . import options
+from .closure import (
+    ClosureSource,
+    ObjectiveSource,
+    Outcome,
+    Output,
+    Source,
+    best_combination,
+    refuse_sources,
+    trial_move,
 )
-from .info import KFACInfo
-from .reports import Reports
-from .saving import MEMORY, Saving
-from .source import source_of
+from .factors.average import block_of, guardable
+from .factors.damping import Damping, refuse_reference
+from .factors.factor import SPECTRUM, BlockKey, Factor, block_shape, describe, to_block
+from .factors.preconditioner import Preconditioner
+from .factors.rescale import Scales, rescale_
+from .report import Coverage, Degenerate, KFACInfo, Row, degenerate_sides
+from .rules.natural import Natural
+from .state import KFACState, Undo, publish, restore, saved_by_name
+from .statistics.capture import StatisticsCapture, averaged, averaged_parts
 from .statistics.coupling import refuse_options
-from .statistics.gather import Gatherer
-from .statistics.pool import Recipe
-from .stepping.look import Look
-from .stepping.moving import Moving
-from .stepping.steady import Steady
-from .stepping.undo import Undo
+from .statistics.covectors import Recipe
+from .statistics.plan import forecast
+from .update import Share, Verdict, clip_shares, finite, like_parameter, move
+
+#: what belongs to hooks, or to the model's objects
+_UNSAVED = ("_capture", "_names", "_by_name", "_verdict", "_plans")
+_NOT_FINITE = "a gradient is not finite"
 
 
-class KFAC(Reports, Moving, Saving):
+class KFAC(Optimizer):
     r"""w ← w − η F̂⁻¹∇L with the K-FAC metric F̂ = ⊕_l R_l ⊗ C_l, in an ordinary training loop.
 
     On statistics steps, while the loss's gradient passes the model's output, targets drawn from
@@ -59,8 +71,8 @@ class KFAC(Reports, Moving, Saving):
         damping: λ, or an object: `Tikhonov`, `Exact`, `Invariant`, `Adaptive`.
         momentum: of the preconditioned gradient.
         weight_decay: decoupled, w ← (1 − η·weight_decay)w.
-        kl_clip: δ, such that η²·ΔᵀF̂Δ ≤ δ for the preconditioned gradient Δ, before momentum, and
-            the F̂ of the last inversion.
+        kl_clip: δ, such that η²·mᵀF̂m ≤ δ for the step ηm that is taken, momentum included, and F̂
+            as it is averaged now. It costs about as much as to apply the inverses.
         ema: the weight of the past in the averages.
         statistics_every, invert_every: steps between statistics and between inversions. Until the
             first `invert_every` steps are done, inverses are also renewed at the first, second,
@@ -78,7 +90,7 @@ class KFAC(Reports, Moving, Saving):
         grad_scaler: with fisher="empirical", the scaler of the loss.
         step: `QuadraticModel()` finds learning rate and momentum from the exact quadratic model
             (`lr` multiplies them); needs `step(closure)`.
-        seed: of the draws.
+        seed: of the draws, which follow from it and the number of the step.
     """
 
     def __init__(
@@ -112,42 +124,59 @@ class KFAC(Reports, Moving, Saving):
         refuse_model(
             model, "KFAC", "its hooks see one process alone, and samples live on several of them"
         )
-        check(
+        options.check(
             lr=lr, momentum=momentum, weight_decay=weight_decay, kl_clip=kl_clip, ema=ema,
             statistics_every=statistics_every, invert_every=invert_every, draws=draws,
             fisher=fisher, sharing=sharing, reduction=reduction, max_factor=max_factor,
             batch_dim=batch_dim, output=output, joint=joint, ekfac=ekfac, seed=seed, step=step,
             grad_scaler=grad_scaler, params=params,
         )  # fmt: skip
-        self.model, self.metric = model, metric_of(likelihood, metric)
-        self.damping = damping_of(damping, ekfac=ekfac)
+        self.model, self.metric = model, options.metric_of(likelihood, metric)
+        self.damping = options.damping_of(damping, ekfac=ekfac)
         refuse_options(self.metric, fisher=fisher, ekfac=ekfac)
-        self.fisher, self.kl_clip, self.ema, self.rule = fisher, kl_clip, ema, step
+        self.kl_clip, self.ema, self.ekfac, self.seed = kl_clip, ema, ekfac, seed
         self.statistics_every, self.invert_every = statistics_every, invert_every
-        self.sharing = Sharing(sharing == "reduce", batch_dim, max_factor)
-        self.joint, self.ekfac, self.draws, self.reduction = joint, ekfac, draws, reduction
-        self.output, self.batch_dim, self.grad_scaler = output, batch_dim, grad_scaler
-        self.seed, self._closed = seed, False
-        params = list(plain(model).parameters() if params is None else params)
-        refuse_unready(model, params)
+        self.reduction, self.grad_scaler, self.quadratic = reduction, grad_scaler, step
+        self._recipe = Recipe(
+            self.metric, fisher, Sharing(sharing == "reduce", batch_dim, max_factor), joint, draws,
+            output, batch_dim, ekfac, reduction, grad_scaler is not None,
+        )  # fmt: skip
+        self._closed, self._warned = False, False
+        self._info, self._skipped = KFACInfo(), False
+        schedule = {"step": 0, "taken": 0, "damping": self.damping.value, "retry": 0}
+        self._held = self._empty_state(schedule)
+        given = list(plain(model).parameters() if params is None else params)
+        options.refuse_unready(model, given)
         self._register()
-        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
-        self.curvature = Curvature()
-        self._memory.update(steps=0, taken=0, damping=self.damping.value)
+        super().__init__(given, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+
+    def _empty_state(self, schedule: dict[str, Any]) -> KFACState:
+        # on a CPU it is cheaper to solve with factors that serve one step than to invert them
+        once = self.invert_every == 1 == self.statistics_every and not self.damping.referenced
+        once = once and self.damping.value > 0 and not self.damping.controlled
+        cpu = all(p.device.type == "cpu" for p in plain(self.model).parameters())
+        rule = Natural("factors" if once and cpu else "inverse")
+        if self.damping.exact or self.ekfac:
+            rule = Natural("eigenbasis")
+        preconditioner = Preconditioner(rule, self.damping, ekfac=self.ekfac)
+        return KFACState(preconditioner, self.damping.referenced, schedule)
 
     def _register(self) -> None:
+        """Find the model's parameters and hook the model."""
         self._by_name = dict(plain(self.model).named_parameters())
         self._names = {id(p): n for n, p in self._by_name.items()}
         self._shapes = {n: p.shape for n, p in self._by_name.items()}
-        recipe = Recipe(
-            self.metric, self.fisher, self.sharing, self.joint, self.draws, self.output,
-            self.batch_dim, self.ekfac,
-        )  # fmt: skip
-        self._gatherer = Gatherer(self.model, recipe, self.seed)
-        self._ranks = Ranks(self.model)
-        self._info = KFACInfo()
-        self._steady = Steady()
-        self._look: Look | None = None
+        me: Any = self._held.schedule
+        seed = self.seed
+
+        def counter() -> int:
+            return seed * 2**32 + me["step"]
+
+        self._capture = StatisticsCapture(self.model, self._recipe, counter)
+        self._verdict: Verdict | None = None
+        self._plans: dict[Any, Any] = {}
+
+    # --- a torch optimizer's duties -------------------------------------------------------------
 
     def __enter__(self) -> KFAC:
         return self
@@ -157,38 +186,115 @@ class KFAC(Reports, Moving, Saving):
 
     def close(self) -> None:
         """Remove the hooks from the model; the optimizer goes on with what it knows."""
-        self._gatherer.close()
-        self._ranks.close()
+        self._capture.close()
         self._closed = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Take up more of the model's parameters."""
         held = {id(p) for group in self.param_groups for p in group["params"]}
         group = own_group(param_group, self._names, held)
-        check_group(group)
+        options.check_group(group)
         super().add_param_group(group)
-        self._choose()
+        chosen = self._choose()
+        new = {n for n, p in chosen.items() if "schedule" not in self.state[p]}
+        for key, factors in self._forecast().factors.items():
+            if new.issuperset(key.names):
+                self._held.allocate(key, factors)
+        buffered = self.quadratic is not None or self.param_groups[-1]["momentum"]
+        for name in new if buffered else ():
+            self._buffer(chosen[name])
+        self._publish()
 
-    def _choose(self) -> None:
-        """Only the groups' parameters take part; for the metric the others are constants."""
-        chosen = [p for group in self.param_groups for p in group["params"] if p.numel()]
-        self._gatherer.choose(self._names[id(p)] for p in chosen)
+    def _choose(self) -> dict[str, Tensor]:
+        """Let the groups' parameters take part; for the metric the others are constants."""
+        every = [p for group in self.param_groups for p in group["params"] if p.numel()]
+        self._capture.choose(self._names[id(p)] for p in every)
+        return {self._names[id(p)]: p for p in every}
 
-    @property
-    def _memory(self) -> dict[str, Any]:
-        """What is saved beside the param groups; the key is no tensor, so torch passes it on."""
-        return self.state[MEMORY]  # pyright: ignore[reportArgumentType]
+    def _forecast(self) -> Any:
+        every = [p for group in self.param_groups for p in group["params"] if p.numel()]
+        chosen = {self._names[id(p)]: p for p in every}
+        ordered = {n: p for n, p in self._by_name.items() if n in chosen}
+        return forecast(self.model, ordered, self._recipe.sharing, self._recipe.joint)
+
+    def _publish(self) -> None:
+        every = [p for group in self.param_groups for p in group["params"]]
+        publish(self._held, self.state, {self._names[id(p)]: p for p in every})
+
+    def _buffer(self, p: Tensor) -> Tensor:
+        """The parameter's momentum, on its device."""
+        own = self.state[p]
+        if "momentum" not in own:
+            own["momentum"] = torch.zeros_like(p)
+        elif own["momentum"].device != p.device or own["momentum"].dtype != p.dtype:
+            own["momentum"] = own["momentum"].to(p)
+        return own["momentum"]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, and the statistics of gradients that were never used."""
         super().zero_grad(set_to_none)
-        self._gatherer.clear()
-        self._ranks.clear()
+        self._capture.clear()
 
-    def _forget(self) -> None:
-        """What was seen belonged to gradients that are used or dropped, and to old parameters."""
-        self._gatherer.settle()
-        self._ranks.clear()
+    def __getstate__(self) -> dict[str, Any]:
+        """All but the hooks: a copy or a pickle brings its model along."""
+        self._settle()
+        own = {n: v for n, v in vars(self).items() if n not in _UNSAVED}
+        own.pop("step", None)  # a scheduler counts calls by a function of its own
+        return own
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if "model" in state:
+            self._register()
+            self._resume()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Param groups, and under each parameter momentum, averages, inverses and schedule."""
+        self._settle()
+        self._publish()
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Resume to the same bits; a state that cannot be used changes nothing."""
+        names = [[self._names[id(p)] for p in group["params"]] for group in self.param_groups]
+        some = self.state[self.param_groups[0]["params"][0]]
+        saved = saved_by_name(state_dict, names, some)
+        fresh = self._empty_state(dict(self._held.schedule))
+        try:
+            restore(fresh, saved, self._by_name, self._forecast())
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            raise PullbackError(
+                "The saved state is not whole",
+                f"its averages cannot be read ({error!r})",
+                "Load what KFAC.state_dict() gave, as it was",
+            ) from error
+        self._settle()
+        super().load_state_dict({**state_dict, "state": {}})
+        for key, average in self._held.averages.items():
+            if not any(n in saved for n in key.names) and key not in fresh.averages:
+                fresh.allocate(key, average.value)  # of parameters that were frozen when saved
+        buffers = {n: own["momentum"] for n, own in saved.items() if "momentum" in own}
+        self._held.schedule.update(fresh.schedule)  # the dict itself is shared
+        fresh.schedule = self._held.schedule
+        self._held = fresh
+        for name, buffer in buffers.items():
+            p = self._by_name[name]
+            self.state[p]["momentum"] = buffer.detach().to(p.device, p.dtype, copy=True)
+        self._publish()
+        self._resume()
+
+    def _resume(self) -> None:
+        self._choose()
+        self._capture.structure.partners = {
+            n: key.names for key in self._held.learned for n in key.names
+        }
+        self._show_bases()
+        self._capture.settle()
+        self._capture.due = self._due()
+        if self._closed:
+            self.close()
+
+    # --- the step -------------------------------------------------------------------------------
 
     @torch.no_grad()
     def step(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -211,10 +317,419 @@ class KFAC(Reports, Moving, Saving):
             closure's pass, as after any forward pass). An exception from a controlled step has
             changed nothing at all.
         """
-        refuse_inference()
-        check_rates(self.param_groups)
-        told = self._gatherer.due
+        options.refuse_inference()
+        options.check_rates(self.param_groups)
+        told = self._capture.due
         self._settle()
-        source = source_of(self, closure, objective)
-        with Undo(self, source) if source.controlled else nullcontext():
-            return self._take(source, told=told)
+        refuse_sources(closure, objective, controlled=self._controlled)
+        source = self._source(closure, objective)
+        # the forward pass was not told that statistics are due, where the last step was rejected
+        owing = closure is None and objective is None and not told and self._due()
+        if not self._controlled:
+            return self._take(source, owing)
+        undo = self._undo()
+        try:
+            return self._take(source, owing)
+        except BaseException:
+            source.restore()
+            undo.restore()
+            self._publish()
+            due = self._capture.due
+            self._capture.settle()
+            self._capture.due = due
+            raise
+
+    @property
+    def _controlled(self) -> bool:
+        return self.damping.controlled or self.quadratic is not None
+
+    def _source(self, closure: Any, objective: Any) -> Source:
+        if objective is not None:
+            every = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+            params: Any = {self._names[id(p)]: p for p in every}
+            return ObjectiveSource(params, objective, self.metric, self.reduction)
+        if closure is None:
+            return Source()
+        recipe = self._recipe
+        own = (recipe.output, recipe.batch_dim, self.reduction, self._plans)
+        output = Output(self.model, self.metric, *own)
+        unwatched = self._capture.unwatched
+        return ClosureSource(output, self._by_name, closure, self._controlled, unwatched)
+
+    def _undo(self) -> Undo:
+        every = [p for group in self.param_groups for p in group["params"]]
+        buffers = [self._buffer(p) for p in every if "momentum" in self.state[p]]
+        due = self._capture.wanted or self._due() or bool(self._capture.pool.calls)
+        learning = due or bool(self._held.schedule["retry"])
+        return Undo(self._held, every, buffers, learning=learning)
+
+    def _take(self, source: Source, owing: bool) -> Any:
+        """Statistics → averages → inverses → directions → update, as far as each is due."""
+        loss = source.evaluate()
+        gradients = self._gradients()
+        if source.loss is not None and not isfinite(source.loss):
+            return self._reject(f"the loss is {source.loss}", loss)
+        found = self._statistics(source, owing)
+        if self._deferrable(found, gradients):
+            self._take_unseen(found, gradients, owing)
+            return loss
+        if not bool(finite(list(gradients.values()))):
+            return self._reject(_NOT_FINITE, loss)
+        taken = self._learn(found)
+        del found  # its memory serves the inversion
+        self._renew(taken)
+        directions, stacks = self._directions(gradients)
+        if not bool(finite(stacks)):
+            return self._reject("a direction is not finite", loss)
+        outcome = self._move(self._shares(directions), source, gradients)
+        self._finish(taken, owing, outcome)
+        return loss
+
+    def _take_unseen(
+        self, found: Mapping[BlockKey, Any], gradients: Mapping[str, Tensor], owing: bool
+    ) -> None:
+        """The same without waiting for the device, which moves nothing where it must not.
+
+        `_settle` takes notice later.
+        """
+        directions, stacks = self._directions(gradients)
+        shares, good = self._shares(directions), finite(stacks)
+        if self.kl_clip is not None:
+            clip_shares(shares, self.kl_clip, self.squared_length)
+        move(shares, (~good).float())
+        learned = good
+        if found:
+            new = [memory(t) for own in found.values() for t in own.values()]
+            learned = good & finite(new)
+            self._held.update(found, self.ema, (~learned).float())
+        self._skipped = False
+        self._finish(bool(found), owing, Outcome(damping=self._held.schedule["damping"]))
+        self._verdict = Verdict(torch.stack([good, learned]), bool(found))
+
+    def _deferrable(self, found: Mapping[BlockKey, Any], gradients: Mapping[str, Tensor]) -> bool:
+        """Whether the step's outcome is of no consequence for what the host does next."""
+        held = self._held
+        if self._controlled or held.schedule["retry"] or not held.complete:
+            return False
+        some = next(iter(gradients.values()))
+        if not some.is_cuda or any(g.device != some.device for g in gradients.values()):
+            return False
+        if not found:
+            return True
+        if (
+            self.ekfac
+            or self._inverts(held.schedule["taken"] + 1)
+            or not held.learned.issuperset(found)
+        ):
+            return False
+        if not all(held.averages[key].fits(own) for key, own in found.items()):
+            return False
+        return guardable([(held.averages[key], own) for key, own in found.items()], self.ema)
+
+    def _gradients(self) -> dict[str, Tensor]:
+        """The gradients at hand, by name."""
+        out: dict[str, Tensor] = {}
+        names, shapes, strided = self._names, self._shapes, torch.strided
+        for group in self.param_groups:
+            for p in group["params"]:
+                g = p.grad
+                if g is None or not p.requires_grad or not p.numel():
+                    continue
+                name = names[id(p)]
+                if g.layout is not strided:
+                    refuse_sparse(name, g)
+                if p.shape != shapes[name]:
+                    raise PullbackError(
+                        f"Parameter {name!r} changed its shape",
+                        f"it was {tuple(shapes[name])}, and is {tuple(p.shape)} now",
+                        "Build the optimizer again after changing the model",
+                    )
+                out[name] = g
+        if not out:
+            raise PullbackError(
+                "There is no gradient to follow",
+                "every parameter's gradient is None",
+                "Call loss.backward() before step()",
+            )
+        return out
+
+    def _due(self) -> bool:
+        return not self._closed and self._held.schedule["step"] % self.statistics_every == 0
+
+    def _statistics(self, source: Source, owing: bool) -> dict[BlockKey, dict[Factor, Side]]:
+        """The means of what was seen since the last step, or of an objective's terms."""
+        self._skipped = False
+        if (parts := source.parts()) is not None:
+            if not self._due():
+                return {}
+            generator = self._capture.generator(parts[0].linear.value.device)
+            return averaged_parts(parts, self._recipe, generator)
+        if not self._capture.pool.calls:
+            if self._due() and not owing:
+                raise PullbackError(
+                    "A statistics step saw no layer",
+                    self._capture.pool.missed,
+                    "Call the module given to KFAC, in training mode, and backpropagate from its "
+                    "output before step()",
+                )
+            return {}
+        pool = self._capture.take()
+        self._skipped = not pool.sums  # nothing finite was met
+        scale = 1.0 if self.grad_scaler is None else float(self.grad_scaler.get_scale())
+        return averaged(pool, self._recipe, scale)
+
+    def _learn(self, found: Mapping[BlockKey, dict[Factor, Side]]) -> bool:
+        """Take up statistics, if all are finite."""
+        if not found:
+            return False
+        if not bool(finite([memory(t) for own in found.values() for t in own.values()])):
+            self._skipped = True
+            return False
+        refuse_reference(self.damping, found)
+        held, value = self._held, self._held.schedule["damping"]
+        if held.make_room(found):
+            self._publish()
+        spectra = {k: own.pop(SPECTRUM) for k, own in found.items() if SPECTRUM in own}
+        held.update(found, self.ema, None)
+        if spectra:
+            held.preconditioner.correct(spectra, self.ema, value)
+        self._warn_unmeasured()
+        return True
+
+    def _warn_unmeasured(self) -> None:
+        """Say once which parameters the loss reaches and the measured output does not."""
+        if self._warned:
+            return
+        seen = {n for key in self._held.learned for n in key.names}
+        rest = {n: g for n, g in self._gradients().items() if n not in seen}
+        lost = [n for n, g in rest.items() if bool(g.any())]
+        if lost:
+            self._warned = True
+            warnings.warn(
+                f"The loss reaches {', '.join(lost)}, on which the measured output does not "
+                "depend: their gradient is followed as it is. Measure their output too (output=), "
+                "or give them to another optimizer.",
+                RuntimeWarning,
+                stacklevel=5,
+            )
+
+    def _inverts(self, count: int) -> bool:
+        """Whether inverses are to be renewed with this many statistics taken up."""
+        step = self._held.schedule["step"]
+        early = step < self.invert_every and count & (count - 1) == 0
+        return step % self.invert_every == 0 or early
+
+    def _renew(self, taken: bool) -> None:
+        """Renew inverses when it is time, and make those that are missing."""
+        held, schedule = self._held, self._held.schedule
+        keys = [k for k in held.averages if k in held.learned]
+        if not (taken and self._inverts(schedule["taken"])) and not schedule["retry"]:
+            keys = [k for k in keys if k not in held.preconditioner.ready]
+        schedule["retry"] = 0
+        if keys:
+            held.preconditioner.renew(held.averages, keys, schedule["damping"])
+
+    def _directions(
+        self, gradients: Mapping[str, Tensor]
+    ) -> tuple[dict[str, Tensor], list[Tensor]]:
+        """The rule's directions by name, and in few tensors."""
+        own = self._held.preconditioner
+        if not own.stacked:
+            own.stack(self._by_name)
+            self._publish()
+            self._show_bases()
+        return own.directions(gradients)
+
+    def _show_bases(self) -> None:
+        """Let statistics be taken in the eigenbases."""
+        own = self._held.preconditioner
+        if self.ekfac:
+            bases = {k: own.inverses[k] for k in own.spectra if k in own.ready}
+            self._capture.structure.bases = bases
+
+    def _shares(self, directions: Mapping[str, Tensor]) -> list[Share]:
+        shares = []
+        for group in self.param_groups:
+            params: list[Any] = [p for p in group["params"] if self._names[id(p)] in directions]
+            if params:
+                names = [self._names[id(p)] for p in params]
+                momentum, lr = float(group["momentum"]), group["lr"]
+                buffered = momentum or self.quadratic is not None
+                buffers = [self._buffer(p) for p in params] if buffered else []
+                if isinstance(lr, Tensor) and not lr.is_cuda:
+                    lr = float(lr)
+                own = [like_parameter(directions[n], p) for n, p in zip(names, params, strict=True)]
+                decay = float(group["weight_decay"])
+                shares.append(Share(names, params, own, buffers, lr, momentum, decay))
+        return shares
+
+    def _move(
+        self, shares: Sequence[Share], source: Source, gradients: Mapping[str, Tensor]
+    ) -> Outcome:
+        """Clip, scale and move; where the step is controlled, look at the loss."""
+        value, factors = self._held.schedule["damping"], (None, None)
+        if self.quadratic is not None:
+            # a multiple of references is no multiple of the identity
+            shift = 0.0 if self.damping.referenced else value
+            factors = best_combination(shares, source, self.quadratic, gradients, shift)
+        if self.kl_clip is not None:
+            clip_shares(shares, self.kl_clip, self.squared_length)
+        if not self.damping.controlled:
+            move(shares)
+            return Outcome(True, "", value, None, *factors)
+        outcome = trial_move(shares, source, self.damping, value, gradients)
+        schedule = self._held.schedule
+        schedule["damping"], schedule["retry"] = outcome.damping, int(not outcome.accepted)
+        return replace(outcome, step_size=factors[0], momentum=factors[1])
+
+    def squared_length(self, move: Mapping[str, Tensor]) -> Tensor:
+        """xᵀF̂x for a move x by parameter name, with F̂ as it is averaged now."""
+        held, total = self._held, []
+        for key in held.averages:
+            if key in held.learned and any(n in move for n in key.names):
+                average = held.averages[key]
+                some = [
+                    move[n] if n in move else torch.zeros_like(self._by_name[n]) for n in key.names
+                ]
+                shape = block_shape(key, average.value)
+                v = to_block(key, [t.to(average.mass.dtype) for t in some], shape)
+                block = held.preconditioner.block(key, average)
+                total.append((v * block.matvec(v)).sum().to(average.mass.device))
+        return torch.stack([t.to(total[0]) for t in total]).sum().clamp(min=0)
+
+    def _finish(self, taken: bool, owing: bool, outcome: Outcome) -> None:
+        """Count the step and report it; what was seen belonged to the old parameters."""
+        schedule = self._held.schedule
+        schedule["step"] += 1
+        owing = owing and not taken
+        self._capture.settle()
+        self._capture.due = self._due() or owing or self._capture.lacking
+        self._info = KFACInfo(
+            outcome.accepted, outcome.reason, schedule["damping"], taken, self._notes(),
+            outcome.ratio, outcome.step_size, outcome.momentum,
+        )  # fmt: skip
+
+    def _reject(self, reason: str, loss: Any) -> Any:
+        self._capture.settle()
+        self._info = KFACInfo(False, reason, self._held.schedule["damping"])
+        return loss
+
+    def _notes(self) -> dict[str, str]:
+        notes = {", ".join(k.names): note for k, note in self._held.preconditioner.notes.items()}
+        if self._skipped:
+            notes["statistics"] = "they were not finite; the last good ones stay"
+        return notes
+
+    def _settle(self) -> None:
+        """Take notice of a step that moved nothing or learned nothing, if the last one did so."""
+        verdict, self._verdict = self._verdict, None
+        if verdict is None:
+            return
+        moved, learned = verdict.flags()
+        schedule = self._held.schedule
+        if verdict.learning and not learned:
+            schedule["taken"] -= 1
+            self._skipped = moved
+            self._info = replace(self._info, taken=False, notes=self._notes())
+        if not moved:
+            schedule["step"] -= 1
+            self._capture.due = self._due() or self._capture.lacking
+            self._info = KFACInfo(False, _NOT_FINITE, schedule["damping"])
+
+    def rescale_state(self, scales: Mapping[str, Scales]) -> None:
+        """Bring averages and inverses along where parameters were multiplied by these scales."""
+        self._settle()
+        own, first = self._held, {type(k).__name__ for k in REGISTRY.values() if k.input_first}
+        rescale_(own.averages, own.preconditioner, self._by_name, scales, frozenset(first))
+
+    # --- reports --------------------------------------------------------------------------------
+
+    @property
+    def statistics_due(self) -> bool:
+        """Whether the next forward pass gives statistics.
+
+        Between them forward and backward passes may be replayed from a CUDA graph, if they fill the
+        same gradients.
+        """
+        return self._capture.wanted
+
+    @property
+    def info(self) -> KFACInfo:
+        """What the last step did."""
+        self._settle()
+        return self._info
+
+    def coverage(self) -> Coverage:
+        """What every parameter's block is, and why; before any statistics, what is expected."""
+        self._settle()
+        held, guess = self._held, self._forecast().kinds
+        blocks = {n: k for k in held.learned for n in k.names}
+        given = {id(p) for group in self.param_groups for p in group["params"]}
+        reasons, rows = self._capture.structure.reasons, []
+        for name, p in plain(self.model).named_parameters():
+            block, reason = guess.get(name, ("diagonal", "plain parameter"))
+            if not p.requires_grad:
+                block, reason = "none", "frozen"
+            elif id(p) not in given:
+                block, reason = "none", "not given to the optimizer"
+            elif not p.numel():
+                block, reason = "none", "it has no entries"
+            elif name in blocks:
+                key = blocks[name]
+                block = describe(key, held.averages[key].value)
+                reason = reasons.get(name) or reason
+                if key in held.preconditioner.notes:
+                    reason += f"; {held.preconditioner.notes[key]}"
+            elif held.schedule["taken"]:
+                block = "gradient"
+                reason = "no output seen so far depended on it; its gradient is followed as it is"
+            elif name not in guess:
+                reason = "plain parameter: squares of sampled gradients"
+            rows.append(Row(name, tuple(p.shape), block, reason))
+        out = Coverage(rows)
+        out.forecast = not held.learned
+        return out
+
+    def gram(self) -> Kronecker:
+        """F̂ without damping, over the parameters that have a block, in the model's order."""
+        self._settle()
+        held = self._held
+        keys = [k for k in held.averages if k in held.learned]
+        if not keys:
+            raise PullbackError(
+                "There are no statistics yet", "no step was taken", "Call step() first"
+            )
+        covered, start, offsets = {n for k in keys for n in k.names}, 0, {}
+        for name, p in self._by_name.items():
+            if name in covered:
+                offsets[name], start = start, start + p.numel()
+        index = []
+        for key in keys:
+            places = [
+                torch.arange(offsets[n], offsets[n] + self._by_name[n].numel()).view(
+                    self._by_name[n].shape
+                )
+                for n in key.names
+            ]
+            shape = block_shape(key, held.averages[key].value)
+            index.append(to_block(key, places, shape).flatten())
+        blocks = [held.preconditioner.block(k, held.averages[k]) for k in keys]
+        return Kronecker(blocks, torch.cat(index).to(blocks[0].diagonal().device))
+
+    def average(self) -> dict[BlockKey, dict[Factor, Tensor]]:
+        """The averages as they are, to serve as an `Invariant` damping's reference."""
+        self._settle()
+        held = self._held
+        return {k: a.corrected() for k, a in held.averages.items() if k in held.learned}
+
+    def degenerate(self) -> list[Degenerate]:
+        """Blocks on which F̂ is no metric, and why: directions that change nothing."""
+        self._settle()
+        held = self._held
+        found = [(k, a) for k, a in held.averages.items() if k in held.learned]
+        return [d for k, a in found for d in degenerate_sides(k, block_of(k, a.corrected()))]
+
+    def memory(self) -> dict[str, int]:
+        """Bytes held, by what for."""
+        buffers = [s["momentum"] for s in self.state.values() if "momentum" in s]
+        return {**self._held.memory(), "momentum": sum(t.nbytes for t in buffers)}

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ...optim.kfac import KFAC
-from ...optim.kfac.blocks.rescaling import Factors, rescale_
+from ...optim.kfac.factors.rescale import Scales
 from ..slices.units import Units
 
 
@@ -28,10 +28,10 @@ class CurvatureFollower:
     def follow(self, units: Units, t: Tensor) -> None:
         """Parameters were multiplied as log-scales t (U,) say."""
         if self._optimizer is not None:
-            rescale_(self._optimizer.curvature, self._params, factors(units, t))
+            self._optimizer.rescale_state(scales_of(units, t))
 
 
-def factors(units: Units, t: Tensor) -> dict[str, Factors]:
+def scales_of(units: Units, t: Tensor) -> dict[str, Scales]:
     """What multiplies each parameter, leg by leg: e^(power·t), and whether it leads into units."""
     rest = torch.cat([t, t.new_zeros(1)])  # for −1: not scaled
     return {

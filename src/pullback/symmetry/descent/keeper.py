@@ -42,6 +42,19 @@ def scalings_of(symmetry: Any, model: nn.Module | None) -> tuple[list[Scaling], 
     return two_sided(found), model
 
 
+def idle(groups: Sequence[Mapping[str, Any]]) -> bool:
+    """True where all learning rates and gradients are zero, so that a step changes nothing.
+
+    `torch.distributed.checkpoint` takes such a step to make an optimizer create its state. A rate
+    on a device counts as nonzero: reading it would wait.
+    """
+    rates = [group.get("lr", 1.0) for group in groups]
+    if any((isinstance(lr, Tensor) and lr.device.type != "cpu") or float(lr) for lr in rates):
+        return False
+    gradients = [p.grad for group in groups for p in group["params"] if p.grad is not None]
+    return not any(g.is_sparse or bool(g.any()) for g in gradients)
+
+
 class Keeper:
     """Retracts the model's parameters after a step, with what moves along.
 

@@ -47,7 +47,7 @@ def followers(
     """The tensors of a parameter's state that are shaped like it, with their powers."""
     found = []
     for name, value in state.items():
-        if not isinstance(value, Tensor) or not value.is_floating_point():
+        if not isinstance(value, Tensor) or not value.is_floating_point() or not value.numel():
             continue
         if value.ndim == 0 and (w.ndim or name not in powers):
             continue  # a counter

@@ -1,1 +1,1 @@
-"""What is measured: forward passes watched, covectors pulled back, sums for every block."""
+"""What is measured: forward passes recorded, covectors pulled back, sums for every block."""

@@ -9,7 +9,7 @@ Its Kronecker product is that of ordinary K-FAC for the inputs L⁻¹ā and the 
     A = āᵀK⁻¹ā / 1ᵀK⁻¹1,        S = Σ_o δ_oᵀK⁻¹δ_o / B,        G ≈ S ⊗ A.
 
 Both sides are quadratic in L⁻¹, so one of them is to be divided by a Z of that degree; Z = 1ᵀK⁻¹1
-is B at K = I, and makes the bias's block exact whatever the network (`benchmarks` compares others).
+is B at K = I, and makes the bias's block exact whatever the network.
 Gains and shifts of normalizations have exact blocks. The covectors that are pulled back must be
 *the same for all samples* up to a sign which is taken off again: independent draws would cancel
 every term with i ≠ j. The signs make no difference where samples pass the model apart, and where
@@ -32,7 +32,7 @@ from ....maps.layers.moments import Moments, Sharing
 from ....maps.layers.scale import Scale
 from ....maps.record import Entry
 from ....metrics import Metric
-from .tape import Tape
+from .record import ForwardRecord
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Coupling:
         flat = matrix.to(x.dtype) @ moved.reshape(len(moved), -1)
         return flat.view(moved.shape).movedim(0, axis)
 
-    def related(self, covector: Tensor) -> Tensor:
+    def related_covector(self, covector: Tensor) -> Tensor:
         """For parameters that are held by squares: E[(Jᵀφ)²] = diag(JᵀMJ), given φ at the output.
 
         φ_i = (L⁻ᵀε)_i P_i v, where `covector` is ε_i P_i v.
@@ -62,7 +62,7 @@ class Coupling:
         axis = min(self.batch_dim, covector.ndim - 1)
         return covector * _along(factor.to(covector.dtype), covector, axis)
 
-    def prepared(self, entry: Entry, delta: Tensor, sharing: Sharing) -> tuple[Tensor, Tensor]:
+    def whitened_use(self, entry: Entry, delta: Tensor, sharing: Sharing) -> tuple[Tensor, Tensor]:
         """A use's input a as it is, and L⁻¹δ, both in full precision."""
         axis, dtype = samples_axis(entry, sharing), compute_dtype(delta.dtype)
         return entry.input.to(dtype), self.whiten(delta.to(dtype), axis, signed=True)
@@ -71,7 +71,7 @@ class Coupling:
         """Σ_ij K⁻¹_ij row_i row_jᵀ of gains and shifts, unit by unit: (U, k, k)."""
         layer = entry.layer
         assert isinstance(layer, Scale)
-        rows = layer.unit_rows(entry.module, entry.input, delta, roles, sharing, entry.kept)
+        rows = layer.unit_rows(entry.module, entry.input, delta, roles, sharing)
         rows = self.whiten(rows, 0, signed=True)
         return torch.einsum("nuk,nul->ukl", rows, rows)
 
@@ -112,23 +112,25 @@ def unaligned(entry: Entry, sharing: Sharing, samples: int) -> str:
     return ""
 
 
-def apart(tape: Tape, sharing: Sharing, coupling: Coupling | None) -> dict[str, str]:
-    """The parameters that are held as diagonals since the samples cannot be related there."""
+def unrelated_parameters(
+    record: ForwardRecord, sharing: Sharing, coupling: Coupling | None
+) -> dict[str, str]:
+    """The parameters that are held as diagonals since samples cannot be related there, and why."""
     if coupling is None:
         return {}
     out = {}
-    for entry in tape.entries:
+    for entry in record.entries:
         if reason := unaligned(entry, sharing, len(coupling.signs)):
             out |= {n: reason for n in entry.names.values() if n is not None}
-    for whole in tape.wholes:
-        kind = type(whole.module).__name__
+    for call in record.compounds:
+        kind = type(call.module).__name__
         reason = f"the metric relates samples, and the maps inside {kind} do not show them"
-        names = map(tape.name, whole.module.parameters())
+        names = map(record.name, call.module.parameters())
         out |= {n: reason for n in names if n is not None}
     return out
 
 
-def coupled(
+def coupled_covectors(
     metric: Metric,
     fisher: str,
     z: Tensor,
@@ -144,30 +146,31 @@ def coupled(
     """
     factor = metric.factor(z, inputs=inputs)
     if factor.coupling is None:
-        raise refusal(metric, "its factor does not say how")
-    lower, apart = factor.coupling, factor.separate()
+        raise coupling_error(metric, "its factor does not say how")
+    lower, separate = factor.coupling, factor.separate()
     eye = torch.eye(len(lower), dtype=lower.dtype, device=lower.device)
     inverse = torch.linalg.solve_triangular(lower, eye, upper=False)
 
     def signed(covector: Tensor) -> tuple[Tensor, Coupling]:
-        signs = _coins((len(z),), z, generator)
+        signs = random_signs((len(z),), z, generator)
         return covector * _along(signs, covector, 0), Coupling(inverse, signs, batch_dim)
 
     if fisher == "exact":
-        for column in apart.covectors(z):
+        for column in separate.covectors(z):
             yield signed(column)
         return
     for _ in range(draws):
-        v = _coins(apart.white, z, generator)
-        yield signed(apart.apply(v.expand(len(z), *v.shape)) / draws**0.5)
+        v = random_signs(separate.white, z, generator)
+        yield signed(separate.apply(v.expand(len(z), *v.shape)) / draws**0.5)
 
 
-def _coins(shape: tuple[int, ...], like: Tensor, generator: torch.Generator | None) -> Tensor:
+def random_signs(shape: tuple[int, ...], like: Tensor, generator: torch.Generator | None) -> Tensor:
+    """±1 with equal probability, in the dtype of `like`."""
     coins = torch.randint(0, 2, shape, device=like.device, generator=generator)
     return (2 * coins - 1).to(like.dtype)
 
 
-def refusal(metric: Metric, why: str) -> PullbackError:
+def coupling_error(metric: Metric, why: str) -> PullbackError:
     """A metric with blocks between samples, in a place where these are not known."""
     return PullbackError(
         "The metric couples the samples of a batch",

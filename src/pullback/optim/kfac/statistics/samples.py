@@ -1,4 +1,4 @@
-"""Where each layer has its samples, told by a covector of some of them where sizes leave a doubt.
+"""Where each layer has its samples: a covector of some samples shows it where sizes leave a doubt.
 
 Gains and shifts, reduced places and corrected eigenvalues are sums over samples, of which each may
 have several places. A layer shows them on the output's axis of samples as a rule; but a model may
@@ -15,19 +15,19 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from ...._core.graph import Root, pull
 from ....maps.layers.layout import candidates, told
 from ....maps.layers.moments import Sharing
 from ....maps.record import Entry
 from .coupling import samples_axis
-from .graph import Roots, pulled
 
-#: how a use of a layer is marked where nobody knows
+#: the layout of a use where the samples' places are not known
 UNKNOWN = "unknown"
 _REMARK = "which of its places belong to one sample is not known, and each is taken for one"
 
 
-def located(
-    root: Roots,
+def locate_samples(
+    root: Root,
     covector: Tensor,
     entries: Sequence[Entry],
     edges: Sequence[GradientEdge],
@@ -50,44 +50,44 @@ def located(
     ]
     if not doubtful:
         return out
-    chosen = _some(samples).to(covector.device)
+    chosen = _half_of(samples).to(covector.device)
 
-    def look(i: int, number: int, cotangents: Sequence[Tensor | None]) -> None:
+    def observe(i: int, number: int, cotangents: Sequence[Tensor | None]) -> None:
         if (delta := cotangents[number]) is not None and delta.numel():
             layout = told(delta.reshape(entries[i].shape), chosen, entries[i].features)
             out[i] = out[i] if layout is None else layout.kind
 
     for i in doubtful:
-        out[i] = "" if _shown(entries[i], sharing, samples) else UNKNOWN
+        out[i] = "" if _on_batch_axis(entries[i], sharing, samples) else UNKNOWN
     handles = [
-        edges[i].node.register_prehook(partial(look, i, edges[i].output_nr)) for i in doubtful
+        edges[i].node.register_prehook(partial(observe, i, edges[i].output_nr)) for i in doubtful
     ]
     try:
         mask = chosen.view([-1 if i == axis else 1 for i in range(covector.ndim)])
-        pulled(root, everywhere(covector).mul_(mask), list(leaves.values()))
+        pull(root, covector_everywhere(covector).mul_(mask), list(leaves.values()))
     finally:
         for handle in handles:
             handle.remove()
     return out
 
 
-def sizes(
+def layout_signature(
     entries: Sequence[Entry], sharing: Sharing, samples: int, *, apart: bool
 ) -> tuple[bool, ...]:
-    """What a pass lets `located` tell: of one sample, or one place each, not as much as of more."""
+    """The sizes on which the answer of `locate_samples` depends."""
     some = [e for e in entries if apart or e.layer.curvature == "units"]
-    return (samples == 1, *[_shown(e, sharing, samples) for e in some])
+    return (samples == 1, *[_on_batch_axis(e, sharing, samples) for e in some])
 
 
-def unknown(entries: Sequence[Entry], layouts: Sequence[str]) -> dict[str, str]:
+def unknown_layouts(entries: Sequence[Entry], layouts: Sequence[str]) -> dict[str, str]:
     """What `UNKNOWN` means for the parameters of such uses."""
     uses = [e for e, at in zip(entries, layouts, strict=True) if at == UNKNOWN]
     said = [(n, f"{type(e.module).__name__}; {_REMARK}") for e in uses for n in e.names.values()]
     return {n: text for n, text in said if n is not None}
 
 
-def shared(sharing: Sharing, layout: str, entry: Entry, samples: int) -> Sharing:
-    """How the places of one use enter; all of them on their own where nobody knows the samples."""
+def sharing_of(sharing: Sharing, layout: str, entry: Entry, samples: int) -> Sharing:
+    """How the places of one use enter; each for itself where the samples are not known."""
     lead = tuple(entry.shape[: len(entry.shape) - entry.features])
     fitting = [at for at in candidates(lead, samples) if at.kind == layout]
     return replace(sharing, layout=fitting[0]) if fitting else replace(sharing, reduce=False)
@@ -95,22 +95,24 @@ def shared(sharing: Sharing, layout: str, entry: Entry, samples: int) -> Sharing
 
 def _doubtful(entry: Entry, sharing: Sharing, samples: int) -> bool:
     lead = entry.shape[: len(entry.shape) - entry.features]
-    return len(lead) > 0 and (not _shown(entry, sharing, samples) or lead.count(samples) > 1)
+    return len(lead) > 0 and (
+        not _on_batch_axis(entry, sharing, samples) or lead.count(samples) > 1
+    )
 
 
-def _shown(entry: Entry, sharing: Sharing, samples: int) -> bool:
+def _on_batch_axis(entry: Entry, sharing: Sharing, samples: int) -> bool:
     """Whether the output's axis of samples has their number here as well."""
     return entry.shape[samples_axis(entry, sharing)] == samples
 
 
-def everywhere(covector: Tensor) -> Tensor:
-    """One at all positions, about as long at each as the metric's, and always the same."""
+def covector_everywhere(covector: Tensor) -> Tensor:
+    """A fixed random covector, nonzero at all positions and about as long as the metric's."""
     random = torch.Generator(covector.device).manual_seed(0)
     return torch.empty_like(covector).normal_(0, covector.shape[-1] ** -0.5, generator=random)
 
 
-def _some(samples: int) -> Tensor:
-    """About half of them, without any order: always the same, the first and not the last."""
+def _half_of(samples: int) -> Tensor:
+    """About half of the samples in no order, always the same: the first one and not the last."""
     chosen = torch.rand(samples, generator=torch.Generator().manual_seed(0)) < 0.5
     chosen[-1] = False
     chosen[0] = True

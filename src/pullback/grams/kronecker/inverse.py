@@ -1,0 +1,228 @@
+r"""Inverse Kronecker blocks, and how gradients are multiplied by them: R⁻¹ G C⁻¹.
+
+With weight V, bias b and the inverse right side [P q; qᵀ s] of a joint block,
+
+    U = R⁻¹V,  u = R⁻¹b:        weight  [U u] [P; qᵀ],        bias  [U u] [q; s],
+
+so that no odd matrix with the bias as one more column is multiplied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from . import sides
+from .blocks import rotated
+
+
+@dataclass
+class Inverse:
+    """The inverses of B blocks of one shape, or of one block.
+
+    Kronecker blocks have `left` (B, O, O) and `right` (B, n, n), or diagonals (B, n), where n
+    counts the bias and is filled up with zeros to `aligned(n)`. With `scale` (B, O, n) the sides
+    are eigenvectors (None for the identity), not filled up, and `scale` holds reciprocal
+    eigenvalues. With `rows` (B, O), `columns` (B, n) and `unit` (B,) the sides are in float16, see
+    `rounded`. With `factors` they are lower Cholesky factors, not filled up, to solve with. Units
+    have `left` alone, (U, k, k).
+    """
+
+    left: Tensor | None
+    right: Tensor | None = None
+    scale: Tensor | None = None
+    rows: Tensor | None = None
+    columns: Tensor | None = None
+    unit: Tensor | None = None
+    factors: bool = False
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All that is held, by name."""
+        return {n: t for n, t in vars(self).items() if isinstance(t, Tensor)}
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Blocks of the same kind are stacked and applied together."""
+        held = self.tensors().items()
+        return self.factors, *((n, t.shape[1:], t.dtype, t.device) for n, t in held)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the gradients that it is applied to."""
+        held = self.tensors()
+        return held.get("unit", next(iter(held.values()))).dtype
+
+
+def aligned(n: int) -> int:
+    """n filled up to a multiple of 8: tensor cores read no other rows."""
+    return -(-n // 8) * 8
+
+
+def apply_inverse(inverse: Inverse, given: Sequence[Tensor]) -> list[Tensor]:
+    """Multiply stacked gradients by the inverses of B blocks of one shape.
+
+    Args:
+        inverse: of B blocks.
+        given: weights (B, O, I) and perhaps biases (B, O); for units one tensor (k, U).
+    """
+    left, right, scale = inverse.left, inverse.right, inverse.scale
+    if scale is not None:
+        return _in_eigenbasis(left, right, scale, given)
+    assert left is not None
+    if right is None:
+        return [_units(left, given[0])]
+    if inverse.factors:
+        return _solved(left, right, given)
+    if inverse.rows is not None:
+        return _by_rounded(inverse, *given)
+    if len(given) == 1:
+        return [_by_right(_by_left(left, given[0]), right)]
+    return _with_bias(left, right, *given)
+
+
+def _by_left(left: Tensor, v: Tensor, out: Tensor | None = None) -> Tensor:
+    if sides.is_diagonal(left):
+        return torch.mul(left[..., None], v, out=out)
+    return torch.bmm(left, v, out=out)
+
+
+def _by_right(v: Tensor, right: Tensor) -> Tensor:
+    n = v.shape[-1]
+    return v * right[:, None, :n] if sides.is_diagonal(right) else torch.bmm(v, right[:, :n, :n])
+
+
+def _with_bias(left: Tensor, right: Tensor, v: Tensor, b: Tensor) -> list[Tensor]:
+    """R⁻¹[V b]C⁻¹ for V (B, O, I) and b (B, O)."""
+    n = v.shape[-1]
+    if sides.is_diagonal(right):
+        weight = _by_right(_by_left(left, v), right)
+        return [weight, (_by_left(left, b[..., None]) * right[:, None, n : n + 1])[..., 0]]
+    both = v.new_empty(*v.shape[:2], right.shape[-1])
+    _by_left(left, v, both[..., :n])
+    _by_left(left, b[..., None], both[..., n : n + 1])
+    both[..., n + 1 :] = 0
+    weight = torch.bmm(both, right[..., :n])
+    return [weight, torch.bmm(both, right[..., n : n + 1])[..., 0]]
+
+
+def _in_eigenbasis(
+    left: Tensor | None, right: Tensor | None, scale: Tensor, given: Sequence[Tensor]
+) -> list[Tensor]:
+    """U (scale ∘ UᵀVW) Wᵀ."""
+    v = rotated(left, rotated(left, _joined(given), right) * scale, right, back=True)
+    return _parted(v, given)
+
+
+def _units(m: Tensor, x: Tensor) -> Tensor:
+    """Σ_j m_ij g_j for gains and shifts (k, U) of all units."""
+    return m[:, 0].T * x if len(x) == 1 else (m.permute(1, 2, 0) * x).sum(1)
+
+
+def _solved(left: Tensor, right: Tensor, given: Sequence[Tensor]) -> list[Tensor]:
+    """The same with lower Cholesky factors; a diagonal side is its reciprocal."""
+    v = _joined(given)
+    if sides.is_diagonal(left):
+        v.mul_(left[..., None])
+    else:
+        torch.linalg.solve_triangular(left, v, upper=False, out=v)
+        torch.linalg.solve_triangular(left.mT, v, upper=True, out=v)
+    if sides.is_diagonal(right):
+        v.mul_(right[:, None])
+    else:
+        torch.linalg.solve_triangular(right.mT, v, upper=True, left=False, out=v)
+        torch.linalg.solve_triangular(right, v, upper=False, left=False, out=v)
+    return _parted(v, given)
+
+
+def _joined(given: Sequence[Tensor]) -> Tensor:
+    """[V b], in memory of its own."""
+    if len(given) == 1:
+        return given[0].clone(memory_format=torch.contiguous_format)
+    return torch.cat([given[0], given[1][..., None]], 2)
+
+
+def _parted(v: Tensor, given: Sequence[Tensor]) -> list[Tensor]:
+    return [v] if len(given) == 1 else [v[..., :-1].contiguous(), v[..., -1]]
+
+
+# --- float16 ------------------------------------------------------------------------------------
+
+_TOP = 2.0**14  # what the largest entries become
+_NARROWEST = 2.0**-20  # c at least: below it there is but round-off
+_LEAST, _LEAST_SIDE = 2.0**-120, 2.0**-80  # largest entries of zeros, which are divided by
+_SMALLEST, _BOTH = 512, 2560  # sides, and the sum of both, from which on it pays
+
+
+def roundable(inverse: Inverse) -> bool:
+    """Whether to hold it in float16: large sides on a GPU whose products may be TF32's."""
+    left, right, matmul = inverse.left, inverse.right, torch.backends.cuda.matmul
+    if left is None or right is None or not left.is_cuda or left.dtype != torch.float32:
+        return False
+    if matmul.fp32_precision != "tf32" or inverse.scale is not None or inverse.factors:
+        return False
+    both = left.shape[1], right.shape[1]
+    dense = left.ndim == right.ndim == 3 and left.shape[1] % 8 == 0
+    return dense and min(both) >= _SMALLEST and sum(both) >= _BOTH
+
+
+def rounded(inverse: Inverse) -> Inverse:
+    r"""The same in half the memory: float16 has as many bits as TF32, and lacks range alone.
+
+    So the columns of a symmetric S ≥ 0, with |s_ij| ≤ √(s_ii s_jj), are divided by
+    c_j = √(s_jj/max s), and the matrix by a number, so that its entries are at most 2¹⁴. Beside
+    2⁻¹¹|s_ij|, which TF32 loses too, rounding then takes 2⁻³⁹√(s_jj max s) at most.
+    """
+    left, right = inverse.left, inverse.right
+    assert left is not None
+    assert right is not None
+    (rows, one), (columns, two) = (_scales(sides.diagonal(side)) for side in (left, right))
+    half = (left / (rows * one)[:, None]).half(), (right / (columns * two)[..., None]).half()
+    return Inverse(*half, rows=rows, columns=columns, unit=(one * two)[:, 0])
+
+
+def _scales(diagonal: Tensor) -> tuple[Tensor, Tensor]:
+    """√(s_ii/max s), (G, n), and max s/2¹⁴, (G, 1)."""
+    top = diagonal.amax(1, keepdim=True).clamp(min=_LEAST_SIDE)
+    return (diagonal / top).clamp(min=_NARROWEST**2).sqrt(), top / _TOP
+
+
+def _by_rounded(inverse: Inverse, v: Tensor, b: Tensor | None = None) -> list[Tensor]:
+    r"""R⁻¹[V b]C⁻¹ = m n·unit·Û Ĉ with V̂ = diag(r)[V b]/m and Û = R̂V̂ diag(c)/n.
+
+    m and n make entries at most 2¹⁴; sums are in float32.
+    """
+    left, right, rows, columns, unit = (inverse.tensors()[n] for n in _ROUNDED)
+    wide, largest = v.shape[2], torch.linalg.vector_norm(v, torch.inf, 2)
+    largest = largest if b is None else torch.maximum(largest, b.abs())
+    by, m = _range(rows, largest)
+    given = v.new_empty(*v.shape[:2], right.shape[1], dtype=torch.float16)
+    torch.mul(v, by[..., None], out=given[..., :wide])
+    if b is not None:
+        torch.mul(b, by, out=given[..., wide])
+        wide += 1
+    given[..., wide:] = 0
+    u = _product(left, given)
+    by, n = _range(columns, torch.linalg.vector_norm(u, torch.inf, 1))
+    w = _product(torch.mul(u, by[:, None], out=given), right)
+    scale = m * n * unit[:, None]
+    weight = w[..., : v.shape[2]] * scale[..., None]
+    return [weight] if b is None else [weight, w[..., wide - 1] * scale]
+
+
+_ROUNDED = ("left", "right", "rows", "columns", "unit")
+
+
+def _range(by: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
+    """by/m (B, n) and m (B, 1), for entries up to `largest` to become 2¹⁴ at most."""
+    m = (largest * by).amax(1, keepdim=True).mul_(1 / _TOP).add_(_LEAST)
+    return by / m, m
+
+
+def _product(x: Tensor, y: Tensor) -> Tensor:
+    """X Y of float16 matrices, in float32."""
+    if x.is_cuda:
+        return torch.bmm(x, y, out_dtype=torch.float32)
+    return torch.bmm(x.float(), y.float())

@@ -1,0 +1,322 @@
+"""Where a step's loss and gradients come from, and steps that look at the loss again.
+
+An ordinary loop has called backward already. A closure or an objective can be evaluated once more:
+by adaptive damping, which compares the actual reduction of the loss with the predicted one, and by
+`QuadraticModel`, which finds learning rate and momentum from products with the exact Gram.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..._core.capture import Call, Capture, Selector, first_input
+from ..._core.errors import PullbackError
+from ..._core.state import Snapshot
+from ...grams import Part
+from ...maps import ModuleMap
+from ...metrics import Metric
+from ...steps import QuadraticModel
+from ...steps.quadratic import best_factors
+from ..checks import loss_of, refuse_uncallable
+from ..objective import ObjectiveProblem
+from ..terms import Objective
+from .factors.damping import Damping
+from .update import Share, move
+
+Point = Mapping[str, Tensor]
+
+
+class Source:
+    """A loop that has already called backward."""
+
+    #: the loss, where it is known
+    loss: float | None = None
+
+    def evaluate(self) -> Any:
+        """Compute loss and gradients; return what `step` is to return."""
+        return None
+
+    def parts(self) -> list[Part] | None:
+        """The terms of an objective, whose maps give statistics of their own."""
+        return None
+
+    def again(self) -> float:
+        """The loss at the parameters as they are now, which leaves everything else as it was."""
+        raise NotImplementedError
+
+    def restore(self) -> None:
+        """Put back what `evaluate` has disturbed beside gradients."""
+
+    def products(self, span: Sequence[Point]) -> list[list[Tensor]]:
+        """x_iᵀ G x_j with the exact Gram."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Output:
+    """How the metric sees the model's output."""
+
+    model: nn.Module
+    metric: Metric
+    selector: Selector
+    batch_dim: int
+    reduction: str
+    #: what was established about the model's derivatives, kept between steps
+    plans: dict[Any, Any]
+
+
+class ClosureSource(Source):
+    """A closure, recorded where the step looks at the loss again.
+
+    Args:
+        output: how the metric sees the model's output.
+        params: the model's, by name.
+        closure: evaluates the loss, calls backward and returns it.
+        controlled: whether the step looks at the loss again.
+        unwatched: a context in which the model's calls give no statistics.
+    """
+
+    def __init__(
+        self,
+        output: Output,
+        params: Mapping[str, nn.Parameter],
+        closure: Callable[[], Any],
+        controlled: bool,
+        unwatched: Callable[[], contextlib.AbstractContextManager[None]],
+    ) -> None:
+        self._output, self._params, self._closure = output, params, closure
+        self._controlled, self._unwatched = controlled, unwatched
+        self._calls: list[Call] = []
+        self._device = next(iter(params.values())).device
+        self._before = Snapshot(output.model, self._device) if controlled else None
+
+    def evaluate(self) -> Any:
+        with torch.enable_grad():
+            if not self._controlled:
+                return self._closure()
+            with Capture(self._output.model, self._output.selector, self._device) as capture:
+                loss = self._closure()
+            self._calls = capture.calls
+        self.loss = loss_of(loss)
+        return loss
+
+    def restore(self) -> None:
+        if self._before is not None:
+            self._before.restore()
+
+    def again(self) -> float:
+        assert self._before is not None
+        after = Snapshot(self._output.model, self._device)
+        grads = [(p, p.grad) for p in self._params.values()]
+        try:
+            for p, _ in grads:
+                p.grad = None
+            self._before.restore()
+            with torch.enable_grad(), self._unwatched():
+                return loss_of(self._closure())
+        finally:
+            after.restore()
+            for p, g in grads:
+                p.grad = g
+
+    def products(self, span: Sequence[Point]) -> list[list[Tensor]]:
+        params = {n: p for n, p in self._params.items() if p.requires_grad and n in span[0]}
+        return exact_products(self._output, self._calls, params, span)
+
+
+class ObjectiveSource(Source):
+    """An objective: losses with derivatives of the network, whose terms know their structure.
+
+    Args:
+        params: those that are optimized, by name.
+        objective: what `step(objective=...)` was given.
+        metric: of the optimizer.
+        reduction: "mean" or "sum" over samples.
+    """
+
+    def __init__(
+        self, params: dict[str, nn.Parameter], objective: Any, metric: Metric, reduction: str
+    ) -> None:
+        self._metric = metric
+        self._problem = ObjectiveProblem(params, objective, reduction)
+
+    def evaluate(self) -> Any:
+        self._problem.evaluate()
+        self.loss = self._problem.loss
+        pieces = self._problem.space.split(self._problem.gradient)
+        for name, p in self._problem.params.items():
+            p.grad = pieces[name].to(p.dtype).clone()
+        return self.loss
+
+    def parts(self) -> list[Part]:
+        return self._problem.parts(self._metric, None)[0]
+
+    def again(self) -> float:
+        space = self._problem.space
+        zero = torch.zeros(1, space.size, dtype=space.dtype, device=space.device)
+        here = {n: p.detach() for n, p in self._problem.params.items()}
+        return float(self._problem.losses(zero, lambda origin, move: here)[0])
+
+    def products(self, span: Sequence[Point]) -> list[list[Tensor]]:
+        flat = [self._problem.space.flatten(x) for x in span]
+        pushed = [torch.cat([part.push(v) for part in self.parts()]) for v in flat]
+        return [[a @ b for b in pushed] for a in pushed]
+
+
+def refuse_sources(closure: Any, objective: Any, *, controlled: bool) -> None:
+    """Raise where `step` was given what it cannot use, or lacks what it needs."""
+    refuse_uncallable(closure)
+    if objective is not None and closure is not None:
+        raise PullbackError(
+            "step() was given a closure and an objective",
+            "each of them is a loss",
+            "Give one of them",
+        )
+    if objective is not None and not isinstance(objective, Objective) and not callable(objective):
+        raise PullbackError(
+            "The objective is not usable",
+            f"got {type(objective).__name__}",
+            "Give an optim.Objective, or a function of the parameter dict",
+        )
+    if closure is None and objective is None and controlled:
+        raise PullbackError(
+            "This step needs a closure",
+            "adaptive damping and steps from the quadratic model look at the loss again",
+            "Call step(closure), with a closure that returns the loss",
+        )
+
+
+# --- controlled moves -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a controlled move did."""
+
+    accepted: bool = True
+    reason: str = ""
+    damping: float = 0.0
+    ratio: float | None = None
+    step_size: float | None = None
+    momentum: float | None = None
+
+
+def best_combination(
+    shares: Sequence[Share], source: Source, step: QuadraticModel, gradients: Point, damping: float
+) -> tuple[float, float | None]:
+    """Replace directions by the best αΔ + βm in the plane of Δ and the last move m.
+
+    Buffers become the new move. Returns α and β, by the exact quadratic model.
+    """
+    span: list[dict[str, Tensor]] = [
+        {n: d for s in shares for n, d in zip(s.names, s.directions, strict=True)}
+    ]
+    last = {n: m for s in shares for n, m in zip(s.names, s.buffers, strict=True)}
+    if step.momentum and any(bool(m.any()) for m in last.values()):
+        span.append(last)
+    products = source.products(span)
+    lengths = [[_inner(x, y) for y in span] for x in span]
+    slopes = [_inner(gradients, x) for x in span]
+    c = best_factors(slopes, products, lengths, damping)
+    for share in shares:
+        share.directions = [
+            sum((f * x[n] for f, x in zip(c[1:], span[1:], strict=True)), c[0] * span[0][n]).to(d)
+            for n, d in zip(share.names, share.directions, strict=True)
+        ]
+        for m, d in zip(share.buffers, share.directions, strict=True):
+            m.copy_(d)
+        share.buffers, share.momentum = [], 0.0
+    return float(c[0]), float(c[1]) if len(c) > 1 else None
+
+
+def trial_move(
+    shares: Sequence[Share], source: Source, damping: Damping, value: float, gradients: Point
+) -> Outcome:
+    """Move, compare the loss with its prediction, and take the move back if the loss rose.
+
+    Decay is left out of the comparison: the loss knows nothing of it.
+    """
+    names = [n for share in shares for n in share.names]
+    params = dict(zip(names, [p for s in shares for p in s.params], strict=True))
+    buffers = [m for share in shares for m in share.buffers]
+    before, old = {n: p.clone() for n, p in params.items()}, [m.clone() for m in buffers]
+    decays = [share.decay for share in shares]
+    for share in shares:
+        share.decay = 0.0
+    move(shares)
+    moved = {n: before[n] - p for n, p in params.items()}
+    loss = source.again()
+    assert source.loss is not None
+    actual = source.loss - loss
+    for name, p in params.items():  # the model is that of where we came from
+        p.copy_(before[name])
+    predicted = float(_inner(moved, gradients)) - 0.5 * float(source.products([moved])[0][0])
+    ratio = actual / predicted if predicted else float("nan")
+    rejected = not actual >= 0
+    after = damping.next(value, -1.0 if rejected else ratio)
+    if rejected:
+        for m in buffers:
+            m.zero_()  # which no damping makes shorter
+        return Outcome(False, "the loss rose", after, ratio)
+    for m, held in zip(buffers, old, strict=True):  # `move` runs once more, with the decay
+        m.copy_(held)
+    for share, decay in zip(shares, decays, strict=True):
+        share.decay = decay
+    move(shares)
+    return Outcome(True, "", after, ratio)
+
+
+def _inner(x: Point, y: Point) -> Tensor:
+    """⟨x, y⟩ over all parameters of x."""
+    return torch.stack([torch.sum(x[n].double() * y[n].double()) for n in x]).sum()
+
+
+# --- products with the exact Gram -------------------------------------------------------------
+
+
+def exact_products(
+    output: Output, calls: Sequence[Call], params: Mapping[str, Tensor], span: Sequence[Point]
+) -> list[list[Tensor]]:
+    """x_iᵀ G x_j for directions x_i by name, with G = mean JᵀMJ over the calls' samples."""
+    metric, axis = output.metric, output.batch_dim
+    total: list[list[Any]] = [[0.0] * len(span) for _ in span]
+    samples = 0.0
+    for call in calls:
+        source = ModuleMap(
+            output.model, call, output=output.selector, batch_dim=axis, plans=output.plans,
+            coupled=True,
+        )  # fmt: skip
+        with _unfused_recurrence(output.model):
+            linear = source.linearize(params)
+            z = linear.value
+            tangents = [linear.jvp(linear.space.flatten(x)) for x in span]
+        factor = metric.factor(z, inputs=first_input(call.tensors, len(z), axis))
+        share = 1.0
+        if call.cotangent is not None:
+            mask = metric.counted(z, source.arranged(call.cotangent).to(z.dtype))
+            if mask is not None:
+                tangents = [t * mask for t in tangents]
+                share = float(mask.to(z.dtype).mean())
+        white = [factor.transpose(t) for t in tangents]
+        for i, a in enumerate(white):
+            for j, b in enumerate(white):
+                total[i][j] = total[i][j] + (a * b).sum()
+        samples += metric.samples(z) * share
+    scale = 1.0 if output.reduction == "sum" else 1 / max(samples, 1.0)
+    return [[x * scale for x in row] for row in total]
+
+
+@contextlib.contextmanager
+def _unfused_recurrence(model: nn.Module) -> Iterator[None]:
+    """No fused kernels of recurrent layers: those have but one reverse pass."""
+    if not any(isinstance(m, nn.RNNBase) for m in model.modules()):
+        yield
+        return
+    with torch.backends.mkldnn.flags(enabled=False), torch.backends.cudnn.flags(enabled=False):
+        yield

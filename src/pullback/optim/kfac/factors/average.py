@@ -1,0 +1,159 @@
+"""Averages of statistics over steps, and the Gram blocks that they stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ....grams.kronecker import Block, Pair, Units, merged, sides
+from ....grams.kronecker.packed import Side, as_side, memory, whole, zeros_like
+from .factor import BlockKey, Factor, Factors, block_shape
+
+_HALF = 0.5  # weights of the past below it would keep the round-off of what is forgotten
+
+
+@dataclass
+class Average:
+    """An exponential moving average of a block's factors, from an empty beginning.
+
+    `mass` is the weight of all statistics in it, a number on the device that is averaged with them
+    (each set has mass 1): dividing by it removes the weight of the empty beginning.
+    `mean` is the plain mean of `count` sets, where a damping asks for it.
+    """
+
+    value: dict[Factor, Side]
+    mass: Tensor
+    mean: dict[Factor, Side] = field(default_factory=dict)
+    count: int = 0
+
+    @classmethod
+    def empty(cls, like: Factors, *, mean: bool) -> Average:
+        """Zeros of the factors' shapes."""
+        value = {f: zeros_like(t) for f, t in like.items()}
+        plain = {f: zeros_like(t) for f, t in like.items()} if mean else {}
+        return cls(value, memory(next(iter(value.values()))).new_zeros(()), plain)
+
+    def fits(self, new: Factors) -> bool:
+        """Whether these are factors of the same names, shapes, dtype and device."""
+        return self.of_shapes(new) and all(
+            memory(t).dtype == self.mass.dtype and memory(t).device == self.mass.device
+            for t in new.values()
+        )
+
+    def of_shapes(self, new: Factors) -> bool:
+        """Whether these are factors of the same names and shapes."""
+        held = self.value
+        return held.keys() == new.keys() and all(held[f].shape == t.shape for f, t in new.items())
+
+    @property
+    def started(self) -> bool:
+        """Whether there are statistics in it; waits for the device."""
+        return bool(self.mass > 0)
+
+    def corrected(self) -> dict[Factor, Tensor]:
+        """Return the average without the weight of the empty beginning, in memory of its own."""
+        return {f: whole(t) / self.mass for f, t in self.value.items()}
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> Average:
+        """Return the same on another device or in another dtype."""
+        value, mean = (
+            {f: as_side(memory(t).to(device, dtype)) for f, t in held.items()}
+            for held in (self.value, self.mean)
+        )
+        return Average(value, self.mass.to(device, dtype), mean, self.count)
+
+    def tensors(self) -> list[Tensor]:
+        """All that is held."""
+        return [*map(memory, self.value.values()), self.mass, *map(memory, self.mean.values())]
+
+
+def ema_update(
+    pairs: Iterable[tuple[Average, Factors]], ema: float, broken: Tensor | None = None
+) -> None:
+    """value ← ema·value + (1 − ema)·new for all blocks at once, and so mass towards 1.
+
+    Args:
+        pairs: averages, and statistics that fit them.
+        ema: the weight of the past.
+        broken: a float32 number on the device: where it is 1, nothing changes. Nobody waits for it.
+    """
+    kinds: dict[object, tuple[list[Tensor], list[Tensor]]] = {}
+    ones: dict[object, Tensor] = {}
+    for average, new in pairs:
+        kind = (average.mass.device, average.mass.dtype)
+        if kind not in ones:
+            ones[kind] = torch.ones_like(average.mass)
+        values, news = kinds.setdefault(kind, ([], []))
+        values += [average.mass, *(memory(average.value[f]) for f in new)]
+        news += [ones[kind], *map(memory, new.values())]
+        if average.mean:
+            average.count += 1
+            own = [memory(average.mean[f]) for f in new]
+            torch._foreach_lerp_(own, list(map(memory, new.values())), 1 / average.count)
+    for values, news in kinds.values():
+        if broken is None:
+            torch._foreach_lerp_(values, news, 1 - ema)
+            continue
+        # v − (1 − ema)(v − new), by the one kernel that reads a flag on the device
+        torch._fused_sgd_(
+            values, news, [], weight_decay=1.0, momentum=0.0, lr=1 - ema, dampening=0.0,
+            nesterov=False, maximize=True, is_first_step=False, grad_scale=None,
+            found_inf=broken.to(values[0].device),
+        )  # fmt: skip
+
+
+def guardable(pairs: Sequence[tuple[Average, Factors]], ema: float) -> bool:
+    """Whether `ema_update` can be guarded by a flag on the device: there is such a kernel."""
+    cuda = all(average.mass.is_cuda and not average.mean for average, _ in pairs)
+    both = [(average.value[f], t) for average, new in pairs for f, t in new.items()]
+    alike = all(memory(held).stride() == memory(t).stride() for held, t in both)
+    return cuda and alike and ema >= _HALF
+
+
+def block_of(key: BlockKey, factors: Factors, corner: Tensor | float = 1.0) -> Block:
+    """Return the Gram block of a set of factors; several roles are merged to one product.
+
+    `corner` is the second moment of the bias's input, 1 unless factors are yet to be divided.
+    """
+    if not key.kronecker:
+        return Units(whole(next(iter(factors.values()))))
+    roles = sorted({factor.role for factor in factors})
+    width = block_shape(key, factors)[2]
+    pairs = [
+        Pair(whole(factors[Factor(r, "left")]), _homogeneous(factors, r, width, corner))
+        for r in roles
+    ]
+    return merged(pairs)
+
+
+def _homogeneous(factors: Factors, role: str, width: int, corner: Tensor | float) -> Tensor:
+    """The right side with the bias's coordinate: mean āāᵀ of ā = (a, 1), from mean aaᵀ and mean a.
+
+    It is zero in a role that has no bias, beside others that have one.
+    """
+    side, mean = whole(factors[Factor(role, "right")]), factors.get(Factor(role, "mean"))
+    n = side.shape[-1]
+    if n == width:
+        return side
+    if sides.is_diagonal(side):
+        return F.pad(side, (0, width - n))
+    out = side.new_zeros(len(side), width, width)
+    out[:, :n, :n] = side
+    if mean is not None:
+        out[:, n, :n] = out[:, :n, n] = memory(mean)
+        out[:, n, n] = corner
+    return out
+
+
+def reference_of(
+    key: BlockKey, average: Average, given: Mapping[BlockKey, Factors] | None
+) -> Block:
+    """Return the block of long-run averages: the given one, or else the mean of all statistics."""
+    if given is not None and key in given:
+        like = average.mass
+        return block_of(key, {f: whole(t).to(like) for f, t in given[key].items()})
+    return block_of(key, average.mean or average.corrected())

@@ -1,0 +1,215 @@
+r"""Damping of Kronecker blocks: what is added to R ⊗ C before it is inverted.
+
+A damping answers three questions: what is added to a pair of sides (`added`), what to gains and
+shifts (`units`), and how λ follows the success of a step (`next`), for which `controlled` dampings
+need a closure.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ...._core.errors import PullbackError
+from ....grams.kronecker import Pair, Units
+from ....steps.trust import RatioDamping
+from .factor import BlockKey, Factors
+
+Reference = Mapping[BlockKey, Factors]
+Means = tuple[Tensor, Tensor]
+
+
+class Damping(ABC):
+    """How a block R ⊗ C is made safely invertible.
+
+    Attributes:
+        value: λ, in the units of the Gram.
+        exact: whether R ⊗ C + λ is inverted as it stands, in the eigenbases of its sides.
+        referenced: whether long-run averages of the blocks are needed.
+        reference: long-run averages by block, instead of the means of all statistics so far.
+        controlled: whether λ follows the loss, which a closure has to evaluate again.
+    """
+
+    exact: bool = False
+    referenced: bool = False
+    reference: Reference | None = None
+    controlled: bool = False
+
+    def __init__(self, value: float = 1e-3) -> None:
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not number or not 0 <= value < float("inf"):
+            raise PullbackError("The damping is not usable", f"got {value!r}", "Use a number ≥ 0")
+        self.value = float(value)
+
+    @abstractmethod
+    def added(self, means: Means, reference: Pair | None, value: float) -> tuple[Tensor, Tensor]:
+        """Return what is added to the left and to the right side.
+
+        Args:
+            means: the mean eigenvalue of either side, by group, (G,).
+            reference: the long-run averages of the block, where they are needed.
+            value: λ.
+
+        Returns:
+            For each side a multiple of the identity by group, (G,), or a side: diagonals (G, n) or
+            matrices (G, n, n).
+        """
+
+    def units(self, block: Units, reference: Units | None, value: float) -> tuple[Units, float]:
+        """Return gains and shifts, and the multiple of the identity that is still to be added."""
+        return block, value
+
+    def next(self, value: float, ratio: float) -> float:
+        """Return λ after a step with this ratio of actual to predicted reduction."""
+        return value
+
+    def __repr__(self) -> str:
+        fields = ", ".join(f"{k}={v!r}" for k, v in vars(self).items() if not k.startswith("_"))
+        return f"{type(self).__name__}({fields})"
+
+
+class Tikhonov(Damping):
+    r"""(R + √λ/π) ⊗ (C + π√λ) with π² = (tr C/dim C)/(tr R/dim R), as Martens and Grosse do.
+
+    It adds λ to R ⊗ C and two terms between; the split π keeps those smallest in trace. With λ = 0
+    nothing is added, and singular sides are inverted on their range.
+    """
+
+    def added(self, means: Means, reference: Pair | None, value: float) -> tuple[Tensor, Tensor]:
+        rows, columns = means
+        tiny = torch.finfo(rows.dtype).tiny ** 0.5
+        pi = (columns.clamp(min=tiny) / rows.clamp(min=tiny)).sqrt().clamp(1e-6, 1e6)
+        pi = torch.where((rows > tiny) & (columns > tiny), pi, 1.0)
+        root = value**0.5
+        return root / pi, root * pi
+
+
+class Exact(Damping):
+    """R ⊗ C + λ itself, inverted in the eigenbases of R and C (an eigh per side instead of a
+    Cholesky factorization).
+    """
+
+    exact = True
+
+    def added(self, means: Means, reference: Pair | None, value: float) -> tuple[Tensor, Tensor]:
+        return torch.zeros_like(means[0]), torch.zeros_like(means[1])
+
+
+class Invariant(Damping):
+    r"""(R + λR_ref) ⊗ (C + λC_ref), which keeps K-FAC's affine invariance exactly.
+
+    A multiple of the identity depends on coordinates; second moments taken in the same coordinates
+    transform as R and C do, and so do those B of a unit's gain and shift: B + λB_ref. The
+    references are the plain means of all statistics so far (or `reference`, a `KFAC.average()`
+    taken on much data; for a block that is not in it, the former, and it is reported). Directions
+    that they lack as well, such as pixels that never light, are left out by a pseudo-inverse and
+    reported.
+    """
+
+    referenced = True
+
+    def __init__(self, value: float = 1e-2, reference: Reference | None = None) -> None:
+        super().__init__(value)
+        if reference is not None:
+            _refuse_reference(reference)
+        self.reference = reference
+
+    def added(self, means: Means, reference: Pair | None, value: float) -> tuple[Tensor, Tensor]:
+        assert reference is not None
+        return value * reference.left, value * reference.right
+
+    def units(self, block: Units, reference: Units | None, value: float) -> tuple[Units, float]:
+        if reference is None:
+            return block, 0.0
+        return Units(block.matrices + value * reference.matrices), 0.0
+
+    def __repr__(self) -> str:
+        return f"Invariant({self.value!r})"
+
+
+class Adaptive(Damping):
+    r"""Levenberg–Marquardt: λ follows how well the quadratic model predicted the last step.
+
+    After a step Δ, ρ = (L(w − Δ) − L(w))/(½ΔᵀFΔ − gᵀΔ). Below `low` λ grows by `factor`, above
+    `high` it shrinks. A step that raises the loss is taken back, its momentum is dropped, and λ
+    grows. Needs `step(closure)`, with a closure that sees the same batch when it is called again.
+
+    Args:
+        inner: how λ enters a block.
+        low, high: where λ starts to grow and to shrink.
+        factor: by how much it does.
+        smallest, largest: its bounds.
+    """
+
+    controlled = True
+
+    def __init__(
+        self,
+        inner: Damping | float = 1e-2,
+        *,
+        low: float = 0.25,
+        high: float = 0.75,
+        factor: float = 1.5,
+        smallest: float = 1e-9,
+        largest: float = 1e3,
+    ) -> None:
+        self.inner = as_damping(inner)
+        super().__init__(self.inner.value)
+        if self.inner.controlled:
+            raise PullbackError(
+                "Adaptive damping is not usable",
+                f"{self.inner!r} adapts already",
+                "Give a number, or another damping",
+            )
+        numeric = isinstance(factor, (int, float)) and factor > 0
+        decrease = 1 / factor if numeric else factor
+        self._rule = RatioDamping(low, high, factor, decrease, smallest, largest)
+        self.exact, self.referenced = self.inner.exact, self.inner.referenced
+        self.reference = self.inner.reference
+
+    def added(self, means: Means, reference: Pair | None, value: float) -> tuple[Tensor, Tensor]:
+        return self.inner.added(means, reference, value)
+
+    def units(self, block: Units, reference: Units | None, value: float) -> tuple[Units, float]:
+        return self.inner.units(block, reference, value)
+
+    def next(self, value: float, ratio: float) -> float:
+        return self._rule.next(value, ratio)
+
+    def __repr__(self) -> str:
+        return f"Adaptive({self.inner!r}, {self._rule!r})"
+
+
+def as_damping(given: Damping | float) -> Damping:
+    """Return the damping itself, or `Tikhonov` of a number."""
+    return given if hasattr(given, "added") else Tikhonov(given)  # pyright: ignore[reportReturnType, reportArgumentType]
+
+
+def refuse_reference(damping: Damping, found: Reference) -> None:
+    """Raise where a given reference is that of other blocks than these."""
+    for key, given in (damping.reference or {}).items():
+        new = found.get(key, {})
+        for factor in new.keys() & given.keys():
+            own, other = tuple(new[factor].shape), tuple(given[factor].shape)
+            if (own[0], own[-1]) != (other[0], other[-1]):  # one may be a diagonal
+                raise PullbackError(
+                    "The damping's reference does not fit",
+                    f"for {key.names[0]!r} it has {other}, and the statistics {own}",
+                    "Give what KFAC.average() of the same network returned",
+                )
+
+
+def _refuse_reference(given: object) -> None:
+    """Raise for what is no `KFAC.average()`."""
+    if isinstance(given, Mapping) and given:
+        items = given.items()
+        if all(isinstance(k, BlockKey) and isinstance(v, Mapping) for k, v in items):
+            return
+    raise PullbackError(
+        "The damping's reference is not usable",
+        f"got {'an empty one' if given == {} else type(given).__name__}",
+        "Give what KFAC.average() of the same network returned, or leave it out",
+    )

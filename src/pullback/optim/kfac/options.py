@@ -1,0 +1,169 @@
+"""Arguments of `KFAC`: what is refused, with the reason and the remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import inf, isfinite
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
+
+from ..._core.capture import plain
+from ..._core.errors import PullbackError
+from ...likelihoods import Likelihood
+from ...metrics import Euclidean, Fisher, Metric, as_metric
+from ...steps import QuadraticModel
+from ..checks import refuse_parameter
+from .factors.damping import Damping, as_damping
+
+_CHOICES = {
+    "fisher": ("mc", "exact", "empirical"),
+    "sharing": ("expand", "reduce"),
+    "reduction": ("mean", "sum"),
+}
+#: what is read from a param group, with its upper bound
+_BELOW = {"lr": inf, "momentum": 1.0, "weight_decay": inf}
+#: what a param group may be labeled with, by schedulers too
+_LABELS = (
+    "params", "param_names", "name", "initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum",
+    "max_momentum",
+)  # fmt: skip
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value)
+
+
+def _count(value: Any) -> bool:
+    return _whole(value) and value >= 1
+
+
+#: per argument what it must be, and the remedy
+_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **{
+        name: (_count, "Use a whole number ≥ 1")
+        for name in ("statistics_every", "invert_every", "draws", "max_factor")
+    },
+    **{name: (choices.__contains__, f"Use one of {choices}") for name, choices in _CHOICES.items()},
+    **{name: (lambda v: isinstance(v, bool), "Use True or False") for name in ("joint", "ekfac")},
+    **{
+        name: (lambda v: _number(v) and 0 <= v < 1, "Use a number in [0, 1)")
+        for name in ("ema", "momentum")
+    },
+    **{
+        name: (lambda v: _number(v) and v >= 0, "Use a number ≥ 0")
+        for name in ("lr", "weight_decay")
+    },
+    "batch_dim": (lambda v: _whole(v) and v >= 0, "Use 0, or 1 for sequences first"),
+    "seed": (_whole, "Use a whole number"),
+    "output": (
+        lambda v: v is None or isinstance(v, (str, int)) or callable(v),
+        "Use a key, an index or a function of the model's output",
+    ),
+    "kl_clip": (lambda v: v is None or (_number(v) and v > 0), "Use a number > 0, or None"),
+    "step": (
+        lambda v: v is None or isinstance(v, QuadraticModel),
+        "Use steps.QuadraticModel(), or None",
+    ),
+    "grad_scaler": (
+        lambda v: v is None or callable(getattr(v, "get_scale", None)),
+        "Use the torch.amp.GradScaler that scales the loss",
+    ),
+    "params": (
+        lambda v: v is None or isinstance(v, Iterable),
+        "Use a list of parameters or of param groups",
+    ),
+}
+
+
+def check(**given: Any) -> None:
+    """Raise for the first argument that is not usable."""
+    for name, value in given.items():
+        good, remedy = _RULES[name]
+        if isinstance(value, Tensor) or not good(value):
+            raise PullbackError(f"{name}= is not usable", f"got {value!r}", remedy)
+
+
+def check_group(group: Mapping[str, Any]) -> None:
+    """Raise for options of a param group that are not usable, or that nothing would read."""
+    for name in group:
+        if name not in (*_BELOW, *_LABELS):
+            raise PullbackError(
+                f"A param group cannot have its own {name}=",
+                f"only {', '.join(_BELOW)} are read from a group",
+                "Give it to KFAC itself where it is one of its options, or leave it out",
+            )
+    check(**{name: group[name] for name in _BELOW if name in group})
+
+
+def check_rates(groups: Iterable[Mapping[str, Any]]) -> None:
+    """Raise for options that schedulers or users have made unusable since."""
+    for group in groups:
+        for name, bound in _BELOW.items():
+            value = group.get(name)
+            if type(value) is not float or not 0 <= value < bound:
+                check(**{name: _as_number(value)})
+
+
+def _as_number(value: Any) -> Any:
+    """A number of numpy's or torch's as one of Python's; one on a GPU is believed unseen."""
+    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
+        return 0.0 if value.device.type != "cpu" else value.item()
+    return float(value) if isinstance(value, Real) and not isinstance(value, bool) else value
+
+
+def metric_of(
+    likelihood: Likelihood | None, metric: Metric | Callable[[Tensor], Tensor] | None
+) -> Metric:
+    """The metric that was given, by default that of ½‖·‖²."""
+    if likelihood is None:
+        return as_metric(Euclidean() if metric is None else metric)
+    if metric is not None:
+        raise PullbackError(
+            "Both a likelihood and a metric were given",
+            "the likelihood's Fisher information is itself a metric",
+            "Give one of them",
+        )
+    return Fisher(likelihood)
+
+
+def damping_of(damping: float | Damping, *, ekfac: bool) -> Damping:
+    """The damping, if it goes with corrected eigenvalues where these are wanted."""
+    found = as_damping(damping)
+    if ekfac and found.referenced:
+        raise PullbackError(
+            "Corrected eigenvalues do not go with this damping",
+            f"{damping!r} adds to the sides, and ekfac=True damps the corrected eigenvalues",
+            "Give a number, or leave ekfac out",
+        )
+    return found
+
+
+def refuse_unready(model: nn.Module, params: Sequence[Any]) -> None:
+    """Raise where there is nothing to optimize, or not yet."""
+    for name, p in plain(model).named_parameters():
+        if isinstance(p, UninitializedParameter):
+            refuse_parameter(name, p)
+    if not params:
+        raise PullbackError(
+            "There is nothing to optimize",
+            "the model has no parameters, or params= is empty",
+            "Pass a model with parameters",
+        )
+
+
+def refuse_inference() -> None:
+    """Raise where averages would be made of tensors that nothing may change later."""
+    if torch.is_inference_mode_enabled():
+        raise PullbackError(
+            "step() was called in inference mode",
+            "what is made there cannot be updated later",
+            "Leave torch.inference_mode() before stepping",
+        )

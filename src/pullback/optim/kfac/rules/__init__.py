@@ -1,0 +1,1 @@
+"""Direction rules: how a gradient becomes a direction, from the factors of its block."""

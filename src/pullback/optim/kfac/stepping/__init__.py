@@ -1,1 +1,0 @@
-"""What is done with it: when to learn and to invert, and how parameters move."""
