@@ -43,10 +43,30 @@ RULES: dict[str, Callable[[], T.Step]] = {
     "TrustNorm of Spring": lambda: T.TrustNorm(0.1, T.Spring(0.9)),
     "Spring of QuadraticModel": lambda: T.Spring(0.5, T.QuadraticModel()),
 }
+#: K-FAC, with each kind of state that its options ask for
+KFAC: dict[str, dict[str, Any]] = {
+    "KFAC": {},
+    "KFAC, bias apart": {"joint": False, "momentum": 0.0},
+    "KFAC, eigenbases": {"ekfac": True},
+    "KFAC, exact damping": {"damping": pb.optim.kfac.Exact(0.1)},
+    "KFAC, references": {"damping": pb.optim.kfac.Invariant(0.1)},
+    "KFAC, adaptive": {"damping": pb.optim.kfac.Adaptive(0.1)},
+    "KFAC, quadratic model": {"step": T.QuadraticModel()},
+    "KFAC, every step": {"statistics_every": 1, "invert_every": 1},
+    "KFAC, clipped": {"kl_clip": 1e-3},
+}
+
+
+def kfac(options: dict[str, Any]) -> Callable[[nn.Module], Optimizer]:
+    settings = {"damping": 0.1, "statistics_every": 2, "invert_every": 4} | options
+    return lambda model: pb.KFAC(model, 0.05, **settings)
+
+
 #: whose state is there from construction
 OWN: dict[str, Callable[[nn.Module], Optimizer]] = {
     **{name: natural(lambda r=r: (S.PseudoInverse(1e-2), r())) for name, r in RULES.items()},
     "Sketched": natural(lambda: (S.Sketched(rows=8, columns=16, damping=1e-2), T.Constant(0.5))),
+    **{name: kfac(options) for name, options in KFAC.items()},
     "SliceSGD": lambda m: SliceSGD(m, 0.05, every=2),
     "SliceSGD, momentum": lambda m: SliceSGD(m, 0.05, momentum=0.9),
     "SliceSGD, layers": lambda m: SliceSGD(m, 0.05, group="layer", momentum=0.9),
@@ -121,7 +141,9 @@ def test_torchs_checkpoints_resume_to_the_same_bits(name: str, options: str) -> 
     assert torch.equal(train(again, fresh), want)
 
 
-@pytest.mark.parametrize("name", ["Spring of QuadraticModel", "SliceSGD", "Sliced Adam"])
+@pytest.mark.parametrize(
+    "name", ["KFAC", "KFAC, eigenbases", "Spring of QuadraticModel", "SliceSGD", "Sliced Adam"]
+)
 def test_a_checkpoint_in_files_resumes_to_the_same_bits(name: str, tmp_path: Path) -> None:
     model, opt = start(name)
     train(model, opt)

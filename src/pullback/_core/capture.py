@@ -215,6 +215,8 @@ class Watch:
         self.due = True
         #: whether the hook at work belongs to compiled code, where layers cannot be hooked
         self.compiled = False
+        #: whether the model was called since this was last set to False
+        self.called = False
         self._depth = 0
         self._context: Any = None
         handles = [
@@ -253,6 +255,7 @@ class Watch:
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Hook before a forward pass."""
         self._depth += 1
+        self.called = True
         owner = self._owner()
         if self._depth > 1 or owner is None:
             return

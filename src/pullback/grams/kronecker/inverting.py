@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..._core.products import full_precision
 from . import blocked, halves
-from .sides import is_diagonal, pseudo_inverse, round_off, shifted
+from .sides import add, is_diagonal, pseudo_inverse, round_off, shifted
 
 _LARGE = 128  # from this size on a matrix is inverted by itself on a CPU
 _EXTRA = 2**35  # multiplications that it may take to fill matrices up to the size of others
@@ -29,107 +29,104 @@ class Inverses:
 
 
 @dataclass(frozen=True)
-class _Given:
-    """What to invert: side/scale + shift·1, never formed where it can be written to a stack."""
+class _Shifted:
+    """A matrix or diagonal side/scale + shift·1, formed where it is needed only."""
 
-    sides: Sequence[Tensor]
-    scales: Sequence[Tensor] | None
-    shifts: Sequence[Tensor] | None
+    side: Tensor
+    scale: Tensor | float | None
+    shift: Tensor | None
 
-    @property
-    def fresh(self) -> bool:
-        """Whether matrices are formed anew, and may be overwritten."""
-        return self.shifts is not None
+    def form(self) -> Tensor:
+        """Return it, in memory of its own unless it is the side itself."""
+        out = self.side if self.scale is None else self.side / self.scale
+        return out if self.shift is None else shifted(out, self.shift, spare=out is not self.side)
 
-    def one(self, i: int) -> Tensor:
-        """One of them."""
-        out, fresh = self.sides[i], False
-        if self.scales is not None:
-            out, fresh = out / self.scales[i], True
-        return out if self.shifts is None else shifted(out, self.shifts[i], spare=fresh)
-
-    def stacked(self, indices: Sequence[int]) -> Tensor:
-        """Several of one size."""
-        if len(indices) == 1:
-            return self.one(indices[0])
-        return torch.cat([self.one(i) for i in indices])
-
-    def filled(self, indices: Sequence[int]) -> Tensor:
-        """Several of nearly one size, each filled up with a multiple of the identity."""
-        some = [self.sides[i] for i in indices]
-        counts = [len(s) for s in some]
-        out = blocked.room(sum(counts), some[0].shape[-1], some[0])
-        views = [
-            part[:, : s.shape[-1], : s.shape[-1]]
-            for part, s in zip(out.split(counts), some, strict=True)
-        ]
-        if self.scales is None:
-            torch._foreach_copy_(views, list(some))
+    def write(self, out: Tensor) -> None:
+        """Form it in larger matrices that end in multiples of the identity."""
+        part = out[:, : self.side.shape[-1], : self.side.shape[-1]]
+        if self.scale is None:
+            part.copy_(self.side)
         else:
-            for view, side, i in zip(views, some, indices, strict=True):
-                torch.div(side, self.scales[i], out=view)
-        if self.shifts is not None:
-            shift = torch.cat([self.shifts[i] for i in indices])
-            out.diagonal(dim1=-2, dim2=-1).add_(shift[:, None])
-        return out
+            torch.div(self.side, self.scale, out=part)
+        if self.shift is not None:
+            out.diagonal(dim1=-2, dim2=-1).add_(self.shift[:, None])
 
 
 def inverses(
     sides: Sequence[Tensor],
     *,
-    scales: Sequence[Tensor] | None = None,
+    scales: Sequence[Tensor | float] | None = None,
     shifts: Sequence[Tensor] | None = None,
     singular: bool = False,
     factors: bool = False,
 ) -> Inverses:
-    """The inverses of many sides, or of side/scale + shift·1 for each, those of a size together.
+    """Return the inverses of many sides, or of side/scale + shift, those of a size together.
 
     Args:
         sides: what to invert.
         scales: a divisor of each, a number on its device.
-        shifts: what is added to the diagonal of each, one number per group, (G,).
+        shifts: what is added to each: multiples of the identity (G,), or a side.
         singular: whether to invert on the range only (Moore–Penrose) where a matrix is singular to
             working precision; without it such a side has failed.
         factors: give the lower Cholesky factors of matrices instead, to solve with.
     """
-    given = _Given(sides, scales, shifts)
-    out: list[Tensor] = list(sides)
+    given: list[_Shifted] = []
+    for i, side in enumerate(sides):
+        one = _Shifted(side, scales[i] if scales else None, shifts[i] if shifts else None)
+        if one.shift is not None and one.shift.ndim > 1:
+            one = _Shifted(add(_Shifted(side, one.scale, None).form(), one.shift), None, None)
+        given.append(one)
+    out = [one.side for one in given]
     told: list[tuple[list[int], list[int], Tensor]] = []
-    for indices, found, good in _found(given, singular, factors):
-        counts = [len(sides[i]) for i in indices]
+    for indices, found, good in _invert(given, singular, factors):
+        counts = [len(out[i]) for i in indices]
         told.append((indices, counts, good))
         for i, inverse in zip(indices, found.split(counts), strict=True):
-            n = sides[i].shape[-1]
-            out[i] = inverse if is_diagonal(sides[i]) else inverse[:, :n, :n]
-    failed = _failed(told, len(sides))
-    ranks: list[Tensor | None] = [None] * len(sides)
+            n = out[i].shape[-1]
+            out[i] = inverse if is_diagonal(out[i]) else inverse[:, :n, :n]
+    failed = _failed(told, len(out))
+    ranks: list[Tensor | None] = [None] * len(out)
     if singular:
         for i, bad in enumerate(failed):
-            if bad and bool(torch.isfinite(one := given.one(i)).all()):
+            if bad and bool(torch.isfinite(one := given[i].form()).all()):
                 out[i], ranks[i] = pseudo_inverse(one)
                 failed[i] = False
     return Inverses(out, failed, ranks)
 
 
-def _found(
-    given: _Given, singular: bool, factors: bool
+def _invert(
+    given: Sequence[_Shifted], singular: bool, factors: bool
 ) -> Iterator[tuple[list[int], Tensor, Tensor]]:
-    """Indices, their inverses one after the other, and which matrices are to be trusted."""
+    """Yield indices, their inverses one after the other, and which matrices are to be trusted."""
     large: dict[tuple[object, ...], list[int]] = {}
-    for indices in _alike(given.sides):
-        first = given.sides[indices[0]]
-        if is_diagonal(first):
-            yield indices, *_reciprocal(given.stacked(indices))
-        elif _by_panels(first) and not factors and not singular:
+    sides = [one.side for one in given]
+    for indices in _alike(sides):
+        first = sides[indices[0]]
+        if _by_panels(first) and not is_diagonal(first) and not factors and not singular:
             large.setdefault((first.dtype, first.device), []).extend(indices)
+            continue
+        some = [given[i].form() for i in indices]
+        stack = some[0] if len(some) == 1 else torch.cat(some)
+        if is_diagonal(stack):
+            yield indices, *_reciprocal(stack)
         else:
-            spare, stack = given.fresh and not singular, given.stacked(indices)
+            spare = stack is not first and not singular
+            del some
             yield indices, *_cholesky(stack, strict=singular, factors=factors, spare=spare)
     for some in large.values():
-        together = _near(given.sides, some)
-        found = blocked.invert([given.filled(indices) for indices in together])
+        together = _near(sides, some)
+        found = blocked.invert([_stacked([given[i] for i in indices]) for indices in together])
         for indices, (inverse, good) in zip(together, found, strict=True):
             yield indices, inverse, good
+
+
+def _stacked(some: Sequence[_Shifted]) -> Tensor:
+    """Form matrices of nearly one size in one stack, the first of them the largest."""
+    counts, largest = [len(one.side) for one in some], some[0].side
+    out = blocked.room(sum(counts), largest.shape[-1], largest)
+    for part, one in zip(out.split(counts), some, strict=True):
+        one.write(part)
+    return out
 
 
 def _near(sides: Sequence[Tensor], indices: Sequence[int]) -> list[list[int]]:

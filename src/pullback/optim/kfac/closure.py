@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,28 +33,26 @@ Point = Mapping[str, Tensor]
 
 
 class Source:
-    """A loop that has already called backward."""
+    """Where loss and gradients come from; this one is a loop that has already called backward."""
 
     #: the loss, where it is known
     loss: float | None = None
 
     def evaluate(self) -> Any:
         """Compute loss and gradients; return what `step` is to return."""
-        return None
 
     def parts(self) -> list[Part] | None:
-        """The terms of an objective, whose maps give statistics of their own."""
-        return None
+        """Return the terms of an objective, whose maps give statistics of their own."""
 
     def again(self) -> float:
-        """The loss at the parameters as they are now, which leaves everything else as it was."""
+        """Return the loss at the parameters as they are now, and change nothing."""
         raise NotImplementedError
 
     def restore(self) -> None:
-        """Put back what `evaluate` has disturbed beside gradients."""
+        """Put back what `evaluate` has changed beside gradients."""
 
     def products(self, span: Sequence[Point]) -> list[list[Tensor]]:
-        """x_iᵀ G x_j with the exact Gram."""
+        """Return x_iᵀ G x_j with the exact Gram."""
         raise NotImplementedError
 
 
@@ -72,14 +70,10 @@ class Output:
 
 
 class ClosureSource(Source):
-    """A closure, recorded where the step looks at the loss again.
+    """A closure that evaluates the loss and calls backward.
 
-    Args:
-        output: how the metric sees the model's output.
-        params: the model's, by name.
-        closure: evaluates the loss, calls backward and returns it.
-        controlled: whether the step looks at the loss again.
-        unwatched: a context in which the model's calls give no statistics.
+    Where the step is `controlled`, the model's calls are recorded. Within `unwatched()` they give
+    no statistics.
     """
 
     def __init__(
@@ -127,18 +121,51 @@ class ClosureSource(Source):
 
     def products(self, span: Sequence[Point]) -> list[list[Tensor]]:
         params = {n: p for n, p in self._params.items() if p.requires_grad and n in span[0]}
-        return exact_products(self._output, self._calls, params, span)
+        total, samples = torch.zeros(()), 0.0
+        for call in self._calls:
+            white, count = _whitened(self._output, call, params, span)
+            total = total + torch.stack(
+                [torch.stack([(a * b).sum() for b in white]) for a in white]
+            )
+            samples += count
+        scale = 1.0 if self._output.reduction == "sum" else 1 / max(samples, 1.0)
+        return [list(row) for row in total * scale]
+
+
+def _whitened(
+    output: Output, call: Call, params: Mapping[str, Tensor], span: Sequence[Point]
+) -> tuple[list[Tensor], float]:
+    """Return SᵀJx for each x of the span, with M = SSᵀ the metric, and how many samples count."""
+    metric, axis = output.metric, output.batch_dim
+    source = ModuleMap(
+        output.model, call, output=output.selector, batch_dim=axis, plans=output.plans, coupled=True
+    )
+    with _unfused_recurrence(output.model):
+        linear = source.linearize(params)
+        z = linear.value
+        tangents = [linear.jvp(linear.space.flatten(x)) for x in span]
+    count = float(metric.samples(z))
+    if call.cotangent is not None:
+        mask = metric.counted(z, source.arranged(call.cotangent).to(z.dtype))
+        if mask is not None:
+            tangents = [t * mask for t in tangents]
+            count *= float(mask.to(z.dtype).mean())
+    factor = metric.factor(z, inputs=first_input(call.tensors, len(z), axis))
+    return [factor.transpose(t) for t in tangents], count
+
+
+@contextlib.contextmanager
+def _unfused_recurrence(model: nn.Module) -> Iterator[None]:
+    """Leave out fused kernels of recurrent layers, which have no second reverse pass."""
+    if not any(isinstance(m, nn.RNNBase) for m in model.modules()):
+        yield
+        return
+    with torch.backends.mkldnn.flags(enabled=False), torch.backends.cudnn.flags(enabled=False):
+        yield
 
 
 class ObjectiveSource(Source):
-    """An objective: losses with derivatives of the network, whose terms know their structure.
-
-    Args:
-        params: those that are optimized, by name.
-        objective: what `step(objective=...)` was given.
-        metric: of the optimizer.
-        reduction: "mean" or "sum" over samples.
-    """
+    """An objective, as given to `step(objective=...)`: terms with derivatives of the network."""
 
     def __init__(
         self, params: dict[str, nn.Parameter], objective: Any, metric: Metric, reduction: str
@@ -164,8 +191,8 @@ class ObjectiveSource(Source):
         return float(self._problem.losses(zero, lambda origin, move: here)[0])
 
     def products(self, span: Sequence[Point]) -> list[list[Tensor]]:
-        flat = [self._problem.space.flatten(x) for x in span]
-        pushed = [torch.cat([part.push(v) for part in self.parts()]) for v in flat]
+        parts, flat = self.parts(), [self._problem.space.flatten(x) for x in span]
+        pushed = [torch.cat([part.push(v) for part in parts]) for v in flat]
         return [[a @ b for b in pushed] for a in pushed]
 
 
@@ -214,25 +241,22 @@ def best_combination(
 
     Buffers become the new move. Returns α and β, by the exact quadratic model.
     """
-    span: list[dict[str, Tensor]] = [
-        {n: d for s in shares for n, d in zip(s.names, s.directions, strict=True)}
-    ]
+    directions = {n: d for s in shares for n, d in zip(s.names, s.directions, strict=True)}
     last = {n: m for s in shares for n, m in zip(s.names, s.buffers, strict=True)}
-    if step.momentum and any(bool(m.any()) for m in last.values()):
-        span.append(last)
-    products = source.products(span)
+    moving = step.momentum and any(bool(m.any()) for m in last.values())
+    span = [directions, last] if moving else [directions]
     lengths = [[_inner(x, y) for y in span] for x in span]
     slopes = [_inner(gradients, x) for x in span]
-    c = best_factors(slopes, products, lengths, damping)
+    alpha, *beta = best_factors(slopes, source.products(span), lengths, damping)
     for share in shares:
-        share.directions = [
-            sum((f * x[n] for f, x in zip(c[1:], span[1:], strict=True)), c[0] * span[0][n]).to(d)
-            for n, d in zip(share.names, share.directions, strict=True)
-        ]
+        best = [alpha * d for d in share.directions]
+        if beta:
+            best = [d + beta[0] * m for d, m in zip(best, share.buffers, strict=True)]
+        share.directions = [d.to(p) for d, p in zip(best, share.directions, strict=True)]
         for m, d in zip(share.buffers, share.directions, strict=True):
             m.copy_(d)
         share.buffers, share.momentum = [], 0.0
-    return float(c[0]), float(c[1]) if len(c) > 1 else None
+    return float(alpha), float(beta[0]) if beta else None
 
 
 def trial_move(
@@ -242,81 +266,27 @@ def trial_move(
 
     Decay is left out of the comparison: the loss knows nothing of it.
     """
-    names = [n for share in shares for n in share.names]
-    params = dict(zip(names, [p for s in shares for p in s.params], strict=True))
+    params = {n: p for share in shares for n, p in zip(share.names, share.params, strict=True)}
     buffers = [m for share in shares for m in share.buffers]
-    before, old = {n: p.clone() for n, p in params.items()}, [m.clone() for m in buffers]
-    decays = [share.decay for share in shares]
-    for share in shares:
-        share.decay = 0.0
-    move(shares)
+    before, momenta = {n: p.clone() for n, p in params.items()}, [m.clone() for m in buffers]
+    move([replace(share, decay=0.0) for share in shares])
     moved = {n: before[n] - p for n, p in params.items()}
-    loss = source.again()
     assert source.loss is not None
-    actual = source.loss - loss
-    for name, p in params.items():  # the model is that of where we came from
+    actual = source.loss - source.again()
+    for name, p in params.items():  # the quadratic model is that of the point before
         p.copy_(before[name])
     predicted = float(_inner(moved, gradients)) - 0.5 * float(source.products([moved])[0][0])
     ratio = actual / predicted if predicted else float("nan")
-    rejected = not actual >= 0
-    after = damping.next(value, -1.0 if rejected else ratio)
-    if rejected:
+    if not actual >= 0:
         for m in buffers:
             m.zero_()  # which no damping makes shorter
-        return Outcome(False, "the loss rose", after, ratio)
-    for m, held in zip(buffers, old, strict=True):  # `move` runs once more, with the decay
-        m.copy_(held)
-    for share, decay in zip(shares, decays, strict=True):
-        share.decay = decay
-    move(shares)
-    return Outcome(True, "", after, ratio)
+        return Outcome(False, "the loss rose", damping.next(value, -1.0), ratio)
+    for m, momentum in zip(buffers, momenta, strict=True):
+        m.copy_(momentum)
+    move(shares)  # once more, with the decay
+    return Outcome(True, "", damping.next(value, ratio), ratio)
 
 
 def _inner(x: Point, y: Point) -> Tensor:
     """⟨x, y⟩ over all parameters of x."""
     return torch.stack([torch.sum(x[n].double() * y[n].double()) for n in x]).sum()
-
-
-# --- products with the exact Gram -------------------------------------------------------------
-
-
-def exact_products(
-    output: Output, calls: Sequence[Call], params: Mapping[str, Tensor], span: Sequence[Point]
-) -> list[list[Tensor]]:
-    """x_iᵀ G x_j for directions x_i by name, with G = mean JᵀMJ over the calls' samples."""
-    metric, axis = output.metric, output.batch_dim
-    total: list[list[Any]] = [[0.0] * len(span) for _ in span]
-    samples = 0.0
-    for call in calls:
-        source = ModuleMap(
-            output.model, call, output=output.selector, batch_dim=axis, plans=output.plans,
-            coupled=True,
-        )  # fmt: skip
-        with _unfused_recurrence(output.model):
-            linear = source.linearize(params)
-            z = linear.value
-            tangents = [linear.jvp(linear.space.flatten(x)) for x in span]
-        factor = metric.factor(z, inputs=first_input(call.tensors, len(z), axis))
-        share = 1.0
-        if call.cotangent is not None:
-            mask = metric.counted(z, source.arranged(call.cotangent).to(z.dtype))
-            if mask is not None:
-                tangents = [t * mask for t in tangents]
-                share = float(mask.to(z.dtype).mean())
-        white = [factor.transpose(t) for t in tangents]
-        for i, a in enumerate(white):
-            for j, b in enumerate(white):
-                total[i][j] = total[i][j] + (a * b).sum()
-        samples += metric.samples(z) * share
-    scale = 1.0 if output.reduction == "sum" else 1 / max(samples, 1.0)
-    return [[x * scale for x in row] for row in total]
-
-
-@contextlib.contextmanager
-def _unfused_recurrence(model: nn.Module) -> Iterator[None]:
-    """No fused kernels of recurrent layers: those have but one reverse pass."""
-    if not any(isinstance(m, nn.RNNBase) for m in model.modules()):
-        yield
-        return
-    with torch.backends.mkldnn.flags(enabled=False), torch.backends.cudnn.flags(enabled=False):
-        yield

@@ -17,7 +17,6 @@ from ..._core.errors import PullbackError
 from ...grams.kronecker import Kronecker
 from ...grams.kronecker.packed import Side, memory
 from ...likelihoods import Likelihood
-from ...maps.layers import REGISTRY
 from ...maps.layers.moments import Sharing
 from ...metrics import Metric
 from ...steps import QuadraticModel
@@ -38,19 +37,32 @@ from .factors.average import block_of, guardable
 from .factors.damping import Damping, refuse_reference
 from .factors.factor import SPECTRUM, BlockKey, Factor, block_shape, describe, to_block
 from .factors.preconditioner import Preconditioner
-from .factors.rescale import Scales, rescale_
 from .report import Coverage, Degenerate, KFACInfo, Row, degenerate_sides
 from .rules.natural import Natural
-from .state import KFACState, Undo, publish, restore, saved_by_name
+from .state import (
+    KFACState,
+    Undo,
+    publish,
+    restore,
+    saved_by_name,
+)
 from .statistics.capture import StatisticsCapture, averaged, averaged_parts
 from .statistics.coupling import refuse_options
 from .statistics.covectors import Recipe
-from .statistics.plan import forecast
+from .statistics.plan import Forecast, forecast
 from .update import Share, Verdict, clip_shares, finite, like_parameter, move
 
 #: what belongs to hooks, or to the model's objects
 _UNSAVED = ("_capture", "_names", "_by_name", "_verdict", "_plans")
 _NOT_FINITE = "a gradient is not finite"
+
+
+def mixed(seed: int, step: int) -> int:
+    """A number of 64 bits that depends on both in all of its bits (splitmix64)."""
+    z = (seed * 0xD1342543DE82EF95 + (step + 1) * 0x9E3779B97F4A7C15) % 2**64
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
+    return z ^ (z >> 31)
 
 
 class KFAC(Optimizer):
@@ -166,13 +178,10 @@ class KFAC(Optimizer):
         self._by_name = dict(plain(self.model).named_parameters())
         self._names = {id(p): n for n, p in self._by_name.items()}
         self._shapes = {n: p.shape for n, p in self._by_name.items()}
-        me: Any = self._held.schedule
-        seed = self.seed
-
-        def counter() -> int:
-            return seed * 2**32 + me["step"]
-
-        self._capture = StatisticsCapture(self.model, self._recipe, counter)
+        seed, schedule = self.seed, self._held.schedule  # not the optimizer, which holds the hooks
+        self._capture = StatisticsCapture(
+            self.model, self._recipe, lambda: mixed(seed, schedule["step"])
+        )
         self._verdict: Verdict | None = None
         self._plans: dict[Any, Any] = {}
 
@@ -195,31 +204,28 @@ class KFAC(Optimizer):
         group = own_group(param_group, self._names, held)
         options.check_group(group)
         super().add_param_group(group)
-        chosen = self._choose()
-        new = {n for n, p in chosen.items() if "schedule" not in self.state[p]}
+        self._capture.choose(n for n, p in self._chosen.items() if p.numel())
+        new = {n: p for n, p in self._chosen.items() if "schedule" not in self.state[p]}
         for key, factors in self._forecast().factors.items():
-            if new.issuperset(key.names):
-                self._held.allocate(key, factors)
-        buffered = self.quadratic is not None or self.param_groups[-1]["momentum"]
-        for name in new if buffered else ():
-            self._buffer(chosen[name])
+            if new.keys() >= {*key.names}:
+                self._held.reserve(key, factors)
+        if self.quadratic is not None or self.param_groups[-1]["momentum"]:
+            for p in new.values():
+                self._buffer(p)
         self._publish()
 
-    def _choose(self) -> dict[str, Tensor]:
-        """Let the groups' parameters take part; for the metric the others are constants."""
-        every = [p for group in self.param_groups for p in group["params"] if p.numel()]
-        self._capture.choose(self._names[id(p)] for p in every)
-        return {self._names[id(p)]: p for p in every}
+    @property
+    def _chosen(self) -> dict[str, Any]:
+        """The groups' parameters, by name; for the metric the others are constants."""
+        return {self._names[id(p)]: p for group in self.param_groups for p in group["params"]}
 
-    def _forecast(self) -> Any:
-        every = [p for group in self.param_groups for p in group["params"] if p.numel()]
-        chosen = {self._names[id(p)]: p for p in every}
-        ordered = {n: p for n, p in self._by_name.items() if n in chosen}
-        return forecast(self.model, ordered, self._recipe.sharing, self._recipe.joint)
+    def _forecast(self) -> Forecast:
+        given = self._chosen
+        some = {n: p for n, p in self._by_name.items() if n in given and p.numel()}
+        return forecast(self.model, some, self._recipe.sharing, self._recipe.joint)
 
     def _publish(self) -> None:
-        every = [p for group in self.param_groups for p in group["params"]]
-        publish(self._held, self.state, {self._names[id(p)]: p for p in every})
+        publish(self._held, self.state, self._chosen)
 
     def _buffer(self, p: Tensor) -> Tensor:
         """The parameter's momentum, on its device."""
@@ -246,11 +252,13 @@ class KFAC(Optimizer):
         super().__setstate__(state)
         if "model" in state:
             self._register()
+            self._publish()
             self._resume()
 
     def state_dict(self) -> dict[str, Any]:
         """Param groups, and under each parameter momentum, averages, inverses and schedule."""
         self._settle()
+        self._held.take_memory()
         self._publish()
         return super().state_dict()
 
@@ -272,7 +280,7 @@ class KFAC(Optimizer):
         super().load_state_dict({**state_dict, "state": {}})
         for key, average in self._held.averages.items():
             if not any(n in saved for n in key.names) and key not in fresh.averages:
-                fresh.allocate(key, average.value)  # of parameters that were frozen when saved
+                fresh.reserve(key, average.value)  # of parameters that were frozen when saved
         buffers = {n: own["momentum"] for n, own in saved.items() if "momentum" in own}
         self._held.schedule.update(fresh.schedule)  # the dict itself is shared
         fresh.schedule = self._held.schedule
@@ -284,7 +292,7 @@ class KFAC(Optimizer):
         self._resume()
 
     def _resume(self) -> None:
-        self._choose()
+        self._capture.choose(n for n, p in self._chosen.items() if p.numel())
         self._capture.structure.partners = {
             n: key.names for key in self._held.learned for n in key.names
         }
@@ -345,8 +353,7 @@ class KFAC(Optimizer):
 
     def _source(self, closure: Any, objective: Any) -> Source:
         if objective is not None:
-            every = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
-            params: Any = {self._names[id(p)]: p for p in every}
+            params = {n: p for n, p in self._chosen.items() if p.requires_grad}
             return ObjectiveSource(params, objective, self.metric, self.reduction)
         if closure is None:
             return Source()
@@ -357,7 +364,7 @@ class KFAC(Optimizer):
         return ClosureSource(output, self._by_name, closure, self._controlled, unwatched)
 
     def _undo(self) -> Undo:
-        every = [p for group in self.param_groups for p in group["params"]]
+        every = list(self._chosen.values())
         buffers = [self._buffer(p) for p in every if "momentum" in self.state[p]]
         due = self._capture.wanted or self._due() or bool(self._capture.pool.calls)
         learning = due or bool(self._held.schedule["retry"])
@@ -367,6 +374,8 @@ class KFAC(Optimizer):
         """Statistics → averages → inverses → directions → update, as far as each is due."""
         loss = source.evaluate()
         gradients = self._gradients()
+        if self._idle(gradients):
+            return loss
         if source.loss is not None and not isfinite(source.loss):
             return self._reject(f"the loss is {source.loss}", loss)
         found = self._statistics(source, owing)
@@ -384,6 +393,12 @@ class KFAC(Optimizer):
         outcome = self._move(self._shares(directions), source, gradients)
         self._finish(taken, owing, outcome)
         return loss
+
+    def _idle(self, gradients: Mapping[str, Tensor]) -> bool:
+        """Whether a step without a forward pass, a gradient and a rate asks for nothing."""
+        if self._capture.called or any(group["lr"] != 0 for group in self.param_groups):
+            return False
+        return not any(bool(g.any()) for g in gradients.values())
 
     def _take_unseen(
         self, found: Mapping[BlockKey, Any], gradients: Mapping[str, Tensor], owing: bool
@@ -534,6 +549,7 @@ class KFAC(Optimizer):
     ) -> tuple[dict[str, Tensor], list[Tensor]]:
         """The rule's directions by name, and in few tensors."""
         own = self._held.preconditioner
+        self._held.follow(self._by_name)
         if not own.stacked:
             own.stack(self._by_name)
             self._publish()
@@ -634,13 +650,15 @@ class KFAC(Optimizer):
         if not moved:
             schedule["step"] -= 1
             self._capture.due = self._due() or self._capture.lacking
+            if not self._capture.due:  # what was gathered meanwhile is not due after all
+                self._capture.clear()
             self._info = KFACInfo(False, _NOT_FINITE, schedule["damping"])
 
-    def rescale_state(self, scales: Mapping[str, Scales]) -> None:
-        """Bring averages and inverses along where parameters were multiplied by these scales."""
+    @property
+    def blocks(self) -> KFACState:
+        """Averages and inverses of all blocks, as of the last step."""
         self._settle()
-        own, first = self._held, {type(k).__name__ for k in REGISTRY.values() if k.input_first}
-        rescale_(own.averages, own.preconditioner, self._by_name, scales, frozenset(first))
+        return self._held
 
     # --- reports --------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from math import inf, isfinite
+from math import inf
 from numbers import Real
 from typing import Any
 
@@ -19,13 +19,8 @@ from ...steps import QuadraticModel
 from ..checks import refuse_parameter
 from .factors.damping import Damping, as_damping
 
-_CHOICES = {
-    "fisher": ("mc", "exact", "empirical"),
-    "sharing": ("expand", "reduce"),
-    "reduction": ("mean", "sum"),
-}
-#: what is read from a param group, with its upper bound
-_BELOW = {"lr": inf, "momentum": 1.0, "weight_decay": inf}
+#: what is read from a param group
+_GROUPED = ("lr", "momentum", "weight_decay")
 #: what a param group may be labeled with, by schedulers too
 _LABELS = (
     "params", "param_names", "name", "initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum",
@@ -38,55 +33,42 @@ def _whole(value: Any) -> bool:
 
 
 def _number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < inf
 
 
-def _count(value: Any) -> bool:
-    return _whole(value) and value >= 1
-
-
-#: per argument what it must be, and the remedy
-_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    **{
-        name: (_count, "Use a whole number ≥ 1")
-        for name in ("statistics_every", "invert_every", "draws", "max_factor")
-    },
-    **{name: (choices.__contains__, f"Use one of {choices}") for name, choices in _CHOICES.items()},
-    **{name: (lambda v: isinstance(v, bool), "Use True or False") for name in ("joint", "ekfac")},
-    **{
-        name: (lambda v: _number(v) and 0 <= v < 1, "Use a number in [0, 1)")
-        for name in ("ema", "momentum")
-    },
-    **{
-        name: (lambda v: _number(v) and v >= 0, "Use a number ≥ 0")
-        for name in ("lr", "weight_decay")
-    },
-    "batch_dim": (lambda v: _whole(v) and v >= 0, "Use 0, or 1 for sequences first"),
-    "seed": (_whole, "Use a whole number"),
-    "output": (
-        lambda v: v is None or isinstance(v, (str, int)) or callable(v),
+#: arguments, what they must be, and the remedy
+_TABLE: list[tuple[str, Callable[[Any], bool], str]] = [
+    ("lr weight_decay", _number, "Use a number ≥ 0"),
+    ("momentum ema", lambda v: _number(v) and v < 1, "Use a number in [0, 1)"),
+    ("kl_clip", lambda v: _number(v) and v > 0, "Use a number > 0, or None"),
+    ("statistics_every invert_every", lambda v: _whole(v) and v >= 1, "Use a whole number ≥ 1"),
+    ("draws max_factor", lambda v: _whole(v) and v >= 1, "Use a whole number ≥ 1"),
+    ("seed", _whole, "Use a whole number"),
+    ("batch_dim", lambda v: _whole(v) and v >= 0, "Use 0, or 1 for sequences first"),
+    ("joint ekfac", lambda v: isinstance(v, bool), "Use True or False"),
+    ("fisher", ("mc", "exact", "empirical").__contains__, "Use 'mc', 'exact' or 'empirical'"),
+    ("sharing", ("expand", "reduce").__contains__, "Use 'expand' or 'reduce'"),
+    ("reduction", ("mean", "sum").__contains__, "Use 'mean' or 'sum'"),
+    ("params", lambda v: isinstance(v, Iterable), "Use a list of parameters or of param groups"),
+    ("step", lambda v: isinstance(v, QuadraticModel), "Use steps.QuadraticModel(), or None"),
+    ("grad_scaler", lambda v: hasattr(v, "get_scale"), "Use the torch.amp.GradScaler of the loss"),
+    (
+        "output",
+        lambda v: isinstance(v, (str, int)) or callable(v),
         "Use a key, an index or a function of the model's output",
     ),
-    "kl_clip": (lambda v: v is None or (_number(v) and v > 0), "Use a number > 0, or None"),
-    "step": (
-        lambda v: v is None or isinstance(v, QuadraticModel),
-        "Use steps.QuadraticModel(), or None",
-    ),
-    "grad_scaler": (
-        lambda v: v is None or callable(getattr(v, "get_scale", None)),
-        "Use the torch.amp.GradScaler that scales the loss",
-    ),
-    "params": (
-        lambda v: v is None or isinstance(v, Iterable),
-        "Use a list of parameters or of param groups",
-    ),
-}
+]
+#: arguments that may be None
+_OPTIONAL = ("kl_clip", "params", "step", "grad_scaler", "output")
+_TESTS = {name: (good, remedy) for names, good, remedy in _TABLE for name in names.split()}
 
 
 def check(**given: Any) -> None:
     """Raise for the first argument that is not usable."""
     for name, value in given.items():
-        good, remedy = _RULES[name]
+        good, remedy = _TESTS[name]
+        if value is None and name in _OPTIONAL:
+            continue
         if isinstance(value, Tensor) or not good(value):
             raise PullbackError(f"{name}= is not usable", f"got {value!r}", remedy)
 
@@ -94,35 +76,32 @@ def check(**given: Any) -> None:
 def check_group(group: Mapping[str, Any]) -> None:
     """Raise for options of a param group that are not usable, or that nothing would read."""
     for name in group:
-        if name not in (*_BELOW, *_LABELS):
+        if name not in (*_GROUPED, *_LABELS):
             raise PullbackError(
                 f"A param group cannot have its own {name}=",
-                f"only {', '.join(_BELOW)} are read from a group",
+                f"only {', '.join(_GROUPED)} are read from a group",
                 "Give it to KFAC itself where it is one of its options, or leave it out",
             )
-    check(**{name: group[name] for name in _BELOW if name in group})
+    check(**{name: group[name] for name in _GROUPED if name in group})
 
 
 def check_rates(groups: Iterable[Mapping[str, Any]]) -> None:
     """Raise for options that schedulers or users have made unusable since."""
     for group in groups:
-        for name, bound in _BELOW.items():
-            value = group.get(name)
-            if type(value) is not float or not 0 <= value < bound:
-                check(**{name: _as_number(value)})
+        check(**{name: _as_number(group.get(name)) for name in _GROUPED})
 
 
 def _as_number(value: Any) -> Any:
-    """A number of numpy's or torch's as one of Python's; one on a GPU is believed unseen."""
+    """Return a number of numpy's or torch's as one of Python's, and 0 for one on a GPU."""
     if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
-        return 0.0 if value.device.type != "cpu" else value.item()
+        return value.item() if value.device.type == "cpu" else 0.0  # reading it would wait
     return float(value) if isinstance(value, Real) and not isinstance(value, bool) else value
 
 
 def metric_of(
     likelihood: Likelihood | None, metric: Metric | Callable[[Tensor], Tensor] | None
 ) -> Metric:
-    """The metric that was given, by default that of ½‖·‖²."""
+    """Return the metric that was given, by default that of ½‖·‖²."""
     if likelihood is None:
         return as_metric(Euclidean() if metric is None else metric)
     if metric is not None:
@@ -135,7 +114,7 @@ def metric_of(
 
 
 def damping_of(damping: float | Damping, *, ekfac: bool) -> Damping:
-    """The damping, if it goes with corrected eigenvalues where these are wanted."""
+    """Return the damping; raise where it does not go with corrected eigenvalues."""
     found = as_damping(damping)
     if ekfac and found.referenced:
         raise PullbackError(

@@ -78,10 +78,9 @@ class Degenerate:
 
 
 def degenerate_sides(key: BlockKey, block: Block) -> list[Degenerate]:
-    """The singular sides of a block: directions of length zero, which change nothing.
+    """Return the singular sides of a block: directions of length zero, which change nothing.
 
-    If the expected pullback metric of a layer is nondegenerate, so is its Kronecker block; a block
-    is singular exactly if one of its sides is.
+    If the expected pullback metric of a layer is nondegenerate, so is its Kronecker block.
     """
     if isinstance(block, Units):
         diagonal = block.diagonal()
@@ -93,10 +92,9 @@ def degenerate_sides(key: BlockKey, block: Block) -> list[Degenerate]:
     for name, side in (("output", block.left), ("input", block.right)):
         values = side if sides.is_diagonal(side) else torch.linalg.eigvalsh(side)
         for rank, matrix in zip(sides.cut(values).sum(-1).tolist(), side, strict=True):
-            size = matrix.shape[-1]
-            if rank < size:
+            if rank < len(matrix):
                 reason = _reason(name, matrix, rank)
-                found.append(Degenerate(key.names, name, rank, size, reason))
+                found.append(Degenerate(key.names, name, rank, len(matrix), reason))
     return found
 
 

@@ -9,13 +9,15 @@ For every parameter p, from construction on and with keys that do not depend on 
     mean       plain means of the factors, where the damping asks for them
     spectrum   corrected eigenvalues and their mass, with ekfac=True
 
-A bias that shares the block of its weight has empty dicts there.
+A bias that shares the block of its weight has numbers alone there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from copy import copy, deepcopy
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from math import prod
 from typing import Any
 
@@ -45,12 +47,33 @@ class KFACState:
     averages: dict[BlockKey, Average] = field(default_factory=dict)
     #: blocks that have statistics; the others are forecast
     learned: set[BlockKey] = field(default_factory=set)
+    #: of these, blocks whose tensors show their shapes and take no memory yet
+    reserved: set[BlockKey] = field(default_factory=set)
 
     def allocate(self, key: BlockKey, like: Factors) -> None:
         """Make room for a block of these factors' shapes."""
         self.averages[key] = Average.empty(like, mean=self.mean)
         self.preconditioner.allocate(key, self.averages[key])
         self.learned.discard(key)
+        self.reserved.discard(key)
+
+    def reserve(self, key: BlockKey, like: Factors) -> None:
+        """Show a block of these shapes; memory is taken with its first statistics."""
+        self.allocate(key, like)
+        own, average = self.preconditioner, self.averages[key]
+        average.value = {f: as_side(_placeholder(memory(t))) for f, t in average.value.items()}
+        average.mean = {f: as_side(_placeholder(memory(t))) for f, t in average.mean.items()}
+        shown = {n: _placeholder(t) for n, t in own.inverses[key].tensors().items()}
+        own.inverses[key] = replace(own.inverses[key], **shown)
+        if key in own.spectra:
+            values = _placeholder(memory(own.spectra[key].value[SPECTRUM]))
+            own.spectra[key].value[SPECTRUM] = values
+        self.reserved.add(key)
+
+    def take_memory(self) -> None:
+        """Give every reserved block its memory."""
+        for key in list(self.reserved):
+            self.allocate(key, self.averages[key].value)
 
     def make_room(self, found: Mapping[BlockKey, Factors]) -> bool:
         """Make room for statistics whose blocks are new or have other shapes; say if it did."""
@@ -61,7 +84,7 @@ class KFACState:
             for old in {leaders[n] for n in key.names if leaders.get(n, key) != key}:
                 changed |= self.drop(old)  # a bias was frozen, say, and the weight is by itself now
             average = self.averages.get(key)
-            if average is not None and average.fits(own):
+            if average is not None and average.fits(own) and key not in self.reserved:
                 continue
             if average is not None and key in self.learned and average.of_shapes(own):
                 self.move(key, memory(next(iter(own.values()))))
@@ -84,10 +107,18 @@ class KFACState:
             own.allocate(key, self.averages[key])
         own.regroup()
 
+    def follow(self, params: Mapping[str, Tensor]) -> None:
+        """Bring blocks to the devices of their parameters, where the model was moved."""
+        for key in self.learned:
+            mass, device = self.averages[key].mass, params[key.names[0]].device
+            if mass.device != device:
+                self.move(key, mass.to(device))
+
     def drop(self, key: BlockKey) -> bool:
         """Forget a block; say if there was one."""
         self.preconditioner.drop(key)
         self.learned.discard(key)
+        self.reserved.discard(key)
         return self.averages.pop(key, None) is not None
 
     def update(self, found: Mapping[BlockKey, Factors], ema: float, broken: Tensor | None) -> None:
@@ -105,12 +136,18 @@ class KFACState:
         """Bytes held, by what for."""
         own = self.preconditioner
         spectra = [t for s in own.spectra.values() for t in s.tensors()]
-        averages = [t for a in self.averages.values() for t in a.tensors()]
-        inverses = [t for i in own.inverses.values() for t in i.tensors().values()]
+        held = [k for k in self.averages if k not in self.reserved]
+        averages = [t for k in held for t in self.averages[k].tensors()]
+        inverses = [t for k in held for t in own.inverses[k].tensors().values()]
         return {
             "averages": sum(t.nbytes for t in averages + spectra),
             "inverses": sum(t.nbytes for t in inverses),
         }
+
+
+def _placeholder(t: Tensor) -> Tensor:
+    """Zeros of this shape that take no memory."""
+    return t.new_zeros(()).expand(t.shape)
 
 
 # --- published and taken up again ---------------------------------------------------------------
@@ -120,10 +157,12 @@ def publish(
     state: KFACState, into: MutableMapping[Tensor, dict[str, Any]], params: Mapping[str, Tensor]
 ) -> None:
     """Write the state under its parameters; tensors are the state's own, not copies."""
-    parts = ("average", "inverse", *(["mean"] if state.mean else []))
-    parts += ("spectrum",) if state.preconditioner.ekfac else ()
-    for p in params.values():
-        into[p] |= {"schedule": state.schedule, **{part: {} for part in parts}}
+    for p in params.values():  # a number keeps a dict that a flattened checkpoint would lose
+        into[p] |= {"schedule": state.schedule, "average": {"mass": 0.0}, "inverse": {"ready": 0}}
+        if state.mean:
+            into[p]["mean"] = {"count": 0}
+        if state.preconditioner.ekfac:
+            into[p]["spectrum"] = {"mass": 0.0}
     for key, average in state.averages.items():
         own, held = into[params[key.names[0]]], state.preconditioner
         own["average"] = {**_nested(average.value), "mass": average.mass}
@@ -162,24 +201,17 @@ def restore(
     params: Mapping[str, Tensor],
     expected: Forecast,
 ) -> None:
-    """Take up a published state, by parameter name.
-
-    Args:
-        state: an empty one.
-        saved: what `publish` wrote, by name.
-        params: the model's, by name.
-        expected: which parameters are partners.
-    """
+    """Fill an empty state with what `publish` wrote, by name; partners are as `expected`."""
     held = state.preconditioner
     for name, own in saved.items():
-        if not own["average"]:
-            continue
         p, factors = params[name], _factors(own["average"], params[name])
+        if not factors:
+            continue
         key = _key_of(name, p, factors, expected)
         size, wanted = prod(block_shape(key, factors)), sum(params[n].numel() for n in key.names)
         if size != wanted:
             names = " and ".join(key.names)
-            raise foreign(f"{names} had {size} entries, and have {wanted} now")
+            raise _foreign(f"{names} had {size} entries, and have {wanted} now")
         state.allocate(key, factors)
         average = state.averages[key]
         average.value, average.mass = factors, _own(own["average"]["mass"], p)
@@ -197,43 +229,34 @@ def restore(
         if average.started:
             state.learned.add(key)
     schedule = next(iter(saved.values()))["schedule"]
-    state.schedule.update({n: _number(schedule[n]) for n in _SCHEDULE})
-
-
-def _number(value: Any) -> Any:
-    return value.item() if isinstance(value, Tensor) else value
+    for name in _SCHEDULE:
+        value = schedule[name]
+        state.schedule[name] = value.item() if isinstance(value, Tensor) else value
 
 
 def _key_of(name: str, p: Tensor, factors: Factors, expected: Forecast) -> BlockKey:
-    """The block whose first parameter this is, from the roles and shapes of its factors."""
-    roles = {f.role for f in factors}
-    partner, shape = expected.partners.get(name), next(iter(factors.values())).shape
+    """Return the block whose first parameter this is, from the roles and shapes of its factors."""
+    roles, partner = {f.role for f in factors}, expected.partners.get(name)
+    names = (name,) if partner is None else (name, partner)
     if roles == {"diagonal"}:
         return BlockKey("diagonal", (name,))
-    bias = name in expected.biases
     if roles == {"units"}:
-        joint = shape[-1] == 2 and partner is not None
-        return BlockKey("units", (name, partner) if joint else (name,), bias=bias)  # pyright: ignore[reportArgumentType]
+        joint = next(iter(factors.values())).shape[-1] == 2
+        return BlockKey("units", names if joint else (name,), bias=name in expected.biases)
     if roles == {"bias"}:
         return BlockKey("kronecker", (name,), bias=True)
     width = p.numel() // max(1, len(p))
-    joint = block_shape(BlockKey("kronecker", (name,)), factors)[2] > width and partner is not None
-    return BlockKey("kronecker", (name, partner) if joint else (name,))  # pyright: ignore[reportArgumentType]
+    joint = block_shape(BlockKey("kronecker", (name,)), factors)[2] > width
+    return BlockKey("kronecker", names if joint else (name,))
 
 
 def saved_by_name(
-    state_dict: Any, names: Iterable[list[str]], wanted: Iterable[str]
+    state_dict: Any, names: Sequence[Sequence[str]], wanted: Iterable[str]
 ) -> dict[str, Any]:
-    """What `KFAC.state_dict()` holds for each parameter, by name, if all of it is there.
-
-    Args:
-        state_dict: what the user gave.
-        names: of the parameters in each param group.
-        wanted: the keys that each parameter's state has.
-    """
+    """Return a state dict's entries by the names of each param group; raise if a key lacks."""
     try:
-        groups, saved = state_dict["param_groups"], dict(state_dict["state"])
-        numbers = [number for group in groups for number in group["params"]]
+        numbers = [group["params"] for group in state_dict["param_groups"]]
+        saved = dict(state_dict["state"])
     except (KeyError, TypeError, ValueError) as error:
         raise _not_ours("it has no state by parameter") from error
     if "pullback" in saved:
@@ -242,16 +265,14 @@ def saved_by_name(
             "averages and inverses are kept under their parameters now",
             "Start the optimizer anew from the model's own state",
         )
-    every = [name for own in names for name in own]
-    if [len(group["params"]) for group in groups] != [len(own) for own in names]:
-        raise foreign("its param groups differ")
-    out = {}
-    for number, name in zip(numbers, every, strict=True):
-        own = saved.get(number)
-        if own is None:  # frozen parameters may be left out
-            continue
-        if not isinstance(own, Mapping) or "average" not in own:
-            raise _not_ours("it holds no averages")
+    if list(map(len, numbers)) != list(map(len, names)):
+        raise _foreign("its param groups differ")
+    pairs = zip(chain(*names), chain(*numbers), strict=True)
+    # frozen parameters may be left out
+    out = {name: saved[n] for name, n in pairs if saved.get(n) is not None}
+    if not out or any(not isinstance(o, Mapping) or "average" not in o for o in out.values()):
+        raise _not_ours("it holds no averages")
+    for own in out.values():
         missing = [key for key in wanted if key not in own]
         missing += [n for n in _SCHEDULE if n not in own.get("schedule", {})]
         if missing:
@@ -261,9 +282,6 @@ def saved_by_name(
                 "Load what KFAC.state_dict() gave, as it was, into an optimizer with the same "
                 "options",
             )
-        out[name] = own
-    if not out:
-        raise _not_ours("it holds no averages")
     return out
 
 
@@ -271,8 +289,7 @@ def _not_ours(why: str) -> PullbackError:
     return PullbackError("The saved state is not KFAC's", why, "Load what KFAC.state_dict() gave")
 
 
-def foreign(why: str) -> PullbackError:
-    """The error for a state that belongs to other parameters."""
+def _foreign(why: str) -> PullbackError:
     return PullbackError(
         "The saved state is that of another network",
         why,
@@ -281,55 +298,31 @@ def foreign(why: str) -> PullbackError:
 
 
 class Undo:
-    """Everything that a step may change, put back after an exception.
+    """Everything that a step may change, to be put back after an exception.
 
-    Args:
-        state: of the optimizer.
-        params: those that may move.
-        buffers: their momentum.
-        learning: whether statistics or inverses may be renewed.
+    A step that is not `learning` renews neither statistics nor inverses.
     """
 
     def __init__(
-        self,
-        state: KFACState,
-        params: Iterable[Tensor],
-        buffers: Iterable[Tensor],
-        *,
-        learning: bool,
+        self, state: KFACState, params: Iterable[Tensor], buffers: Iterable[Tensor], learning: bool
     ) -> None:
-        own = state.preconditioner
-        self._state = state
-        self._schedule, self._notes = dict(state.schedule), dict(own.notes)
-        self._dicts = [(held, dict(held)) for held in (state.averages, own.inverses, own.spectra)]
-        self._sets = [(held, set(held)) for held in (state.learned, own.ready)]
-        self._counts = [(a, a.count) for a in state.averages.values()]
+        own = self._preconditioner = state.preconditioner
+        held: list[Any] = [state.schedule, state.averages, state.learned, state.reserved]
+        held += [own.inverses, own.spectra, own.ready, own.notes]
+        self._collections = [(one, copy(one)) for one in held]
         self._tensors = [(t, t.detach().clone()) for t in (*params, *buffers)]
-        self._inverses = []
-        if learning:
-            every = (*state.averages.values(), *own.spectra.values())
-            self._tensors += [(t, t.clone()) for a in every for t in a.tensors()]
-            self._inverses = [
-                (i, n, t.clone()) for i in own.inverses.values() for n, t in i.tensors().items()
-            ]
+        records = [*state.averages.values(), *own.spectra.values(), *own.inverses.values()]
+        self._records = [vars(record) for record in records if learning]
+        self._fields = deepcopy(self._records)  # at once: inverses may be views of one stack
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put all of it back."""
-        own = self._state.preconditioner
-        self._state.schedule.update(self._schedule)
-        own.notes.clear()
-        own.notes.update(self._notes)
-        for held, before in self._dicts:
+        """Put all of it back into the same objects."""
+        for held, before in self._collections:
             held.clear()
-            held.update(before)  # pyright: ignore[reportCallIssue, reportArgumentType]
-        for now, before in self._sets:
-            now.clear()
-            now.update(before)
-        for average, count in self._counts:
-            average.count = count
+            held.update(before)
         for t, before in self._tensors:
             t.copy_(before)
-        for inverse, name, before in self._inverses:
-            setattr(inverse, name, before)
-        own.regroup()
+        for record, fields in zip(self._records, self._fields, strict=True):
+            record.update(fields)
+        self._preconditioner.regroup()

@@ -32,7 +32,7 @@ class Share:
 
 
 def finite(tensors: Sequence[Tensor]) -> Tensor:
-    """Whether all entries are finite, as a Boolean tensor on the first one's device."""
+    """Return whether all entries are finite, as a flag on the first one's device."""
     norms = torch._foreach_norm(list(tensors))
     dtypes = {n.dtype for n in norms}
     if torch.float16 in dtypes:  # norms overflow there
@@ -46,14 +46,9 @@ def finite(tensors: Sequence[Tensor]) -> Tensor:
 def clip_shares(
     shares: Sequence[Share], limit: float, length: Callable[[Mapping[str, Tensor]], Tensor]
 ) -> None:
-    """Shorten what is going to be moved, m = μm + Δ, to η²mᵀF̂m ≤ limit.
+    """Shorten the coming move m = μm + Δ to η²mᵀF̂m ≤ limit, where `length` returns xᵀF̂x.
 
     Directions are replaced by c·m − μm_old, so that `move` takes the step η·c·m.
-
-    Args:
-        shares: what is going to move.
-        limit: δ.
-        length: xᵀF̂x for x by parameter name.
     """
     moved: dict[str, Tensor] = {}
     for share in shares:
@@ -71,31 +66,21 @@ def clip_shares(
 
 
 def move(shares: Sequence[Share], broken: Tensor | None = None) -> None:
-    """Decay, momentum and the move itself.
-
-    Args:
-        shares: parameters with directions of their own dtype, device and layout.
-        broken: a float32 number on the device: where it is 1, nothing changes.
-    """
+    """Apply decay, momentum and the move; where the float32 flag `broken` is 1, nothing changes."""
     for share in shares:
         if share.decay:
             kept: Any = 1 - share.lr * share.decay
             if broken is not None:
-                one = torch.ones_like(broken)
-                kept = torch.where(broken > 0, one, one * kept).to(share.params[0].device)
+                one = share.params[0].new_ones(())
+                kept = torch.where(broken.to(one.device) > 0, one, one * kept)
             torch._foreach_mul_(share.params, kept)
-        for alike in _by_kind(share):
-            _advance(*alike, share.lr, share.momentum, broken)
-
-
-def _by_kind(share: Share) -> list[tuple[list[Tensor], list[Tensor], list[Tensor]]]:
-    """Params, directions and buffers by device and dtype: one kernel knows one of each."""
-    kinds = [(p.device, p.dtype) for p in share.params]
-    every = share.params, share.directions, share.buffers if share.momentum else []
-    if kinds.count(kinds[0]) == len(kinds):
-        return [every]
-    some = [[i for i, own in enumerate(kinds) if own == kind] for kind in dict.fromkeys(kinds)]
-    return [tuple([held[i] for i in own] if held else [] for held in every) for own in some]  # pyright: ignore[reportReturnType]
+        kinds: dict[object, list[int]] = {}  # one kernel knows one device and dtype
+        for i, p in enumerate(share.params):
+            kinds.setdefault((p.device, p.dtype), []).append(i)
+        every = share.params, share.directions, share.buffers if share.momentum else []
+        for own in kinds.values():
+            params, directions, buffers = ([some[i] for i in own] if some else [] for some in every)
+            _advance(params, directions, buffers, share.lr, share.momentum, broken)
 
 
 def _advance(
@@ -106,7 +91,7 @@ def _advance(
     momentum: float,
     broken: Tensor | None,
 ) -> None:
-    """m ← μm + Δ, w ← w − ηm: in one pass over the memory where there is a kernel for it."""
+    """Set m ← μm + Δ, w ← w − ηm: in one pass over the memory where there is a kernel for it."""
     first = params[0]
     # a rate on the device is read in single precision; on a CPU the kernel is wrong for bfloat16
     exact = isinstance(lr, Tensor) and first.is_cuda and first.dtype != torch.float64
@@ -127,7 +112,7 @@ def _advance(
 
 
 def like_parameter(direction: Tensor, p: Tensor) -> Tensor:
-    """The direction in the dtype, device and memory layout of its parameter."""
+    """Return the direction in the dtype, device and memory layout of its parameter."""
     same = direction.dtype == p.dtype and direction.device == p.device
     if same and direction.stride() == p.stride():
         return direction
@@ -135,11 +120,9 @@ def like_parameter(direction: Tensor, p: Tensor) -> Tensor:
 
 
 class Verdict:
-    """What the device found of a step, on its way to the host, which does not wait for it yet.
+    """Flags of a step that are copied to the host, which waits for them only when it reads them.
 
-    Args:
-        flags: whether the parameters moved, and whether statistics were taken up.
-        learning: whether there were statistics.
+    They say whether parameters moved and statistics were taken up, if it was `learning`.
     """
 
     def __init__(self, flags: Tensor, learning: bool) -> None:
@@ -150,6 +133,6 @@ class Verdict:
         self._event.record(torch.cuda.current_stream(flags.device))
 
     def flags(self) -> list[bool]:
-        """The flags, as soon as the device has come so far."""
+        """Return the flags, as soon as the device has come so far."""
         self._event.synchronize()
         return self._flags.tolist()

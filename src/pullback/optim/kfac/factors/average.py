@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -32,7 +32,7 @@ class Average:
 
     @classmethod
     def empty(cls, like: Factors, *, mean: bool) -> Average:
-        """Zeros of the factors' shapes."""
+        """Return zeros of the factors' shapes."""
         value = {f: zeros_like(t) for f, t in like.items()}
         plain = {f: zeros_like(t) for f, t in like.items()} if mean else {}
         return cls(value, memory(next(iter(value.values()))).new_zeros(()), plain)
@@ -67,19 +67,16 @@ class Average:
         return Average(value, self.mass.to(device, dtype), mean, self.count)
 
     def tensors(self) -> list[Tensor]:
-        """All that is held."""
+        """Return all tensors that are held."""
         return [*map(memory, self.value.values()), self.mass, *map(memory, self.mean.values())]
 
 
 def ema_update(
     pairs: Iterable[tuple[Average, Factors]], ema: float, broken: Tensor | None = None
 ) -> None:
-    """value ← ema·value + (1 − ema)·new for all blocks at once, and so mass towards 1.
+    """Set value ← ema·value + (1 − ema)·new for all blocks at once, and mass towards 1.
 
-    Args:
-        pairs: averages, and statistics that fit them.
-        ema: the weight of the past.
-        broken: a float32 number on the device: where it is 1, nothing changes. Nobody waits for it.
+    Where the float32 flag `broken` on the device is 1, nothing changes.
     """
     kinds: dict[object, tuple[list[Tensor], list[Tensor]]] = {}
     ones: dict[object, Tensor] = {}
@@ -131,10 +128,7 @@ def block_of(key: BlockKey, factors: Factors, corner: Tensor | float = 1.0) -> B
 
 
 def _homogeneous(factors: Factors, role: str, width: int, corner: Tensor | float) -> Tensor:
-    """The right side with the bias's coordinate: mean āāᵀ of ā = (a, 1), from mean aaᵀ and mean a.
-
-    It is zero in a role that has no bias, beside others that have one.
-    """
+    """Return mean āāᵀ of ā = (a, 1), from mean aaᵀ and mean a; padded with 0 without a bias."""
     side, mean = whole(factors[Factor(role, "right")]), factors.get(Factor(role, "mean"))
     n = side.shape[-1]
     if n == width:
@@ -147,13 +141,3 @@ def _homogeneous(factors: Factors, role: str, width: int, corner: Tensor | float
         out[:, n, :n] = out[:, :n, n] = memory(mean)
         out[:, n, n] = corner
     return out
-
-
-def reference_of(
-    key: BlockKey, average: Average, given: Mapping[BlockKey, Factors] | None
-) -> Block:
-    """Return the block of long-run averages: the given one, or else the mean of all statistics."""
-    if given is not None and key in given:
-        like = average.mass
-        return block_of(key, {f: whole(t).to(like) for f, t in given[key].items()})
-    return block_of(key, average.mean or average.corrected())

@@ -54,8 +54,7 @@ class Damping(ABC):
             value: λ.
 
         Returns:
-            For each side a multiple of the identity by group, (G,), or a side: diagonals (G, n) or
-            matrices (G, n, n).
+            For each a multiple of the identity, (G,), diagonals (G, n) or matrices (G, n, n).
         """
 
     def units(self, block: Units, reference: Units | None, value: float) -> tuple[Units, float]:
@@ -101,10 +100,9 @@ class Exact(Damping):
 class Invariant(Damping):
     r"""(R + λR_ref) ⊗ (C + λC_ref), which keeps K-FAC's affine invariance exactly.
 
-    A multiple of the identity depends on coordinates; second moments taken in the same coordinates
-    transform as R and C do, and so do those B of a unit's gain and shift: B + λB_ref. The
-    references are the plain means of all statistics so far (or `reference`, a `KFAC.average()`
-    taken on much data; for a block that is not in it, the former, and it is reported). Directions
+    A multiple of the identity depends on coordinates; second moments transform as R and C do, and
+    so do those B of a unit's gain and shift: B + λB_ref. References are the plain means of all
+    statistics so far, or those in `reference`, a `KFAC.average()` taken on much data. Directions
     that they lack as well, such as pixels that never light, are left out by a pseudo-inverse and
     reported.
     """
@@ -113,8 +111,14 @@ class Invariant(Damping):
 
     def __init__(self, value: float = 1e-2, reference: Reference | None = None) -> None:
         super().__init__(value)
-        if reference is not None:
-            _refuse_reference(reference)
+        items = reference.items() if isinstance(reference, Mapping) else ()
+        good = [isinstance(k, BlockKey) and isinstance(v, Mapping) for k, v in items]
+        if reference is not None and not (good and all(good)):
+            raise PullbackError(
+                "The damping's reference is not usable",
+                f"got {'an empty one' if reference == {} else type(reference).__name__}",
+                "Give what KFAC.average() of the same network returned, or leave it out",
+            )
         self.reference = reference
 
     def added(self, means: Means, reference: Pair | None, value: float) -> tuple[Tensor, Tensor]:
@@ -200,16 +204,3 @@ def refuse_reference(damping: Damping, found: Reference) -> None:
                     f"for {key.names[0]!r} it has {other}, and the statistics {own}",
                     "Give what KFAC.average() of the same network returned",
                 )
-
-
-def _refuse_reference(given: object) -> None:
-    """Raise for what is no `KFAC.average()`."""
-    if isinstance(given, Mapping) and given:
-        items = given.items()
-        if all(isinstance(k, BlockKey) and isinstance(v, Mapping) for k, v in items):
-            return
-    raise PullbackError(
-        "The damping's reference is not usable",
-        f"got {'an empty one' if given == {} else type(given).__name__}",
-        "Give what KFAC.average() of the same network returned, or leave it out",
-    )

@@ -15,11 +15,10 @@ from ....grams.kronecker.packed import Side
 
 
 class Factor(NamedTuple):
-    """One factor of a block: the role in which the parameter was used, and which side it is.
+    """One factor of a block: the kind of layer that used the parameter, and the side.
 
     In the coordinates of a weight (O, I), "left" acts on its rows and "right" on its columns; where
-    the bias shares the block, "mean" is the mean input beside the right side. The role is the kind
-    of layer; a tied weight has several. Units and diagonals have a "left" alone.
+    the bias shares the block, "mean" is the mean input. Units and diagonals have a "left" alone.
     """
 
     role: str
@@ -61,7 +60,7 @@ class BlockKey:
 
 
 def block_shape(key: BlockKey, factors: Factors) -> tuple[int, ...]:
-    """The shape of a block's coordinates: (G, O, I) with the bias as a column, or (U, k)."""
+    """Return the shape of a block's coordinates: (G, O, I) with the bias as a column, or (U, k)."""
     if not key.kronecker:
         return tuple(next(iter(factors.values())).shape[:2])
     rows = max(t.shape[-1] for f, t in factors.items() if f.side == "left")
@@ -71,7 +70,7 @@ def block_shape(key: BlockKey, factors: Factors) -> tuple[int, ...]:
 
 
 def to_block(key: BlockKey, tensors: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor:
-    """Tensors of the parameters' shapes in the coordinates of their block."""
+    """Return tensors of the parameters' shapes in the coordinates of their block."""
     if not key.kronecker:
         v = torch.stack([t.flatten() for t in tensors], 1)
     else:
@@ -89,17 +88,8 @@ def to_block(key: BlockKey, tensors: Sequence[Tensor], shape: tuple[int, ...]) -
     return v
 
 
-def from_block(key: BlockKey, v: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Back from the block's coordinates to the parameters' shapes."""
-    if not key.kronecker:
-        return [v[:, i].reshape(p.shape) for i, p in enumerate(like)]
-    if not key.joint:
-        return [v.reshape(like[0].shape)]
-    return [v[..., :-1].reshape(like[0].shape), v[..., -1].reshape(like[1].shape)]
-
-
 def describe(key: BlockKey, factors: Factors) -> str:
-    """A block in words, for `coverage`."""
+    """Return a block in words, for `coverage`."""
     if key.kind == "diagonal":
         return "diagonal"
     if key.kind == "units":

@@ -134,6 +134,11 @@ class StatisticsCapture:
         self._watch.due = value
 
     @property
+    def called(self) -> bool:
+        """Whether the model was called since the last step."""
+        return self._watch.called
+
+    @property
     def wanted(self) -> bool:
         """Whether it is due, or a parameter was frozen or unfrozen since its block was made."""
         return self.due or self.lacking
@@ -173,6 +178,7 @@ class StatisticsCapture:
             pending.clear()
         self.pool = Pool()
         self._watch.reset()
+        self._watch.called = False
 
     @contextlib.contextmanager
     def unwatched(self) -> Iterator[None]:

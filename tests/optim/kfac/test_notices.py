@@ -1,0 +1,222 @@
+"""What K-FAC says by itself: warnings, true reasons, forecasts."""
+
+import multiprocessing
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import pullback as pb
+from pullback.maps.layers import REGISTRY, Block, register
+from pullback.maps.layers.linear import Linear
+from pullback.maps.layers.registry import Use
+from pullback.testing import assert_close
+
+from .common import batch, gram, kfac, net, train, vector
+
+
+class Auxiliary(nn.Module):
+    """A head of its own beside the measured output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head, self.side = nn.Linear(3, 5), nn.Linear(5, 4), nn.Linear(5, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.features = torch.tanh(self.body(x))
+        return self.head(self.features)
+
+
+def test_a_head_beside_the_measured_output_is_named_once() -> None:
+    model, (x, y) = Auxiliary().double(), batch()
+    opt = kfac(model)
+    for i in range(3):
+        opt.zero_grad()
+        loss = F.cross_entropy(model(x), y) + model.side(model.features).square().mean()
+        loss.backward()
+        if i:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                opt.step()
+        else:
+            with pytest.warns(RuntimeWarning, match=r"side\.weight, side\.bias"):
+                opt.step()
+    rows = {row.name: row.block for row in opt.coverage()}
+    assert rows["side.weight"] == "gradient"
+
+
+def test_coverage_says_that_it_is_a_forecast() -> None:
+    opt = kfac(model := net())
+    assert opt.coverage().forecast
+    assert "forecast" in str(opt.coverage())
+    train(opt, model)
+    assert not opt.coverage().forecast
+    assert "forecast" not in str(opt.coverage())
+
+
+class Doubling(nn.Module):
+    """y = 2(Wx + b), whose gradient is twice what a linear layer's formula says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * F.linear(x, self.weight, self.bias)
+
+
+def test_a_registered_layer_with_a_wrong_formula_gets_the_true_reason() -> None:
+    class Wrong(Linear):
+        def block(self, names: Mapping[str, str | None], uses: Sequence[Use]) -> Block:
+            return super().block(names, uses)
+
+    register(Doubling)(Wrong)
+    try:
+        model, (x, y) = Doubling().double(), batch()
+        opt = kfac(model)
+        F.cross_entropy(model(x), y).backward()
+        opt.step()
+        for row in opt.coverage():
+            assert row.block == "diagonal"
+            assert "formula of its layer, Wrong" in row.reason
+            assert "outside" not in row.reason
+    finally:
+        del REGISTRY[Doubling]
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_the_gram_right_after_an_inversion_has_corrected_eigenvalues(every: int) -> None:
+    """With a batch that stays, the EKFAC Gram is the same before and after new eigenbases."""
+    torch.manual_seed(0)
+    model, (x, y) = nn.Linear(3, 4, bias=False).double(), batch()
+    options = {"fisher": "exact", "lr": 0.0, "ekfac": True, "statistics_every": 1}
+    opt = kfac(model, invert_every=every, **options)
+    for _ in range(5):
+        opt.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        opt.step()
+    plain = gram(model, x, y)
+    exact = pb.testing.exact_gram(model, x) if hasattr(pb.testing, "exact_gram") else None
+    assert not torch.allclose(opt.gram().dense(), plain)
+    if exact is not None:
+        assert (opt.gram().dense() - exact).norm() < (plain - exact).norm()
+
+
+class Inside(nn.Module):
+    """Computes the loss itself, under autocast, and returns logits that a wrapper casts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 3))
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = self.body(x)
+            loss = F.cross_entropy(logits, y)
+        return {"loss": loss, "logits": logits}
+
+
+def test_outputs_that_are_cast_after_the_loss_was_computed() -> None:
+    torch.manual_seed(0)
+    model, x, y = Inside(), torch.randn(16, 5), torch.randint(0, 3, (16,))
+    inner = model.forward
+    model.forward = lambda *a: {n: t.float() for n, t in inner(*a).items()}  # type: ignore
+    options = {"likelihood": pb.likelihoods.Categorical(), "fisher": "exact", "lr": 0.0}
+    grams = []
+    for call in (model, inner):
+        with pb.KFAC(
+            model if call is model else model.body,
+            output="logits" if call is model else None,
+            **options,
+        ) as opt:
+            call(x, y)["loss"].backward()
+            opt.step()
+            assert {row.block.split()[0] for row in opt.coverage()} == {"kronecker"}
+            grams.append(opt.gram().dense())
+        model.zero_grad()
+    assert_close(*grams, 1e-6, "as of the layers themselves")
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_an_empirical_fisher_of_a_scaled_loss_is_noticed(reduction: str) -> None:
+    class Scaler:
+        def get_scale(self) -> float:
+            return 65536.0
+
+    grams = []
+    for scale, options in ((1.0, {}), (65536.0, {"grad_scaler": Scaler()}), (65536.0, {})):
+        torch.manual_seed(0)
+        model, (x, y) = net(), batch()
+        opt = kfac(model, fisher="empirical", reduction=reduction, lr=0.0, **options)
+        loss = scale * F.cross_entropy(model(x), y, reduction=reduction)
+        if scale > 1 and not options:
+            with pytest.warns(RuntimeWarning, match="grad_scaler"):
+                loss.backward()
+            continue
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            loss.backward()
+            opt.step()
+        grams.append(opt.gram().dense())
+    assert_close(grams[1], grams[0], 1e-12, "with the scaler")
+
+
+def _train_in_child(queue: Any) -> None:
+    queue.put(_trained())
+
+
+def _trained() -> list[float]:
+    torch.manual_seed(0)
+    opt = kfac(model := net())
+    train(opt, model, 4)
+    return vector(model).tolist()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_process_trains_alike() -> None:
+    want = _trained()  # whatever a first use starts is there before the fork
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    child = context.Process(target=_train_in_child, args=(queue,), daemon=True)
+    child.start()
+    try:
+        assert queue.get(timeout=60) == want
+    finally:
+        child.kill()
+        child.join()
+
+
+def test_inputs_that_a_hook_overwrites_during_backward() -> None:
+    torch.manual_seed(0)
+    model, (x, y) = net(), batch()
+    want = gram(model, x, y)
+    held = x.clone().requires_grad_()
+    z = model(held)
+    with kfac(model, fisher="exact", lr=0.0) as opt:
+        z = model(held)
+        held.register_hook(lambda g: held.data.zero_())
+        z.register_hook(lambda g: None)
+        F.cross_entropy(z, y).backward()
+        opt.step()
+        assert_close(opt.gram().dense(), want, 1e-12, "inputs as the forward pass saw them")
+
+
+def test_the_clip_holds_the_kl_divergence_of_a_step() -> None:
+    """Median KL of a step on a small MLP stays near the limit, momentum included."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Linear(16, 4)).double()
+    opt = kfac(model, lr=0.1, kl_clip=1e-2, damping=1e-3, momentum=0.9, statistics_every=1)
+    found = []
+    for i in range(30):
+        x, y = batch(64, seed=i)
+        opt.zero_grad()
+        before = model(x)
+        F.cross_entropy(before, y).backward()
+        opt.step()
+        old, new = before.detach().log_softmax(1), model(x).detach().log_softmax(1)
+        found.append(float(F.kl_div(new, old, log_target=True, reduction="batchmean")))
+    assert sorted(found)[15] < 5e-2  # ½δ by the quadratic model of averages; it was above 1

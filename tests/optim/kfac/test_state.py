@@ -1,0 +1,157 @@
+"""K-FAC's state: the same keys whatever the data, draws from a counter, steps that change nothing."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+import pullback as pb
+from pullback.testing import assert_close
+
+from ..common import refused
+from .common import batch, kfac, net, train, vector
+
+
+class Zoo(nn.Module):
+    """Layers of every kind, a tied weight, and a parameter of no layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(7, 8), nn.LayerNorm(8)
+        self.attend = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.recur, self.conv = nn.LSTM(8, 8, batch_first=True), nn.Conv1d(8, 8, 3, groups=2)
+        self.up, self.head = nn.ConvTranspose1d(8, 8, 3), nn.Linear(8, 7, bias=False)
+        self.head.weight, self.gain = self.embed.weight, nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(self.embed(x))
+        h = h + self.attend(h, h, h, need_weights=False)[0]
+        h = self.recur(h)[0] * self.gain
+        return self.head(self.up(self.conv(h.mT)).mT)
+
+
+def outline(tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return {key: outline(value) for key, value in tree.items()}
+    return (tree.shape, tree.dtype) if isinstance(tree, Tensor) else "number"
+
+
+def zoo_step(opt: pb.KFAC, model: nn.Module, seed: int = 0, places: int = 5) -> None:
+    x = torch.randint(0, 7, (3, places), generator=torch.Generator().manual_seed(seed))
+    opt.zero_grad()
+    F.cross_entropy(model(x).mT, x).backward()
+    opt.step()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"ekfac": True}, {"max_factor": 6}, {"joint": False}, {"sharing": "reduce"}],
+    ids=str,
+)
+def test_the_forecast_has_the_shapes_that_statistics_find(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = Zoo()
+    opt = kfac(model, damping=0.1, statistics_every=1, **options)
+    names = {p: n for n, p in model.named_parameters()}
+    before = {names[p]: outline(s) for p, s in opt.state.items()}
+    zoo_step(opt, model)
+    assert {names[p]: outline(s) for p, s in opt.state.items()} == before
+    assert all(s["schedule"] is opt.state[model.gain]["schedule"] for s in opt.state.values())
+
+
+def test_a_checkpoint_of_many_kinds_of_layers_resumes_to_the_same_bits() -> None:
+    torch.manual_seed(0)
+    one, two = Zoo(), Zoo()
+    first, second = (kfac(m, damping=0.1, statistics_every=2, invert_every=3) for m in (one, two))
+    for i in range(4):
+        zoo_step(first, one, i)
+    saved = copy.deepcopy(get_optimizer_state_dict(one, first))
+    two.load_state_dict(one.state_dict())
+    set_optimizer_state_dict(two, second, saved)
+    for i in range(4, 9):
+        for opt, model in ((first, one), (second, two)):
+            zoo_step(opt, model, i, places=4)
+    assert torch.equal(vector(one), vector(two))
+    assert str(first.coverage()) == str(second.coverage())
+
+
+def test_draws_follow_from_seed_and_step_alone() -> None:
+    """Another history of random numbers, and steps that were rejected, change no draw."""
+    grams = []
+    for disturbed in (False, True):
+        torch.manual_seed(0)
+        opt = kfac(model := net(), lr=0.0, statistics_every=1, seed=3)
+        for i in range(3):
+            if disturbed:
+                torch.rand(7 + i)
+                x, y = batch(seed=i)
+                opt.zero_grad()
+                (F.cross_entropy(model(x), y) * float("nan")).backward()
+                opt.step()
+                assert not opt.info.accepted
+            train(opt, model, 1, start=i)
+        grams.append(opt.gram().dense())
+    assert torch.equal(*grams)
+    torch.manual_seed(0)
+    opt = kfac(model := net(), lr=0.0, statistics_every=1, seed=4)
+    train(opt, model, 3)
+    assert not torch.allclose(opt.gram().dense(), grams[0])
+
+
+@pytest.mark.parametrize("trained", [0, 3])
+def test_a_step_with_zero_gradients_and_no_rate_changes_nothing(trained: int) -> None:
+    opt = kfac(model := net())
+    train(opt, model, trained)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    rates = [group["lr"] for group in opt.param_groups]
+    for group in opt.param_groups:
+        group["lr"] = 0.0
+    before, weights = copy.deepcopy(opt.state_dict()), vector(model)
+    opt.step(closure=None)
+    after = opt.state_dict()
+    assert torch.equal(vector(model), weights)
+    for key, own in before["state"].items():
+        assert outline(own) == outline(after["state"][key])
+        assert own["schedule"] == after["state"][key]["schedule"]
+        assert torch.equal(own["momentum"], after["state"][key]["momentum"])
+    for group, lr in zip(opt.param_groups, rates, strict=True):
+        group["lr"] = lr
+    train(opt, model, 1)  # and goes on
+
+
+def test_states_of_the_older_layout_are_refused() -> None:
+    opt = kfac(net())
+    state = opt.state_dict()
+    old = {**state, "state": {**state["state"], "pullback": {"steps": 1}}}
+    with refused("older version", "under their parameters", "anew"):
+        opt.load_state_dict(state_dict=old)
+
+
+def test_large_matrices_are_packed_and_the_numbers_stay() -> None:
+    """A side of 2100 entries is held in half of its memory."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2100, 3), nn.Linear(3, 2))
+    x, y = torch.randn(6, 2100), torch.randint(0, 2, (6,))
+    opt = pb.KFAC(model, 0.0, likelihood=pb.likelihoods.Categorical(), fisher="exact", damping=0.1)
+    F.cross_entropy(model(x), y).backward()
+    opt.step()
+    side = opt.average()[next(iter(opt.average()))]
+    right = next(t for factor, t in side.items() if factor.side == "right")
+    assert_close(right[0], x.T @ x / 6, 1e-5, "mean aaᵀ")
+    assert opt.memory()["averages"] < 1.2 * 4 * 2100 * 2100 / 2
+    other = copy.deepcopy(opt)
+    other.load_state_dict(state_dict=opt.state_dict())
+    assert torch.equal(
+        other.average()[next(iter(side and other.average()))][
+            next(f for f in side if f.side == "right")
+        ],
+        right,
+    )
