@@ -1,16 +1,17 @@
-r"""Is a parameter's gradient what its layers say? Structure is proven, not believed.
+r"""Proof that a parameter's gradient is what its layers' formulas give.
 
-A layer explains a parameter if its own formula Σ δ ⊗ ā, added up over the uses of the layer, gives
-autograd's gradient. Exact natural gradients, tangent kernels and K-FAC all rest on this one proof.
+A layer explains a parameter if its formula Σ δ ⊗ ā, added up over the uses of the layer, gives
+autograd's gradient. Exact natural gradients, tangent kernels and K-FAC rest on this proof.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn.utils.stateless import _reparametrize_module
 
 from .._core.space import compute_dtype, tolerance
 from .record import Entry
@@ -22,18 +23,14 @@ _HIDDEN = f"{ELSEWHERE}, whose dropout hides which part of the gradient is whose
 
 
 class Proof:
-    """Adds up what the layers say, to be compared with autograd's gradients.
+    """Gradients by the layers' formulas, to be compared with autograd's.
 
     Where the terms cancel, as for a bias before a normalization, both are round-off: they may
-    differ by that of their terms, ε‖δ‖‖ā‖. In two cases autograd's gradients are not what they
-    ought to be: those of a layer with dropout, which nobody can repeat, and sums that torch's
-    normalizations add up in half precision, of which little may be left. There the layer's gradient
-    by itself is compared, without dropout and in full precision, and it is shown that nothing else
-    adds to it.
-
-    Args:
-        limit: the relative difference that is allowed; by default that of the gradient's dtype, and
-            more where cotangents have half precision.
+    differ by that of their terms, ε‖δ‖‖ā‖. Two gradients of autograd are not compared: those of a
+    layer with dropout, which cannot be repeated, and sums that torch's normalizations form in half
+    precision. There the layer is differentiated by itself, without dropout and in full precision,
+    and it is shown that nothing else adds to its gradient. `limit` is the relative difference that
+    is allowed; by default that of the gradient's dtype, more where cotangents have half precision.
     """
 
     def __init__(self, limit: float | None = None) -> None:
@@ -52,17 +49,14 @@ class Proof:
     def add(
         self, values: Mapping[str, Tensor], scale: Tensor | float, size: Tensor | float, count: int
     ) -> None:
-        """One term each, from `count` cotangents of norm `scale` and inputs of norm `size`."""
+        """Add one term each, from `count` cotangents of norm `scale` and inputs of norm `size`."""
         for name, value in values.items():
-            value = value.flatten()
             noise = 10 * torch.finfo(value.dtype).eps * scale * (size + count**0.5)
-            noise = torch.as_tensor(noise, device=value.device)
-            held = self._got.get(name)
-            self._got[name] = value if held is None else held + value
-            self._noise[name] = noise if held is None else self._noise[name] + noise
+            accumulate(self._got, {name: value.flatten()})
+            accumulate(self._noise, {name: torch.as_tensor(noise, device=value.device)})
 
     def add_use(self, entry: Entry, delta: Tensor, values: Mapping[str, Tensor]) -> None:
-        """One use of a layer: its cotangents, and what its formula gives for them."""
+        """Add one use of a layer: its cotangents, and what its formula gives for them."""
         x, half = entry.input, delta.dtype in (torch.float16, torch.bfloat16)
         self._half = self._half or half
         size = norm(x) if x.is_floating_point() and x.numel() else 0.0
@@ -75,12 +69,12 @@ class Proof:
                 self._uses.setdefault(name, []).append((entry, delta))
 
     def add_alone(self, own: Mapping[str, Tensor], elsewhere: Collection[str]) -> None:
-        """Gradients of layers with dropout by themselves, and what others use of theirs."""
+        """Add gradients of layers with dropout by themselves, and which of these others use."""
         accumulate(self._own, own)
         self._elsewhere = elsewhere
 
     def unexplained(self, truth: Mapping[str, Tensor | None]) -> dict[str, str]:
-        """The parameters whose gradient is another one, and why; empty where none was seen."""
+        """Return the parameters whose gradient is another one, and why; "" where none was seen."""
         reasons = {}
         for name, gradient in truth.items():
             if name not in self._got:  # of what this pass did not use there is nothing to say
@@ -96,15 +90,14 @@ class Proof:
         if rounded is not None and not _close(gradient, rounded, tolerance(rounded.dtype)):
             return ELSEWHERE
         want, got = self._own.get(name, gradient), self._got[name]
-        limit = self._limit
-        if limit is None:
-            limit = 10 * tolerance(want.dtype) + (0.05 if self._half else 0.0)
+        limit = 10 * tolerance(want.dtype) + (0.05 if self._half else 0.0)
+        limit = limit if self._limit is None else self._limit
         if _close(got, want.flatten().to(got.dtype), limit, self._noise[name]):
             return ""
         return self._blame(name, gradient, limit)
 
     def _blame(self, name: str, gradient: Tensor, limit: float) -> str:
-        """Tell a wrong formula from a use outside: by what the modules themselves would give."""
+        """Return whether the formula is wrong or the parameter is used outside its layer."""
         uses, own = self._uses.get(name, []), {}
         try:
             for entry, delta in uses:
@@ -120,21 +113,24 @@ class Proof:
 def own_gradients(
     entry: Entry, delta: Tensor, dtype: torch.dtype | None = None
 ) -> dict[str, Tensor]:
-    """A layer's gradients by itself: its own forward from what it saw, and its own backward.
+    """Return a layer's gradients by name for the cotangent δ, from its own forward and backward.
 
-    By name, for the cotangent δ at its output; in `dtype`, or in the arithmetic of its pass.
+    In `dtype`, or in the arithmetic of its pass.
     """
-    held = {n: p for n, p in entry.module._parameters.items() if p is not None}
+    module = entry.module
+    held = {n: p for n, p in module._parameters.items() if p is not None}
     own = {n: p.detach().to(dtype or p.dtype).requires_grad_() for n, p in held.items()}
-    buffers = {n: _copy(b, dtype) for n, b in entry.module._buffers.items()}
+    buffers = {n: b.clone() for n, b in module._buffers.items() if b is not None}
     x = entry.input if dtype is None else entry.input.to(dtype)
+    if dtype is not None:
+        buffers = {n: b.to(dtype) if b.is_floating_point() else b for n, b in buffers.items()}
     mixed = dtype is None and any(p.dtype != delta.dtype for p in held.values())
     with (
         torch.enable_grad(),
         torch.autocast(x.device.type, delta.dtype if mixed else None, enabled=mixed),
-        _holding(entry.module, own, buffers),
+        _reparametrize_module(module, {**own, **buffers}),
     ):
-        y = entry.module.forward(x)
+        y = module.forward(x)
     cotangent = delta.reshape(y.shape).to(y.dtype)
     found = torch.autograd.grad(y, list(own.values()), cotangent, allow_unused=True)
     by_role = dict(zip(own, found, strict=True))
@@ -142,30 +138,10 @@ def own_gradients(
     return {name: g for name, g in pairs if name is not None and g is not None}
 
 
-@contextlib.contextmanager
-def _holding(
-    module: nn.Module, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor | None]
-) -> Iterator[None]:
-    """A layer with other tensors than its own."""
-    held = module._parameters, module._buffers
-    module._parameters = {**held[0], **parameters}  # pyright: ignore[reportAttributeAccessIssue]
-    module._buffers = {**buffers}
-    try:
-        yield
-    finally:
-        module._parameters, module._buffers = held
-
-
-def _copy(buffer: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
-    if buffer is None:
-        return None
-    return buffer.to(dtype, copy=True) if dtype and buffer.is_floating_point() else buffer.clone()
-
-
-def accumulate(sums: dict[str, Tensor], found: Mapping[str, Tensor]) -> None:
-    """Add by name."""
-    for name, value in found.items():
-        sums[name] = sums[name] + value if name in sums else value
+def accumulate(sums: dict[Any, Any], found: Mapping[Any, Any]) -> None:
+    """Add to the sums, key by key."""
+    for key, value in found.items():
+        sums[key] = sums[key] + value if key in sums else value
 
 
 def norm(x: Tensor) -> Tensor:

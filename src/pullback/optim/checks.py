@@ -149,6 +149,41 @@ def refuse_sparse(name: str, gradient: Tensor | None) -> None:
         )
 
 
+def dense_gradients(
+    groups: Iterable[Mapping[str, Any]], names: Mapping[int, str], shapes: Mapping[str, torch.Size]
+) -> dict[str, Tensor]:
+    """The gradients of the groups' parameters by name, of those that have one.
+
+    Args:
+        groups: of an optimizer.
+        names: of the model's parameters, by their id.
+        shapes: that the parameters had when the optimizer was built.
+    """
+    out: dict[str, Tensor] = {}
+    for group in groups:
+        for p in group["params"]:
+            g = p.grad
+            if g is None or not p.requires_grad or not p.numel():
+                continue
+            name = names[id(p)]
+            if g.layout is not torch.strided:
+                refuse_sparse(name, g)
+            if p.shape != shapes[name]:
+                raise PullbackError(
+                    f"Parameter {name!r} changed its shape",
+                    f"it was {tuple(shapes[name])}, and is {tuple(p.shape)} now",
+                    "Build the optimizer again after changing the model",
+                )
+            out[name] = g
+    if not out:
+        raise PullbackError(
+            "There is no gradient to follow",
+            "every parameter's gradient is None",
+            "Call loss.backward() before step()",
+        )
+    return out
+
+
 def refuse_chained(name_of: dict[int, str], inputs: list[Tensor]) -> None:
     """Raise where a recorded input was itself computed from the optimized parameters."""
     seen: set[object] = set()

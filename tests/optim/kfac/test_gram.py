@@ -228,8 +228,11 @@ class Recurrent(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if isinstance(self.rnn, nn.RNNBase):
             return self.head(self.rnn(x)[0])
-        h = None
-        return self.head(torch.stack([h := self.rnn(step, h) for step in x.unbind(1)], 1))
+        state, out = None, []
+        for step in x.unbind(1):
+            state = self.rnn(step, state)
+            out.append(state[0] if isinstance(state, tuple) else state)  # an LSTM's is (h, c)
+        return self.head(torch.stack(out, 1))
 
 
 class Unrolled(nn.Module):
@@ -313,7 +316,7 @@ Twins = tuple[Callable[[], Any], Callable[[Any], Any], tuple[tuple[int, ...], ..
 FUSED: dict[str, Twins] = {
     **{
         kind.__name__: (lambda kind=kind: Recurrent(kind), Unrolled, ((2, 3, 3),))
-        for kind in (nn.RNN, nn.LSTM, nn.GRU, nn.RNNCell, nn.GRUCell)
+        for kind in (nn.RNN, nn.LSTM, nn.GRU, nn.RNNCell, nn.LSTMCell, nn.GRUCell)
     },
     "self-attention": (Attending, ByHand, ((2, 3, 4),)),
     "attention to more places": (Attending, ByHand, ((2, 3, 4), (2, 4, 4))),

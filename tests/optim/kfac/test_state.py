@@ -1,4 +1,4 @@
-"""K-FAC's state: the same keys whatever the data, draws from a counter, steps that change nothing."""
+"""K-FAC's state: the same keys whatever the data, draws from a counter, idle steps."""
 
 import copy
 from typing import Any

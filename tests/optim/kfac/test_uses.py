@@ -145,6 +145,53 @@ def test_a_layers_output_may_be_changed_in_place(name: str) -> None:
         assert_close(got, grams[-1], 1e-12, name)
 
 
+# --- cells and slopes inside a model ---------------------------------------------------------
+
+
+class Cell(nn.Module):
+    """An LSTM cell, once or in a loop, whose c is read as well as its h."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.times, self.cell, self.head = times, nn.LSTMCell(4, 3), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = None
+        for _ in range(self.times):
+            state = self.cell(x, state)
+        assert state is not None
+        return self.head(torch.cat(state, 1))
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_an_lstm_cell_has_kronecker_blocks(times: int) -> None:
+    """Its c lies in the graph of its h: what h sends there is no cotangent from outside."""
+    model = Cell(times)
+    opt = optimizer(model)
+    take(opt, model)
+    assert all(row.block.startswith("kronecker") for row in opt.coverage())
+
+
+class Turned(nn.Module):
+    """A slope that sees samples first, or (places, samples, features)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.slope, self.last = nn.Linear(3, 3), nn.PReLU(), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor, turned: bool) -> Tensor:
+        h = self.first(x)
+        h = self.slope(h.transpose(0, 1)).transpose(0, 1) if turned else self.slope(h)
+        return self.last(h).mean(1)
+
+
+@pytest.mark.parametrize("places", [2, 3])
+def test_a_slope_finds_its_samples_on_another_axis(places: int) -> None:
+    model, x = Turned(), torch.randn(2, places, 3)
+    want, got = (o.stepped(model, x, turned, kind="euclidean") for turned in (False, True))
+    assert_close(got.gram().dense(), want.gram().dense(), 1e-12, "the same samples")
+
+
 # --- models that change ---------------------------------------------------------------------
 
 

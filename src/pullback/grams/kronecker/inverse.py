@@ -183,6 +183,13 @@ def rounded(inverse: Inverse) -> Inverse:
     return Inverse(*half, rows=rows, columns=columns, unit=(one * two)[:, 0])
 
 
+def widened(inverse: Inverse) -> Inverse:
+    """The same in float32, from float16."""
+    left, right, rows, columns, unit = (inverse.tensors()[n] for n in _ROUNDED)
+    left = left.float() * (rows * unit[:, None])[:, None]
+    return Inverse(left, right.float() * columns[..., None])
+
+
 def _scales(diagonal: Tensor) -> tuple[Tensor, Tensor]:
     """√(s_ii/max s), (G, n), and max s/2¹⁴, (G, 1)."""
     top = diagonal.amax(1, keepdim=True).clamp(min=_LEAST_SIDE)

@@ -10,6 +10,7 @@ Sums and multiples of matrices are those of the rectangles.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -80,6 +81,11 @@ def whole(side: Tensor | Packed) -> Tensor:
 def memory(side: Tensor | Packed) -> Tensor:
     """Return the memory of a side: what sums and multiples may be formed of."""
     return side.memory if isinstance(side, Packed) else side
+
+
+def map_memory(change: Callable[[Tensor], Tensor], side: Tensor | Packed) -> Tensor | Packed:
+    """Return the side with its memory changed, packed where it was."""
+    return Packed(change(side.memory)) if isinstance(side, Packed) else change(side)
 
 
 def zeros_like(side: Tensor | Packed) -> Tensor | Packed:

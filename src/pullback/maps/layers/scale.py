@@ -219,13 +219,13 @@ class InstanceNorm(ChannelScale):
 
 @register(nn.PReLU)
 class PReLU(ChannelScale):
-    """The slope multiplies min(x, 0)."""
+    """The slope multiplies min(x, 0); a single one does so anywhere, wherever the samples stand."""
+
+    def features(self, module: Any, ndim: int) -> int:
+        return 0 if module.num_parameters == 1 else ndim - 1
 
     def parameters(self, module: Any) -> dict[str, Tensor | None]:
         return {"weight": module._parameters.get("weight")}
-
-    def places(self, module: Any, ndim: int) -> list[int]:
-        return [-k for k in range(1, ndim + (module.num_parameters == 1))]
 
     def normalized(self, module: Any, x: Tensor) -> Tensor:
         return x.clamp(max=0)

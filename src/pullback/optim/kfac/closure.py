@@ -124,10 +124,8 @@ class ClosureSource(Source):
         total, samples = torch.zeros(()), 0.0
         for call in self._calls:
             white, count = _whitened(self._output, call, params, span)
-            total = total + torch.stack(
-                [torch.stack([(a * b).sum() for b in white]) for a in white]
-            )
-            samples += count
+            rows = [torch.stack([(a * b).sum() for b in white]) for a in white]
+            total, samples = total + torch.stack(rows), samples + count
         scale = 1.0 if self._output.reduction == "sum" else 1 / max(samples, 1.0)
         return [list(row) for row in total * scale]
 

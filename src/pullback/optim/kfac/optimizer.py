@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import isfinite
+from random import Random
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from ...likelihoods import Likelihood
 from ...maps.layers.moments import Sharing
 from ...metrics import Metric
 from ...steps import QuadraticModel
-from ..checks import own_group, refuse_model, refuse_sparse
+from ..checks import dense_gradients, own_group, refuse_model
 from ..terms import Objective
 from . import options
 from .closure import (
@@ -55,14 +56,6 @@ from .update import Share, Verdict, clip_shares, finite, like_parameter, move
 #: what belongs to hooks, or to the model's objects
 _UNSAVED = ("_capture", "_names", "_by_name", "_verdict", "_plans")
 _NOT_FINITE = "a gradient is not finite"
-
-
-def mixed(seed: int, step: int) -> int:
-    """A number of 64 bits that depends on both in all of its bits (splitmix64)."""
-    z = (seed * 0xD1342543DE82EF95 + (step + 1) * 0x9E3779B97F4A7C15) % 2**64
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
-    return z ^ (z >> 31)
 
 
 class KFAC(Optimizer):
@@ -180,7 +173,9 @@ class KFAC(Optimizer):
         self._shapes = {n: p.shape for n, p in self._by_name.items()}
         seed, schedule = self.seed, self._held.schedule  # not the optimizer, which holds the hooks
         self._capture = StatisticsCapture(
-            self.model, self._recipe, lambda: mixed(seed, schedule["step"])
+            self.model,
+            self._recipe,
+            lambda: Random(f"{seed} {schedule['step']}").getrandbits(32),
         )
         self._verdict: Verdict | None = None
         self._plans: dict[Any, Any] = {}
@@ -443,30 +438,7 @@ class KFAC(Optimizer):
 
     def _gradients(self) -> dict[str, Tensor]:
         """The gradients at hand, by name."""
-        out: dict[str, Tensor] = {}
-        names, shapes, strided = self._names, self._shapes, torch.strided
-        for group in self.param_groups:
-            for p in group["params"]:
-                g = p.grad
-                if g is None or not p.requires_grad or not p.numel():
-                    continue
-                name = names[id(p)]
-                if g.layout is not strided:
-                    refuse_sparse(name, g)
-                if p.shape != shapes[name]:
-                    raise PullbackError(
-                        f"Parameter {name!r} changed its shape",
-                        f"it was {tuple(shapes[name])}, and is {tuple(p.shape)} now",
-                        "Build the optimizer again after changing the model",
-                    )
-                out[name] = g
-        if not out:
-            raise PullbackError(
-                "There is no gradient to follow",
-                "every parameter's gradient is None",
-                "Call loss.backward() before step()",
-            )
-        return out
+        return dense_gradients(self.param_groups, self._names, self._shapes)
 
     def _due(self) -> bool:
         return not self._closed and self._held.schedule["step"] % self.statistics_every == 0
@@ -723,12 +695,8 @@ class KFAC(Optimizer):
                 offsets[name], start = start, start + p.numel()
         index = []
         for key in keys:
-            places = [
-                torch.arange(offsets[n], offsets[n] + self._by_name[n].numel()).view(
-                    self._by_name[n].shape
-                )
-                for n in key.names
-            ]
+            params = [(offsets[n], self._by_name[n]) for n in key.names]
+            places = [torch.arange(at, at + p.numel()).view(p.shape) for at, p in params]
             shape = block_shape(key, held.averages[key].value)
             index.append(to_block(key, places, shape).flatten())
         blocks = [held.preconditioner.block(k, held.averages[k]) for k in keys]

@@ -60,14 +60,12 @@ class KFACState:
     def reserve(self, key: BlockKey, like: Factors) -> None:
         """Show a block of these shapes; memory is taken with its first statistics."""
         self.allocate(key, like)
-        own, average = self.preconditioner, self.averages[key]
-        average.value = {f: as_side(_placeholder(memory(t))) for f, t in average.value.items()}
-        average.mean = {f: as_side(_placeholder(memory(t))) for f, t in average.mean.items()}
+        own = self.preconditioner
+        self.averages[key] = self.averages[key].map(_placeholder)
         shown = {n: _placeholder(t) for n, t in own.inverses[key].tensors().items()}
         own.inverses[key] = replace(own.inverses[key], **shown)
         if key in own.spectra:
-            values = _placeholder(memory(own.spectra[key].value[SPECTRUM]))
-            own.spectra[key].value[SPECTRUM] = values
+            own.spectra[key] = own.spectra[key].map(_placeholder)
         self.reserved.add(key)
 
     def take_memory(self) -> None:
@@ -95,10 +93,10 @@ class KFACState:
 
     def move(self, key: BlockKey, like: Tensor) -> None:
         """Bring a block to another device or dtype."""
-        to, own = (like.device, like.dtype), self.preconditioner
-        self.averages[key] = self.averages[key].to(*to)
+        own = self.preconditioner
+        self.averages[key] = self.averages[key].map(lambda t: t.to(like))
         if key in own.spectra:
-            own.spectra[key] = own.spectra[key].to(*to)
+            own.spectra[key] = own.spectra[key].map(lambda t: t.to(like))
         inverse = own.inverses[key]
         if inverse.dtype == like.dtype:
             moved = {n: t.to(like.device) for n, t in inverse.tensors().items()}
@@ -253,7 +251,10 @@ def _key_of(name: str, p: Tensor, factors: Factors, expected: Forecast) -> Block
 def saved_by_name(
     state_dict: Any, names: Sequence[Sequence[str]], wanted: Iterable[str]
 ) -> dict[str, Any]:
-    """Return a state dict's entries by the names of each param group; raise if a key lacks."""
+    """Return the saved state of each parameter, by name; raise where something is missing.
+
+    `names` are those of each param group, and `wanted` the keys of a parameter's state.
+    """
     try:
         numbers = [group["params"] for group in state_dict["param_groups"]]
         saved = dict(state_dict["state"])

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from ...grams.kronecker.inverse import Inverse
+from ...grams.kronecker.inverse import Inverse, rounded, widened
 from ...grams.kronecker.packed import Packed, memory, whole
 from ...maps.layers import REGISTRY
 from ...optim.kfac import KFAC
@@ -143,6 +143,12 @@ def _both(side: Tensor, f: Tensor) -> None:
 
 def _rescale_inverse(inverse: Inverse, left: Tensor, right: Tensor) -> None:
     """Rescale R⁻¹ and C⁻¹ in whichever form they are held."""
+    if inverse.rows is not None:
+        wide = widened(inverse)
+        _rescale_inverse(wide, left, right)
+        for name, t in rounded(wide).tensors().items():
+            getattr(inverse, name).copy_(t)
+        return
     for side, f in ((inverse.left, left), (inverse.right, right)):
         if side is None:
             continue

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ....grams.kronecker import Block, Pair, Units, merged, sides
-from ....grams.kronecker.packed import Side, as_side, memory, whole, zeros_like
+from ....grams.kronecker.packed import Side, map_memory, memory, whole, zeros_like
 from .factor import BlockKey, Factor, Factors, block_shape
 
 _HALF = 0.5  # weights of the past below it would keep the round-off of what is forgotten
@@ -39,10 +39,8 @@ class Average:
 
     def fits(self, new: Factors) -> bool:
         """Whether these are factors of the same names, shapes, dtype and device."""
-        return self.of_shapes(new) and all(
-            memory(t).dtype == self.mass.dtype and memory(t).device == self.mass.device
-            for t in new.values()
-        )
+        kinds = {(t.dtype, t.device) for t in map(memory, new.values())}
+        return self.of_shapes(new) and kinds == {(self.mass.dtype, self.mass.device)}
 
     def of_shapes(self, new: Factors) -> bool:
         """Whether these are factors of the same names and shapes."""
@@ -58,13 +56,11 @@ class Average:
         """Return the average without the weight of the empty beginning, in memory of its own."""
         return {f: whole(t) / self.mass for f, t in self.value.items()}
 
-    def to(self, device: torch.device, dtype: torch.dtype) -> Average:
-        """Return the same on another device or in another dtype."""
-        value, mean = (
-            {f: as_side(memory(t).to(device, dtype)) for f, t in held.items()}
-            for held in (self.value, self.mean)
-        )
-        return Average(value, self.mass.to(device, dtype), mean, self.count)
+    def map(self, change: Callable[[Tensor], Tensor]) -> Average:
+        """Return the same with all tensors changed: moved to another device, say."""
+        value = {f: map_memory(change, t) for f, t in self.value.items()}
+        mean = {f: map_memory(change, t) for f, t in self.mean.items()}
+        return Average(value, change(self.mass), mean, self.count)
 
     def tensors(self) -> list[Tensor]:
         """Return all tensors that are held."""

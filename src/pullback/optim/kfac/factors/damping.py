@@ -87,9 +87,7 @@ class Tikhonov(Damping):
 
 
 class Exact(Damping):
-    """R ⊗ C + λ itself, inverted in the eigenbases of R and C (an eigh per side instead of a
-    Cholesky factorization).
-    """
+    """R ⊗ C + λ itself, inverted in the eigenbases of R and C: an eigh per side."""
 
     exact = True
 
@@ -126,8 +124,7 @@ class Invariant(Damping):
         return value * reference.left, value * reference.right
 
     def units(self, block: Units, reference: Units | None, value: float) -> tuple[Units, float]:
-        if reference is None:
-            return block, 0.0
+        assert reference is not None
         return Units(block.matrices + value * reference.matrices), 0.0
 
     def __repr__(self) -> str:
@@ -168,8 +165,7 @@ class Adaptive(Damping):
                 f"{self.inner!r} adapts already",
                 "Give a number, or another damping",
             )
-        numeric = isinstance(factor, (int, float)) and factor > 0
-        decrease = 1 / factor if numeric else factor
+        decrease = 1 / factor if isinstance(factor, (int, float)) and factor > 0 else factor
         self._rule = RatioDamping(low, high, factor, decrease, smallest, largest)
         self.exact, self.referenced = self.inner.exact, self.inner.referenced
         self.reference = self.inner.reference

@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,65 +30,48 @@ from ....grams import Part
 from ....grams.kronecker.packed import packed
 from ....maps.layers import AffineBlock
 from ..factors.factor import DIAGONAL, BlockKey, Factor
-from .covectors import Recipe, covectors, covectors_of
+from .covectors import NotFinite, Recipe, covectors, covectors_of, random_signs
 from .record import ForwardRecord, ParameterSites, RepeatedCall
-from .structure import NotFinite, Structure
+from .structure import Structure
 from .sums import DERIVED, MISSED, UNREACHED, Pool, means
 
 _LARGE = 2**24  # entries of an output from which on it is computed twice instead of kept
 _SCALED = 1e3  # how much longer than the metric says a loss's gradient is, if it was scaled
 
+#: the layers of a pass; or how to run it again, if it ran in compiled code
+Source = ForwardRecord | RepeatedCall
+
 
 class PendingPass:
-    """What is kept of a forward pass until its output z receives a gradient.
+    """What is kept of a forward pass until its output z, of this node, receives a gradient.
 
-    The graph owns it, by a hook: so it owns neither z nor z's node, and is gone with a graph
-    through which nobody propagates.
-
-    Args:
-        z: the output that the metric sees.
-        node, number: where z stands in the graph.
-        record: the layers on the way, or None if the pass ran in compiled code.
-        call: how to run the pass again, if it ran in compiled code.
-        inputs: the tensors among the call's arguments, for metrics that depend on them.
+    The graph owns it, by a hook: so it owns neither z nor z's node, and is gone with the graph.
+    `inputs` are the tensors among the call's arguments, for metrics that depend on them.
     """
 
     def __init__(
-        self,
-        z: Tensor,
-        node: Any,
-        number: int,
-        record: ForwardRecord | None,
-        call: RepeatedCall | None,
-        inputs: Sequence[Tensor],
+        self, z: Tensor, node: Any, number: int, source: Source, inputs: Sequence[Tensor]
     ) -> None:
-        self.record, self.call, self.inputs = record, call, inputs
-        self._dtype, self._version, self._number = z.dtype, z._version, number
-        if record is not None and node is not None:
-            if z.numel() >= _LARGE and node is z.grad_fn:
-                record.find_head(z, node)
-            record.release(node)
-        self._again = record is not None and record.head is not None
-        # while the loss is differentiated there would be one more tensor of this size
-        self._value = None if self._again else z.detach()
+        self.source: Source | None = source
+        self.inputs, self._value, self._number = inputs, z.detach(), number
+        self._dtype, self._version = z.dtype, z._version
         self._leaf = z if node is None else None
-
-    @property
-    def empty(self) -> bool:
-        """Whether it was taken already."""
-        return self.record is None and self.call is None
+        if isinstance(source, ForwardRecord) and node is not None:
+            if z.numel() >= _LARGE and node is z.grad_fn and source.find_head(z, node):
+                # while the loss is differentiated there would be one more tensor of this size
+                self._value = None
+            source.release(node)
 
     def clear(self) -> None:
         """Let go of everything; a user may keep the graph for long."""
-        self.record = self.call = self._leaf = self._value = None
+        self.source = self._leaf = self._value = None
         self.inputs = ()
 
     def value(self) -> Tensor:
-        """z as it was."""
-        if self._again:
-            assert self.record is not None
-            return self.record.head_output(self._dtype)
-        assert self._value is not None
+        """Return z as it was."""
+        if self._value is None:
+            assert isinstance(self.source, ForwardRecord)
+            return self.source.head_output(self._dtype)
         if self._value._version != self._version:
             raise PullbackError(
                 "The model's output was changed in place",
@@ -97,7 +81,7 @@ class PendingPass:
         return self._value
 
     def root(self) -> Tensor | GradientEdge:
-        """Where z stands in the graph; only while its hook runs."""
+        """Return where z stands in the graph; only while its hook runs."""
         if self._leaf is not None:
             return self._leaf
         return GradientEdge(torch._C._current_autograd_node(), self._number)
@@ -114,15 +98,12 @@ class StatisticsCapture:
 
     def __init__(self, model: nn.Module, recipe: Recipe, counter: Callable[[], int]) -> None:
         self.model, self.recipe, self._counter = model, recipe, counter
-        self.pool = Pool()
-        self.structure = Structure(recipe.sharing, recipe.joint, recipe.ekfac)
+        self.pool, self.structure = Pool(), Structure(recipe)
         self.choose(name for name, _ in plain(model).named_parameters())
         self._open: weakref.WeakSet[PendingPass] = weakref.WeakSet()
-        self._begun: tuple[ForwardRecord | None, RepeatedCall | None, list[Tensor]] | None = None
+        self._begun: tuple[Source, list[Tensor]] | None = None
         self._watch = Watch(self, model)
         self._checks = 3  # of the first gradients' length
-
-    # --- what is wanted -----------------------------------------------------------------------
 
     @property
     def due(self) -> bool:
@@ -146,20 +127,16 @@ class StatisticsCapture:
     @property
     def lacking(self) -> bool:
         """Whether a parameter that takes part has no block yet, or one with others."""
-        flags, leaves = self._sites.leaves()
-        if flags == self._flags:
-            return False
-        if not self.structure.covers(leaves):
-            return True
-        self._flags = flags
-        return False
+        leaves = self._sites.leaves()
+        if leaves is not self._covered and self.structure.covers(leaves):
+            self._covered = leaves
+        return leaves is not self._covered
 
     def choose(self, names: Iterable[str]) -> None:
         """Let only these parameters take part; the others are constants."""
         held = dict(plain(self.model).named_parameters())
-        chosen = {n: held[n] for n in names}
-        self._flags: tuple[bool, ...] = ()
-        self._sites = ParameterSites(plain(self.model), chosen)
+        self._sites = ParameterSites(plain(self.model), {n: held[n] for n in names})
+        self._covered: dict[str, Tensor] | None = None
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -168,7 +145,7 @@ class StatisticsCapture:
 
     def clear(self) -> None:
         """Forget what was gathered: it belonged to gradients that were dropped."""
-        waiting = any(not p.empty for p in self._open)
+        waiting = any(p.source is not None for p in self._open)
         self.pool = Pool(missed=MISSED[5] if waiting else MISSED[0])
         self._watch.reset()
 
@@ -176,25 +153,17 @@ class StatisticsCapture:
         """Forget the passes that still wait as well: the parameters they used have changed."""
         for pending in list(self._open):
             pending.clear()
-        self.pool = Pool()
-        self._watch.reset()
+        self.clear()
         self._watch.called = False
 
-    @contextlib.contextmanager
-    def unwatched(self) -> Iterator[None]:
-        """Let the model's calls inside give no statistics."""
-        with self._watch.paused():
-            yield
+    def unwatched(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which the model's calls give no statistics."""
+        return self._watch.paused()
 
     def generator(self, device: torch.device) -> torch.Generator:
-        """Draws of their own, so that the training's random numbers stay what they were.
-
-        They follow from the counter alone: nothing random has to be saved.
-        """
+        """Return a generator that follows from the counter: nothing random has to be saved."""
         seed = (self._counter() * 1_000_003 + self.pool.calls) % 2**63
         return torch.Generator(device).manual_seed(seed)
-
-    # --- the forward pass ---------------------------------------------------------------------
 
     def begin_call(self, args: Any, kwargs: Any, compiled: bool) -> Any:
         """Record the layers of a forward pass, if it can give statistics."""
@@ -207,30 +176,24 @@ class StatisticsCapture:
             except RuntimeError:
                 compiled = True  # by the caller, whose code was left for the hook
         with stack:
-            reason, sites = self._unfit(), self._sites.sites()
-            if not reason and sites is None:
+            sites, reason = self._sites.sites(), ""
+            if sites is None or peek_interpreter_stack() is not None:
                 reason = MISSED[1]
+            elif not torch.is_grad_enabled():
+                reason = MISSED[2]
+            elif not self.model.training:
+                reason = MISSED[3]
             if reason:
                 self.pool.miss(reason)
                 return None
-            leaves = pytree.tree_leaves((args, kwargs))
-            tensors = [t for t in leaves if isinstance(t, Tensor)]
-            record = call = None
+            tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
             if compiled:
-                call = RepeatedCall(self.model, args, kwargs)
+                self._begun = RepeatedCall(self.model, args, kwargs), tensors
             else:
-                record = ForwardRecord(plain(self.model), self._sites.leaves()[1], sites)
-                stack.enter_context(record)
-            self._begun = (record, call, tensors)
+                record = ForwardRecord(plain(self.model), self._sites.leaves(), sites)
+                self._begun = stack.enter_context(record), tensors
             return stack.pop_all()
         return None
-
-    def _unfit(self) -> str:
-        if peek_interpreter_stack() is not None:
-            return MISSED[1]
-        if not torch.is_grad_enabled():
-            return MISSED[2]
-        return "" if self.model.training else MISSED[3]
 
     def end_call(self, output: Any) -> None:
         """Wait for the gradient to come back to the output."""
@@ -249,68 +212,48 @@ class StatisticsCapture:
 
         # the graph holds this function, so it must not hold the graph
         def receive(cotangents: Any) -> None:
-            cotangent = cotangents if isinstance(cotangents, Tensor) else cotangents[number]
-            if cotangent is not None and (capture := me()) is not None and not pending.empty:
-                _receive(capture, pending, cotangent)
+            delta = cotangents if isinstance(cotangents, Tensor) else cotangents[number]
+            if delta is not None and (capture := me()) and pending.source is not None:
+                capture.receive(pending, delta)
 
         if node is None or node is z.grad_fn:
             z.register_hook(receive)
         else:
             node.register_prehook(receive)
 
-    # --- the backward pass --------------------------------------------------------------------
-
+    @torch._disable_dynamo
     def receive(self, pending: PendingPass, cotangent: Tensor) -> None:
         """Take the statistics of a pass, whose output has received its gradient."""
-        leaves, root = self._sites.leaves()[1], pending.root()
+        leaves, root = self._sites.leaves(), pending.root()
         if not reaches_parameters(leaves):  # a gradient by the inputs alone: a penalty, an attack
             refuse_reentrant(root)
             self._note_derivative()
             return
-        record, inputs, call = pending.record, pending.inputs, pending.call
-        if call is None:
-            z = pending.value()
-        else:
-            record = ForwardRecord(plain(self.model), leaves)
-            with self._watch.paused(), torch.compiler.set_stance("force_eager"):
+        record, inputs = pending.source, pending.inputs
+        if isinstance(record, RepeatedCall):
+            call, record = record, ForwardRecord(plain(self.model), leaves)
+            with self.unwatched(), torch.compiler.set_stance("force_eager"):
                 root = select(call(record), self.recipe.output)
-            z = root.detach()
+            z = [root.detach()]
+        else:
+            z = [pending.value()]
         pending.clear()
         assert record is not None
-        given = [z]
-        with torch.no_grad(), _set_fwd_grad_enabled(False), _no_autocast(z):
-            random, slope = self.generator(z.device), cotangent.detach()
-            self._check_scale(z, slope, random)
+        no_autocast = torch.autocast(cotangent.device.type, enabled=False)
+        with torch.no_grad(), _set_fwd_grad_enabled(False), no_autocast:
+            random, slope = self.generator(cotangent.device), cotangent.detach()
+            self._check_scale(z[0], slope, random)
             self.pool.calls += 1
-            del z  # it is not held any longer than it takes to draw from it
-            self._measure(root, given, slope, inputs, random, record, leaves)
-
-    def _measure(
-        self,
-        root: Any,
-        z: list[Tensor],
-        slope: Tensor,
-        inputs: Sequence[Tensor],
-        random: torch.Generator,
-        record: ForwardRecord,
-        leaves: Mapping[str, Tensor],
-    ) -> None:
-        found, fresh = covectors_of(self.recipe, z.pop(), slope, inputs, random), Pool()
-        if found is None:
-            self.pool.samples = torch.nan
-            return
-        try:
-            self.structure.measure(root, found, record, leaves, fresh)
-        except NotFinite:
-            self.pool.samples = torch.nan
-            return
-        self.pool.add(fresh.sums, found.samples)
+            try:  # z is not held any longer than it takes to draw from it
+                found = covectors_of(self.recipe, z.pop(), slope, inputs, random)
+                fresh = self.structure.measure(root, found, record, leaves)
+            except NotFinite:
+                self.pool.samples = torch.nan
+                return
+            self.pool.add(fresh.sums, found.samples)
 
     def _note_derivative(self) -> None:
-        """A gradient is at the output that does not reach the parameters.
-
-        Its own graph, where it has one, may be for use in a loss.
-        """
+        """Note a gradient that does not reach the parameters, and later whether a loss uses it."""
         self.pool.miss(UNREACHED)
         if torch.is_grad_enabled():
             pool = weakref.ref(self.pool)
@@ -322,15 +265,17 @@ class StatisticsCapture:
             on_second_pass(torch._C._current_autograd_node(), used)
 
     def _check_scale(self, z: Tensor, slope: Tensor, random: torch.Generator) -> None:
-        """Warn where the loss's own gradient is far longer than the metric's covectors.
-
-        A gradient that a `GradScaler` scaled would be taken for the empirical Fisher's.
-        """
+        """Warn if the loss's gradient is far longer than the metric says: it may be scaled."""
         recipe = self.recipe
         if recipe.fisher != "empirical" or recipe.scaled or self._checks == 0:
             return
         self._checks -= 1
-        if (ratio := _length_ratio(recipe, z, slope, random)) > _SCALED:
+        value, own = (samples_first(t, recipe.batch_dim) for t in (z, slope))
+        drawn = covectors(replace(recipe, fisher="mc", draws=1), value, own, None, random)
+        typical = next(drawn)[0].norm(dtype=compute_dtype(own.dtype))
+        count = recipe.metric.samples(value) if recipe.reduction == "mean" else 1
+        ratio = count * own.norm(dtype=typical.dtype) / typical
+        if bool(typical > 0) and float(ratio) > _SCALED:
             self._checks = 0
             warnings.warn(
                 f"The loss's gradient is about {ratio:.0e} times as long as the metric says. If "
@@ -340,18 +285,22 @@ class StatisticsCapture:
                 stacklevel=2,
             )
 
-    # --- what was gathered --------------------------------------------------------------------
-
     def take(self) -> Pool:
-        """What was pooled since the last step, which is forgotten here."""
+        """Return what was pooled since the last step, and begin anew."""
         pool = self.pool
-        pool.warn_derivatives()
+        if pool.missed == DERIVED:
+            warnings.warn(
+                "The loss has terms in derivatives of the model's output by its inputs. The metric "
+                "is that of the output itself; step(objective=...) covers all terms.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         self.clear()
         return pool
 
 
 def averaged(pool: Pool, recipe: Recipe, loss_scale: float) -> dict[BlockKey, dict[Factor, Any]]:
-    """The means of what was pooled; "sum" multiplies them by the samples."""
+    """Return the means of what was pooled; "sum" multiplies them by the samples."""
     samples, mean = pool.samples, recipe.reduction == "mean"
     scale: Any = 1.0 if mean else samples
     if recipe.fisher == "empirical":  # a mean's own cotangents are divided by N
@@ -362,51 +311,27 @@ def averaged(pool: Pool, recipe: Recipe, loss_scale: float) -> dict[BlockKey, di
 def averaged_parts(
     parts: Sequence[Part], recipe: Recipe, generator: torch.Generator
 ) -> dict[BlockKey, dict[Factor, Any]]:
-    """Means for losses stated on derivatives of the network: one Kronecker product per term.
+    """Return means for losses stated on derivatives of the network: one Kronecker product per term.
 
-    The terms' maps carry derivatives forward through the layers: each of them is one more place
-    that shares a layer's weight, with the homogeneous coordinate 1 at the value and 0 at its
-    derivatives.
+    Each derivative that a term carries forward is one more place that shares a layer's weight, with
+    the homogeneous coordinate 1 at the value and 0 at its derivatives.
     """
-    found: dict[BlockKey, dict[Factor, Any]] = {}
+    pool = Pool()
     for number, part in enumerate(parts):
         value = part.linear.value
         if recipe.fisher == "mc":
             shape = (1, len(value), *part.factor.white)
-            coins = torch.randint(0, 2, shape, device=value.device, generator=generator)
-            given = part.factor.apply((2 * coins - 1).to(value.dtype))
+            given = part.factor.apply(random_signs(shape, value, generator))
         else:
             given = part.factor.covectors(value)
         for block in part.linear.factored(given).blocks.values():
             if isinstance(block, AffineBlock) and block.weight is not None:
-                left, right = block.sides(recipe.sharing.longest)
-                role = f"term {number}"
-                own = {Factor(role, "left"): packed(left), Factor(role, "right"): packed(right)}
-                found.setdefault(BlockKey("kronecker", block.names), {}).update(own)
+                held = pool.of(BlockKey("kronecker", block.names))
+                sides = block.sides(recipe.sharing.longest)
+                for name, side in zip(("left", "right"), sides, strict=True):
+                    held.values[Factor(f"term {number}", name)] = packed(side)
                 continue
             for name, rows in block.rows().items():
                 squares = rows.square().sum((0, 1))[:, None, None]
-                held = found.setdefault(BlockKey("diagonal", (name,)), {})
-                held[DIAGONAL] = held[DIAGONAL] + squares if DIAGONAL in held else squares
-    return found
-
-
-def _length_ratio(recipe: Recipe, z: Tensor, slope: Tensor, random: torch.Generator) -> float:
-    """The length of N·∂loss/∂z over that of the metric's covectors."""
-    metric, axis = recipe.metric, recipe.batch_dim
-    value, own = (samples_first(t, axis) for t in (z, slope))
-    value, own = (t.to(compute_dtype(t.dtype)) for t in (value, own))
-    if metric.couples_samples:
-        return 0.0
-    typical = next(covectors(metric, "mc", value, own, generator=random)).norm()
-    count = metric.samples(value) if recipe.reduction == "mean" else 1
-    return float(count * own.norm() / typical) if bool(typical > 0) else 0.0
-
-
-def _no_autocast(z: Tensor) -> Any:
-    return torch.autocast(z.device.type, enabled=False)
-
-
-@torch._disable_dynamo
-def _receive(capture: StatisticsCapture, pending: PendingPass, cotangent: Tensor) -> None:
-    capture.receive(pending, cotangent)
+                pool.of(BlockKey("diagonal", (name,))).add(DIAGONAL, squares)
+    return {key: sums.values for key, sums in pool.sums.items()}

@@ -2,120 +2,122 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 
-from ...._core.graph import Root, reached_outside
+from ...._core.graph import reached_outside
+from ....grams.kronecker.packed import packed, whole
 from ....maps.layers import Tap
-from ....maps.layers.moments import Moments, Sharing, counted, moments, second_moment
+from ....maps.layers.moments import counted, moments, second_moment
 from ....maps.proof import Proof, accumulate, norm
+from .descent import Descent
 from .plan import BlockPlan, LayerUse
-from .record import CompoundCall, ForwardRecord
-from .sums import Pool, Role
+from .record import CompoundCall
+from .sums import BIAS, Pool, factors_of
 
-#: a layer's affine maps with their cotangents, step by step
-Maps = Sequence[tuple[Tap, list[Tensor]]]
+#: a layer's affine maps, each with the cotangents (G, P, O) at the places of all steps
+Maps = Sequence[tuple[Tap, Tensor]]
 
 
 class CompoundReplays:
-    """The compound layers of one pass.
+    """The compound layers of one pass, with the cotangents at all their outputs in the graph.
 
-    Args:
-        record: what the pass did.
-        cotangents: at the outputs of these layers that stand in the graph, in order.
+    Where the metric relates samples their parameters are held as diagonals, and none is replayed.
     """
 
-    def __init__(self, record: ForwardRecord, cotangents: Sequence[Tensor | None]) -> None:
-        self._name = record.name
+    def __init__(self, way: Descent, cotangents: Sequence[Tensor | None]) -> None:
+        self._way = way
         self._found: list[tuple[CompoundCall, list[Tensor | None], Maps]] = []
         pieces = iter(cotangents)
-        for call in record.compounds:
+        for call in way.record.compounds if way.coupling is None else ():
             ends = [None if e is None else next(pieces) for e in call.edges]
             if any(d is not None for d in ends):
                 self._found.append((call, ends, _replay(call, ends)))
 
     def _names(self, tap: Tap) -> dict[str, str | None]:
-        return {"weight": self._name(tap.weight), "bias": self._name(tap.bias)}
+        name = self._way.record.name
+        return {"weight": name(tap.weight), "bias": name(tap.bias)}
 
     @property
     def uses(self) -> list[LayerUse]:
         """The maps, as a plan of blocks sees them."""
-        return [
-            LayerUse(self._names(tap), "kronecker", True)
-            for *_, maps in self._found
-            for tap, _ in maps
-        ]
+        taps = [tap for *_, maps in self._found for tap, _ in maps]
+        return [LayerUse(self._names(tap), "kronecker", True) for tap in taps]
 
     @property
     def remarks(self) -> dict[str, str]:
         """What `coverage` says of parameters whose layer did not do what its replay does."""
-        return {
-            name: f"{type(call.module).__name__}, replayed without {call.note}"
-            for call, _, maps in self._found
-            if call.note
-            for tap, _ in maps
-            for name in self._names(tap).values()
-            if name is not None
-        }
+        out = {}
+        for call, _, maps in self._found:
+            text = f"{type(call.module).__name__}, replayed without {call.note}"
+            names = [n for tap, _ in maps for n in self._names(tap).values()]
+            out |= {n: text for n in names if n is not None and call.note}
+        return out
 
-    def prove(self, proof: Proof, root: Root, leaves: Mapping[str, Tensor]) -> None:
-        """Tell the proof what the maps give; layers with dropout are proven by themselves."""
+    def prove(self, proof: Proof) -> None:
+        """Add what the maps give to the proof; layers with dropout are proven by themselves."""
         random = [(call, ends) for call, ends, _ in self._found if call.note]
         own: dict[str, Tensor] = {}
         for call, ends in random:
             accumulate(own, self._alone(call, ends))
-        parts = [(call.edges, call.below) for call, _ in random]
-        others = reached_outside(root, parts) if own else set()
+        parts, leaves = [(call.edges, call.below) for call, _ in random], self._way.leaves
+        others = reached_outside(self._way.root, parts) if own else set()
         proof.add_alone(own, {n for n in own if get_gradient_edge(leaves[n]).node in others})
         for *_, maps in self._found:
             # what cancels inside a layer, before q and k where there is one key, leaves round-off
-            largest = torch.stack([norm(d) for _, deltas in maps for d in deltas]).amax()
-            for tap, deltas in maps:
-                d, a = torch.cat(list(deltas), 1), torch.cat(list(tap.inputs), 1)
-                names, size = self._names(tap), norm(a)
-                values = {names["weight"]: d.mT @ a, names["bias"]: d.sum(1)}
+            largest = torch.stack([norm(delta) for _, delta in maps]).amax()
+            for tap, delta in maps:
+                a, names = torch.cat(tap.inputs, 1), self._names(tap)
+                values = {names["weight"]: delta.mT @ a, names["bias"]: delta.sum(1)}
                 given = {n: value for n, value in values.items() if n is not None}
-                proof.add(given, largest, size, d.numel())
+                proof.add(given, largest, norm(a), delta.numel())
 
     def _alone(self, call: CompoundCall, ends: Sequence[Tensor | None]) -> dict[str, Tensor]:
         """A layer's gradients by itself, without what its replay leaves out."""
         outputs = call.compound.alone(call.module, call.args, call.kwargs)
-        named = {n: p for p in call.module.parameters() if (n := self._name(p)) is not None}
+        name = self._way.record.name
+        named = {n: p for p in call.module.parameters() if (n := name(p)) is not None}
         found = _pull(outputs, list(named.values()), ends)
         return {n: g for n, g in zip(named, found, strict=True) if g is not None}
 
-    def add_to(
-        self, pool: Pool, plan: BlockPlan, sharing: Sharing, keep: Tensor | None, *, inputs: bool
-    ) -> None:
-        """Add the moments; `keep` says which places of the output count, in its layout."""
-        if keep is not None:
+    def add_to(self, pool: Pool, plan: BlockPlan) -> None:
+        """Add the moments to the blocks of the plan."""
+        keep, sharing = self._way.keep, self._way.sharing
+        if keep is not None:  # which places of the output count, in its layout
             keep = keep.movedim(min(sharing.batch_dim, keep.ndim - 1), 0)
         for call, _, maps in self._found:
-            role = Role(type(call.compound).__name__)
-            for tap, deltas in maps:
+            inputs, outputs = factors_of(call.compound)
+            for tap, delta in maps:
                 if not any(tap.places):
                     continue
-                names, delta = self._names(tap), torch.cat(list(deltas), 1)
-                second = second_moment(delta, sharing)
+                names, second = self._names(tap), packed(second_moment(delta, sharing))
                 if (key := plan.weight_block(names)) is not None:
-                    if inputs:
-                        pool.of(key).add_inputs(role, _inputs(tap, delta, sharing, keep))
-                    pool.of(key).add_outputs(role, second)
+                    if self._way.inputs:
+                        x = torch.cat(tap.inputs, 1)
+                        mask = None if keep is None else _counted(tap, delta, keep)
+                        found, groups = moments(x, sharing, mask), tap.places
+                        if mask is None:  # not all places are real
+                            same = len({*groups}) == 1
+                            places = groups[0] if same else found.first.new_tensor(groups)
+                            found = replace(found, places=places)
+                        pool.of(key).add_inputs(inputs, found)
+                    pool.of(key).add(outputs, second)
                 if (key := plan.bias_block(names)) is not None:
-                    pool.of(key).add_bias(second.clone())
+                    pool.of(key).add(BIAS[1], packed(whole(second).clone()))
 
 
 def _replay(call: CompoundCall, cotangents: Sequence[Tensor | None]) -> Maps:
     """The maps of one layer with their cotangents."""
     outputs, taps = call.compound.replay(call.module, call.args, call.kwargs)
     targets = [z for tap in taps for z in tap.outputs]
-    found = iter(_pull(outputs, targets, cotangents))
-    pairs = [(tap, [(next(found), z) for z in tap.outputs]) for tap in taps]
-    return [(t, [torch.zeros_like(z) if d is None else d for d, z in ds]) for t, ds in pairs]
+    found = zip(targets, _pull(outputs, targets, cotangents), strict=True)
+    deltas = iter([torch.zeros_like(z) if d is None else d for z, d in found])
+    return [(tap, torch.cat([next(deltas) for _ in tap.outputs], 1)) for tap in taps]
 
 
 def _pull(
@@ -124,16 +126,6 @@ def _pull(
     pairs = [(y, d.to(y.dtype)) for y, d in zip(outputs, cotangents, strict=True) if d is not None]
     ends, given = [y for y, _ in pairs], [d for _, d in pairs]
     return torch.autograd.grad(ends, targets, given, allow_unused=True)
-
-
-def _inputs(tap: Tap, delta: Tensor, sharing: Sharing, keep: Tensor | None) -> Moments:
-    x = torch.cat([a.detach() for a in tap.inputs], 1)
-    if keep is not None:
-        return moments(x, sharing, _counted(tap, delta, keep))
-    found = moments(x, sharing)
-    if len(set(tap.places)) == 1:
-        return Moments(found.second, found.first, tap.places[0])
-    return Moments(found.second, found.first, found.first.new_tensor(tap.places))
 
 
 def _counted(tap: Tap, delta: Tensor, keep: Tensor) -> Tensor:

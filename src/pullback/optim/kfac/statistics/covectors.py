@@ -1,9 +1,9 @@
-r"""Covectors φ at the output with E[φφᵀ] = M: what is pulled back to measure the layers."""
+r"""Covectors φ at the output with E[φφᵀ] = M, which are pulled back to measure the layers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,9 +13,13 @@ from ...._core.capture import Selector, first_input, samples_first
 from ...._core.space import compute_dtype
 from ....maps.layers.moments import Sharing
 from ....metrics import Fisher, Metric
-from .coupling import Coupling, coupled_covectors, coupling_error, random_signs
+from .coupling import Coupling, coupling_error
 
 _ENTRIES = 2**25  # of the output whose scores are drawn at once
+
+
+class NotFinite(Exception):
+    """Outputs or gradients are not finite, so that nothing can be learned from the pass."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +52,7 @@ class Covectors:
     samples: Tensor | float
     #: which places of the output count, None for all
     keep: Tensor | None
-    #: a covector of all places that count, where the others are of single positions: it shows which
-    #: places of a layer have a part in them
+    #: a covector of all places that count, where the others are of single positions
     reach: Tensor | None = None
 
 
@@ -59,12 +62,12 @@ def covectors_of(
     cotangent: Tensor,
     inputs: Sequence[Tensor],
     generator: torch.Generator,
-) -> Covectors | None:
-    """From the output, ∂loss/∂z and the call's tensors; None where z is not finite."""
+) -> Covectors:
+    """Return the covectors at z, from ∂loss/∂z and the call's tensors; raise NotFinite at NaN."""
     axis, metric = recipe.batch_dim, recipe.metric
     value, slope = samples_first(z, axis), samples_first(cotangent, axis)
     if not bool(value.amax() < torch.inf):  # NaN neither; −inf may mask a class
-        return None
+        raise NotFinite
     mask = metric.counted(value, slope)
     samples: Tensor | float = metric.samples(value)
     if mask is not None:
@@ -79,8 +82,9 @@ def covectors_of(
 
     reach = None
     if keep is not None and recipe.fisher == "exact" and not metric.couples_samples:
-        reach = placed(next(_drawn(metric, "mc", value, slope, 1, first, generator, axis)))[0]
-    found = _drawn(metric, recipe.fisher, value, slope, recipe.draws, first, generator, axis)
+        one = replace(recipe, fisher="mc", draws=1)
+        reach = placed(next(covectors(one, value, slope, first, generator)))[0]
+    found = covectors(recipe, value, slope, first, generator)
     return Covectors(map(placed, found), samples, keep, reach)
 
 
@@ -93,85 +97,83 @@ def _kept_places(mask: Tensor | None, z: Tensor, batch_dim: int) -> Tensor | Non
     return mask.squeeze(event[0]) if len(event) == 1 else None
 
 
-def _drawn(
-    metric: Metric,
-    fisher: str,
-    z: Tensor,
-    cotangent: Tensor,
-    draws: int,
-    inputs: Tensor | None,
-    generator: torch.Generator,
-    batch_dim: int,
+def covectors(
+    recipe: Recipe, z: Tensor, cotangent: Tensor, inputs: Tensor | None, generator: torch.Generator
 ) -> Iterator[tuple[Tensor, Coupling | None]]:
-    """The covectors, each with the relation of the samples where the metric has one."""
+    """Covectors (N, *event) whose outer products add up to M, on average or exactly.
+
+    The signs of "exact" and "empirical" covectors are random by sample: it does not matter for
+    layers, and makes the square of a summed gradient an estimate of the summed squares. Where the
+    metric relates samples, each covector comes with their relation.
+    """
+    metric, fisher, draws = recipe.metric, recipe.fisher, recipe.draws
     if fisher != "mc" or not isinstance(metric, Fisher):  # which takes some samples at a time
         z, cotangent = (t.to(compute_dtype(t.dtype)) for t in (z, cotangent))
     if metric.couples_samples:
-        return coupled_covectors(
-            metric, fisher, z, draws=draws, inputs=inputs, generator=generator, batch_dim=batch_dim
-        )
-    found = covectors(metric, fisher, z, cotangent, draws, inputs, generator)
-    return ((covector, None) for covector in found)
-
-
-def covectors(
-    metric: Metric,
-    fisher: str,
-    z: Tensor,
-    cotangent: Tensor,
-    draws: int = 1,
-    inputs: Tensor | None = None,
-    generator: torch.Generator | None = None,
-) -> Iterator[Tensor]:
-    """Covectors (N, *event) whose outer products add up to M, on average or exactly.
-
-    Args:
-        metric: M at z; `Fisher` of a likelihood samples targets from the model's own predictions.
-        fisher: "mc" draws covectors, "exact" runs through the columns of S, "empirical" takes the
-            loss's own cotangent (whose scale is settled later).
-        z: function values, samples first.
-        cotangent: ∂loss/∂z.
-        draws: how many samples "mc" averages over.
-        inputs: the model's inputs, for metrics that depend on them.
-        generator: for the draws.
-
-    The signs of "exact" and "empirical" covectors are random by sample: it does not matter for
-    layers, and makes the square of a summed gradient an estimate of the summed squares.
-    """
+        yield from _coupled(recipe, z, inputs, generator)
+        return
     signs = (len(z), *[1] * (z.ndim - 1))
     if fisher == "empirical":
-        yield cotangent * random_signs(signs, z, generator)
+        yield cotangent * random_signs(signs, z, generator), None
         return
     if not isinstance(metric, Fisher) and metric.factor(z, inputs=inputs).couples_samples:
         raise coupling_error(metric, "it does not declare them: couples_samples is False")
     if fisher == "exact":
         for column in metric.factor(z, inputs=inputs).covectors(z):
-            yield column * random_signs(signs, z, generator)
+            yield column * random_signs(signs, z, generator), None
         return
     for _ in range(draws - 1):
-        yield _draw(metric, z, inputs, generator).div_(draws**0.5)
+        yield _draw(metric, z, inputs, generator).div_(draws**0.5), None
     last = [_draw(metric, z, inputs, generator)]
     del z, cotangent  # the logits of a language model are larger than its activations
-    yield last.pop() if draws == 1 else last.pop().div_(draws**0.5)
+    yield last.pop() if draws == 1 else last.pop().div_(draws**0.5), None
 
 
-def _draw(
-    metric: Metric, z: Tensor, inputs: Tensor | None, generator: torch.Generator | None
-) -> Tensor:
-    if isinstance(metric, Fisher):
-        return _score(metric.likelihood, z, generator)
-    factor = metric.factor(z, inputs=inputs)
-    return factor.apply(random_signs((len(z), *factor.white), z, generator))
+def _coupled(
+    recipe: Recipe, z: Tensor, inputs: Tensor | None, generator: torch.Generator
+) -> Iterator[tuple[Tensor, Coupling]]:
+    """Covectors that all samples share, up to signs, and how samples are related.
+
+    "exact" runs through the columns of P, "mc" draws v ∈ {±1}^m once for the whole batch.
+    """
+    factor, draws = recipe.metric.factor(z, inputs=inputs), recipe.draws
+    if factor.coupling is None:
+        raise coupling_error(recipe.metric, "its factor does not say how")
+    lower, separate = factor.coupling, factor.separate()
+    eye = torch.eye(len(lower), dtype=lower.dtype, device=lower.device)
+    inverse = torch.linalg.solve_triangular(lower, eye, upper=False)
+
+    def signed(covector: Tensor) -> tuple[Tensor, Coupling]:
+        signs = random_signs((len(z),), z, generator)
+        along = signs.view(-1, *[1] * (covector.ndim - 1))
+        return covector * along, Coupling(inverse, signs)
+
+    if recipe.fisher == "exact":
+        yield from map(signed, separate.covectors(z))
+        return
+    for _ in range(draws):
+        v = random_signs(separate.white, z, generator)
+        yield signed(separate.apply(v.expand(len(z), *v.shape)) / draws**0.5)
 
 
-def _score(likelihood: Any, z: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Scores of drawn targets, some samples at a time: in full precision they take much memory."""
-    step, dtype = max(1, _ENTRIES * len(z) // max(1, z.numel())), compute_dtype(z.dtype)
+def _draw(metric: Metric, z: Tensor, inputs: Tensor | None, generator: torch.Generator) -> Tensor:
+    """One covector; scores in full precision are formed of some samples at a time."""
+    if not isinstance(metric, Fisher):
+        factor = metric.factor(z, inputs=inputs)
+        return factor.apply(random_signs((len(z), *factor.white), z, generator))
+    likelihood: Any = metric.likelihood
     if likelihood.halves:
         return likelihood.score(z, generator)
+    step, dtype = max(1, _ENTRIES * len(z) // max(1, z.numel())), compute_dtype(z.dtype)
     if step >= len(z):
         return likelihood.score(z.to(dtype), generator)
     out = torch.empty_like(z)
     for one, some in zip(out.split(step), z.split(step), strict=True):
         one.copy_(likelihood.score(some.to(dtype), generator))
     return out
+
+
+def random_signs(shape: tuple[int, ...], like: Tensor, generator: torch.Generator) -> Tensor:
+    """±1 with equal probability, in the dtype of `like`."""
+    coins = torch.randint(0, 2, shape, device=like.device, generator=generator)
+    return (2 * coins - 1).to(like.dtype)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.nn import functional as F
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils import _pytree as pytree
 
 from ...._core.capture import Call, detached, plain
+from ...._core.graph import walk
 from ...._core.state import RandomState
 from ....maps.layers import Compound, Layer, find
 from ....maps.layers.compound import tensors_of
@@ -35,8 +38,8 @@ class CompoundCall:
     kwargs: dict[str, Any]
     edges: list[GradientEdge | None]
     #: what its replay leaves out, and then where its arguments stand in the graph
-    note: str = ""
-    below: list[GradientEdge] = field(default_factory=list)
+    note: str
+    below: list[GradientEdge]
 
 
 class ForwardRecord(Recorder):
@@ -63,27 +66,23 @@ class ForwardRecord(Recorder):
         return self._keep(path, layer) if compound else super()._hook(path, layer)
 
     def _entry(self, site: Site, x: Tensor, output: Tensor) -> tuple[Entry, Tensor]:
-        """Of a linear layer that gives a view of all of its rows, the edge is that of the rows.
-
-        Their node stays whatever is done to the view, which need not be copied for that.
-        """
-        rows = rows_of(site.module, output)
+        """The edge of a linear layer that gives a view of its rows is theirs: that one stays."""
+        rows = _rows_of(site.module, output)
         if rows is None:
             output = rows = output.clone() if output._is_view() else output
-        edge, shape = edge_of(rows), output.shape
-        if site.layer.curvature == "units":
-            return Entry(site, x.detach(), edge, shape), output
-        return Entry(site, _input_as_used(x, rows), edge, shape), output
+        x = x.detach() if site.layer.curvature == "units" else _input_as_used(x, rows)
+        return Entry(site, x, edge_of(rows), output.shape), output
 
     def release(self, node: Any) -> None:
         """Do not hold this node of the graph; `edges` takes it again."""
-        for i, held in enumerate(self.entries):
-            if held.edge.node is node:
-                self.entries[i] = replace(held, edge=_without_node(held.edge))
+        empty: Any = None
+        for entry in self.entries:
+            if entry.edge.node is node:
+                entry.edge = GradientEdge(empty, entry.edge.output_nr)
         for call in self.compounds:
             for i, edge in enumerate(call.edges):
                 if edge is not None and edge.node is node:
-                    call.edges[i] = _without_node(edge)
+                    call.edges[i] = GradientEdge(empty, edge.output_nr)
             call.below[:] = [e for e in call.below if e.node is not node]
 
     def edges(self, node: Any) -> list[GradientEdge]:
@@ -98,19 +97,20 @@ class ForwardRecord(Recorder):
 
     def __enter__(self) -> ForwardRecord:
         super().__enter__()
-        self.nodes = -_node_count()
+        self.nodes = -_AUTOGRAD._get_sequence_nr()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self.nodes += _node_count()
+        self.nodes += _AUTOGRAD._get_sequence_nr()
         super().__exit__(*exc)
 
     def _keep(self, path: str, compound: Compound) -> Any:
         now = self._sites.now
 
-        def keep(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        def keep(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
             if not now or not torch.is_grad_enabled():
-                return
+                return None
+            output = _separate(output, compound.outputs(module, output))
             tensors = compound.outputs(module, output)
             edges = [edge_of(t) if t.requires_grad else None for t in tensors]
             if any(e is not None for e in edges):
@@ -119,39 +119,50 @@ class ForwardRecord(Recorder):
                 below = [edge_of(t) for t in given if t.requires_grad]
                 call = CompoundCall(path, module, compound, *saved, edges, note, below)
                 now[0].compounds.append(call)
+            return output
 
         return keep
 
-    # --- an output that can be computed again -------------------------------------------------
-
-    def find_head(self, z: Tensor, node: Any) -> None:
-        """Note the plain linear layer that gave z, if one did, before its node is released."""
-        for i, entry in reversed([*enumerate(self.entries)]):
-            rows = rows_of(entry.module, z)
-            own = node if rows is None else rows.grad_fn
-            linear = type(entry.module) is nn.Linear and z.shape == entry.shape
-            if linear and entry.edge.node is not None and entry.edge.node is own:
-                self.head = i
-                return
+    def find_head(self, z: Tensor, node: Any) -> bool:
+        """Note the plain linear layer that gave z and return True, before its node is released."""
+        for i, entry in enumerate(self.entries):
+            if type(entry.module) is nn.Linear and z.shape == entry.shape:
+                rows = _rows_of(entry.module, z)
+                if entry.edge.node is (node if rows is None else rows.grad_fn):
+                    self.head = i
+        return self.head is not None
 
     def head_output(self, dtype: torch.dtype) -> Tensor:
-        """The output of the head, computed again.
-
-        The logits of a language model take more memory than anything else, and no backward pass
-        needs them: that of log-softmax keeps its own result.
-        """
+        """Return the output of the head, computed again: logits take much memory if kept."""
         assert self.head is not None
         entry = self.entries[self.head]
-        held = entry.module._parameters
-        weight, bias = (
-            None if t is None else t.detach().to(dtype) for t in (held["weight"], held["bias"])
-        )
-        assert weight is not None
+        held: Any = entry.module._parameters
+        bias = None if held["bias"] is None else held["bias"].detach().to(dtype)
         with torch.autocast(entry.input.device.type, enabled=False):
-            return F.linear(entry.input.to(dtype), weight, bias)
+            return F.linear(entry.input.to(dtype), held["weight"].detach().to(dtype), bias)
 
 
-def rows_of(module: nn.Module, output: Tensor) -> Tensor | None:
+def _separate(output: Any, tensors: Sequence[Tensor]) -> Any:
+    """Return a layer's output with copies of the tensors from which others of it are computed.
+
+    A cotangent at such a copy comes from outside of the layer alone: an LSTM cell's c gives its h.
+    """
+    nodes: set[Any] = {t.grad_fn for t in tensors} - {None}
+
+    def since(first: int, node: Any) -> list[Any]:
+        below = [n for n, _ in node.next_functions if n is not None]
+        return [n for n in below if n._sequence_nr() >= first]
+
+    inner = {
+        node
+        for node in nodes
+        for other in nodes - {node}
+        if node in walk(other, partial(since, node._sequence_nr()))
+    }
+    return pytree.tree_map_only(Tensor, lambda t: t.clone() if t.grad_fn in inner else t, output)
+
+
+def _rows_of(module: nn.Module, output: Tensor) -> Tensor | None:
     """The rows (places, O) that a linear layer computed, where its output is a view of them."""
     rows = output._base if type(module) is nn.Linear else None
     if rows is None or rows.grad_fn is None:
@@ -161,17 +172,15 @@ def rows_of(module: nn.Module, output: Tensor) -> Tensor | None:
 
 
 def _input_as_used(x: Tensor, output: Tensor) -> Tensor:
-    """A layer's input in the precision of its output, if that is half of its own.
-
-    Under autocast the graph keeps such a copy for the layer's own backward pass, and the float32
-    original need not stay.
-    """
+    """A layer's input in half precision if its output is, from the copy that autocast keeps."""
     dtype, x = output.dtype, x.detach()
     if dtype not in _HALF or x.dtype == dtype or not x.is_floating_point():
         return x
-    kept, node = None, output.grad_fn
+    # saved tensors that are packed, as by checkpoints, may be unpacked but once
+    packed = _PACKING is None or _PACKING(True) is not None
+    kept, node = None, None if packed else output.grad_fn
     for _ in range(3):  # the product itself, perhaps below a view and a copy of it
-        if node is None or kept is not None or _packed():
+        if node is None or kept is not None:
             break
         kept = getattr(node, _ROWS[node.name()]) if node.name() in _ROWS else None
         node = node.next_functions[0][0] if node.next_functions else None
@@ -180,97 +189,48 @@ def _input_as_used(x: Tensor, output: Tensor) -> Tensor:
     return kept.detach().view(x.shape) if kept.is_contiguous() else x.to(dtype)
 
 
-def _packed() -> bool:
-    """Whether saved tensors are packed, as by checkpoints: they may be unpacked but once."""
-    return _PACKING is None or _PACKING(True) is not None
-
-
-def _node_count() -> int:
-    """How many nodes this thread has made so far."""
-    return torch.autograd._get_sequence_nr()  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _without_node(edge: GradientEdge) -> GradientEdge:
-    return GradientEdge(None, edge.output_nr)  # pyright: ignore[reportArgumentType]
-
-
 class ParameterSites:
-    """The modules to be recorded, looked for again only where modules were exchanged.
-
-    Args:
-        model: not a compiled one's wrapper.
-        chosen: parameters of it that take part.
-    """
+    """The chosen parameters of a model, and the modules to be recorded."""
 
     def __init__(self, model: nn.Module, chosen: Mapping[str, Tensor]) -> None:
         self._model, self._chosen = model, chosen
-        self._leaves: tuple[tuple[bool, ...], dict[str, Tensor]] = ((), {})
+        self._leaves: dict[str, Tensor] = {}
+        self._flags: list[bool] = []
         self._sites: Sites | None = None
-        #: where the parameters are held: a module's own dict, the name there, the parameter
-        self._homes: list[tuple[dict[str, Any], str, Tensor]] = []
 
-    def leaves(self) -> tuple[tuple[bool, ...], dict[str, Tensor]]:
-        """Which parameters require a gradient, and these: the same object while they do."""
-        flags = tuple([p.requires_grad for p in self._chosen.values()])
-        if flags != self._leaves[0]:
-            self._leaves = flags, {n: p for n, p in self._chosen.items() if p.requires_grad}
+    def leaves(self) -> dict[str, Tensor]:
+        """Return the parameters that require a gradient, the same object while they do."""
+        flags = [p.requires_grad for p in self._chosen.values()]
+        if flags != self._flags:
+            self._leaves = {n: p for n, p in self._chosen.items() if p.requires_grad}
+            self._flags = flags
         return self._leaves
 
     def sites(self) -> Sites | None:
         """None where the model holds other tensors, as in `torch.func.functional_call`."""
-        sites = self._sites
-        if sites is None or not sites.current:
-            sites = self._sites = Sites(self._model, ForwardRecord.kind)
-            places = [(n.rpartition("."), p) for n, p in self._chosen.items()]
-            modules = sites.modules
-            self._homes = [
-                (modules[path]._parameters, own, p)
-                for (path, _, own), p in places
-                if path in modules
-            ]
-        if all([held.get(own) is p for held, own, p in self._homes]):
-            return sites
         now = dict(self._model.named_parameters())
-        same = all(n not in now or now[n] is p for n, p in self._chosen.items())
-        return sites if same else None
+        if not all([now.get(n, p) is p for n, p in self._chosen.items()]):
+            return None
+        if self._sites is None or not self._sites.current:
+            self._sites = Sites(self._model, ForwardRecord.kind)
+        return self._sites
 
 
 class RepeatedCall:
-    """How to repeat a forward pass that ran in compiled code, outside of it.
-
-    Arguments, buffers and random numbers are those of the pass itself.
-    """
+    """A forward pass in compiled code, repeated outside of it with its buffers and randomness."""
 
     def __init__(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         device = next((p.device for p in plain(model).parameters()), torch.device("cpu"))
-        kind = device.type
-        self._model = model
+        kind, self._model = device.type, model
         self._call = Call(detached(args), detached(kwargs), random=RandomState(device))
         self._call.output = torch.empty(0, device=device)
         if torch.is_autocast_enabled(kind):
             self._call.autocast = (kind, torch.get_autocast_dtype(kind))
-        self._buffers = [(m, n, b.detach().clone()) for m, n, b in _buffers(model)]
+        self._buffers = {n: b.detach().clone() for n, b in plain(model).named_buffers()}
 
     def __call__(self, record: ForwardRecord) -> Any:
-        """The output, with the layers on the way in `record`."""
-        call = self._call
-        with torch.enable_grad(), call.replaying(), self._own_buffers(), record:
+        """Return the output, with the layers on the way in `record`."""
+        call, module = self._call, plain(self._model)
+        buffers = _reparametrize_module(module, self._buffers, tie_weights=True)
+        with torch.enable_grad(), call.replaying(), buffers, record:
             return self._model(*call.args, **call.kwargs)
-
-    @contextlib.contextmanager
-    def _own_buffers(self) -> Iterator[None]:
-        now = list(_buffers(self._model))
-        for module, name, saved in self._buffers:
-            module._buffers[name] = saved
-        try:
-            yield
-        finally:
-            for module, name, buffer in now:
-                module._buffers[name] = buffer
-
-
-def _buffers(model: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
-    for module in plain(model).modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                yield module, name, buffer
