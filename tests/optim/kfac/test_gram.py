@@ -211,7 +211,7 @@ def test_layers_before_a_batch_norm_are_unbiased() -> None:
         o.step(opt, model, x, "gaussian")
     names = ["0.weight", "0.bias"]
     want = o.part(o.kfac(model, x, kind="gaussian"), model, names)
-    assert_close(o.part(opt.gram().dense(), model, names), want, 0.1, "Σ δδᵀ over all samples")
+    assert_close(o.part(opt.gram().dense(), model, names), want, 0.15, "Σ δδᵀ over all samples")
 
 
 # --- layers of torch that fuse several linear maps, against the same by linear layers -------

@@ -15,9 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import (
-    peek_interpreter_stack,  # pyright: ignore[reportMissingModuleSource]
-)
+from torch._C._functorch import peek_interpreter_stack
 from torch.autograd.forward_ad import _set_fwd_grad_enabled
 from torch.autograd.graph import GradientEdge
 from torch.utils import _pytree as pytree
@@ -88,12 +86,9 @@ class PendingPass:
 
 
 class StatisticsCapture:
-    """Watches a model and, when statistics are due, adds up the moments of its layers.
+    """Watches a model and, when statistics are due, adds up what the recipe asks for.
 
-    Args:
-        model: as it is called.
-        recipe: what is measured.
-        counter: gives a number that is another one at each step, for the random draws.
+    `counter` gives a number that is another one at each step, for the random draws.
     """
 
     def __init__(self, model: nn.Module, recipe: Recipe, counter: Callable[[], int]) -> None:
