@@ -197,6 +197,8 @@ class ParameterSites:
         self._leaves: dict[str, Tensor] = {}
         self._flags: list[bool] = []
         self._sites: Sites | None = None
+        #: where the parameters are held: a module's own dict, the name there, the parameter
+        self._homes: list[tuple[dict[str, Any], str, Tensor]] = []
 
     def leaves(self) -> dict[str, Tensor]:
         """Return the parameters that require a gradient, the same object while they do."""
@@ -208,12 +210,17 @@ class ParameterSites:
 
     def sites(self) -> Sites | None:
         """None where the model holds other tensors, as in `torch.func.functional_call`."""
-        now = dict(self._model.named_parameters())
-        if not all([now.get(n, p) is p for n, p in self._chosen.items()]):
-            return None
         if self._sites is None or not self._sites.current:
             self._sites = Sites(self._model, ForwardRecord.kind)
-        return self._sites
+            modules, places = self._sites.modules, [n.rpartition(".") for n in self._chosen]
+            pairs = zip(places, self._chosen.values(), strict=True)
+            self._homes = [
+                (modules[at]._parameters, n, p) for (at, _, n), p in pairs if at in modules
+            ]
+        if all([held.get(n) is p for held, n, p in self._homes]):
+            return self._sites
+        now = dict(self._model.named_parameters())
+        return self._sites if all(now.get(n, p) is p for n, p in self._chosen.items()) else None
 
 
 class RepeatedCall:
