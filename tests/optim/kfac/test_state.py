@@ -127,6 +127,48 @@ def test_a_step_with_zero_gradients_and_no_rate_changes_nothing(trained: int) ->
     train(opt, model, 1)  # and goes on
 
 
+GROUPS: dict[str, Any] = {
+    "momentum in one": lambda ps: [{"params": ps[::2]}, {"params": ps[1::2], "momentum": 0.0}],
+    "momentum in the other": lambda ps: [
+        {"params": ps[::2], "momentum": 0.0},
+        {"params": ps[1::2]},
+    ],
+    "no decay of biases": lambda ps: [{"params": ps[::2]}, {"params": ps[1::2], "lr": 0.01}],
+}
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("groups", GROUPS)
+def test_groups_and_frozen_weights_keep_keys_and_bits(groups: str, frozen: bool) -> None:
+    """Weights and biases in groups of their own share blocks; a clip adds up in a fixed order."""
+
+    def make() -> tuple[nn.Module, pb.KFAC]:
+        torch.manual_seed(0)
+        model = net()
+        model[0].weight.requires_grad_(not frozen)
+        return model, kfac(model, params=GROUPS[groups](list(model.parameters())), kl_clip=1e-3)
+
+    model, opt = make()
+    before = [outline(opt.state[p]) for p in model.parameters()]
+    train(opt, model, 5)
+    assert [outline(opt.state[p]) for p in model.parameters()] == before
+    again, fresh = make()
+    again.load_state_dict(model.state_dict())
+    fresh.load_state_dict(copy.deepcopy(opt.state_dict()))
+    for own, one in ((opt, model), (fresh, again)):
+        train(own, one, 12, start=5)
+    assert torch.equal(vector(model), vector(again))
+
+
+def test_a_clip_without_statistics_clips_nothing() -> None:
+    opt = kfac(model := net(), kl_clip=1e-3)
+    opt.close()
+    x, y = batch()
+    F.cross_entropy(model(x), y).backward()
+    opt.step()
+    assert opt.info.accepted
+
+
 def test_states_of_the_older_layout_are_refused() -> None:
     opt = kfac(net())
     state = opt.state_dict()

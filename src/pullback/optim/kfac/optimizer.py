@@ -200,13 +200,8 @@ class KFAC(Optimizer):
         options.check_group(group)
         super().add_param_group(group)
         self._capture.choose(n for n, p in self._chosen.items() if p.numel())
-        new = {n: p for n, p in self._chosen.items() if "schedule" not in self.state[p]}
-        for key, factors in self._forecast().factors.items():
-            if new.keys() >= {*key.names}:
-                self._held.reserve(key, factors)
-        if self.quadratic is not None or self.param_groups[-1]["momentum"]:
-            for p in new.values():
-                self._buffer(p)
+        self._reserve()
+        self._make_buffers()
         self._publish()
 
     @property
@@ -214,13 +209,32 @@ class KFAC(Optimizer):
         """The groups' parameters, by name; for the metric the others are constants."""
         return {self._names[id(p)]: p for group in self.param_groups for p in group["params"]}
 
-    def _forecast(self) -> Forecast:
+    def _forecast(self, *, frozen: bool = True) -> Forecast:
+        """The blocks that are expected, with or without parameters that are frozen now."""
         given = self._chosen
         some = {n: p for n, p in self._by_name.items() if n in given and p.numel()}
+        some = {n: p for n, p in some.items() if frozen or p.requires_grad}
         return forecast(self.model, some, self._recipe.sharing, self._recipe.joint)
+
+    def _reserve(self) -> None:
+        """Show the blocks that are expected, of parameters that have none with statistics."""
+        held = self._held
+        learned = {n for key in held.learned for n in key.names}
+        for key, factors in self._forecast(frozen=False).factors.items():
+            if key not in held.averages and learned.isdisjoint(key.names):
+                for other in [k for k in held.averages if not {*key.names}.isdisjoint(k.names)]:
+                    held.drop(other)  # a bias whose weight came with another group
+                held.reserve(key, factors)
 
     def _publish(self) -> None:
         publish(self._held, self.state, self._chosen)
+
+    def _make_buffers(self) -> None:
+        """Make the momentum of all parameters whose group has one."""
+        for group in self.param_groups:
+            if self.quadratic is not None or group["momentum"]:
+                for p in group["params"]:
+                    self._buffer(p)
 
     def _buffer(self, p: Tensor) -> Tensor:
         """The parameter's momentum, on its device."""
@@ -261,7 +275,7 @@ class KFAC(Optimizer):
         """Resume to the same bits; a state that cannot be used changes nothing."""
         names = [[self._names[id(p)] for p in group["params"]] for group in self.param_groups]
         some = self.state[self.param_groups[0]["params"][0]]
-        saved = saved_by_name(state_dict, names, some)
+        saved = saved_by_name(state_dict, names, [part for part in some if part != "momentum"])
         fresh = self._empty_state(dict(self._held.schedule))
         try:
             restore(fresh, saved, self._by_name, self._forecast())
@@ -276,13 +290,15 @@ class KFAC(Optimizer):
         for key, average in self._held.averages.items():
             if not any(n in saved for n in key.names) and key not in fresh.averages:
                 fresh.reserve(key, average.value)  # of parameters that were frozen when saved
-        buffers = {n: own["momentum"] for n, own in saved.items() if "momentum" in own}
         self._held.schedule.update(fresh.schedule)  # the dict itself is shared
         fresh.schedule = self._held.schedule
         self._held = fresh
-        for name, buffer in buffers.items():
-            p = self._by_name[name]
-            self.state[p]["momentum"] = buffer.detach().to(p.device, p.dtype, copy=True)
+        for name, own in saved.items():
+            if "momentum" in own:
+                p = self._by_name[name]
+                buffer = own["momentum"].detach().to(p.device, p.dtype, copy=True)
+                self.state[p]["momentum"] = buffer
+        self._make_buffers()
         self._publish()
         self._resume()
 
@@ -509,7 +525,7 @@ class KFAC(Optimizer):
     def _renew(self, taken: bool) -> None:
         """Renew inverses when it is time, and make those that are missing."""
         held, schedule = self._held, self._held.schedule
-        keys = [k for k in held.averages if k in held.learned]
+        keys = sorted(held.learned, key=lambda key: key.names)
         if not (taken and self._inverts(schedule["taken"])) and not schedule["retry"]:
             keys = [k for k in keys if k not in held.preconditioner.ready]
         schedule["retry"] = 0
@@ -573,16 +589,17 @@ class KFAC(Optimizer):
     def squared_length(self, move: Mapping[str, Tensor]) -> Tensor:
         """xᵀF̂x for a move x by parameter name, with F̂ as it is averaged now."""
         held, total = self._held, []
-        for key in held.averages:
-            if key in held.learned and any(n in move for n in key.names):
-                average = held.averages[key]
-                some = [
-                    move[n] if n in move else torch.zeros_like(self._by_name[n]) for n in key.names
-                ]
-                shape = block_shape(key, average.value)
-                v = to_block(key, [t.to(average.mass.dtype) for t in some], shape)
-                block = held.preconditioner.block(key, average)
-                total.append((v * block.matvec(v)).sum().to(average.mass.device))
+        for key in sorted(held.learned, key=lambda key: key.names):
+            if move.keys().isdisjoint(key.names):
+                continue
+            average = held.averages[key]
+            some = [move[n] if n in move else torch.zeros_like(self._by_name[n]) for n in key.names]
+            shape = block_shape(key, average.value)
+            v = to_block(key, [t.to(average.mass.dtype) for t in some], shape)
+            block = held.preconditioner.block(key, average)
+            total.append((v * block.matvec(v)).sum())
+        if not total:  # no statistics yet
+            return next(iter(move.values())).new_zeros(())
         return torch.stack([t.to(total[0]) for t in total]).sum().clamp(min=0)
 
     def _finish(self, taken: bool, owing: bool, outcome: Outcome) -> None:
