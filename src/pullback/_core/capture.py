@@ -202,7 +202,7 @@ def _outside_compiled_code(watch: Watch, method: str, args: Any) -> None:
 
 
 class Watch:
-    """Two hooks on a model as it is called: they see its outermost forward calls.
+    """Two hooks on a model, which report its outermost forward calls.
 
     `owner.begin_call(args, kwargs, compiled)` returns a context in which the call runs, or None to
     pass over it; `owner.end_call(output)` receives the output of a call that began. The owner is
@@ -229,7 +229,7 @@ class Watch:
         self._finish = weakref.finalize(self, _remove, handles)
 
     def close(self) -> None:
-        """Remove the hooks, which also happens when nobody holds the watch any more."""
+        """Remove the hooks; garbage collection of the watch does so too."""
         self._finish()
         self.reset()
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._core.capture import Call, Capture, Selector
+from .._core.capture import Call, Capture, Selector, first_input
 from .._core.errors import PullbackError, Status
 from .._core.factor import Scaled
 from .._core.state import RandomState, Snapshot
@@ -123,7 +123,7 @@ class ClosureProblem(Problem):
         parts, whites = [], []
         for call, linear, mask, cotangent in zip(calls, linears, masks, cotangents, strict=True):
             z = linear.value
-            factor = metric.factor(z, inputs=self._inputs(call, z.shape[0]))
+            factor = metric.factor(z, inputs=first_input(call.tensors, len(z), self._batch_dim))
             scale = weight if mask is None else mask.to(z.dtype) * weight
             factor = Scaled(factor, scale, tuple(z.shape[1:]))
             parts.append(Part(linear, factor))
@@ -175,13 +175,6 @@ class ClosureProblem(Problem):
             share = 1.0 if mask is None else float(mask.double().mean())
             total += metric.samples(z) * share
         return 1.0 / max(total, 1.0)
-
-    def _inputs(self, call: Call, samples: int) -> Tensor | None:
-        tensors = call.tensors
-        if not tensors:
-            return None
-        x, axis = tensors[0], self._batch_dim
-        return x.movedim(axis, 0) if x.ndim > axis and x.shape[axis] == samples else x
 
     def losses(self, moves: Tensor, place: Place) -> Tensor:
         origin = {n: p.detach().clone() for n, p in self.params.items()}

@@ -77,7 +77,7 @@ class KFAC(Optimizer):
         momentum: of the preconditioned gradient.
         weight_decay: decoupled, w ← (1 − η·weight_decay)w.
         kl_clip: δ, such that η²·mᵀF̂m ≤ δ for the step ηm that is taken, momentum included, and F̂
-            as it is averaged now. It costs about as much as to apply the inverses.
+            as it is averaged now. It takes as many products as to apply the inverses.
         ema: the weight of the past in the averages.
         statistics_every, invert_every: steps between statistics and between inversions. Until the
             first `invert_every` steps are done, inverses are also renewed at the first, second,

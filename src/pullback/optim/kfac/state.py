@@ -47,7 +47,7 @@ class KFACState:
     averages: dict[BlockKey, Average] = field(default_factory=dict)
     #: blocks that have statistics; the others are forecast
     learned: set[BlockKey] = field(default_factory=set)
-    #: of these, blocks whose tensors show their shapes and take no memory yet
+    #: forecast blocks whose tensors show their shapes and take no memory yet
     reserved: set[BlockKey] = field(default_factory=set)
 
     def allocate(self, key: BlockKey, like: Factors) -> None:
