@@ -1,0 +1,52 @@
+"""The tasks by name, at their full sizes and at those of the quick versions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from ..framework.plain import Record
+from . import corpus
+from .decoder import Decoder
+from .loop import Batches, RaceTask
+
+
+@dataclass(frozen=True)
+class TextData:
+    """Batches of windows of Python files.
+
+    Attributes:
+        length, batch: bytes of a window, and windows of a step.
+        held: windows that the held-out loss is taken of.
+        most: bytes of the corpus at most.
+        packages: whether installed packages are read beside the standard library.
+    """
+
+    length: int
+    batch: int
+    held: int
+    most: int = 80_000_000
+    packages: bool = True
+
+    def __call__(self, steps: int, seed: int, device: torch.device) -> tuple[Batches, Record]:
+        files = corpus.python_files(self.most, self.packages)
+        found = files.batches(self.length, self.batch, steps, seed, device, self.held)
+        small = files.size < corpus.ENOUGH
+        about = {"corpus bytes": files.size, "passes": found.passes}
+        return found, about | ({"corpus": "below 20 MB"} if small else {})
+
+
+def _text(title: str, steps: int, data: TextData, width: int, depth: int, heads: int) -> RaceTask:
+    model = partial(Decoder, corpus.VOCABULARY, data.length, width, depth, heads)
+    return RaceTask(title, model, data, steps, held_batch=max(1, 65_536 // data.length))
+
+
+TASKS: dict[str, RaceTask] = {
+    "text-quick": _text(
+        "Decoder of 2 layers", 200, TextData(64, 16, 256, 4_000_000, False), 64, 2, 4
+    ),
+    "text": _text("Decoder of 6 layers", 1200, TextData(256, 64, 2048), 384, 6, 6),
+    "text-large": _text("Decoder of 12 layers", 700, TextData(512, 32, 1024), 768, 12, 12),
+}

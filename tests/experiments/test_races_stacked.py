@@ -1,0 +1,89 @@
+"""SOAP beside its equations in NumPy's float64, and Muon beside torch's."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from pullback.experiments.races.stacked import SOAP, Muon, polar
+
+
+def _gradients(shape: tuple[int, ...], count: int) -> list[torch.Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    scales = torch.logspace(0, -1, shape[0]).view(-1, *(1 for _ in shape[1:]))
+    return [scales * torch.randn(shape, generator=draw).double() for _ in range(count)]
+
+
+@pytest.mark.parametrize("shape", [(4, 4), (3, 5), (6, 2, 2)])
+def test_soap_is_its_equations(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)  # to compare closely
+    beta1, beta2, eps, lr, decay, every = 0.9, 0.8, 1e-8, 0.1, 0.05, 3
+    weight = nn.Parameter(torch.ones(shape, dtype=torch.float64))
+    own = SOAP([weight], lr, betas=(beta1, beta2), eps=eps, weight_decay=decay, every=every)
+    first, *others = _gradients(shape, 8)
+    weight.grad = first
+    own.step()
+    g = first.flatten(1).numpy()
+    w = np.full(g.shape, 1.0) * (1 - lr * decay)
+    left, right = g @ g.T, g.T @ g
+    q, p = (own.state[weight][k][0].numpy().copy() for k in "qp")
+    for base, factor in ((q, left), (p, right)):
+        np.testing.assert_allclose(base.T @ base, np.eye(len(base)), atol=1e-12)
+        rotated = base.T @ factor @ base
+        np.testing.assert_allclose(rotated, np.diag(np.diag(rotated)), atol=1e-10)
+    m, v = np.zeros_like(g), np.zeros_like(g)
+    for t, grad in enumerate(others, 1):
+        weight.grad = grad
+        own.step()
+        g = grad.flatten(1).numpy()
+        m = beta1 * m + (1 - beta1) * g
+        v = beta2 * v + (1 - beta2) * (q.T @ g @ p) ** 2
+        inner = (q.T @ m @ p) / (1 - beta1**t) / (np.sqrt(v / (1 - beta2**t)) + eps)
+        w = (1 - lr * decay) * w - lr * q @ inner @ p.T
+        np.testing.assert_allclose(weight.detach().flatten(1).numpy(), w, atol=1e-9)
+        left = beta2 * left + (1 - beta2) * g @ g.T
+        right = beta2 * right + (1 - beta2) * g.T @ g
+        if t % every == 0:
+            rows = np.argsort(-np.diag(q.T @ left @ q))
+            columns = np.argsort(-np.diag(p.T @ right @ p))
+            q, p = (np.linalg.qr(s @ b)[0] for s, b in ((left, q[:, rows]), (right, p[:, columns])))
+            v = v[rows][:, columns]
+
+
+def test_stacks_are_matrices_one_by_one() -> None:
+    shapes = [(4, 3), (4, 3), (3, 4), (4, 3)]
+    draw = torch.Generator().manual_seed(1)
+    start = [torch.randn(s, generator=draw) for s in shapes]
+    grads = [[torch.randn(s, generator=draw) for s in shapes] for _ in range(4)]
+    for kind in (Muon, lambda params, lr: SOAP(params, lr, every=2)):
+        together, apart = ([nn.Parameter(t.clone()) for t in start] for _ in range(2))
+        one, several = kind(together, 0.1), [kind([p], 0.1) for p in apart]
+        for given in grads:
+            for p, q, g in zip(together, apart, given, strict=True):
+                p.grad, q.grad = g, g
+            for optimizer in (one, *several):
+                optimizer.step()
+        torch.testing.assert_close(list(together), list(apart), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+def test_muon_takes_the_steps_of_torchs() -> None:
+    draw = torch.Generator().manual_seed(2)
+    start = torch.randn(8, 5, generator=draw)
+    ours, theirs = (nn.Parameter(start.clone()) for _ in range(2))
+    torchs = torch.optim.Muon([theirs], 0.01, adjust_lr_fn="match_rms_adamw")
+    for optimizer in (Muon([ours], 0.01), torchs):
+        draw.manual_seed(3)
+        for _ in range(4):
+            for p in (ours, theirs):
+                p.grad = torch.randn(8, 5, generator=draw) if p is ours else ours.grad
+            optimizer.step()
+    # torch's iterates are bfloat16
+    torch.testing.assert_close(ours, theirs, atol=2e-3, rtol=0)
+
+
+def test_polar_factors() -> None:
+    x = torch.randn(2, 6, 4, generator=torch.Generator().manual_seed(4))
+    u, _, v = torch.linalg.svd(x, full_matrices=False)
+    values = (u.mT @ polar(x) @ v.mT).diagonal(dim1=-2, dim2=-1)
+    assert bool(((values > 0.6) & (values < 1.3)).all())
