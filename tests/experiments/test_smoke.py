@@ -68,6 +68,9 @@ TOO_SHORT = {
     "kfac-convnet",
     "kfac-shakespeare",
     "kfac-vgg",
+    "race-text",
+    "race-text-large",
+    "race-vision",
 }
 
 

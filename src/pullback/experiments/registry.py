@@ -34,6 +34,7 @@ FOLDERS: dict[str, tuple[str, ...]] = {
     "kfac_invariance": ("luk-grosse-2018",),
     "showcase": ("demo",),
     "kfac_training": ("kfac-autoencoder", "kfac-convnet", "kfac-vgg", "kfac-shakespeare"),
+    "races": ("race-text", "race-text-large", "race-vision"),
     "pde_benchmarks": ("pde-benchmarks",),
     "yin_2024": ("yin-2024-shallow", "yin-2024-deep", "yin-2024-poisson"),
 }

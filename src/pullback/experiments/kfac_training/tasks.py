@@ -100,7 +100,7 @@ def _clothes() -> DataSet:
     return replace(some, x=F.avg_pool2d(some.x, 2), test_x=F.avg_pool2d(some.test_x, 2))
 
 
-def _large_digits(train: int = 640) -> DataSet:
+def large_digits(train: int = 640) -> DataSet:
     """Digits as colored images of 32×32."""
     some = data.digits(train).first(train, 256)
     x, test_x = (F.interpolate(t, 32).expand(-1, 3, -1, -1) for t in (some.x, some.test_x))
@@ -124,7 +124,7 @@ CONVNET = Task(
 VGG = Task(
     "VGG-16",
     (vgg16, partial(colored.load, "cifar10")),
-    (partial(vgg16, narrow=16), _large_digits),
+    (partial(vgg16, narrow=16), large_digits),
     F.cross_entropy,
     Categorical,
     evaluated=10_000,

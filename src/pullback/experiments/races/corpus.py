@@ -58,7 +58,8 @@ class Corpus:
         passes = -(-steps * batch // len(starts))
         order = torch.cat([torch.randperm(len(starts), generator=draw) for _ in range(passes)])
         chosen = starts[order[: steps * batch]].view(steps, batch)
-        last = torch.arange(min(held, (len(self.held) - 1) // length)) * length
+        room = (len(self.held) - 1) // length
+        last = torch.arange(min(held, room)) * room // min(held, room) * length  # evenly apart
         parts = (self.train.to(device), chosen.to(device), self.held.to(device), last.to(device))
         return Windows(*parts, length, steps * batch / len(starts))
 

@@ -59,6 +59,7 @@ class RaceTask:
         half: whether CUDA computes in bfloat16 where it may, and float32 products in TF32.
         clip: largest norm of the gradient, or None.
         compiled: whether the network goes through `torch.compile`.
+        layout: of weights and inputs.
     """
 
     title: str
@@ -71,6 +72,7 @@ class RaceTask:
     half: bool = True
     clip: float | None = None
     compiled: bool = False
+    layout: torch.memory_format = torch.preserve_format
 
     def described(self) -> Record:
         """What a run depends on beside the network and the data."""
@@ -110,7 +112,8 @@ def run(
     steps = steps or task.steps
     batches, about = task.batches(steps, seed, device)
     torch.manual_seed(seed)
-    model = task.model().to(device)
+    model: Any = task.model()  # whose stub does not know memory_format
+    model = model.to(device=device, memory_format=task.layout)
     with ExitStack() as stack:
         if task.half:
             stack.enter_context(tensor_cores(device))
@@ -155,7 +158,10 @@ class _Race:
         for end in ends:
             while done < end:
                 part = range(done, min(end, done + _SEGMENT))
-                seconds += self._train(part, self.batches.of(part))
+                batches = [
+                    (x.to(memory_format=self.task.layout), y) for x, y in self.batches.of(part)
+                ]
+                seconds += self._train(part, batches)
                 done = part.stop
             self._note(done, seconds)
             yield done / self.steps

@@ -7,6 +7,7 @@ same rate; weights decay and gains do not.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from inspect import signature
 from typing import Any
 
 import torch
@@ -112,6 +113,13 @@ OPTIMIZERS: dict[str, Build] = {
     "kfac-spectral": spectral,
     "kfac-eigenbasis": eigenbasis,
 }
+
+OURS = ("kfac-spectral", "kfac-eigenbasis")
+
+
+def available(name: str) -> bool:
+    """Whether this version of `KFAC` knows the rule that a name asks for."""
+    return name not in OURS or "rule" in signature(KFAC).parameters
 
 
 def _cuda(model: nn.Module) -> bool:

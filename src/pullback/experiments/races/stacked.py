@@ -43,9 +43,9 @@ class StackedOptimizer(Optimizer):
         return loss
 
     def _move(self, params: list[Tensor], group: dict[str, Any]) -> None:
-        grads = [p.grad.flatten(1) for p in params if p.grad is not None]
+        grads = [p.grad.permute(p.dim_order()).flatten(1) for p in params if p.grad is not None]
         update = self.direction(torch.stack(grads).float(), self.state[params[0]], group)
-        weights = [w.view(g.shape) for w, g in zip(params, grads, strict=True)]
+        weights = [p.permute(p.dim_order()).view(len(p), -1) for p in params]  # in their own order
         torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
         torch._foreach_add_(weights, list(update.to(weights[0].dtype)), alpha=-group["lr"])
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch import nn
 
+from ..bai_2024_sobolev import images
 from ..framework.plain import Record
+from ..kfac_training.tasks import large_digits
 from . import corpus
 from .decoder import Decoder
 from .loop import Batches, RaceTask
+from .vision import ImageData, ResNet, VisionTransformer
 
 
 @dataclass(frozen=True)
@@ -40,13 +45,28 @@ class TextData:
 
 def _text(title: str, steps: int, data: TextData, width: int, depth: int, heads: int) -> RaceTask:
     model = partial(Decoder, corpus.VOCABULARY, data.length, width, depth, heads)
-    return RaceTask(title, model, data, steps, held_batch=max(1, 65_536 // data.length))
+    count = 24 if steps > 500 else 10
+    return RaceTask(title, model, data, steps, count, held_batch=max(1, 65_536 // data.length))
+
+
+def _images(title: str, model: Callable[[], nn.Module], batch: int, steps: int) -> RaceTask:
+    data = ImageData(partial(images.load, "cifar10"), batch)
+    kind = torch.channels_last if model is ResNet else torch.preserve_format
+    return RaceTask(title, model, data, steps, held_batch=2000, layout=kind)
+
+
+def _quick_images(title: str, model: Callable[[], nn.Module]) -> RaceTask:
+    return RaceTask(title, model, ImageData(large_digits, 16), 40, evaluations=5)
 
 
 TASKS: dict[str, RaceTask] = {
     "text-quick": _text(
-        "Decoder of 2 layers", 200, TextData(64, 16, 256, 4_000_000, False), 64, 2, 4
+        "Decoder of 2 layers", 100, TextData(64, 8, 128, 4_000_000, False), 64, 2, 4
     ),
     "text": _text("Decoder of 6 layers", 1200, TextData(256, 64, 2048), 384, 6, 6),
     "text-large": _text("Decoder of 12 layers", 700, TextData(512, 32, 1024), 768, 12, 12),
+    "resnet-quick": _quick_images("Small ResNet", partial(ResNet, width=8, depths=(1, 1))),
+    "vit-quick": _quick_images("Small ViT", partial(VisionTransformer, 10, 32, 2, 2, 8)),
+    "resnet": _images("ResNet-18", ResNet, 512, 1000),
+    "vit": _images("ViT of 6 layers", VisionTransformer, 512, 2000),
 }

@@ -1,0 +1,104 @@
+"""What a race says: ends, and how soon K-FAC's rules are where another optimizer ends."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from ..framework.plain import Record
+from ..framework.quantiles import finite
+from ..framework.tabular import Table
+
+#: records over seeds, by optimizer; runs of ours with fewer steps are called "ours, 0.85"
+Found = Mapping[str, Sequence[Record]]
+
+
+@dataclass(frozen=True)
+class Lead:
+    """A claim: ours end below a rival by so much, or reach its end in such shares.
+
+    Attributes:
+        rival: whose final held-out loss it is about.
+        below: nats.
+        steps, seconds: shares of the rival's.
+    """
+
+    rival: str
+    below: float | None = None
+    steps: float | None = None
+    seconds: float | None = None
+
+    def judged(self, found: Found, ours: Sequence[str]) -> list[tuple[str, bool, str]]:
+        """(claim, holds, numbers) of all that it says."""
+        level, out = final(found[self.rival]), []
+        if self.below is not None:
+            name = min((n for n in ours if n in found), key=lambda n: final(found[n]), default=None)
+            end = math.inf if name is None else final(found[name])
+            claim = f"K-FAC's rules end {self.below:g} below {self.rival}"
+            out.append((claim, end <= level - self.below, f"{end:.4f} ({name}) and {level:.4f}"))
+        for along, share in (("step", self.steps), ("seconds", self.seconds)):
+            if share is not None:
+                theirs = median(r[along][-1] for r in found[self.rival])
+                own = min((reached(r, level, along) for r in _own(found, ours)), default=math.inf)
+                unit = along.rstrip("s") + "s"
+                amount = f"{share:g} of its {unit}" if share != 1 else f"less than its {unit}"
+                claim = f"K-FAC's rules reach {self.rival}'s final loss in {amount}"
+                holds = own < theirs if share == 1 else own <= share * theirs
+                numbers = f"{_shown(own)} and {_shown(theirs)} {unit} to {level:.4f}"
+                out.append((claim, holds, numbers))
+        return out
+
+
+def final(records: Sequence[Record]) -> float:
+    """The median over seeds of the last held-out loss, ∞ where runs were lost."""
+    return median(finite(r["held-out loss"][-1]) for r in records)
+
+
+def reached(records: Sequence[Record], level: float, along: str) -> float:
+    """Steps or seconds at which the median curve is at a loss, between evaluations along a line.
+
+    >>> run = {"step": [0, 10, 20], "held-out loss": [3.0, 2.0, 1.0]}
+    >>> reached([run], 1.5, "step"), reached([run], 0.5, "step")
+    (15.0, inf)
+    """
+    count = min(len(r["step"]) for r in records)  # a lost run ends early
+    curve = [median(finite(r["held-out loss"][i]) for r in records) for i in range(count)]
+    places = [median(r[along][i] for r in records) for i in range(count)]
+    for i, loss in enumerate(curve):
+        if loss <= level:
+            before = curve[i - 1] if i else math.inf
+            part = (before - level) / (before - loss) if before < math.inf else 1.0
+            return places[i] if not i else places[i - 1] + part * (places[i] - places[i - 1])
+    return math.inf
+
+
+def _own(found: Found, ours: Sequence[str]) -> list[Sequence[Record]]:
+    """Runs of K-FAC's rules, of full length and shorter."""
+    return [runs for name, runs in found.items() if name in ours or name.startswith("ours")]
+
+
+def table(found: Found, title: str) -> Table:
+    """Every optimizer with its rate, its end and its times."""
+    rows = []
+    for name, runs in found.items():
+        rule = f" ({runs[0]['method']})" if name.startswith("ours") else ""
+        rows.append(
+            [
+                name + rule,
+                f"{runs[0]['lr']:g}",
+                str(runs[0]["steps"]),
+                f"{final(runs):.4f}",
+                f"{median(r['accuracy'][-1] for r in runs):.3f}",
+                f"{median(r['seconds'][-1] for r in runs):.3g}",
+                f"{median(r['ms'] for r in runs):.1f}",
+            ]
+        )
+    columns = ["optimizer", "lr", "steps", "held-out loss", "accuracy", "seconds", "ms/step"]
+    count = len(next(iter(found.values())))
+    return Table(columns, rows, f"{title}: medians over {count} seed{'s'[: count > 1]}")
+
+
+def _shown(value: float) -> str:
+    return f"{value:.4g}" if math.isfinite(value) else "never"

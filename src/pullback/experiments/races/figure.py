@@ -1,0 +1,46 @@
+"""Held-out loss against steps and against seconds, side by side; a row for every network."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from matplotlib.figure import Figure
+
+from ..framework import plots
+from .checks import Found, final
+
+_ALONG = {"step": "steps", "seconds": "seconds of training"}
+_SPREAD = 2.0  # of the axis above the least loss, times that of the final ones
+
+
+def draw(races: Mapping[str, Found], title: str) -> Figure:
+    """Medians and quartiles over seeds; shorter runs of ours are dashed."""
+    figure = plots.new(11, 0.4 + 4 * len(races), title)
+    panels = figure.subplots(len(races), 2, squeeze=False)
+    for row, (name, found) in zip(panels, races.items(), strict=True):
+        colors = dict(zip((n for n in found if not _shorter(n)), plots.PALETTE, strict=False))
+        for axes, along in zip(row, _ALONG, strict=True):
+            for method, runs in found.items():
+                xs, ys = [r[along] for r in runs], [r["held-out loss"] for r in runs]
+                color = colors[runs[0]["method"] if _shorter(method) else method]
+                style = {"ls": "--", "lw": 1.2} if _shorter(method) else {}
+                plots.band(axes, xs, ys, color, method, spaced=along == "seconds", **style)
+            plots.dress(axes, logx=False, logy=False)
+            axes.set_ylim(*_limits(found))
+            axes.set_xlim(left=0)
+            plots.label(axes, _ALONG[along], "held-out loss", name if along == "step" else "")
+        row[-1].legend(loc="upper right", frameon=False, fontsize=9)
+    return figure
+
+
+def _shorter(name: str) -> bool:
+    return name.startswith("ours")
+
+
+def _limits(found: Found) -> tuple[float, float]:
+    """Where curves end, and what is above it; their start is far above what matters."""
+    ends = sorted(v for v in map(final, found.values()) if v < float("inf"))
+    if not ends:
+        return 0.0, 1.0
+    least, middle = ends[0], ends[len(ends) // 2]
+    return least - 0.03 * least, least + max(_SPREAD * (middle - least), 0.35 * least)

@@ -1,0 +1,129 @@
+"""Networks for images of 32×32, and batches of random crops and flips on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..bai_2024_sobolev.images import CropAndFlip
+from ..framework.plain import Record
+from ..learning.data import DataSet
+from .decoder import AttentionBlock, initialize
+from .loop import Batch, Batches
+
+
+class ResidualBlock(nn.Module):
+    """Two 3×3 convolutions with batch normalization around a shortcut."""
+
+    def __init__(self, channels: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, width, 3, stride, 1, bias=False)
+        self.conv2 = nn.Conv2d(width, width, 3, 1, 1, bias=False)
+        self.norm1, self.norm2 = nn.BatchNorm2d(width), nn.BatchNorm2d(width)
+        self.skip = nn.Sequential()
+        if stride != 1 or channels != width:
+            conv = nn.Conv2d(channels, width, 1, stride, bias=False)
+            self.skip = nn.Sequential(conv, nn.BatchNorm2d(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, channels, H, W) ↦ (N, width, H/stride, W/stride)."""
+        y = F.relu(self.norm1(self.conv1(x)))
+        return F.relu(self.norm2(self.conv2(y)) + self.skip(x))
+
+
+class ResNet(nn.Module):
+    """ResNet-18 for small images: a 3×3 stem and no pool after it; 11.2M at width 64."""
+
+    def __init__(
+        self, classes: int = 10, width: int = 64, depths: tuple[int, ...] = (2, 2, 2, 2)
+    ) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, width, 3, 1, 1, bias=False)
+        self.norm = nn.BatchNorm2d(width)
+        blocks, channels = [], width
+        for stage, depth in enumerate(depths):
+            for i in range(depth):
+                out = width * 2**stage
+                blocks.append(ResidualBlock(channels, out, 2 if stage and not i else 1))
+                channels = out
+        self.blocks = nn.Sequential(*blocks)
+        self.head = nn.Linear(channels, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Images (N, 3, H, W) ↦ logits (N, classes)."""
+        y = self.blocks(F.relu(self.norm(self.stem(x))))
+        return self.head(y.mean((-2, -1)))
+
+
+class VisionTransformer(nn.Module):
+    """Patches as tokens with learned positions, attention blocks, and the mean of all tokens."""
+
+    def __init__(
+        self, classes: int = 10, width: int = 192, depth: int = 6, heads: int = 3, patch: int = 4
+    ) -> None:
+        super().__init__()
+        self.patch = patch
+        self.patches = nn.Linear(3 * patch**2, width, bias=False)
+        self.places = nn.Embedding((32 // patch) ** 2, width)
+        self.blocks = nn.Sequential(
+            *(AttentionBlock(width, heads, causal=False) for _ in range(depth))
+        )
+        self.norm = nn.LayerNorm(width, bias=False)
+        self.head = nn.Linear(width, classes, bias=False)
+        initialize(self, depth)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Images (N, 3, 32, 32) ↦ logits (N, classes)."""
+        x = self.patches(F.unfold(x, self.patch, stride=self.patch).mT)
+        x = x + self.places(torch.arange(x.shape[1], device=x.device))
+        return self.head(self.norm(self.blocks(x)).mean(1))
+
+
+@dataclass(frozen=True)
+class ImageData:
+    """Batches of images, cropped and mirrored at random.
+
+    Attributes:
+        load: the images.
+        batch: images of a step.
+    """
+
+    load: Callable[[], DataSet]
+    batch: int
+
+    def __call__(self, steps: int, seed: int, device: torch.device) -> tuple[Batches, Record]:
+        images = self.load().to(device)
+        draw = torch.Generator().manual_seed(seed)
+        size = min(self.batch, len(images.x))
+        epochs = -(-steps * size // len(images.x))
+        order = torch.cat([torch.randperm(len(images.x), generator=draw) for _ in range(epochs)])
+        chosen = order[: steps * size].view(steps, size).to(device)
+        found = ImageBatches(images, chosen, CropAndFlip.of(images.x), seed)
+        return found, {"passes": steps * size / len(images.x)}
+
+
+@dataclass(frozen=True)
+class ImageBatches:
+    """Images on the device, and which of them every step takes, (steps, batch)."""
+
+    images: DataSet
+    chosen: Tensor
+    augment: CropAndFlip
+    seed: int
+
+    def of(self, steps: range) -> list[Batch]:
+        """The batches of these steps; crops follow from the seed and the step."""
+        out = []
+        for step in steps:
+            draw = torch.Generator(self.chosen.device).manual_seed(self.seed * 1_000_003 + step)
+            index = self.chosen[step]
+            out.append((self.augment(self.images.x[index], draw), self.images.y[index]))
+        return out
+
+    def held_out(self, size: int) -> Iterator[Batch]:
+        """The test images as they are, so many at a time."""
+        yield from zip(self.images.test_x.split(size), self.images.test_y.split(size), strict=True)
