@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from ... import KFAC
 from ...likelihoods import Categorical
+from ...optim.kfac import Eigenbasis, Rule, Spectral
 from .stacked import SOAP, Muon
 
 Settings = Mapping[str, Any]
@@ -90,17 +91,24 @@ def natural(model: nn.Module, lr: float, some: Settings) -> list[Optimizer]:
 
 def spectral(model: nn.Module, lr: float, some: Settings) -> list[Optimizer]:
     """K-FAC's input factor, then the polar factor."""
-    return [_ruled(model, lr, "spectral", some)]
+    return [_ruled(model, lr, Spectral, some)]
 
 
 def eigenbasis(model: nn.Module, lr: float, some: Settings) -> list[Optimizer]:
     """Adam in the eigenbases of K-FAC's factors."""
-    return [_ruled(model, lr, "eigenbasis", some)]
+    return [_ruled(model, lr, Eigenbasis, some)]
 
 
-def _ruled(model: nn.Module, lr: float, rule: str, some: Settings) -> Optimizer:
-    build: Any = KFAC
-    return build(model, lr, **{"rule": rule, **some})
+def _ruled(model: nn.Module, lr: float, rule: Callable[..., Rule], some: Settings) -> Optimizer:
+    params = list(model.parameters())
+    groups = [
+        {"params": [p for p in params if p.ndim > 1], "weight_decay": _DECAY},
+        {"params": [p for p in params if p.ndim <= 1]},
+    ]
+    own: Any = {"params": [g for g in groups if g["params"]]}
+    own |= {k: v for k, v in some.items() if not k.startswith("rule_")}
+    chosen = {k.removeprefix("rule_"): v for k, v in some.items() if k.startswith("rule_")}
+    return KFAC(model, lr, rule=rule(**chosen), **own)
 
 
 OPTIMIZERS: dict[str, Build] = {

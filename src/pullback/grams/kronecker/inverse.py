@@ -29,6 +29,10 @@ class Inverse:
     eigenvalues. With `rows` (B, O), `columns` (B, n) and `unit` (B,) the sides are in float16, see
     `rounded`. With `factors` they are lower Cholesky factors, not filled up, to solve with. Units
     have `left` alone, (U, k, k).
+
+    Rules that keep moments of the gradient have them here: `first` and `second`, (B, O, n), and the
+    number of `steps` in them, (B,). Their sides are roots or eigenbases, not filled up, in float16
+    on a GPU.
     """
 
     left: Tensor | None
@@ -37,6 +41,9 @@ class Inverse:
     rows: Tensor | None = None
     columns: Tensor | None = None
     unit: Tensor | None = None
+    first: Tensor | None = None
+    second: Tensor | None = None
+    steps: Tensor | None = None
     factors: bool = False
 
     def tensors(self) -> dict[str, Tensor]:
@@ -53,7 +60,7 @@ class Inverse:
     def dtype(self) -> torch.dtype:
         """Of the gradients that it is applied to."""
         held = self.tensors()
-        return held.get("unit", next(iter(held.values()))).dtype
+        return held.get("unit", held.get("first", next(iter(held.values())))).dtype
 
 
 def aligned(n: int) -> int:
@@ -220,6 +227,21 @@ def _by_rounded(inverse: Inverse, v: Tensor, b: Tensor | None = None) -> list[Te
 
 
 _ROUNDED = ("left", "right", "rows", "columns", "unit")
+_NORM = 2.0**15  # of a matrix in float16: no rotation of it has a larger entry
+
+
+def half_sides(like: Tensor) -> torch.dtype:
+    """Return the dtype in which sides of norm 1 are held: float16, as exact as TF32, on a GPU."""
+    return torch.float16 if like.is_cuda and like.dtype == torch.float32 else like.dtype
+
+
+def to_half(x: Tensor, *sides: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Return X (B, m, n) for products with these sides, in float16 and a factor if they are so."""
+    if all(side is None or side.dtype == x.dtype for side in sides):
+        return x, None
+    by = torch.linalg.matrix_norm(x, keepdim=True) / _NORM
+    by = by.clamp(min=torch.finfo(x.dtype).tiny)
+    return (x / by).half(), by
 
 
 def _range(by: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,6 +7,10 @@ preconditioner → rule → update.
 from .factors.damping import Adaptive, Damping, Exact, Invariant, Tikhonov
 from .optimizer import KFAC
 from .report import Coverage, Degenerate, KFACInfo
+from .rules.eigenbasis import Eigenbasis
+from .rules.natural import Natural
+from .rules.rule import Rule
+from .rules.spectral import Spectral
 
 __all__ = [
     "KFAC",
@@ -14,8 +18,12 @@ __all__ = [
     "Coverage",
     "Damping",
     "Degenerate",
+    "Eigenbasis",
     "Exact",
     "Invariant",
     "KFACInfo",
+    "Natural",
+    "Rule",
+    "Spectral",
     "Tikhonov",
 ]

@@ -40,6 +40,7 @@ from .factors.factor import SPECTRUM, BlockKey, Factor, block_shape, describe, t
 from .factors.preconditioner import Preconditioner
 from .report import Coverage, Degenerate, KFACInfo, Row, degenerate_sides
 from .rules.natural import Natural
+from .rules.rule import Rule
 from .state import (
     KFACState,
     Undo,
@@ -51,11 +52,22 @@ from .statistics.capture import StatisticsCapture, averaged, averaged_parts
 from .statistics.coupling import refuse_options
 from .statistics.covectors import Recipe
 from .statistics.plan import Forecast, forecast
-from .update import Share, Verdict, clip_shares, finite, like_parameter, move
+from .update import (
+    AdamShare,
+    Share,
+    Verdict,
+    adam_move,
+    clip_shares,
+    finite,
+    like_parameter,
+    move,
+)
 
 #: what belongs to hooks, or to the model's objects
 _UNSAVED = ("_capture", "_names", "_by_name", "_verdict", "_plans")
 _NOT_FINITE = "a gradient is not finite"
+#: a parameter's own tensors: momentum, or Adam's moments
+_BUFFERS = ("momentum", "first", "second")
 
 
 class KFAC(Optimizer):
@@ -101,18 +113,20 @@ class KFAC(Optimizer):
     def __init__(
         self,
         model: nn.Module,
-        lr: float,
+        lr: float | None = None,
         *,
+        rule: Rule | str | None = None,
         likelihood: Likelihood | None = None,
         metric: Metric | Callable[[Tensor], Tensor] | None = None,
-        fisher: str = "mc",
-        damping: float | Damping = 1e-3,
-        momentum: float = 0.9,
+        fisher: str | None = None,
+        damping: float | Damping | None = None,
+        momentum: float | None = None,
+        betas: tuple[float, float] = (0.9, 0.95),
         weight_decay: float = 0.0,
-        kl_clip: float | None = None,
+        kl_clip: float | str | None = "auto",
         ema: float = 0.95,
-        statistics_every: int = 10,
-        invert_every: int = 100,
+        statistics_every: int | None = None,
+        invert_every: int | None = None,
         params: Iterable[Any] | None = None,
         sharing: str = "expand",
         joint: bool = True,
@@ -129,9 +143,22 @@ class KFAC(Optimizer):
         refuse_model(
             model, "KFAC", "its hooks see one process alone, and samples live on several of them"
         )
+        named = {"likelihood": likelihood, "metric": metric, "fisher": fisher, "ekfac": ekfac}
+        named |= {"damping": damping is not None, "momentum": momentum is not None}
+        clipped = kl_clip is not None and kl_clip != "auto"
+        self._rule = options.rule_of(rule, {**named, "step": step, "kl_clip": clipped})
+        own = {"lr": lr, "fisher": fisher, "damping": damping, "momentum": momentum}
+        own |= {"statistics_every": statistics_every, "invert_every": invert_every}
+        own = {n: self._rule.defaults.get(n) if value is None else value for n, value in own.items()}
+        lr, fisher, damping = own.pop("lr"), own.pop("fisher") or "mc", own.pop("damping") or 0.0
+        if kl_clip == "auto":  # a controlled step looks at the loss itself
+            controlled = step is not None or getattr(damping, "controlled", False)
+            kl_clip = None if controlled else self._rule.defaults.get("kl_clip")
+        momentum, joint = own["momentum"] or 0.0, joint and not self._rule.matrices
+        statistics_every, invert_every = own["statistics_every"], own["invert_every"]
         options.check(
-            lr=lr, momentum=momentum, weight_decay=weight_decay, kl_clip=kl_clip, ema=ema,
-            statistics_every=statistics_every, invert_every=invert_every, draws=draws,
+            lr=lr, momentum=momentum, betas=betas, weight_decay=weight_decay, kl_clip=kl_clip,
+            ema=ema, statistics_every=statistics_every, invert_every=invert_every, draws=draws,
             fisher=fisher, sharing=sharing, reduction=reduction, max_factor=max_factor,
             batch_dim=batch_dim, output=output, joint=joint, ekfac=ekfac, seed=seed, step=step,
             grad_scaler=grad_scaler, params=params,
@@ -144,7 +171,7 @@ class KFAC(Optimizer):
         self.reduction, self.grad_scaler, self.quadratic = reduction, grad_scaler, step
         self._recipe = Recipe(
             self.metric, fisher, Sharing(sharing == "reduce", batch_dim, max_factor), joint, draws,
-            output, batch_dim, ekfac, reduction, grad_scaler is not None,
+            output, batch_dim, ekfac, reduction, grad_scaler is not None, self._rule.inputs,
         )  # fmt: skip
         self._closed, self._warned = False, False
         self._info, self._skipped = KFACInfo(), False
@@ -153,9 +180,14 @@ class KFAC(Optimizer):
         given = list(plain(model).parameters() if params is None else params)
         options.refuse_unready(model, given)
         self._register()
-        super().__init__(given, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
+        if self._rule.matrices:
+            defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "rule": None}
+        super().__init__(given, defaults)
 
     def _empty_state(self, schedule: dict[str, Any]) -> KFACState:
+        if self._rule.matrices:
+            return KFACState(Preconditioner(self._rule, self.damping, ekfac=False), False, schedule)
         # on a CPU it is cheaper to solve with factors that serve one step than to invert them
         once = self.invert_every == 1 == self.statistics_every and not self.damping.referenced
         once = once and self.damping.value > 0 and not self.damping.controlled
@@ -199,7 +231,7 @@ class KFAC(Optimizer):
         group = own_group(param_group, self._names, held)
         options.check_group(group)
         super().add_param_group(group)
-        self._capture.choose(n for n, p in self._chosen.items() if p.numel())
+        self._choose()
         self._reserve()
         self._make_buffers()
         self._publish()
@@ -209,12 +241,26 @@ class KFAC(Optimizer):
         """The groups' parameters, by name; for the metric the others are constants."""
         return {self._names[id(p)]: p for group in self.param_groups for p in group["params"]}
 
+    def _choose(self) -> None:
+        """Settle which parameters are measured: all, or the matrices that follow the rule."""
+        given = {n: p for n, p in self._chosen.items() if p.numel()}
+        self._measured = list(given)
+        if self._rule.matrices:
+            every = forecast(self.model, self._by_name, self._recipe.sharing, joint=False).factors
+            weights = {k.names[0]: own for k, own in every.items() if k.kronecker and not k.bias}
+            dense = [n for n, own in weights.items() if all(t.ndim == 3 for t in own.values())]
+            head = {} if self._rule.head else {*list(weights)[-1:]}
+            adam = {self._names[id(p)] for g in self.param_groups if g["rule"] for p in g["params"]}
+            self._measured = [n for n in dense if n in given and n not in {*head, *adam}]
+        self._capture.choose(self._measured)
+
     def _forecast(self, *, frozen: bool = True) -> Forecast:
         """The blocks that are expected, with or without parameters that are frozen now."""
-        given = self._chosen
-        some = {n: p for n, p in self._by_name.items() if n in given and p.numel()}
+        given = {*self._measured}
+        some = {n: p for n, p in self._by_name.items() if n in given}
         some = {n: p for n, p in some.items() if frozen or p.requires_grad}
-        return forecast(self.model, some, self._recipe.sharing, self._recipe.joint)
+        sharing, joint = self._recipe.sharing, self._recipe.joint
+        return forecast(self.model, some, sharing, joint, flat=self._rule.inputs)
 
     def _reserve(self) -> None:
         """Show the blocks that are expected, of parameters that have none with statistics."""
@@ -230,20 +276,24 @@ class KFAC(Optimizer):
         publish(self._held, self.state, self._chosen)
 
     def _make_buffers(self) -> None:
-        """Make the momentum of all parameters whose group has one."""
+        """Make the momentum of all parameters whose group has one, or Adam's two moments."""
+        ruled = {*self._measured}
         for group in self.param_groups:
-            if self.quadratic is not None or group["momentum"]:
-                for p in group["params"]:
+            for p in group["params"]:
+                if self._rule.matrices and self._names[id(p)] not in ruled:
+                    self._buffer(p, "first")
+                    self._buffer(p, "second")
+                elif self.quadratic is not None or group.get("momentum"):
                     self._buffer(p)
 
-    def _buffer(self, p: Tensor) -> Tensor:
-        """The parameter's momentum, on its device."""
+    def _buffer(self, p: Tensor, name: str = "momentum") -> Tensor:
+        """One of the parameter's own buffers, on its device."""
         own = self.state[p]
-        if "momentum" not in own:
-            own["momentum"] = torch.zeros_like(p)
-        elif own["momentum"].device != p.device or own["momentum"].dtype != p.dtype:
-            own["momentum"] = own["momentum"].to(p)
-        return own["momentum"]
+        if name not in own:
+            own[name] = torch.zeros_like(p)
+        elif own[name].device != p.device or own[name].dtype != p.dtype:
+            own[name] = own[name].to(p)
+        return own[name]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, and the statistics of gradients that were never used."""
@@ -275,7 +325,7 @@ class KFAC(Optimizer):
         """Resume to the same bits; a state that cannot be used changes nothing."""
         names = [[self._names[id(p)] for p in group["params"]] for group in self.param_groups]
         some = self.state[self.param_groups[0]["params"][0]]
-        saved = saved_by_name(state_dict, names, [part for part in some if part != "momentum"])
+        saved = saved_by_name(state_dict, names, [part for part in some if part not in _BUFFERS])
         fresh = self._empty_state(dict(self._held.schedule))
         try:
             restore(fresh, saved, self._by_name, self._forecast())
@@ -294,16 +344,17 @@ class KFAC(Optimizer):
         fresh.schedule = self._held.schedule
         self._held = fresh
         for name, own in saved.items():
-            if "momentum" in own:
-                p = self._by_name[name]
-                buffer = own["momentum"].detach().to(p.device, p.dtype, copy=True)
-                self.state[p]["momentum"] = buffer
+            p = self._by_name[name]
+            for part in _BUFFERS:
+                if part in own:
+                    buffer = own[part].detach().to(p.device, p.dtype, copy=True)
+                    self.state[p][part] = buffer
         self._make_buffers()
         self._publish()
         self._resume()
 
     def _resume(self) -> None:
-        self._capture.choose(n for n, p in self._chosen.items() if p.numel())
+        self._choose()
         self._capture.structure.partners = {
             n: key.names for key in self._held.learned for n in key.names
         }
@@ -399,9 +450,10 @@ class KFAC(Optimizer):
         del found  # its memory serves the inversion
         self._renew(taken)
         directions, stacks = self._directions(gradients)
-        if not bool(finite(stacks)):
+        if not self._rule.moments and not bool(finite(stacks)):
             return self._reject("a direction is not finite", loss)
         outcome = self._move(self._shares(directions), source, gradients)
+        adam_move(self._adam_shares(gradients, directions), self._held.schedule["step"] + 1)
         self._finish(taken, owing, outcome)
         return loss
 
@@ -418,11 +470,15 @@ class KFAC(Optimizer):
 
         `_settle` takes notice later.
         """
-        directions, stacks = self._directions(gradients)
-        shares, good = self._shares(directions), finite(stacks)
+        good = finite(list(gradients.values())) if self._rule.moments else None
+        directions, stacks = self._directions(gradients, good)
+        shares, good = self._shares(directions), finite(stacks) if good is None else good
         if self.kl_clip is not None:
             clip_shares(shares, self.kl_clip, self.squared_length)
-        move(shares, (~good).float())
+        broken = (~good).float()
+        move(shares, broken)
+        adam = self._adam_shares(gradients, directions)
+        adam_move(adam, self._held.schedule["step"] + 1, broken)
         learned = good
         if found:
             new = [memory(t) for own in found.values() for t in own.values()]
@@ -479,7 +535,9 @@ class KFAC(Optimizer):
         pool = self._capture.take()
         self._skipped = not pool.sums  # nothing finite was met
         scale = 1.0 if self.grad_scaler is None else float(self.grad_scaler.get_scale())
-        return averaged(pool, self._recipe, scale)
+        found = averaged(pool, self._recipe, scale)
+        matrices = self._rule.matrices  # what is no matrix after all follows AdamW
+        return {k: own for k, own in found.items() if k.kronecker or not matrices}
 
     def _learn(self, found: Mapping[BlockKey, dict[Factor, Side]]) -> bool:
         """Take up statistics, if all are finite."""
@@ -501,7 +559,7 @@ class KFAC(Optimizer):
 
     def _warn_unmeasured(self) -> None:
         """Say once which parameters the loss reaches and the measured output does not."""
-        if self._warned:
+        if self._warned or self._rule.matrices:
             return
         seen = {n for key in self._held.learned for n in key.names}
         rest = {n: g for n, g in self._gradients().items() if n not in seen}
@@ -533,7 +591,7 @@ class KFAC(Optimizer):
             held.preconditioner.renew(held.averages, keys, schedule["damping"])
 
     def _directions(
-        self, gradients: Mapping[str, Tensor]
+        self, gradients: Mapping[str, Tensor], good: Tensor | None = None
     ) -> tuple[dict[str, Tensor], list[Tensor]]:
         """The rule's directions by name, and in few tensors."""
         own = self._held.preconditioner
@@ -542,7 +600,29 @@ class KFAC(Optimizer):
             own.stack(self._by_name)
             self._publish()
             self._show_bases()
-        return own.directions(gradients)
+        found, stacks = own.directions(gradients, good)
+        if not self._rule.matrices:  # without a block the gradient is followed
+            rest = {n: g for n, g in gradients.items() if n not in found}
+            found, stacks = {n: found.get(n, g) for n, g in gradients.items()}, [*stacks, *rest.values()]
+        return found, stacks
+
+    def _adam_shares(
+        self, gradients: Mapping[str, Tensor], directions: Mapping[str, Tensor]
+    ) -> list[AdamShare]:
+        """The parameters that follow AdamW, by group; a matrix without statistics yet waits."""
+        if not self._rule.matrices:
+            return []
+        waiting = {*self._measured} - self._capture.structure.partners.keys()
+        rest = {n for n in gradients if n not in directions and n not in waiting}
+        shares = []
+        for group in self.param_groups:
+            params: list[Any] = [p for p in group["params"] if self._names[id(p)] in rest]
+            if params:
+                moments = [[self._buffer(p, part) for p in params] for part in _BUFFERS[1:]]
+                given = [gradients[self._names[id(p)]] for p in params]
+                rates = group["lr"], group["betas"], float(group["weight_decay"])
+                shares.append(AdamShare(params, given, *moments, *rates))
+        return shares
 
     def _show_bases(self) -> None:
         """Let statistics be taken in the eigenbases."""
@@ -557,7 +637,7 @@ class KFAC(Optimizer):
             params: list[Any] = [p for p in group["params"] if self._names[id(p)] in directions]
             if params:
                 names = [self._names[id(p)] for p in params]
-                momentum, lr = float(group["momentum"]), group["lr"]
+                momentum, lr = float(group.get("momentum", 0.0)), group["lr"]
                 buffered = momentum or self.quadratic is not None
                 buffers = [self._buffer(p) for p in params] if buffered else []
                 if isinstance(lr, Tensor) and not lr.is_cuda:
@@ -675,24 +755,28 @@ class KFAC(Optimizer):
         reasons, rows = self._capture.structure.reasons, []
         for name, p in plain(self.model).named_parameters():
             block, reason = guess.get(name, ("diagonal", "plain parameter"))
+            rule = type(self._rule).__name__.lower()
             if not p.requires_grad:
-                block, reason = "none", "frozen"
+                block, reason, rule = "none", "frozen", "none"
             elif id(p) not in given:
-                block, reason = "none", "not given to the optimizer"
+                block, reason, rule = "none", "not given to the optimizer", "none"
             elif not p.numel():
-                block, reason = "none", "it has no entries"
+                block, reason, rule = "none", "it has no entries", "none"
             elif name in blocks:
                 key = blocks[name]
                 block = describe(key, held.averages[key].value)
                 reason = reasons.get(name) or reason
                 if key in held.preconditioner.notes:
                     reason += f"; {held.preconditioner.notes[key]}"
+            elif self._rule.matrices and (name not in self._measured or held.schedule["taken"]):
+                block, rule = "none", "adam"
+                reason = reasons.get(name) or "an embedding, an output layer, a gain or a bias"
             elif held.schedule["taken"]:
                 block = "gradient"
                 reason = "no output seen so far depended on it; its gradient is followed as it is"
             elif name not in guess:
                 reason = "plain parameter: squares of sampled gradients"
-            rows.append(Row(name, tuple(p.shape), block, reason))
+            rows.append(Row(name, tuple(p.shape), block, reason, rule))
         out = Coverage(rows)
         out.forecast = not held.learned
         return out

@@ -18,9 +18,13 @@ from ...metrics import Euclidean, Fisher, Metric, as_metric
 from ...steps import QuadraticModel
 from ..checks import refuse_parameter
 from .factors.damping import Damping, as_damping
+from .rules.eigenbasis import Eigenbasis
+from .rules.natural import Natural
+from .rules.rule import Rule
+from .rules.spectral import Spectral
 
 #: what is read from a param group
-_GROUPED = ("lr", "momentum", "weight_decay")
+_GROUPED = ("lr", "momentum", "weight_decay", "betas", "rule")
 #: what a param group may be labeled with, by schedulers too
 _LABELS = (
     "params", "param_names", "name", "initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum",
@@ -36,10 +40,16 @@ def _number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < inf
 
 
+def _pair(value: Any) -> bool:
+    return isinstance(value, (tuple, list)) and [_number(b) and b < 1 for b in value] == [True] * 2
+
+
 #: arguments, what they must be, and the remedy
 _TABLE: list[tuple[str, Callable[[Any], bool], str]] = [
     ("lr weight_decay", _number, "Use a number ≥ 0"),
     ("momentum ema", lambda v: _number(v) and v < 1, "Use a number in [0, 1)"),
+    ("betas", lambda v: _pair(v), "Use two numbers in [0, 1)"),
+    ("rule", ("adam",).__contains__, "Use 'adam', or None for the optimizer's own rule"),
     ("kl_clip", lambda v: _number(v) and v > 0, "Use a number > 0, or None"),
     ("statistics_every invert_every", lambda v: _whole(v) and v >= 1, "Use a whole number ≥ 1"),
     ("draws max_factor", lambda v: _whole(v) and v >= 1, "Use a whole number ≥ 1"),
@@ -59,7 +69,7 @@ _TABLE: list[tuple[str, Callable[[Any], bool], str]] = [
     ),
 ]
 #: arguments that may be None
-_OPTIONAL = ("kl_clip", "params", "step", "grad_scaler", "output")
+_OPTIONAL = ("kl_clip", "params", "step", "grad_scaler", "output", "rule")
 _TESTS = {name: (good, remedy) for names, good, remedy in _TABLE for name in names.split()}
 
 
@@ -88,7 +98,7 @@ def check_group(group: Mapping[str, Any]) -> None:
 def check_rates(groups: Iterable[Mapping[str, Any]]) -> None:
     """Raise for options that schedulers or users have made unusable since."""
     for group in groups:
-        check(**{name: _as_number(group.get(name)) for name in _GROUPED})
+        check(**{name: _as_number(group[name]) for name in _GROUPED if name in group})
 
 
 def _as_number(value: Any) -> Any:
@@ -96,6 +106,44 @@ def _as_number(value: Any) -> Any:
     if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
         return value.item() if value.device.type == "cpu" else 0.0  # reading it would wait
     return float(value) if isinstance(value, Real) and not isinstance(value, bool) else value
+
+
+#: arguments that ask for the natural rule, and those that no other rule takes
+_NATURAL = ("likelihood", "metric", "fisher", "damping", "momentum", "ekfac", "step")
+_ONLY_NATURAL = ("momentum", "ekfac", "step")
+
+
+def rule_of(rule: Rule | str | None, given: Mapping[str, Any]) -> Rule:
+    """Return the rule that was given or that the other arguments ask for, by default `Eigenbasis`.
+
+    `given` are the arguments of `_NATURAL`, and whether there is a "kl_clip"; None where they were
+    left out.
+    """
+    asked = [name for name, value in given.items() if value]
+    if rule is None:
+        return Natural() if asked else Eigenbasis()
+    found = _RULES[rule]() if isinstance(rule, str) and rule in _RULES else rule
+    if not isinstance(found, Rule):
+        raise PullbackError(
+            "rule= is not usable", f"got {rule!r}", f"Use one of {', '.join(_RULES)}, or a Rule"
+        )
+    wrong = [n for n in asked if found.matrices and n in (*_ONLY_NATURAL, "kl_clip")]
+    wrong += [n for n in asked if n == "damping" and found.needs == "basis"]
+    wrong += [n for n in asked if n == "fisher" and found.inputs]
+    if wrong:
+        raise PullbackError(
+            f"{wrong[0]}= does not go with {found!r}",
+            "it belongs to the natural rule",
+            "Leave it out, or use rule='natural'; momenta are arguments of the rule itself",
+        )
+    return found
+
+
+_RULES: dict[str, Callable[[], Rule]] = {
+    "natural": Natural,
+    "eigenbasis": Eigenbasis,
+    "spectral": Spectral,
+}
 
 
 def metric_of(

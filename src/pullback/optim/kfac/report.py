@@ -37,12 +37,13 @@ class KFACInfo:
 
 @dataclass(frozen=True)
 class Row:
-    """One parameter: its block and the reason for it."""
+    """One parameter: its block and the reason for it, and the rule that it follows."""
 
     name: str
     shape: tuple[int, ...]
     block: str
     reason: str
+    rule: str = "natural"
 
 
 class Coverage(tuple[Row, ...]):
@@ -54,11 +55,11 @@ class Coverage(tuple[Row, ...]):
     forecast: bool = False
 
     def __str__(self) -> str:
-        table = [("parameter", "shape", "block", "reason")]
-        table += [(r.name, "×".join(map(str, r.shape)), r.block, r.reason) for r in self]
-        widths = [max(len(line[i]) for line in table) for i in range(3)]
+        table = [("parameter", "shape", "rule", "block", "reason")]
+        table += [(r.name, "×".join(map(str, r.shape)), r.rule, r.block, r.reason) for r in self]
+        widths = [max(len(line[i]) for line in table) for i in range(4)]
         lines = [
-            "  ".join([*(c.ljust(w) for c, w in zip(line[:3], widths, strict=True)), line[3]])
+            "  ".join([*(c.ljust(w) for c, w in zip(line[:4], widths, strict=True)), line[4]])
             for line in table
         ]
         if self.forecast:

@@ -13,8 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.adamw import adamw
 
 from ...steps.trust import clip_factor
+
+
+_EPS = 1e-8  # Adam's
 
 
 @dataclass
@@ -29,6 +33,39 @@ class Share:
     lr: float | Tensor
     momentum: float
     decay: float
+
+
+@dataclass
+class AdamShare:
+    """The parameters of one param group that follow AdamW, with gradients and both moments."""
+
+    params: list[Tensor]
+    gradients: list[Tensor]
+    first: list[Tensor]
+    second: list[Tensor]
+    lr: float | Tensor
+    betas: tuple[float, float]
+    decay: float
+
+
+def adam_move(shares: Sequence[AdamShare], step: int, broken: Tensor | None = None) -> None:
+    """Take AdamW's step number `step`, from 1 on; nothing moves where the flag `broken` is 1."""
+    for share in shares:
+        kinds: dict[torch.device, list[int]] = {}
+        for i, p in enumerate(share.params):
+            kinds.setdefault(p.device, []).append(i)
+        for device, own in kinds.items():
+            lists = (share.params, share.gradients, share.first, share.second)
+            params, gradients, first, second = ([some[i] for i in own] for some in lists)
+            steps = torch.full((len(own),), step - 1.0, device=device).unbind()
+            like = zip(params, gradients, strict=True)
+            fused = all(p.stride() == g.stride() and p.dtype == g.dtype for p, g in like)
+            adamw(
+                params, gradients, first, second, [], list(steps), fused=fused,
+                found_inf=None if broken is None else broken.to(device), amsgrad=False,
+                beta1=share.betas[0], beta2=share.betas[1], lr=share.lr, weight_decay=share.decay,
+                eps=_EPS, maximize=False,
+            )  # fmt: skip
 
 
 def finite(tensors: Sequence[Tensor]) -> Tensor:
@@ -68,7 +105,7 @@ def clip_shares(
 def move(shares: Sequence[Share], broken: Tensor | None = None) -> None:
     """Apply decay, momentum and the move; where the float32 flag `broken` is 1, nothing changes."""
     for share in shares:
-        if share.decay:
+        if share.decay and share.momentum:
             kept: Any = 1 - share.lr * share.decay
             if broken is not None:
                 one = share.params[0].new_ones(())
@@ -80,7 +117,8 @@ def move(shares: Sequence[Share], broken: Tensor | None = None) -> None:
         every = share.params, share.directions, share.buffers if share.momentum else []
         for own in kinds.values():
             params, directions, buffers = ([some[i] for i in own] if some else [] for some in every)
-            _advance(params, directions, buffers, share.lr, share.momentum, broken)
+            decay = 0.0 if share.momentum else share.decay
+            _advance(params, directions, buffers, share.lr, share.momentum, decay, broken)
 
 
 def _advance(
@@ -89,9 +127,13 @@ def _advance(
     buffers: list[Tensor],
     lr: float | Tensor,
     momentum: float,
+    decay: float,
     broken: Tensor | None,
 ) -> None:
-    """Set m ← μm + Δ, w ← w − ηm: in one pass over the memory where there is a kernel for it."""
+    """Set m ← μm + Δ, w ← w − ηm: in one pass over the memory where there is a kernel for it.
+
+    Without momentum the decay is part of it: w ← w − η(Δ + decay·w).
+    """
     first = params[0]
     # a rate on the device is read in single precision; on a CPU the kernel is wrong for bfloat16
     exact = isinstance(lr, Tensor) and first.is_cuda and first.dtype != torch.float64
@@ -99,7 +141,7 @@ def _advance(
     plain = first.dtype in (torch.float32, torch.float64)
     if first.is_cuda or (plain and all(p.is_contiguous() for p in params)):
         torch._fused_sgd_(
-            params, directions, buffers, weight_decay=0.0, momentum=momentum, lr=rate,
+            params, directions, buffers, weight_decay=decay, momentum=momentum, lr=rate,
             dampening=0.0, nesterov=False, maximize=False, is_first_step=False, grad_scale=None,
             found_inf=None if broken is None else broken.to(first.device),
         )  # fmt: skip
@@ -108,6 +150,8 @@ def _advance(
         torch._foreach_mul_(buffers, momentum)
         torch._foreach_add_(buffers, directions)
         directions = buffers
+    if decay:
+        torch._foreach_mul_(params, 1 - rate * decay)
     torch._foreach_add_(params, directions, alpha=-rate)
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, product
 from typing import Any
 
 import torch
@@ -12,14 +12,24 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ....grams.kronecker import Block, Inverses, Rotated, Units, inverses, sides
-from ....grams.kronecker.inverse import Inverse, aligned, roundable, rounded
+from ....grams.kronecker.blocks import rotated
+from ....grams.kronecker.inverse import (
+    Inverse,
+    aligned,
+    half_sides,
+    roundable,
+    rounded,
+    to_half,
+)
 from ....grams.kronecker.packed import Side, memory, whole
-from ..rules.natural import Rule
+from ....grams.kronecker.roots import eigenbasis, inverse_root, turn_basis
+from ..rules.rule import Rule
 from .average import Average, block_of, ema_update
 from .damping import Damping
 from .factor import SPECTRUM, BlockKey, block_shape
 
 _GROWTH, _TRIES = 10.0, 8
+_COARSE = 0.05  # the least damping with which roots are first tried with few bits
 _PORTION = 2**27  # entries of matrices that are inverted at once
 
 
@@ -65,7 +75,9 @@ class Preconditioner:
         sizes = {"left": rows, "right": columns}
         dense = {f.side for f, t in factors.items() if len(t.shape) == 3}
         matrices = {side: zeros(groups, n, n) for side, n in sizes.items() if side in dense}
-        if self._rule.needs == "eigenbasis":
+        if self._rule.moments:
+            self.inverses[key] = self._with_moments(matrices, shape, average.mass)
+        elif self._rule.needs == "eigenbasis":
             own = matrices.get("left"), matrices.get("right"), zeros(shape)
             self.inverses[key] = Inverse(*own)
         else:
@@ -79,6 +91,18 @@ class Preconditioner:
         more = aligned(right.shape[-1]) - right.shape[-1]
         inverse = Inverse(left, F.pad(right, (0, more) * (right.ndim - 1)))
         return rounded(inverse) if roundable(inverse) else inverse
+
+    def _with_moments(
+        self, matrices: Mapping[str, Tensor], shape: Sequence[int], like: Tensor
+    ) -> Inverse:
+        """Return sides of norm 1, and moments of the gradient."""
+        half = {side: m.to(half_sides(like)) for side, m in matrices.items()}
+        own = {"steps": like.new_zeros(shape[0])}
+        for name, of in self._rule.moments.items():
+            own[name] = like.new_zeros(shape if of == "entries" else (*shape[:-1], 1))
+        if self._rule.needs == "root":
+            return Inverse(None, half.get("right", like.new_zeros(shape[0], shape[-1])), **own)
+        return Inverse(half.get("left"), half.get("right"), **own)
 
     def drop(self, key: BlockKey) -> None:
         """Forget a block."""
@@ -100,7 +124,8 @@ class Preconditioner:
         for key in keys:
             self.notes.pop(key, None)
         self._accept(self._units(averages, [k for k in keys if not k.kronecker], value))
-        prepare = self._decompose if self._rule.needs == "eigenbasis" else self._invert
+        ways = {"eigenbasis": self._decompose, "basis": self._turn, "root": self._root}
+        prepare = ways.get(self._rule.needs, self._invert)
         for some in self._portions([k for k in keys if k.kronecker]):
             self._accept(prepare(averages, some, value))
 
@@ -227,6 +252,112 @@ class Preconditioner:
             found[key] = Inverse(u, w, _reciprocal(values, value))
         return found
 
+    def _root(
+        self, averages: Mapping[BlockKey, Average], keys: Sequence[BlockKey], value: float
+    ) -> dict[BlockKey, Inverse]:
+        """Find the inverse roots of input sides; more bits and more damping where that fails."""
+        found: dict[BlockKey, Inverse] = {}
+        waiting, tries = list(keys), [(value, value < _COARSE), (value, True), (10 * value, True)]
+        for now, fine in tries:
+            for some, stack in self._stacks(averages, waiting, "right"):
+                roots, good = inverse_root(stack, now, fine=fine)
+                for key, root, flag in self._parts(some, roots, good.tolist()):
+                    right = self.inverses[key].right
+                    assert right is not None
+                    if flag:
+                        found[key] = replace(self.inverses[key], right=root.to(right.dtype))
+            waiting = [key for key in waiting if key not in found]
+            if not waiting:
+                return found
+        for key in waiting:
+            self._note(key, f"its root did not converge; {self._kept(key)}")
+        return found
+
+    def _turn(
+        self, averages: Mapping[BlockKey, Average], keys: Sequence[BlockKey], value: float
+    ) -> dict[BlockKey, Inverse]:
+        """Turn eigenbases after their sides, and first moments with them; the first by `eigh`."""
+        bases: dict[BlockKey, dict[str, Tensor]] = {key: {} for key in keys}
+        turns: dict[BlockKey, dict[str, Tensor]] = {key: {} for key in keys}
+        failed: set[BlockKey] = set()
+        for side, ready in product(("left", "right"), (True, False)):
+            own = [k for k in keys if (k in self.ready) is ready]
+            for some, stack in self._stacks(averages, own, side):
+                if sides.is_diagonal(stack):
+                    continue
+                if ready:
+                    held = torch.cat([getattr(self.inverses[k], side) for k in some])
+                    new, turn = turn_basis(stack, held.to(stack.dtype))
+                else:
+                    new = turn = eigenbasis(stack)
+                good = torch.isfinite(new).flatten(1).all(-1).tolist()
+                for key, basis, fine in self._parts(some, new, good):
+                    bases[key][side] = basis.to(getattr(self.inverses[key], side).dtype)
+                    failed |= set() if fine else {key}
+                if ready:
+                    for key, part, _ in self._parts(some, turn, good):
+                        turns[key][side] = part
+        for key in failed:
+            self._note(key, f"its eigenbases were not found; {self._kept(key)}")
+        good = [k for k in keys if k not in failed]
+        moments = self._turn_moments({k: turns[k] for k in good if k in self.ready})
+        return {k: replace(self.inverses[k], **bases[k], **moments.get(k, {})) for k in good}
+
+    def _turn_moments(
+        self, turns: Mapping[BlockKey, Mapping[str, Tensor]]
+    ) -> dict[BlockKey, dict[str, Tensor]]:
+        """Return moments in new bases, those of a shape together.
+
+        First moments are QᵀMP, and second ones those of uncorrelated entries, (Q∘Q)ᵀV(P∘P).
+        """
+        found: dict[BlockKey, dict[str, Tensor]] = {key: {} for key in turns}
+        kinds: dict[Any, list[BlockKey]] = {}
+        for key, own in turns.items():
+            moment: Any = self.inverses[key].first
+            kinds.setdefault((*own, moment.shape[1:], moment.dtype, moment.device), []).append(key)
+        for keys in kinds.values():
+            by: list[Any] = [
+                torch.cat([turns[k][side] for k in keys]) if side in turns[keys[0]] else None
+                for side in ("left", "right")
+            ]
+            for name in ("first", "second"):
+                held = torch.cat([self.inverses[k].tensors()[name] for k in keys])
+                both = [None if q is None else q.to(half_sides(held)) for q in by]
+                x, scale = to_half(held, *both)
+                x = rotated(both[0], x, both[1]).to(held.dtype)
+                x = x if scale is None else x * scale
+                for key, part in zip(keys, x.split([self._shapes[k][0] for k in keys]), strict=True):
+                    found[key][name] = part
+                by = [None if q is None else q.square() for q in by]
+        return found
+
+    def _stacks(
+        self, averages: Mapping[BlockKey, Average], keys: Sequence[BlockKey], side: str
+    ) -> Iterator[tuple[list[BlockKey], Tensor]]:
+        """Yield blocks whose sides have one shape, and these as one stack."""
+        kinds: dict[Any, dict[BlockKey, Tensor]] = {}
+        for key in keys:
+            average = averages[key]
+            if len({factor.role for factor in average.value}) == 1:  # up to a factor
+                pair: Any = block_of(key, average.value)
+            else:
+                pair = block_of(key, average.corrected())
+            own = getattr(pair, side)
+            kinds.setdefault((own.shape[1:], own.dtype, own.device), {})[key] = own
+        for some in kinds.values():
+            yield list(some), torch.cat(list(some.values()))
+
+    def _parts(
+        self, keys: Sequence[BlockKey], stack: Tensor, good: Sequence[bool]
+    ) -> Iterator[tuple[BlockKey, Tensor, bool]]:
+        """Yield each block's part of a stack, and whether all of it is good."""
+        counts, flags = [self._shapes[k][0] for k in keys], iter(good)
+        for key, part in zip(keys, stack.split(counts), strict=True):
+            yield key, part, all([next(flags) for _ in range(len(part))])
+
+    def _kept(self, key: BlockKey) -> str:
+        return "the last good one stays" if key in self.ready else "it has none yet"
+
     def _corrects(self, key: BlockKey) -> bool:
         """Whether corrected eigenvalues of a block are known."""
         return key in self.spectra and key in self.ready and self.spectra[key].started
@@ -253,7 +384,8 @@ class Preconditioner:
             held = self.inverses[key]
             if held.kind == new.kind:
                 for name, t in new.tensors().items():
-                    getattr(held, name).copy_(t)
+                    if t is not getattr(held, name):
+                        getattr(held, name).copy_(t)
             else:  # another precision, or a dense reference beside a diagonal
                 self.inverses[key], self._groups = new, None
             if key not in self.ready:
@@ -267,21 +399,22 @@ class Preconditioner:
 
     # --- directions ---------------------------------------------------------------------------
 
-    def directions(self, gradients: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[Tensor]]:
+    def directions(
+        self, gradients: Mapping[str, Tensor], good: Tensor | None = None
+    ) -> tuple[dict[str, Tensor], list[Tensor]]:
         """Return the rule's directions by name, and the few tensors in which they are stacked.
 
-        A parameter without a block follows its gradient. Where the partner in a block has no
-        gradient, it counts as zero.
+        A parameter without a block has none. Where the partner in a block has no gradient, it
+        counts as zero. Where the flag `good` is False, moments stay as they are.
         """
         found: dict[str, Tensor] = {}
         stacks: list[Tensor] = []
         for group in self._groups or ():
             if not gradients.keys().isdisjoint(group.names):
-                own, some = group.directions(self._rule, gradients)
+                own, some = group.directions(self._rule, gradients, good)
                 found |= own
                 stacks += some
-        stacks += [g for n, g in gradients.items() if n not in found]
-        return {n: found.get(n, g) for n, g in gradients.items()}, stacks
+        return {n: found[n] for n in gradients if n in found}, stacks
 
     @property
     def stacked(self) -> bool:
@@ -326,12 +459,14 @@ class _Group:
         self._dtype = self._stack.dtype
 
     def directions(
-        self, rule: Rule, gradients: Mapping[str, Tensor]
+        self, rule: Rule, gradients: Mapping[str, Tensor], good: Tensor | None
     ) -> tuple[dict[str, Tensor], list[Tensor]]:
         """Return the directions of all members, by name in the parameters' shapes, and stacked."""
         given = [[self._gradient(n, gradients) for n in names] for names in self._roles]
         if self._units:
-            found = rule.directions(self._stack, [torch.stack([torch.cat(g) for g in given])])
+            found = rule.directions(
+                self._stack, [torch.stack([torch.cat(g) for g in given])], good
+            )
             flat = found[0].flatten().split([self._like[n].numel() for n in chain(*self._roles)])
             pairs = zip(chain(*self._roles), flat, strict=True)
             return {n: part.view(self._like[n].shape) for n, part in pairs}, found
@@ -341,7 +476,7 @@ class _Group:
             for g, width in zip(given, widths, strict=False)
         ]
         out: dict[str, Tensor] = {}
-        found = rule.directions(self._stack, stacks)
+        found = rule.directions(self._stack, stacks, good)
         for names, stack in zip(self._roles, found, strict=True):
             each = stack.reshape(len(names), *self._like[names[0]].shape).unbind()
             out |= zip(names, each, strict=True)

@@ -234,6 +234,11 @@ class StatisticsCapture:
             z = [pending.value()]
         pending.clear()
         assert record is not None
+        if self.recipe.inputs:
+            self.pool.calls += 1
+            with torch.no_grad():
+                self.pool.add(self.structure.measure_inputs(record, leaves).sums, 1.0)
+            return
         no_autocast = torch.autocast(cotangent.device.type, enabled=False)
         with torch.no_grad(), _set_fwd_grad_enabled(False), no_autocast:
             random, slope = self.generator(cotangent.device), cotangent.detach()

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from ...._core.graph import reached_outside
 from ....grams.kronecker.packed import packed, whole
 from ....maps.layers import Tap
-from ....maps.layers.moments import counted, moments, second_moment
+from ....maps.layers.moments import Moments, Sharing, counted, moments, second_moment
 from ....maps.proof import Proof, accumulate, norm
 from .descent import Descent
 from .plan import BlockPlan, LayerUse
@@ -98,17 +98,20 @@ class CompoundReplays:
                 names, second = self._names(tap), packed(second_moment(delta, sharing))
                 if (key := plan.weight_block(names)) is not None:
                     if self._way.inputs:
-                        x = torch.cat(tap.inputs, 1)
                         mask = None if keep is None else _counted(tap, delta, keep)
-                        found, groups = moments(x, sharing, mask), tap.places
-                        if mask is None:  # not all places are real
-                            same = len({*groups}) == 1
-                            places = groups[0] if same else found.first.new_tensor(groups)
-                            found = replace(found, places=places)
-                        pool.of(key).add_inputs(inputs, found)
+                        pool.of(key).add_inputs(inputs, tap_moments(tap, sharing, mask))
                     pool.of(key).add(outputs, second)
                 if (key := plan.bias_block(names)) is not None:
                     pool.of(key).add(BIAS[1], packed(whole(second).clone()))
+
+
+def tap_moments(tap: Tap, sharing: Sharing, mask: Tensor | None = None) -> Moments:
+    """Return the moments of a map's inputs, at the places of a mask (G, P) or at all."""
+    found, groups = moments(torch.cat(tap.inputs, 1), sharing, mask), tap.places
+    if mask is not None:
+        return found
+    same = len({*groups}) == 1  # not all places are real
+    return replace(found, places=groups[0] if same else found.first.new_tensor(groups))
 
 
 def _replay(call: CompoundCall, cotangents: Sequence[Tensor | None]) -> Maps:

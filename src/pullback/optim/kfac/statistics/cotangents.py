@@ -172,7 +172,7 @@ class CotangentPass:
         """Add what was measured to the blocks of the plan."""
         uses = [own for _, own in sorted(self.uses.items())]
         _form_units(uses)
-        _form_inputs([own for own in uses if plan.weight_block(own.entry.names) is not None])
+        form_inputs([own for own in uses if plan.weight_block(own.entry.names) is not None])
         for own in uses:
             names = own.entry.names
             if own.units is not None:
@@ -203,7 +203,7 @@ def _form_units(uses: Sequence[UseMoments]) -> None:
             own.rows, own.units = None, units
 
 
-def _form_inputs(uses: Sequence[UseMoments]) -> None:
+def form_inputs(uses: Sequence[UseMoments]) -> None:
     """Form Σ āāᵀ, of uses of one kind and shape at once."""
     kinds: dict[Any, list[UseMoments]] = {}
     for own in uses:

@@ -42,6 +42,8 @@ class Recipe:
     reduction: str = "mean"
     #: whether the loss may be scaled, by a `GradScaler` that is known
     scaled: bool = False
+    #: whether inputs alone are measured
+    inputs: bool = False
 
 
 @dataclass(frozen=True)

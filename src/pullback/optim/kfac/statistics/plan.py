@@ -103,9 +103,17 @@ class Forecast:
 
 
 def forecast(
-    model: nn.Module, chosen: Mapping[str, Tensor], sharing: Sharing, joint: bool
+    model: nn.Module,
+    chosen: Mapping[str, Tensor],
+    sharing: Sharing,
+    joint: bool,
+    *,
+    flat: bool = False,
 ) -> Forecast:
-    """Plan the blocks of these parameters as if every module were used once, and as its kind is."""
+    """Plan the blocks of these parameters as if every module were used once, and as its kind is.
+
+    With `flat` the metric on a layer's outputs is flat, a diagonal.
+    """
     names = {id(p): n for n, p in chosen.items()}
     every = list(plain(model).modules())
     inside = {m for c in every if find(c, Compound) for m in c.modules() if m is not c}
@@ -127,7 +135,7 @@ def forecast(
             rows, columns = len(w) // groups, w.numel() // max(1, len(w))
             for factor, thin in zip(factors_of(layer), (one_hot, False), strict=True):
                 n = rows if factor.side == "left" else columns
-                thin = thin or n > sharing.longest
+                thin = thin or n > sharing.longest or (flat and factor == factors_of(layer)[1])
                 bordered = key.joint and factor.side == "right"
                 shape = (groups, n + bordered) if thin else (groups, n, n)
                 factors[key][factor] = _empty(w, shape)

@@ -15,13 +15,13 @@ from ....grams.kronecker.inverse import Inverse
 from ....maps.proof import Proof
 from ...checks import refuse_sparse
 from ..factors.factor import DIAGONAL, BlockKey
-from .compound import CompoundReplays
-from .cotangents import CotangentPass
+from .compound import CompoundReplays, tap_moments
+from .cotangents import CotangentPass, UseMoments, form_inputs
 from .covectors import Covectors, NotFinite, Recipe
 from .descent import Descent, unknown_layouts
 from .plan import BlockPlan, LayerUse
 from .record import ForwardRecord
-from .sums import Pool
+from .sums import Pool, factors_of
 
 _ROUTES = 256  # ways through a network that are remembered
 
@@ -74,6 +74,33 @@ class Structure:
             unrelated = coupling.unrelated(record, self._sharing) if coupling else {}
             self._pull(Descent(root, covector, *given, inputs, coupling, unrelated), pool)
             inputs = False
+        return pool
+
+    def measure_inputs(self, record: ForwardRecord, leaves: Mapping[str, Tensor]) -> Pool:
+        """Return the sums of what layers saw, with a flat metric on their outputs."""
+        pool = Pool()
+        uses = [UseMoments(e, self._sharing) for e in record.entries if e.names.get("weight")]
+        for own in uses:
+            own.seen = own.entry.module, own.entry.input, None
+        form_inputs([own for own in uses if own.entry.layer.curvature == "kronecker"])
+        found = [(own.entry.names, own.entry.layer, own.inputs) for own in uses]
+        found += [
+            ({"weight": record.name(tap.weight)}, call.compound, tap_moments(tap, self._sharing))
+            for call in record.compounds
+            for tap in call.compound.replay(call.module, call.args, call.kwargs)[1]
+            if record.name(tap.weight) is not None
+        ]
+        for names, layer, moments in found:
+            name = names["weight"]
+            if moments is None or name is None:
+                continue
+            held, (inputs, outputs) = pool.of(BlockKey("kronecker", (name,))), factors_of(layer)
+            held.add_inputs(inputs, moments)
+            groups = moments.second.shape[0]
+            if outputs not in held.values:
+                ones = moments.first.new_ones(groups, len(leaves[name]) // groups)
+                held.values[outputs] = ones
+        self.partners = {n: (n,) for n in leaves}
         return pool
 
     def _pull(self, way: Descent, pool: Pool) -> None:

@@ -1,0 +1,72 @@
+r"""Adam in the eigenbases of a layer's two factors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ....grams.kronecker.blocks import rotated
+from ....grams.kronecker.inverse import Inverse, to_half
+from .rule import Rule, advance
+
+
+class Eigenbasis(Rule):
+    r"""Adam's step for the coordinates in which K-FAC's factors R and C are diagonal:
+
+        g = Uᵀ G W,   m ← β₁m + (1 − β₁)g,   v ← β₂v + (1 − β₂)g²,   Δ = U (m̂/√v̂) Wᵀ,
+
+    with U, W the eigenbases of R = mean δδᵀ, of the loss's own cotangents, and C = mean aaᵀ. When
+    they turn, m turns with them. Rotations of a layer's inputs and outputs are not noticed.
+
+    Args:
+        betas: the weights of the past in m and v.
+        eps: what is added to √v̂.
+    """
+
+    needs = "basis"
+    moments = {"first": "entries", "second": "entries"}
+    defaults = {
+        "lr": 3e-3,
+        "fisher": "empirical",
+        "betas": (0.9, 0.95),
+        "statistics_every": 10,
+        "invert_every": 10,
+    }
+
+    def __init__(
+        self, betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8, *, head: bool = True
+    ) -> None:
+        self.betas, self.eps, self.head = betas, eps, head
+
+    def directions(
+        self, prepared: Inverse, given: Sequence[Tensor], good: Tensor | None = None
+    ) -> list[Tensor]:
+        first, second, steps = prepared.first, prepared.second, prepared.steps
+        assert first is not None
+        assert second is not None
+        assert steps is not None
+        basis, (past, longer) = (prepared.left, prepared.right), self.betas
+        g = _rotate(given[0], *basis)
+        steps += 1 if good is None else good
+        advance(first, g, 1 - past, good)
+        advance(second, g.square(), 1 - longer, good)
+        c1, c2 = ((1 - beta**steps)[:, None, None] for beta in self.betas)
+        d = first / second.sqrt().add_(self.eps * c2.sqrt())
+        return [_rotate(d, *basis, back=True, by=c2.sqrt() / c1)]
+
+
+def _rotate(
+    x: Tensor,
+    left: Tensor | None,
+    right: Tensor | None,
+    *,
+    back: bool = False,
+    by: Tensor | None = None,
+) -> Tensor:
+    """Return UᵀXW, or back U X Wᵀ, times a number for each matrix."""
+    y, scale = to_half(x, left, right)
+    y = rotated(left, y, right, back=back).to(x.dtype)
+    for factor in (scale, by):
+        y = y if factor is None else y * factor
+    return y

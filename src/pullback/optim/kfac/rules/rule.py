@@ -1,0 +1,64 @@
+"""The contract of a direction rule."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....grams.kronecker.inverse import Inverse
+
+
+class Rule(ABC):
+    """How a gradient becomes a direction: steepest descent for a norm on the layer's weights.
+
+    Attributes:
+        needs: what is prepared per block: "inverse" sides, Cholesky "factors", an "eigenbasis" with
+            eigenvalues, a "basis" that follows the averages, or the inverse "root" of the input
+            side.
+        moments: which moments it keeps per block, "first" or "second", each of every entry
+            ("entries") or of every row ("rows").
+        inputs: whether it needs the input side alone, which the forward pass gives.
+        matrices: whether it is for weight matrices alone; all other parameters then follow AdamW.
+        head: whether it is for the output layer too.
+        defaults: of those arguments of `KFAC` that are not given.
+    """
+
+    needs: str = "inverse"
+    moments: Mapping[str, str] = {}
+    inputs: bool = False
+    matrices: bool = True
+    head: bool = True
+    defaults: Mapping[str, Any] = {}
+
+    @abstractmethod
+    def directions(
+        self, prepared: Inverse, given: Sequence[Tensor], good: Tensor | None = None
+    ) -> list[Tensor]:
+        """Return directions for stacked gradients, and advance the moments.
+
+        Args:
+            prepared: of B blocks of one shape.
+            given: weights (B, O, I) and perhaps biases (B, O); for units one tensor (k, U).
+            good: a flag on the device; where it is False, the moments stay as they were.
+        """
+
+    def __repr__(self) -> str:
+        fields = ", ".join(f"{k}={v!r}" for k, v in vars(self).items() if not k.startswith("_"))
+        return f"{type(self).__name__}({fields})"
+
+
+def advance(moment: Tensor, new: Tensor, weight: float, good: Tensor | None) -> None:
+    """Set moment ← moment + weight·(new − moment), unless the flag on the device is False."""
+    if good is None:
+        moment.lerp_(new, weight)
+        return
+    # m − weight·(m − new), by a kernel that reads a flag on the device
+    torch._fused_sgd_(
+        [moment], [new], [], weight_decay=1.0, momentum=0.0, lr=weight, dampening=0.0,
+        nesterov=False, maximize=True, is_first_step=False, grad_scale=None,
+        found_inf=(~good).float(),
+    )  # fmt: skip

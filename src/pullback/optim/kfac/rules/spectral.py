@@ -1,0 +1,74 @@
+r"""The polar factor of the momentum, whitened by the layer's inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import sqrt
+
+import torch
+from torch import Tensor
+
+from ....grams.kronecker import sides
+from ....grams.kronecker.inverse import Inverse, to_half
+from ....grams.kronecker.roots import polar
+from .rule import Rule, advance
+
+_RMS = 0.2  # of a step's entries over the learning rate, as AdamW's are
+
+
+class Spectral(Rule):
+    r"""All singular directions of the whitened momentum alike:
+
+        X = M (C + λ tr(C)/n)^(-½),    U = polar(X),    Δ = D U,
+
+    with Nesterov's momentum M of the gradient and C = mean aaᵀ of the inputs. Then every row is
+    divided by the running mean of its length, and Δ as a whole scaled to entries of 0.2 on average,
+    so that AdamW's learning rates carry over. C comes from the forward pass: there is no second
+    backward pass, and no output side. A weight with three times as many rows as columns is taken
+    for three matrices: fused queries, keys and values.
+
+    Args:
+        momentum: the weight of the past in M.
+        adapt: the weight of the past in the mean squares of rows.
+        head: whether the output layer follows too.
+    """
+
+    needs = "root"
+    moments = {"first": "entries", "second": "rows"}
+    inputs = True
+    head = False
+    defaults = {
+        "lr": 3e-3,
+        "damping": 0.1,
+        "betas": (0.9, 0.95),
+        "statistics_every": 5,
+        "invert_every": 20,
+    }
+
+    def __init__(self, momentum: float = 0.95, adapt: float = 0.95, head: bool = False) -> None:
+        self.momentum, self.adapt, self.head = momentum, adapt, head
+
+    def directions(
+        self, prepared: Inverse, given: Sequence[Tensor], good: Tensor | None = None
+    ) -> list[Tensor]:
+        (g,), right = given, prepared.right
+        first, second, steps = prepared.first, prepared.second, prepared.steps
+        assert first is not None
+        assert second is not None
+        assert steps is not None
+        assert right is not None
+        advance(first, g, 1 - self.momentum, good)
+        x = torch.lerp(g, first, self.momentum)
+        if sides.is_diagonal(right):
+            x = x * right[:, None]
+        else:
+            x = torch.bmm(to_half(x, right)[0], right)
+        count, rows, columns = x.shape
+        parts = 3 if rows == 3 * columns else 1
+        u = polar(x.reshape(count * parts, rows // parts, columns)).view(x.shape)
+        lengths = torch.linalg.vector_norm(u, dim=2, keepdim=True, dtype=g.dtype)
+        advance(second, lengths.square() / columns, 1 - self.adapt, good)
+        scale = second.clamp(min=torch.finfo(g.dtype).tiny).rsqrt()
+        size = (lengths * scale).square().sum(1, keepdim=True).sqrt()
+        scale *= _RMS * sqrt(rows * columns) / size.clamp(min=torch.finfo(g.dtype).tiny)
+        return [u * scale]
