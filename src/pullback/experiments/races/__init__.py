@@ -37,6 +37,7 @@ LARGE = {
     "adamw": Entrant((3e-4, 6e-4, 1.2e-3)),
     "muon": Entrant((2e-3, 4e-3, 8e-3)),
     "soap": Entrant((1e-3, 2e-3, 4e-3)),
+    "kfac-natural": Entrant((0.03, 0.1, 0.3), _NATURAL),
     "kfac-spectral": Entrant((2e-3, 4e-3, 8e-3)),
     "kfac-eigenbasis": Entrant((1e-3, 2e-3, 4e-3)),
 }

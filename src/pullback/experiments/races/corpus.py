@@ -9,6 +9,7 @@ Files with equal contents count once, since packages carry copies of each other.
 
 from __future__ import annotations
 
+import sys
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from ..._core.errors import PullbackError
 VOCABULARY = 256
 #: below so many bytes a record says that its corpus is small
 ENOUGH = 20_000_000
+_INSTALLED = {"site-packages", "dist-packages"}
 _BETWEEN = b"\0"  # ends a file
 _HELD_OUT = 20  # one byte of so many
 _LARGEST = 500_000  # bytes of a file; larger ones are mostly tables
@@ -128,12 +130,14 @@ def python_files(most: int, packages: bool) -> Corpus:
 
 def _paths(packages: bool) -> list[Path]:
     """Python files in a random order that depends on their names alone."""
-    places = sysconfig.get_paths()
-    library = Path(places["stdlib"])
-    found = [p for p in library.rglob("*.py") if "site-packages" not in p.parts]
+    known = sysconfig.get_paths()
+    library = Path(known["stdlib"])
+    found = [p for p in library.rglob("*.py") if not _INSTALLED & set(p.parts)]
     named = [(str(p.relative_to(library)), p) for p in found]
     if packages:
-        for place in {Path(places["purelib"]), Path(places["platlib"])}:
+        places = {Path(known["purelib"]), Path(known["platlib"])}
+        places |= {Path(p) for p in sys.path if Path(p).name in _INSTALLED}
+        for place in places:
             named += [(str(p.relative_to(place)), p) for p in place.rglob("*.py")]
     named.sort()
     Random(0).shuffle(named)

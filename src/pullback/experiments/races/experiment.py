@@ -91,8 +91,10 @@ class Race(Experiment):
 
     def smoke(self) -> Self:
         few = {n: replace(e, rates=e.rates[:1]) for n, e in self.quick_entrants.items()}
-        changes = {**self.changes, "steps": 2, "evaluations": 1}
-        return replace(self, judged=False, quick_entrants=few, changes=changes)
+        changes = {"steps": 2, "evaluations": 1, "held_batch": 8, "held_batches": 1}
+        changes = {**self.changes, **changes}
+        one = self.quick_tasks[:1]
+        return replace(self, judged=False, quick_tasks=one, quick_entrants=few, changes=changes)
 
     def items(self, quick: bool) -> list[Item]:
         out = []

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from statistics import median
 
 from matplotlib.figure import Figure
 
 from ..framework import plots
+from ..framework.plain import Record
 from .checks import Found, final
 
 _ALONG = {"step": "steps", "seconds": "seconds of training"}
@@ -21,16 +23,23 @@ def draw(races: Mapping[str, Found], title: str) -> Figure:
         colors = dict(zip((n for n in found if not _shorter(n)), plots.PALETTE, strict=False))
         for axes, along in zip(row, _ALONG, strict=True):
             for method, runs in found.items():
-                xs, ys = [r[along] for r in runs], [r["held-out loss"] for r in runs]
+                xs, ys = _places(runs, along), [r["held-out loss"] for r in runs]
                 color = colors[runs[0]["method"] if _shorter(method) else method]
                 style = {"ls": "--", "lw": 1.2} if _shorter(method) else {}
-                plots.band(axes, xs, ys, color, method, spaced=along == "seconds", **style)
+                plots.band(axes, xs, ys, color, method, **style)
             plots.dress(axes, logx=False, logy=False)
             axes.set_ylim(*_limits(found))
             axes.set_xlim(left=0)
             plots.label(axes, _ALONG[along], "held-out loss", name if along == "step" else "")
         row[-1].legend(loc="upper right", frameon=False, fontsize=9)
     return figure
+
+
+def _places(runs: Sequence[Record], along: str) -> list[list[float]]:
+    """Medians over seeds of when an evaluation took place, for each run as many as it has."""
+    longest = max(len(r[along]) for r in runs)
+    middle = [median(r[along][i] for r in runs if i < len(r[along])) for i in range(longest)]
+    return [middle[: len(r[along])] for r in runs]
 
 
 def _shorter(name: str) -> bool:

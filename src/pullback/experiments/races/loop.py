@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Protocol
 
 import torch
@@ -55,6 +56,7 @@ class RaceTask:
         steps: of a run at full length.
         evaluations: of the held-out loss along a run.
         held_batch: samples of an evaluation at a time.
+        held_batches: so many times, or all that there are.
         warm: share of the run in which the rate rises; it falls to zero along a line.
         half: whether CUDA computes in bfloat16 where it may, and float32 products in TF32.
         clip: largest norm of the gradient, or None.
@@ -68,6 +70,7 @@ class RaceTask:
     steps: int
     evaluations: int = 24
     held_batch: int = 256
+    held_batches: int | None = None
     warm: float = 0.05
     half: bool = True
     clip: float | None = None
@@ -202,7 +205,8 @@ class _Race:
         """Mean loss and accuracy on what is held out, in evaluation mode."""
         self.model.eval()
         sums, count = torch.zeros(2, device=self.device, dtype=torch.float64), 0
-        for x, y in self.batches.held_out(self.task.held_batch):
+        held_out = self.batches.held_out(self.task.held_batch)
+        for x, y in islice(held_out, self.task.held_batches):
             with autocast(x, self._half):
                 z = self.model(x)
             right = (z.argmax(-1) == y).double().sum()

@@ -1,0 +1,181 @@
+"""The races: corpus, networks, the loop, and claims on made-up curves."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pullback._core.errors import PullbackError
+from pullback.experiments.learning import data
+from pullback.experiments.races import EXPERIMENTS, checks
+from pullback.experiments.races.checks import Lead, final, reached
+from pullback.experiments.races.corpus import Corpus, python_files
+from pullback.experiments.races.decoder import Decoder
+from pullback.experiments.races.loop import RaceTask, run
+from pullback.experiments.races.optimizers import OPTIMIZERS, OURS, available, hidden
+from pullback.experiments.races.tasks import TASKS
+from pullback.experiments.races.vision import ImageData, ResNet, VisionTransformer
+
+CPU = torch.device("cpu")
+
+
+# --- data -----------------------------------------------------------------------------------
+
+
+def test_windows_are_seen_once_and_files_held_out() -> None:
+    corpus = Corpus(torch.arange(101, dtype=torch.uint8), torch.arange(120, 201, dtype=torch.uint8))
+    found = corpus.batches(length=10, batch=2, steps=5, seed=0, device=CPU, held=4)
+    assert found.passes == 1
+    batches = found.of(range(5))
+    starts = [int(x[0]) for xs, _ in batches for x in xs]
+    assert sorted(starts) == list(range(0, 100, 10))
+    for x, y in batches:
+        torch.testing.assert_close(x + 1, y)
+    ((x, y),) = found.held_out(100)
+    assert x[:, 0].tolist() == [120, 140, 160, 180]
+    torch.testing.assert_close(x + 1, y)
+    assert [int(x[0, 0]) for x, _ in found.held_out(1)] == [120, 140, 160, 180]
+
+
+def test_short_texts_are_seen_again_and_shorter_ones_refused() -> None:
+    text = torch.arange(41, dtype=torch.uint8)
+    found = Corpus(text, text).batches(length=10, batch=4, steps=3, seed=1, device=CPU, held=9)
+    assert found.passes == 3
+    for x, _ in found.of(range(3)):
+        assert sorted(x[:, 0].tolist()) == [0, 10, 20, 30]
+    with pytest.raises(PullbackError, match="too short"):
+        Corpus(text, text[:5]).batches(length=10, batch=1, steps=1, seed=0, device=CPU, held=1)
+
+
+def test_the_standard_library_is_enough_for_quick_runs() -> None:
+    corpus = python_files(4_000_000, packages=False)
+    assert corpus.size >= 4_000_000
+    assert 0.03 < len(corpus.held) / corpus.size < 0.1
+    assert b"import" in bytes(corpus.held.tolist())
+    again = python_files.__wrapped__(4_000_000, packages=False)
+    assert torch.equal(again.train, corpus.train)
+
+
+def test_batches_of_images_follow_from_the_seed() -> None:
+    source = ImageData(lambda: data.generated((3, 32, 32)), batch=16)
+    one, two, other = (source(20, seed, CPU)[0].of(range(20)) for seed in (0, 0, 1))
+    assert all(torch.equal(a, b) for (a, _), (b, _) in zip(one, two, strict=True))
+    assert not torch.equal(one[0][0], other[0][0])
+    assert source(3, 0, CPU)[0].of(range(2, 3))[0][0].shape == (16, 3, 32, 32)
+
+
+# --- networks and optimizers ----------------------------------------------------------------
+
+
+def test_the_decoder_sees_the_past_alone_and_has_no_biases() -> None:
+    torch.manual_seed(0)
+    net = Decoder(256, 12, 16, 2, 2)
+    assert not any("bias" in name for name, _ in net.named_parameters())
+    x = torch.randint(256, (2, 12))
+    changed = x.clone()
+    changed[:, 7] = 3
+    torch.testing.assert_close(net(x)[:, :7], net(changed)[:, :7])
+    assert not torch.allclose(net(x)[:, 7:], net(changed)[:, 7:])
+
+
+def test_sizes() -> None:
+    with torch.device("meta"):
+        sizes = {n: _count(TASKS[n].model()) for n in ("text", "text-large", "resnet", "vit")}
+    assert sizes["text"] == 10_916_736
+    assert sizes["text-large"] == 85_740_288
+    assert sizes["resnet"] == 11_173_962
+    assert 2.6e6 < sizes["vit"] < 2.8e6
+
+
+def _count(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("model", "outer"),
+    [
+        (Decoder(256, 8, 8, 1, 2), {"tokens.weight", "places.weight", "head.weight"}),
+        (ResNet(width=4, depths=(1, 1)), {"stem.weight", "head.weight"}),
+        (VisionTransformer(10, 8, 1, 2), {"patches.weight", "places.weight", "head.weight"}),
+    ],
+)
+def test_adamw_takes_first_and_last_layers(model: nn.Module, outer: set[str]) -> None:
+    inner = {id(p) for p in hidden(model)}
+    left = {n for n, p in model.named_parameters() if p.ndim > 1 and id(p) not in inner}
+    assert left == outer
+    for name in ("muon", "soap"):
+        groups = [g for o in OPTIMIZERS[name](model, 0.1, {}) for g in o.param_groups]
+        held = [id(p) for g in groups for p in g["params"]]
+        assert sorted(held) == sorted(id(p) for p in model.parameters())
+        assert all((g["weight_decay"] == 0) == (g["params"][0].ndim < 2) for g in groups)
+
+
+def _small(**changes: Any) -> RaceTask:
+    source = ImageData(lambda: data.generated((3, 32, 32), 4, 64), batch=32)
+    model = lambda: VisionTransformer(4, 16, 1, 2, 16)  # noqa: E731
+    return replace(RaceTask("small", model, source, 9, evaluations=3), **changes)
+
+
+@pytest.mark.parametrize("name", [n for n in OPTIMIZERS if n != "muon-torch" and available(n)])
+def test_every_optimizer_learns_something(name: str) -> None:
+    rate = {"sgd": 0.3, "kfac-natural": 0.1}.get(name, 0.01)
+    settings = {"kl_clip": 1e-2, "damping": 0.1} if name == "kfac-natural" else {}
+    record = run(_small(), name, rate, seed=0, device=CPU, settings=settings)
+    assert record["step"] == [0, 3, 6, 9]
+    assert record["seconds"] == sorted(record["seconds"])
+    assert record["final"] == record["held-out loss"][-1] < record["held-out loss"][0]
+
+
+def test_runs_repeat_and_have_schedules_of_their_own() -> None:
+    one, two = (run(_small(), "adamw", 0.01, seed=3, device=CPU) for _ in range(2))
+    assert one["held-out loss"] == two["held-out loss"]
+    short = run(_small(clip=1e-9), "sgd", 0.1, seed=3, device=CPU, steps=6)
+    assert short["step"] == [0, 2, 4, 6]
+    assert math.isclose(short["final"], one["held-out loss"][0], rel_tol=1e-2)  # clipped away
+
+
+# --- claims ---------------------------------------------------------------------------------
+
+
+def _run(losses: list[float], steps: int, ms: float) -> dict[str, Any]:
+    at = [round(steps * i / (len(losses) - 1)) for i in range(len(losses))]
+    seconds = [ms * s / 1e3 for s in at]
+    own = {"method": "kfac-spectral", "lr": 0.1, "steps": steps, "ms": ms, "accuracy": [0.5]}
+    return {**own, "step": at, "seconds": seconds, "held-out loss": losses}
+
+
+def test_curves_are_interpolated() -> None:
+    runs = [_run([4.0, 2.0, 1.0], 100, 10.0)] * 2 + [_run([4.0, math.nan], 50, 10.0)]
+    assert final(runs) == 1.0
+    assert reached(runs[:2], 1.5, "step") == 75
+    assert reached(runs[:2], 1.5, "seconds") == 0.75
+    assert reached(runs[:2], 9.0, "step") == 0
+    assert reached(runs[:2], 0.9, "step") == math.inf
+
+
+def test_leads() -> None:
+    found = {
+        "muon": [_run([4.0, 2.0, 1.0], 100, 10.0)] * 3,
+        "kfac-spectral": [_run([4.0, 1.9, 0.98], 100, 12.0)] * 3,
+        "ours, 0.8": [_run([4.0, 1.9, 1.0], 80, 12.0)] * 3,
+    }
+    claims = Lead("muon", below=0.01, steps=0.8, seconds=1.0).judged(found, OURS)
+    assert [holds for _, holds, _ in claims] == [True, True, True]
+    del found["ours, 0.8"]
+    claims = Lead("muon", below=0.03, steps=0.8, seconds=1.0).judged(found, OURS)
+    assert [holds for _, holds, _ in claims] == [False, False, False]
+    assert "never" not in claims[1][2]
+    assert len(checks.table(found, "x").rows) == 2
+
+
+def test_grids_are_equally_large() -> None:
+    for race in EXPERIMENTS:
+        for entrants in (race.entrants, race.quick_entrants):
+            assert len({len(e.rates) for e in entrants.values()}) == 1
+            assert set(entrants) <= set(OPTIMIZERS)
+        assert all(lead.rival in race.entrants for lead in race.leads)
+        limits = {lead.steps for lead in race.leads if lead.steps}
+        assert limits <= set(race.lengths)
