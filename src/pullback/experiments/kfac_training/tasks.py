@@ -100,10 +100,10 @@ def _clothes() -> DataSet:
     return replace(some, x=F.avg_pool2d(some.x, 2), test_x=F.avg_pool2d(some.test_x, 2))
 
 
-def large_digits(train: int = 640) -> DataSet:
-    """Digits as colored images of 32×32."""
+def large_digits(train: int = 640, side: int = 32) -> DataSet:
+    """Digits as colored images, of 32×32 unless said otherwise."""
     some = data.digits(train).first(train, 256)
-    x, test_x = (F.interpolate(t, 32).expand(-1, 3, -1, -1) for t in (some.x, some.test_x))
+    x, test_x = (F.interpolate(t, side).expand(-1, 3, -1, -1) for t in (some.x, some.test_x))
     return replace(some, x=x, test_x=test_x)
 
 

@@ -18,6 +18,7 @@ from .checks import Found, Lead, table
 from .loop import RaceTask, run
 from .optimizers import OURS, available
 from .tasks import TASKS
+from .vision import ImageData
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -88,6 +89,11 @@ class Race(Experiment):
             "search seed": _SEARCH_SEED,
             "methods": {n: e.described() for n, e in self._entrants(quick).items()},
         }
+
+    def ready(self, quick: bool) -> None:
+        for task in self._tasks(quick).values():
+            if isinstance(task.batches, ImageData):
+                task.batches.load()
 
     def smoke(self) -> Self:
         few = {n: replace(e, rates=e.rates[:1]) for n, e in self.quick_entrants.items()}

@@ -56,7 +56,8 @@ def _images(title: str, model: Callable[[], nn.Module], batch: int, steps: int) 
 
 
 def _quick_images(title: str, model: Callable[[], nn.Module]) -> RaceTask:
-    return RaceTask(title, model, ImageData(large_digits, 16), 40, evaluations=5)
+    data = ImageData(partial(large_digits, side=16), 16)
+    return RaceTask(title, model, data, 100, evaluations=10)
 
 
 TASKS: dict[str, RaceTask] = {
@@ -66,7 +67,7 @@ TASKS: dict[str, RaceTask] = {
     "text": _text("Decoder of 6 layers", 1200, TextData(256, 64, 2048), 384, 6, 6),
     "text-large": _text("Decoder of 12 layers", 700, TextData(512, 32, 1024), 768, 12, 12),
     "resnet-quick": _quick_images("Small ResNet", partial(ResNet, width=8, depths=(1, 1))),
-    "vit-quick": _quick_images("Small ViT", partial(VisionTransformer, 10, 32, 2, 2, 8)),
+    "vit-quick": _quick_images("Small ViT", partial(VisionTransformer, 10, 32, 2, 2)),
     "resnet": _images("ResNet-18", ResNet, 512, 1000),
     "vit": _images("ViT of 6 layers", VisionTransformer, 512, 2000),
 }

@@ -77,7 +77,7 @@ class VisionTransformer(nn.Module):
         initialize(self, depth)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Images (N, 3, 32, 32) ↦ logits (N, classes)."""
+        """Images (N, 3, H, W), at most of 32×32, ↦ logits (N, classes)."""
         x = self.patches(F.unfold(x, self.patch, stride=self.patch).mT)
         x = x + self.places(torch.arange(x.shape[1], device=x.device))
         return self.head(self.norm(self.blocks(x)).mean(1))
