@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from statistics import median
 
@@ -48,8 +49,9 @@ def _shorter(name: str) -> bool:
 
 def _limits(found: Found) -> tuple[float, float]:
     """Where curves end, and what is above it; their start is far above what matters."""
-    ends = sorted(v for v in map(final, found.values()) if v < float("inf"))
+    ends = sorted(v for v in map(final, found.values()) if math.isfinite(v))
     if not ends:
         return 0.0, 1.0
-    least, middle = ends[0], ends[len(ends) // 2]
-    return least - 0.03 * least, least + max(_SPREAD * (middle - least), 0.35 * least)
+    seen = [v for runs in found.values() for r in runs for v in r["held-out loss"]]
+    low, middle = min(v for v in seen if math.isfinite(v)), ends[len(ends) // 2]
+    return 0.97 * low, low + max(_SPREAD * (middle - low), 0.35 * low)

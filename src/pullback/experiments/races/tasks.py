@@ -45,7 +45,7 @@ class TextData:
 
 def _text(title: str, steps: int, data: TextData, width: int, depth: int, heads: int) -> RaceTask:
     model = partial(Decoder, corpus.VOCABULARY, data.length, width, depth, heads)
-    count = 24 if steps > 500 else 10
+    count = 24 if steps > 500 else 8
     return RaceTask(title, model, data, steps, count, held_batch=max(1, 65_536 // data.length))
 
 
@@ -56,14 +56,12 @@ def _images(title: str, model: Callable[[], nn.Module], batch: int, steps: int) 
 
 
 def _quick_images(title: str, model: Callable[[], nn.Module]) -> RaceTask:
-    data = ImageData(partial(large_digits, side=16), 16)
-    return RaceTask(title, model, data, 100, evaluations=10)
+    data = ImageData(partial(large_digits, side=16), 32, margin=1)
+    return RaceTask(title, model, data, 50, evaluations=5)
 
 
 TASKS: dict[str, RaceTask] = {
-    "text-quick": _text(
-        "Decoder of 2 layers", 100, TextData(64, 8, 128, 4_000_000, False), 64, 2, 4
-    ),
+    "text-quick": _text("Decoder of 2 layers", 80, TextData(64, 8, 64, 4_000_000, False), 64, 2, 4),
     "text": _text("Decoder of 6 layers", 1200, TextData(256, 64, 2048), 384, 6, 6),
     "text-large": _text("Decoder of 12 layers", 700, TextData(512, 32, 1024), 768, 12, 12),
     "resnet-quick": _quick_images("Small ResNet", partial(ResNet, width=8, depths=(1, 1))),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -90,10 +90,12 @@ class ImageData:
     Attributes:
         load: the images.
         batch: images of a step.
+        margin: pixels by which crops are moved at most.
     """
 
     load: Callable[[], DataSet]
     batch: int
+    margin: int = 4
 
     def __call__(self, steps: int, seed: int, device: torch.device) -> tuple[Batches, Record]:
         images = self.load().to(device)
@@ -102,7 +104,8 @@ class ImageData:
         epochs = -(-steps * size // len(images.x))
         order = torch.cat([torch.randperm(len(images.x), generator=draw) for _ in range(epochs)])
         chosen = order[: steps * size].view(steps, size).to(device)
-        found = ImageBatches(images, chosen, CropAndFlip.of(images.x), seed)
+        augment = replace(CropAndFlip.of(images.x), margin=self.margin)
+        found = ImageBatches(images, chosen, augment, seed)
         return found, {"passes": steps * size / len(images.x)}
 
 
