@@ -43,7 +43,7 @@ class Lead:
                 theirs = median(r[along][-1] for r in found[self.rival])
                 own = min((reached(r, level, along) for r in _own(found, ours)), default=math.inf)
                 unit = along.rstrip("s") + "s"
-                amount = f"{share:g} of its {unit}" if share != 1 else f"less than its {unit}"
+                amount = f"{share:g} of its {unit}" if share != 1 else f"fewer {unit} than it"
                 claim = f"K-FAC's rules reach {self.rival}'s final loss in {amount}"
                 holds = own < theirs if share == 1 else own <= share * theirs
                 numbers = f"{_shown(own)} and {_shown(theirs)} {unit} to {level:.4f}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -140,7 +141,7 @@ class Race(Experiment):
             rate,
             seed=context.seed,
             device=context.device,
-            steps=max(1, round(share * what.steps)),
+            steps=max(1, math.floor(share * what.steps + 1e-9)),  # no more than the share
             settings=self._entrants(context.quick)[name].settings,
             watch=context.watch,
         )

@@ -13,7 +13,7 @@ from ..framework.plain import Record
 from .checks import Found, final
 
 _ALONG = {"step": "steps", "seconds": "seconds of training"}
-_SPREAD = 2.0  # of the axis above the least loss, times that of the final ones
+_FAR = 1.8  # times the least loss: ends above are not shown
 
 
 def draw(races: Mapping[str, Found], title: str) -> Figure:
@@ -49,9 +49,7 @@ def _shorter(name: str) -> bool:
 
 def _limits(found: Found) -> tuple[float, float]:
     """Where curves end, and what is above it; their start is far above what matters."""
-    ends = sorted(v for v in map(final, found.values()) if math.isfinite(v))
-    if not ends:
-        return 0.0, 1.0
     seen = [v for runs in found.values() for r in runs for v in r["held-out loss"]]
-    low, middle = min(v for v in seen if math.isfinite(v)), ends[len(ends) // 2]
-    return 0.97 * low, low + max(_SPREAD * (middle - low), 0.35 * low)
+    low = min((v for v in seen if math.isfinite(v)), default=1.0)
+    high = max((v for v in map(final, found.values()) if v < _FAR * low), default=low)
+    return 0.97 * low, low + max(1.5 * (high - low), 0.2 * low)
