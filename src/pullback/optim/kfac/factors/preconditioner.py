@@ -13,14 +13,18 @@ from torch.nn import functional as F
 
 from ....grams.kronecker import Block, Inverses, Rotated, Units, inverses, sides
 from ....grams.kronecker.inverse import Inverse, aligned, roundable, rounded
+from ....grams.kronecker.inverting import goes_alone
 from ....grams.kronecker.packed import Side, memory, whole
 from ..rules.natural import Rule
-from .average import Average, block_of, ema_update
+from .average import Average, block_of, ema_update, stacked
 from .damping import Damping
 from .factor import SPECTRUM, BlockKey, block_shape
 
 _GROWTH, _TRIES = 10.0, 8
 _PORTION = 2**27  # entries of matrices that are inverted at once
+
+#: blocks of one kind, one after the other in an inverse of all
+Blocks = tuple[BlockKey, ...]
 
 
 class Preconditioner:
@@ -118,23 +122,30 @@ class Preconditioner:
             room -= entries
         return out
 
+    def _alike(
+        self, averages: Mapping[BlockKey, Average], keys: Sequence[BlockKey], apart: bool
+    ) -> list[Blocks]:
+        """Blocks that are prepared as one, unless each is wanted `apart`."""
+        kinds: dict[Any, list[BlockKey]] = {}
+        for key in keys:
+            average, size = averages[key], max(self._shapes[key][1:])
+            alone = apart or goes_alone(size, average.mass.device)
+            kinds.setdefault(key if alone else (key.joint, average.kind), []).append(key)
+        return [tuple(some) for some in kinds.values()]
+
     def _units(
         self, averages: Mapping[BlockKey, Average], keys: Sequence[BlockKey], value: float
-    ) -> dict[BlockKey, Inverse]:
+    ) -> dict[Blocks, Inverse]:
         """Invert gains, shifts and single entries, all of a size at once."""
-        alike: dict[Any, dict[BlockKey, Tensor]] = {}
-        for key in keys:
-            block: Any = block_of(key, averages[key].corrected())
+        found, apart = {}, self._damping.referenced
+        for some in self._alike(averages, keys, apart):
+            key, average = some[0], stacked([averages[k] for k in some])
+            block: Any = block_of(key, average.corrected())
             block, shift = self._damping.units(block, self._reference(key, averages), value)
-            m = block.matrices
-            alike.setdefault((shift, m.shape[1:], m.dtype, m.device), {})[key] = m
-        found = {}
-        for (shift, *_), some in alike.items():
-            inverted = Units(torch.cat(list(some.values()))).inverse(shift)
-            parts = inverted.split([len(m) for m in some.values()])
-            found |= {key: Inverse(part) for key, part in zip(some, parts, strict=True)}
-            for key, m in some.items() if self._damping.referenced else ():
-                rank, size = round(float((m * found[key].left).sum())), m[..., 0].numel()  # tr M M⁺
+            m, inverse = block.matrices, block.inverse(shift)
+            found[some] = Inverse(inverse)
+            if apart:
+                rank, size = round(float((m * inverse).sum())), m[..., 0].numel()  # tr M M⁺
                 if rank < size:
                     self._note(key, f"it is singular: rank {rank} of {size}, inverted on its range")
         return found
@@ -152,32 +163,32 @@ class Preconditioner:
 
     def _invert(
         self, averages: Mapping[BlockKey, Average], keys: Sequence[BlockKey], value: float
-    ) -> dict[BlockKey, Inverse]:
+    ) -> dict[Blocks, Inverse]:
         """Invert damped sides by Cholesky; more damping where that fails.
 
         Without damping, or with an invariant one, a singular side is inverted on its range.
         """
-        found: dict[BlockKey, Inverse] = {}
-        waiting, singular = list(keys), value == 0 or self._damping.referenced
-        for attempt in range(_TRIES):
+        found: dict[Blocks, Inverse] = {}
+        singular, attempt = value == 0 or self._damping.referenced, 0
+        waiting = self._alike(averages, keys, singular)
+        while waiting and attempt < (_TRIES if value else 1):
             now = value * _GROWTH**attempt
             got, left = self._damped(averages, waiting, now, singular), []
-            for i, key in enumerate(waiting):
+            for i, some in enumerate(waiting):
                 both = slice(2 * i, 2 * i + 2)
                 if any(got.failed[both]):
-                    left.append(key)
+                    left.append(some)
                     continue
-                found[key] = self._form(*got.sides[both])
+                found[some] = self._form(*got.sides[both])
                 if attempt:
-                    self._note(key, f"its damping was raised to {now:.3g} to invert it")
+                    self._note(some[0], f"its damping was raised to {now:.3g} to invert it")
                 for name, rank in zip(("output", "input"), got.ranks[both], strict=True):
                     if rank is not None:
                         least = f"rank {int(rank.min())}, inverted on its range"
-                        self._note(key, f"its {name} side is singular: {least}")
-            waiting = left
-            if not waiting or value == 0:
-                break
-        for key in waiting:
+                        self._note(some[0], f"its {name} side is singular: {least}")
+            attempt += all(len(some) == 1 for some in left)  # first find out which of them it is
+            waiting = [(key,) for some in left for key in some]
+        for (key,) in waiting:
             kept = "the last good inverse stays" if key in self.ready else "it has none yet"
             self._note(key, f"its sides could not be inverted; {kept}")
         return found
@@ -185,15 +196,16 @@ class Preconditioner:
     def _damped(
         self,
         averages: Mapping[BlockKey, Average],
-        keys: Sequence[BlockKey],
+        blocks: Sequence[Blocks],
         value: float,
         singular: bool,
     ) -> Inverses:
-        """Return the inverses of damped left and right sides, one block after the other."""
+        """Return the inverses of damped left and right sides, one kind of blocks after another."""
         every: list[Tensor] = []
         scales, added = [], []
-        for key in keys:
-            average, scale = averages[key], averages[key].mass
+        for some in blocks:
+            key, average = some[0], stacked([averages[k] for k in some])
+            scale = average.mass
             if len({factor.role for factor in average.value}) == 1:
                 # divided where it is copied to be inverted
                 pair: Any = block_of(key, average.value, corner=scale)
@@ -208,9 +220,9 @@ class Preconditioner:
 
     def _decompose(
         self, averages: Mapping[BlockKey, Average], keys: Sequence[BlockKey], value: float
-    ) -> dict[BlockKey, Inverse]:
+    ) -> dict[Blocks, Inverse]:
         """Find the eigenbases of blocks; corrected eigenvalues are carried to the new ones."""
-        found: dict[BlockKey, Inverse] = {}
+        found: dict[Blocks, Inverse] = {}
         for key in keys:
             pair: Any = block_of(key, averages[key].corrected())
             try:
@@ -224,7 +236,7 @@ class Preconditioner:
                 turned = Rotated(_overlap(u, held.left), _overlap(w, held.right), own)
                 own.copy_(turned.diagonal())
                 values = self.spectra[key].corrected()[SPECTRUM]
-            found[key] = Inverse(u, w, _reciprocal(values, value))
+            found[key,] = Inverse(u, w, _reciprocal(values, value))
         return found
 
     def _corrects(self, key: BlockKey) -> bool:
@@ -247,17 +259,20 @@ class Preconditioner:
         left, right = (None if t is None else t.clone() for t in (held.left, held.right))
         return Rotated(left, right, self.spectra[key].corrected()[SPECTRUM])
 
-    def _accept(self, found: Mapping[BlockKey, Inverse]) -> None:
+    def _accept(self, found: Mapping[Blocks, Inverse]) -> None:
         """Copy new inverses to the memory of the old ones."""
-        for key, new in found.items():
-            held = self.inverses[key]
-            if held.kind == new.kind:
-                for name, t in new.tensors().items():
-                    getattr(held, name).copy_(t)
+        for keys, new in found.items():
+            counts, held = [self._shapes[k][0] for k in keys], [self.inverses[k] for k in keys]
+            parts = {name: t.split(counts) for name, t in new.tensors().items()}
+            if all(old.kind == new.kind for old in held):
+                for name, some in parts.items():
+                    torch._foreach_copy_([getattr(old, name) for old in held], some)
             else:  # another precision, or a dense reference beside a diagonal
-                self.inverses[key], self._groups = new, None
-            if key not in self.ready:
-                self.ready.add(key)
+                for i, key in enumerate(keys):
+                    own = {name: some[i] for name, some in parts.items()}
+                    self.inverses[key], self._groups = replace(new, **own), None
+            if not self.ready.issuperset(keys):
+                self.ready.update(keys)
                 self._groups = None
 
     def _note(self, key: BlockKey, text: str) -> None:
