@@ -155,7 +155,7 @@ def _homogeneous(factors: Factors, role: str, width: int, corner: Tensor | float
         return side
     if sides.is_diagonal(side):
         return F.pad(side, (0, width - n))
-    out = side.new_zeros(len(side), width, width)
+    out = (side.new_zeros if mean is None else side.new_empty)(len(side), width, width)
     out[:, :n, :n] = side
     if mean is not None:
         out[:, n, :n] = out[:, :n, n] = memory(mean)

@@ -260,14 +260,14 @@ class Preconditioner:
         return Rotated(left, right, self.spectra[key].corrected()[SPECTRUM])
 
     def _accept(self, found: Mapping[Blocks, Inverse]) -> None:
-        """Copy new inverses to the memory of the old ones."""
+        """Copy new inverses to the memory of the old ones; factors serve one step and stay."""
         for keys, new in found.items():
             counts, held = [self._shapes[k][0] for k in keys], [self.inverses[k] for k in keys]
             parts = {name: t.split(counts) for name, t in new.tensors().items()}
-            if all(old.kind == new.kind for old in held):
+            if not new.factors and all(old.kind == new.kind for old in held):
                 for name, some in parts.items():
                     torch._foreach_copy_([getattr(old, name) for old in held], some)
-            else:  # another precision, or a dense reference beside a diagonal
+            else:  # perhaps another precision, or a dense reference beside a diagonal
                 for i, key in enumerate(keys):
                     own = {name: some[i] for name, some in parts.items()}
                     self.inverses[key], self._groups = replace(new, **own), None
