@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ....grams.kronecker import Block, Inverses, Rotated, Units, inverses, sides
+from ....grams.kronecker import Block, Inverses, Rotated, inverses, sides
 from ....grams.kronecker.inverse import Inverse, aligned, roundable, rounded
 from ....grams.kronecker.inverting import goes_alone
 from ....grams.kronecker.packed import Side, memory, whole

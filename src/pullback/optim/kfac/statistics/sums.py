@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ....grams.kronecker.packed import Packed, Side, memory, packed
+from ....grams.kronecker.packed import Side, memory, packed
 from ....maps.layers import Compound, Layer
 from ....maps.layers.moments import Moments
 from ....maps.proof import accumulate
