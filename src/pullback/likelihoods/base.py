@@ -48,6 +48,13 @@ class Likelihood(ABC):
         """Which entries of z the loss counted, as a mask that broadcasts; None for all."""
         return None
 
+    def uncounted(self, z: Tensor, cotangent: Tensor) -> Tensor | None:
+        """A flag on the device that is False where `counted` would return None, without waiting.
+
+        Who gives it draws without harm from values that are not finite.
+        """
+        return None
+
     def __repr__(self) -> str:
         fields = ", ".join(f"{k}={v!r}" for k, v in vars(self).items())
         return f"{type(self).__name__}({fields})"

@@ -134,6 +134,9 @@ class Categorical(Likelihood):
         counts = ~silent | certain
         return None if bool(counts.all()) else counts
 
+    def uncounted(self, z: Tensor, cotangent: Tensor) -> Tensor | None:
+        return _silent(cotangent, self._axis(z)).any()
+
     def _tells(self, cotangent: Tensor, axis: int) -> bool:
         """Raise where the loss's gradient adds up to zero along another axis, not along ours.
 

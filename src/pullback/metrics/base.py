@@ -29,6 +29,10 @@ class Metric(ABC):
         """Which entries of z the loss counted, as a mask that broadcasts; None for all."""
         return None
 
+    def uncounted(self, z: Tensor, cotangent: Tensor) -> Tensor | None:
+        """A flag that is False where `counted` would return None, see `Likelihood.uncounted`."""
+        return None
+
     def __repr__(self) -> str:
         fields = ", ".join(f"{k}={v!r}" for k, v in vars(self).items())
         return f"{type(self).__name__}({fields})"

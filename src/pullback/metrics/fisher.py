@@ -30,3 +30,6 @@ class Fisher(Metric):
 
     def counted(self, z: Tensor, cotangent: Tensor) -> Tensor | None:
         return self.likelihood.counted(z, cotangent)
+
+    def uncounted(self, z: Tensor, cotangent: Tensor) -> Tensor | None:
+        return self.likelihood.uncounted(z, cotangent)

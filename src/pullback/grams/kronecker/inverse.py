@@ -235,6 +235,27 @@ def half_sides(like: Tensor) -> torch.dtype:
     return torch.float16 if like.is_cuda and like.dtype == torch.float32 else like.dtype
 
 
+def rotate(
+    x: Tensor,
+    left: Tensor | None,
+    right: Tensor | None,
+    *,
+    back: bool = False,
+    by: Tensor | None = None,
+) -> Tensor:
+    """Return UᵀXW, or back U X Wᵀ, times a number for each matrix, (B, 1, 1).
+
+    On a GPU products keep 11 bits of each entry.
+    """
+    dtype = half_sides(x)
+    left, right = (None if side is None else side.to(dtype) for side in (left, right))
+    y, scale = to_half(x, left, right)
+    y = rotated(left, y, right, back=back).to(x.dtype)
+    for factor in (scale, by):
+        y = y if factor is None else y * factor
+    return y
+
+
 def to_half(x: Tensor, *sides: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Return X (B, m, n) for products with these sides, in float16 and a factor if they are so."""
     if all(side is None or side.dtype == x.dtype for side in sides):

@@ -38,7 +38,7 @@ class _Shifted:
 
     def form(self) -> Tensor:
         """Return it, in memory of its own unless it is the side itself."""
-        out = self.side if self.scale is None else self.side / self.scale
+        out = self.side if self.scale is None else over_groups(self.side, self.scale)
         return out if self.shift is None else shifted(out, self.shift, spare=out is not self.side)
 
     def write(self, out: Tensor) -> None:
@@ -47,9 +47,16 @@ class _Shifted:
         if self.scale is None:
             part.copy_(self.side)
         else:
-            torch.div(self.side, self.scale, out=part)
+            over_groups(self.side, self.scale, part)
         if self.shift is not None:
             out.diagonal(dim1=-2, dim2=-1).add_(self.shift[:, None])
+
+
+def over_groups(side: Tensor, by: Tensor | float, out: Tensor | None = None) -> Tensor:
+    """Divide a side by a number, or by one per group, (G,)."""
+    if isinstance(by, Tensor) and by.ndim:
+        by = by.view(-1, *[1] * (side.ndim - 1))
+    return torch.div(side, by, out=out)
 
 
 def inverses(
@@ -64,7 +71,7 @@ def inverses(
 
     Args:
         sides: what to invert.
-        scales: a divisor of each, a number on its device.
+        scales: a divisor of each, a number on its device, or one per group.
         shifts: what is added to each: multiples of the identity (G,), or a side.
         singular: whether to invert on the range only (Moore–Penrose) where a matrix is singular to
             working precision; without it such a side has failed.
@@ -164,16 +171,21 @@ def _failed(told: Sequence[tuple[list[int], list[int], Tensor]], count: int) -> 
 
 
 def _alike(sides: Sequence[Tensor]) -> list[list[int]]:
-    """Indices of the sides by shape and dtype, but for the number of groups.
-
-    LAPACK takes one matrix after the other, and larger ones leave the cache: each goes alone.
-    """
+    """Indices of the sides by shape and dtype, but for the number of groups."""
     groups: dict[tuple[object, ...], list[int]] = {}
     for i, side in enumerate(sides):
-        alone = i if side.device.type == "cpu" and side.shape[-1] >= _LARGE else -1
+        alone = i if goes_alone(side.shape[-1], side.device) else -1
         kind = (side.ndim, side.shape[-1], side.dtype, side.device, alone)
         groups.setdefault(kind, []).append(i)
     return list(groups.values())
+
+
+def goes_alone(n: int, device: torch.device) -> bool:
+    """Whether an n×n matrix is not stacked with others.
+
+    LAPACK takes one matrix after the other, and larger ones leave the cache.
+    """
+    return device.type == "cpu" and n >= _LARGE
 
 
 def _reciprocal(side: Tensor) -> tuple[Tensor, Tensor]:

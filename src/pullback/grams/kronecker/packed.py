@@ -10,7 +10,7 @@ Sums and multiples of matrices are those of the rectangles.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -71,6 +71,18 @@ def packed(side: Tensor | Packed) -> Tensor | Packed:
     if isinstance(side, Packed) or side.ndim < 3 or side.shape[-1] < _LEAST:
         return side
     return Packed.of(side)
+
+
+def packed_together(sides: Sequence[Tensor]) -> list[Tensor | Packed]:
+    """Pack sides of one shape, at once where they are all that lies in one piece of memory."""
+    first, base = sides[0], sides[0]._base
+    alike = all([side._base is base for side in sides])
+    if base is None or not alike or base.numel() != len(sides) * first.numel():
+        return [packed(side) for side in sides]
+    every = packed(base.view(-1, *first.shape[1:]))
+    if not isinstance(every, Packed):
+        return list(sides)
+    return [Packed(part) for part in every.memory.split(len(first))]
 
 
 def whole(side: Tensor | Packed) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ....grams.kronecker import Block, Pair, Units, merged, sides
+from ....grams.kronecker.inverting import over_groups
 from ....grams.kronecker.packed import Side, map_memory, memory, whole, zeros_like
 from .factor import BlockKey, Factor, Factors, block_shape
 
@@ -54,7 +55,13 @@ class Average:
 
     def corrected(self) -> dict[Factor, Tensor]:
         """Return the average without the weight of the empty beginning, in memory of its own."""
-        return {f: whole(t) / self.mass for f, t in self.value.items()}
+        return {f: over_groups(whole(t), self.mass) for f, t in self.value.items()}
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Averages of one kind can be `stacked`."""
+        sides = [(f, t.shape[1:]) for f, t in self.value.items()]
+        return *sides, self.mass.dtype, self.mass.device
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Average:
         """Return the same with all tensors changed: moved to another device, say."""
@@ -65,6 +72,22 @@ class Average:
     def tensors(self) -> list[Tensor]:
         """Return all tensors that are held."""
         return [*map(memory, self.value.values()), self.mass, *map(memory, self.mean.values())]
+
+
+def stacked(averages: Sequence[Average]) -> Average:
+    """Return averages of one kind as that of one block, whose groups have a mass each."""
+    if len(averages) == 1:
+        return averages[0]
+
+    def join(tensors: Iterable[Tensor]) -> Tensor:
+        return torch.cat(list(tensors))
+
+    value = {
+        f: map_memory(lambda _, f=f: join(memory(a.value[f]) for a in averages), t)
+        for f, t in averages[0].value.items()
+    }
+    some = next(iter(value))
+    return Average(value, join(a.mass.expand(a.value[some].shape[0]) for a in averages))
 
 
 def ema_update(
@@ -110,7 +133,8 @@ def guardable(pairs: Sequence[tuple[Average, Factors]], ema: float) -> bool:
 def block_of(key: BlockKey, factors: Factors, corner: Tensor | float = 1.0) -> Block:
     """Return the Gram block of a set of factors; several roles are merged to one product.
 
-    `corner` is the second moment of the bias's input, 1 unless factors are yet to be divided.
+    `corner` is the second moment of the bias's input, 1 unless factors are yet to be divided: a
+    number, or one per group.
     """
     if not key.kronecker:
         return Units(whole(next(iter(factors.values()))))
@@ -131,7 +155,7 @@ def _homogeneous(factors: Factors, role: str, width: int, corner: Tensor | float
         return side
     if sides.is_diagonal(side):
         return F.pad(side, (0, width - n))
-    out = side.new_zeros(len(side), width, width)
+    out = (side.new_zeros if mean is None else side.new_empty)(len(side), width, width)
     out[:, :n, :n] = side
     if mean is not None:
         out[:, n, :n] = out[:, :n, n] = memory(mean)

@@ -2,35 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import chain, product
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ....grams.kronecker import Block, Inverses, Rotated, Units, inverses, sides
-from ....grams.kronecker.blocks import rotated
+from ....grams.kronecker import Block, Inverses, Rotated, inverses, sides
 from ....grams.kronecker.inverse import (
     Inverse,
     aligned,
     half_sides,
+    rotate,
     roundable,
     rounded,
-    to_half,
 )
+from ....grams.kronecker.inverting import goes_alone
 from ....grams.kronecker.packed import Side, memory, whole
 from ....grams.kronecker.roots import eigenbasis, inverse_root, turn_basis
 from ..rules.rule import Rule
-from .average import Average, block_of, ema_update
+from .average import Average, block_of, ema_update, stacked
 from .damping import Damping
 from .factor import SPECTRUM, BlockKey, block_shape
 
 _GROWTH, _TRIES = 10.0, 8
 _COARSE = 0.05  # the least damping with which roots are first tried with few bits
 _PORTION = 2**27  # entries of matrices that are inverted at once
+
+#: blocks of one kind, one after the other in an inverse of all
+Blocks = tuple[BlockKey, ...]
 
 
 class Preconditioner:
@@ -143,23 +146,30 @@ class Preconditioner:
             room -= entries
         return out
 
+    def _alike(
+        self, averages: Mapping[BlockKey, Average], keys: Sequence[BlockKey], apart: bool
+    ) -> list[Blocks]:
+        """Blocks that are prepared as one, unless each is wanted `apart`."""
+        kinds: dict[Any, list[BlockKey]] = {}
+        for key in keys:
+            average, size = averages[key], max(self._shapes[key][1:])
+            alone = apart or goes_alone(size, average.mass.device)
+            kinds.setdefault(key if alone else (key.joint, average.kind), []).append(key)
+        return [tuple(some) for some in kinds.values()]
+
     def _units(
         self, averages: Mapping[BlockKey, Average], keys: Sequence[BlockKey], value: float
-    ) -> dict[BlockKey, Inverse]:
+    ) -> dict[Blocks, Inverse]:
         """Invert gains, shifts and single entries, all of a size at once."""
-        alike: dict[Any, dict[BlockKey, Tensor]] = {}
-        for key in keys:
-            block: Any = block_of(key, averages[key].corrected())
+        found, apart = {}, self._damping.referenced
+        for some in self._alike(averages, keys, apart):
+            key, average = some[0], stacked([averages[k] for k in some])
+            block: Any = block_of(key, average.corrected())
             block, shift = self._damping.units(block, self._reference(key, averages), value)
-            m = block.matrices
-            alike.setdefault((shift, m.shape[1:], m.dtype, m.device), {})[key] = m
-        found = {}
-        for (shift, *_), some in alike.items():
-            inverted = Units(torch.cat(list(some.values()))).inverse(shift)
-            parts = inverted.split([len(m) for m in some.values()])
-            found |= {key: Inverse(part) for key, part in zip(some, parts, strict=True)}
-            for key, m in some.items() if self._damping.referenced else ():
-                rank, size = round(float((m * found[key].left).sum())), m[..., 0].numel()  # tr M M⁺
+            m, inverse = block.matrices, block.inverse(shift)
+            found[some] = Inverse(inverse)
+            if apart:
+                rank, size = round(float((m * inverse).sum())), m[..., 0].numel()  # tr M M⁺
                 if rank < size:
                     self._note(key, f"it is singular: rank {rank} of {size}, inverted on its range")
         return found
@@ -177,48 +187,48 @@ class Preconditioner:
 
     def _invert(
         self, averages: Mapping[BlockKey, Average], keys: Sequence[BlockKey], value: float
-    ) -> dict[BlockKey, Inverse]:
+    ) -> dict[Blocks, Inverse]:
         """Invert damped sides by Cholesky; more damping where that fails.
 
         Without damping, or with an invariant one, a singular side is inverted on its range.
         """
-        found: dict[BlockKey, Inverse] = {}
-        waiting, singular = list(keys), value == 0 or self._damping.referenced
-        for attempt in range(_TRIES):
+        found: dict[Blocks, Inverse] = {}
+        singular, attempt = value == 0 or self._damping.referenced, 0
+        waiting = self._alike(averages, keys, singular)
+        while waiting and attempt < (_TRIES if value else 1):
             now = value * _GROWTH**attempt
             got, left = self._damped(averages, waiting, now, singular), []
-            for i, key in enumerate(waiting):
+            for i, some in enumerate(waiting):
                 both = slice(2 * i, 2 * i + 2)
                 if any(got.failed[both]):
-                    left.append(key)
+                    left.append(some)
                     continue
-                found[key] = self._form(*got.sides[both])
+                found[some] = self._form(*got.sides[both])
                 if attempt:
-                    self._note(key, f"its damping was raised to {now:.3g} to invert it")
+                    self._note(some[0], f"its damping was raised to {now:.3g} to invert it")
                 for name, rank in zip(("output", "input"), got.ranks[both], strict=True):
                     if rank is not None:
                         least = f"rank {int(rank.min())}, inverted on its range"
-                        self._note(key, f"its {name} side is singular: {least}")
-            waiting = left
-            if not waiting or value == 0:
-                break
-        for key in waiting:
-            kept = "the last good inverse stays" if key in self.ready else "it has none yet"
-            self._note(key, f"its sides could not be inverted; {kept}")
+                        self._note(some[0], f"its {name} side is singular: {least}")
+            attempt += all(len(some) == 1 for some in left)  # first find out which of them it is
+            waiting = [(key,) for some in left for key in some]
+        for (key,) in waiting:
+            self._note(key, f"its sides could not be inverted; {self._kept(key)}")
         return found
 
     def _damped(
         self,
         averages: Mapping[BlockKey, Average],
-        keys: Sequence[BlockKey],
+        blocks: Sequence[Blocks],
         value: float,
         singular: bool,
     ) -> Inverses:
-        """Return the inverses of damped left and right sides, one block after the other."""
+        """Return the inverses of damped left and right sides, one kind of blocks after another."""
         every: list[Tensor] = []
         scales, added = [], []
-        for key in keys:
-            average, scale = averages[key], averages[key].mass
+        for some in blocks:
+            key, average = some[0], stacked([averages[k] for k in some])
+            scale = average.mass
             if len({factor.role for factor in average.value}) == 1:
                 # divided where it is copied to be inverted
                 pair: Any = block_of(key, average.value, corner=scale)
@@ -233,9 +243,9 @@ class Preconditioner:
 
     def _decompose(
         self, averages: Mapping[BlockKey, Average], keys: Sequence[BlockKey], value: float
-    ) -> dict[BlockKey, Inverse]:
+    ) -> dict[Blocks, Inverse]:
         """Find the eigenbases of blocks; corrected eigenvalues are carried to the new ones."""
-        found: dict[BlockKey, Inverse] = {}
+        found: dict[Blocks, Inverse] = {}
         for key in keys:
             pair: Any = block_of(key, averages[key].corrected())
             try:
@@ -249,111 +259,67 @@ class Preconditioner:
                 turned = Rotated(_overlap(u, held.left), _overlap(w, held.right), own)
                 own.copy_(turned.diagonal())
                 values = self.spectra[key].corrected()[SPECTRUM]
-            found[key] = Inverse(u, w, _reciprocal(values, value))
+            found[key,] = Inverse(u, w, _reciprocal(values, value))
         return found
+
+    def _pair(self, averages: Mapping[BlockKey, Average], some: Blocks) -> Any:
+        """Return the sides of blocks of one kind, up to a factor."""
+        average = stacked([averages[k] for k in some])
+        one = len({factor.role for factor in average.value}) == 1
+        return block_of(some[0], average.value if one else average.corrected())
 
     def _root(
         self, averages: Mapping[BlockKey, Average], keys: Sequence[BlockKey], value: float
-    ) -> dict[BlockKey, Inverse]:
+    ) -> dict[Blocks, Inverse]:
         """Find the inverse roots of input sides; more bits and more damping where that fails."""
-        found: dict[BlockKey, Inverse] = {}
-        waiting, tries = list(keys), [(value, value < _COARSE), (value, True), (10 * value, True)]
-        for now, fine in tries:
-            for some, stack in self._stacks(averages, waiting, "right"):
-                roots, good = inverse_root(stack, now, fine=fine)
-                for key, root, flag in self._parts(some, roots, good.tolist()):
-                    right = self.inverses[key].right
-                    assert right is not None
-                    if flag:
-                        found[key] = replace(self.inverses[key], right=root.to(right.dtype))
-            waiting = [key for key in waiting if key not in found]
-            if not waiting:
-                return found
-        for key in waiting:
+        waiting = self._alike(averages, keys, apart=False)
+        for now, fine in ((value, value < _COARSE), (value, True), (10 * value, True)):
+            left = []
+            for some in waiting:
+                roots, good = inverse_root(self._pair(averages, some).right, now, fine=fine)
+                if bool(good.all()):
+                    self._put(some, {"right": roots})
+                else:
+                    left += some
+            waiting = [(key,) for key in left]
+        for (key,) in waiting:
             self._note(key, f"its root did not converge; {self._kept(key)}")
-        return found
+        return {}
 
     def _turn(
         self, averages: Mapping[BlockKey, Average], keys: Sequence[BlockKey], value: float
-    ) -> dict[BlockKey, Inverse]:
+    ) -> dict[Blocks, Inverse]:
         """Turn eigenbases after their sides, and first moments with them; the first by `eigh`."""
-        bases: dict[BlockKey, dict[str, Tensor]] = {key: {} for key in keys}
-        turns: dict[BlockKey, dict[str, Tensor]] = {key: {} for key in keys}
-        failed: set[BlockKey] = set()
-        for side, ready in product(("left", "right"), (True, False)):
+        for ready in (True, False):
             own = [k for k in keys if (k in self.ready) is ready]
-            for some, stack in self._stacks(averages, own, side):
-                if sides.is_diagonal(stack):
-                    continue
-                if ready:
+            for some in self._alike(averages, own, apart=False):
+                pair, new, turns = self._pair(averages, some), {}, {}
+                for side in ("left", "right"):
+                    if sides.is_diagonal(matrix := getattr(pair, side)):
+                        continue
+                    if not ready:
+                        new[side] = eigenbasis(matrix)
+                        continue
                     held = torch.cat([getattr(self.inverses[k], side) for k in some])
-                    new, turn = turn_basis(stack, held.to(stack.dtype))
-                else:
-                    new = turn = eigenbasis(stack)
-                good = torch.isfinite(new).flatten(1).all(-1).tolist()
-                for key, basis, fine in self._parts(some, new, good):
-                    bases[key][side] = basis.to(getattr(self.inverses[key], side).dtype)
-                    failed |= set() if fine else {key}
-                if ready:
-                    for key, part, _ in self._parts(some, turn, good):
-                        turns[key][side] = part
-        for key in failed:
-            self._note(key, f"its eigenbases were not found; {self._kept(key)}")
-        good = [k for k in keys if k not in failed]
-        moments = self._turn_moments({k: turns[k] for k in good if k in self.ready})
-        return {k: replace(self.inverses[k], **bases[k], **moments.get(k, {})) for k in good}
+                    new[side], turns[side] = turn_basis(matrix, held.to(matrix.dtype))
+                if not all(bool(torch.isfinite(t).all()) for t in new.values()):
+                    for key in some:
+                        self._note(key, f"its eigenbases were not found; {self._kept(key)}")
+                    continue
+                if turns:
+                    first = torch.cat([self.inverses[k].tensors()["first"] for k in some])
+                    new["first"] = rotate(first, turns.get("left"), turns.get("right"))
+                self._put(some, new)
+        return {}
 
-    def _turn_moments(
-        self, turns: Mapping[BlockKey, Mapping[str, Tensor]]
-    ) -> dict[BlockKey, dict[str, Tensor]]:
-        """Return moments in new bases, those of a shape together.
-
-        First moments are QᵀMP, and second ones those of uncorrelated entries, (Q∘Q)ᵀV(P∘P).
-        """
-        found: dict[BlockKey, dict[str, Tensor]] = {key: {} for key in turns}
-        kinds: dict[Any, list[BlockKey]] = {}
-        for key, own in turns.items():
-            moment: Any = self.inverses[key].first
-            kinds.setdefault((*own, moment.shape[1:], moment.dtype, moment.device), []).append(key)
-        for keys in kinds.values():
-            by: list[Any] = [
-                torch.cat([turns[k][side] for k in keys]) if side in turns[keys[0]] else None
-                for side in ("left", "right")
-            ]
-            for name in ("first", "second"):
-                held = torch.cat([self.inverses[k].tensors()[name] for k in keys])
-                both = [None if q is None else q.to(half_sides(held)) for q in by]
-                x, scale = to_half(held, *both)
-                x = rotated(both[0], x, both[1]).to(held.dtype)
-                x = x if scale is None else x * scale
-                for key, part in zip(keys, x.split([self._shapes[k][0] for k in keys]), strict=True):
-                    found[key][name] = part
-                by = [None if q is None else q.square() for q in by]
-        return found
-
-    def _stacks(
-        self, averages: Mapping[BlockKey, Average], keys: Sequence[BlockKey], side: str
-    ) -> Iterator[tuple[list[BlockKey], Tensor]]:
-        """Yield blocks whose sides have one shape, and these as one stack."""
-        kinds: dict[Any, dict[BlockKey, Tensor]] = {}
-        for key in keys:
-            average = averages[key]
-            if len({factor.role for factor in average.value}) == 1:  # up to a factor
-                pair: Any = block_of(key, average.value)
-            else:
-                pair = block_of(key, average.corrected())
-            own = getattr(pair, side)
-            kinds.setdefault((own.shape[1:], own.dtype, own.device), {})[key] = own
-        for some in kinds.values():
-            yield list(some), torch.cat(list(some.values()))
-
-    def _parts(
-        self, keys: Sequence[BlockKey], stack: Tensor, good: Sequence[bool]
-    ) -> Iterator[tuple[BlockKey, Tensor, bool]]:
-        """Yield each block's part of a stack, and whether all of it is good."""
-        counts, flags = [self._shapes[k][0] for k in keys], iter(good)
-        for key, part in zip(keys, stack.split(counts), strict=True):
-            yield key, part, all([next(flags) for _ in range(len(part))])
+    def _put(self, some: Blocks, new: Mapping[str, Tensor]) -> None:
+        """Copy new tensors of blocks of one kind to the memory of the old ones."""
+        counts = [self._shapes[k][0] for k in some]
+        for name, t in new.items():
+            torch._foreach_copy_([getattr(self.inverses[k], name) for k in some], t.split(counts))
+        if not self.ready.issuperset(some):
+            self.ready.update(some)
+            self._groups = None
 
     def _kept(self, key: BlockKey) -> str:
         return "the last good one stays" if key in self.ready else "it has none yet"
@@ -378,18 +344,20 @@ class Preconditioner:
         left, right = (None if t is None else t.clone() for t in (held.left, held.right))
         return Rotated(left, right, self.spectra[key].corrected()[SPECTRUM])
 
-    def _accept(self, found: Mapping[BlockKey, Inverse]) -> None:
-        """Copy new inverses to the memory of the old ones."""
-        for key, new in found.items():
-            held = self.inverses[key]
-            if held.kind == new.kind:
-                for name, t in new.tensors().items():
-                    if t is not getattr(held, name):
-                        getattr(held, name).copy_(t)
-            else:  # another precision, or a dense reference beside a diagonal
-                self.inverses[key], self._groups = new, None
-            if key not in self.ready:
-                self.ready.add(key)
+    def _accept(self, found: Mapping[Blocks, Inverse]) -> None:
+        """Copy new inverses to the memory of the old ones; factors serve one step and stay."""
+        for keys, new in found.items():
+            counts, held = [self._shapes[k][0] for k in keys], [self.inverses[k] for k in keys]
+            parts = {name: t.split(counts) for name, t in new.tensors().items()}
+            if not new.factors and all(old.kind == new.kind for old in held):
+                for name, some in parts.items():
+                    torch._foreach_copy_([getattr(old, name) for old in held], some)
+            else:  # perhaps another precision, or a dense reference beside a diagonal
+                for i, key in enumerate(keys):
+                    own = {name: some[i] for name, some in parts.items()}
+                    self.inverses[key], self._groups = replace(new, **own), None
+            if not self.ready.issuperset(keys):
+                self.ready.update(keys)
                 self._groups = None
 
     def _note(self, key: BlockKey, text: str) -> None:

@@ -3,11 +3,12 @@ r"""Adam in the eigenbases of a layer's two factors."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import sqrt
 
+import torch
 from torch import Tensor
 
-from ....grams.kronecker.blocks import rotated
-from ....grams.kronecker.inverse import Inverse, to_half
+from ....grams.kronecker.inverse import Inverse, rotate
 from .rule import Rule, advance
 
 
@@ -35,9 +36,9 @@ class Eigenbasis(Rule):
     }
 
     def __init__(
-        self, betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8, *, head: bool = True
+        self, betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8, *, head: bool = True, cap: float = 0.0
     ) -> None:
-        self.betas, self.eps, self.head = betas, eps, head
+        self.betas, self.eps, self.head, self.cap = betas, eps, head, cap
 
     def directions(
         self, prepared: Inverse, given: Sequence[Tensor], good: Tensor | None = None
@@ -47,26 +48,15 @@ class Eigenbasis(Rule):
         assert second is not None
         assert steps is not None
         basis, (past, longer) = (prepared.left, prepared.right), self.betas
-        g = _rotate(given[0], *basis)
+        g = rotate(given[0], *basis)
         steps += 1 if good is None else good
         advance(first, g, 1 - past, good)
         advance(second, g.square(), 1 - longer, good)
         c1, c2 = ((1 - beta**steps)[:, None, None] for beta in self.betas)
         d = first / second.sqrt().add_(self.eps * c2.sqrt())
-        return [_rotate(d, *basis, back=True, by=c2.sqrt() / c1)]
+        by = c2.sqrt() / c1
+        if self.cap:
+            size = torch.linalg.matrix_norm(d, keepdim=True) * by / sqrt(d.shape[1] * d.shape[2])
+            by = by * (self.cap / size.clamp(min=self.cap))
+        return [rotate(d, *basis, back=True, by=by)]
 
-
-def _rotate(
-    x: Tensor,
-    left: Tensor | None,
-    right: Tensor | None,
-    *,
-    back: bool = False,
-    by: Tensor | None = None,
-) -> Tensor:
-    """Return UᵀXW, or back U X Wᵀ, times a number for each matrix."""
-    y, scale = to_half(x, left, right)
-    y = rotated(left, y, right, back=back).to(x.dtype)
-    for factor in (scale, by):
-        y = y if factor is None else y * factor
-    return y

@@ -28,6 +28,7 @@ from ....grams import Part
 from ....grams.kronecker.packed import packed
 from ....maps.layers import AffineBlock
 from ..factors.factor import DIAGONAL, BlockKey, Factor
+from ..update import Verdict
 from .covectors import NotFinite, Recipe, covectors, covectors_of, random_signs
 from .record import ForwardRecord, ParameterSites, RepeatedCall
 from .structure import Structure
@@ -99,6 +100,7 @@ class StatisticsCapture:
         self._begun: tuple[Source, list[Tensor]] | None = None
         self._watch = Watch(self, model)
         self._checks = 3  # of the first gradients' length
+        self._whole = False  # whether all places of the last pass counted
 
     @property
     def due(self) -> bool:
@@ -244,12 +246,21 @@ class StatisticsCapture:
             random, slope = self.generator(cotangent.device), cotangent.detach()
             self._check_scale(z[0], slope, random)
             self.pool.calls += 1
+            large = z[0].numel() >= _LARGE
+            hope = self._whole and slope.is_cuda and (record.head is not None or not large)
+            kept, dtype = z[0] if hope and not large else None, z[0].dtype
             try:  # z is not held any longer than it takes to draw from it
-                found = covectors_of(self.recipe, z.pop(), slope, inputs, random)
+                found = covectors_of(self.recipe, z.pop(), slope, inputs, random, hope)
                 fresh = self.structure.measure(root, found, record, leaves)
+                if isinstance(found.whole, Verdict) and not all(found.whole.flags()):
+                    value = record.head_output(dtype) if kept is None else kept
+                    random.manual_seed(random.initial_seed())
+                    found = covectors_of(self.recipe, value, slope, inputs, random)
+                    fresh = self.structure.measure(root, found, record, leaves)
             except NotFinite:
                 self.pool.samples = torch.nan
                 return
+            self._whole = found.whole is not False
             self.pool.add(fresh.sums, found.samples)
 
     def _note_derivative(self) -> None:

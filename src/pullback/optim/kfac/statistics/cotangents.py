@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ...._core.space import compute_dtype
 from ....grams.kronecker.inverse import Inverse
-from ....grams.kronecker.packed import Side, packed, whole
+from ....grams.kronecker.packed import Side, packed, packed_together, whole
 from ....maps.layers import AffineBlock, Block, Use
 from ....maps.layers.moments import Moments, Sharing
 from ....maps.layers.registry import Seen
@@ -212,8 +212,9 @@ def form_inputs(uses: Sequence[UseMoments]) -> None:
             kinds.setdefault((own.entry.layer, own.sharing, x.shape, x.dtype), []).append(own)
     for (layer, sharing, *_), some in kinds.items():
         found = layer.inputs_of([own.seen for own in some], sharing)
-        for own, moments in zip(some, found, strict=True):
-            own.seen, own.inputs = None, replace(moments, second=packed(moments.second))
+        second = packed_together([moments.second for moments in found])
+        for own, moments, side in zip(some, found, second, strict=True):
+            own.seen, own.inputs = None, replace(moments, second=side)
 
 
 def _block_of_use(

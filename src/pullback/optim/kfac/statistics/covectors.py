@@ -13,6 +13,7 @@ from ...._core.capture import Selector, first_input, samples_first
 from ...._core.space import compute_dtype
 from ....maps.layers.moments import Sharing
 from ....metrics import Fisher, Metric
+from ..update import Verdict
 from .coupling import Coupling, coupling_error
 
 _ENTRIES = 2**25  # of the output whose scores are drawn at once
@@ -55,7 +56,9 @@ class Covectors:
     #: which places of the output count, None for all
     keep: Tensor | None
     #: a covector of all places that count, where the others are of single positions
-    reach: Tensor | None = None
+    reach: Tensor | None
+    #: whether all places count; where that was hoped for, what tells
+    whole: bool | Verdict
 
 
 def covectors_of(
@@ -64,13 +67,20 @@ def covectors_of(
     cotangent: Tensor,
     inputs: Sequence[Tensor],
     generator: torch.Generator,
+    hope: bool = False,
 ) -> Covectors:
-    """Return the covectors at z, from ∂loss/∂z and the call's tensors; raise NotFinite at NaN."""
+    """Return the covectors at z, from ∂loss/∂z and the call's tensors; raise NotFinite at NaN.
+
+    With `hope` nobody waits for the device to see whether all places count: `whole` tells later.
+    Nor whether z is finite, without which no statistics are.
+    """
     axis, metric = recipe.batch_dim, recipe.metric
     value, slope = samples_first(z, axis), samples_first(cotangent, axis)
-    if not bool(value.amax() < torch.inf):  # NaN neither; −inf may mask a class
+    some = metric.uncounted(value, slope) if hope else None
+    if some is None and not bool(value.amax() < torch.inf):  # NaN neither; −inf may mask a class
         raise NotFinite
-    mask = metric.counted(value, slope)
+    mask = metric.counted(value, slope) if some is None else None
+    whole = mask is None if some is None else Verdict(~some.view(1), learning=False)
     samples: Tensor | float = metric.samples(value)
     if mask is not None:
         samples = samples * mask.double().mean()
@@ -87,7 +97,7 @@ def covectors_of(
         one = replace(recipe, fisher="mc", draws=1)
         reach = placed(next(covectors(one, value, slope, first, generator)))[0]
     found = covectors(recipe, value, slope, first, generator)
-    return Covectors(map(placed, found), samples, keep, reach)
+    return Covectors(map(placed, found), samples, keep, reach, whole)
 
 
 def _kept_places(mask: Tensor | None, z: Tensor, batch_dim: int) -> Tensor | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ....grams.kronecker.packed import Packed, Side, memory, packed
+from ....grams.kronecker.packed import Side, memory, packed
 from ....maps.layers import Compound, Layer
 from ....maps.layers.moments import Moments
 from ....maps.proof import accumulate
@@ -87,41 +87,43 @@ class Pool:
 
 
 def means(pool: Pool, scale: Tensor | float) -> dict[BlockKey, dict[Factor, Side]]:
-    """Means over samples (cotangents) and places (inputs); cotangents are multiplied by `scale`."""
+    """Means over samples (cotangents) and places (inputs); cotangents are multiplied by `scale`.
+
+    The memory of the sums becomes that of the means, many of them at once.
+    """
     out: dict[BlockKey, dict[Factor, Side]] = {}
-    kinds: dict[object, list[Tensor]] = {}
+    values: dict[object, list[Tensor]] = {}
+    inputs: dict[object, tuple[list[Tensor], list[float]]] = {}
     for key, held in pool.sums.items():
         own = out[key] = dict(held.values)
-        for value in held.values.values():
-            t = memory(value)
-            kinds.setdefault((t.device, t.dtype), []).append(t)
+        for t in map(memory, held.values.values()):
+            values.setdefault((t.device, t.dtype), []).append(t)
         if BIAS[1] in own:
             own[BIAS[0]] = memory(own[BIAS[1]]).new_ones(own[BIAS[1]].shape[0], 1)
         roles = {factor.role for factor in held.values}
         for factor, m in held.inputs.items():
             if factor.role in roles:
-                own[factor] = _mean(m, key.joint)
-                if key.joint and len(m.second.shape) == 3:
-                    own[Factor(factor.role, "mean")] = m.first / _counts(m, 2)
+                for side, t in _sums(m, key.joint).items():
+                    own[Factor(factor.role, side or factor.side)] = t
+                    if isinstance(m.places, Tensor):  # one per group, perhaps
+                        memory(t).div_(m.places.view(-1, *[1] * (len(t.shape) - 1)))
+                        continue
+                    some, counts = inputs.setdefault(memory(t).device, ([], []))
+                    some.append(memory(t))
+                    counts.append(m.places or torch.nan)
     by = scale / pool.samples
-    for some in kinds.values():
+    for some in values.values():
         torch._foreach_mul_(some, by.to(some[0]) if isinstance(by, Tensor) else by)
+    for some, counts in inputs.values():
+        torch._foreach_div_(some, counts)
     return out
 
 
-def _mean(m: Moments, joint: bool) -> Side:
-    """Mean aaᵀ, or of a joint block's diagonal that of (a, 1); groups may count apart."""
-    counts = _counts(m, len(m.second.shape))
-    second = packed(m.second)
-    if isinstance(second, Packed):
-        return Packed(second.memory / counts)
-    mean = second / counts
-    bordered = joint and mean.ndim == 2
-    return torch.cat([mean, torch.ones_like(mean[:, :1])], 1) if bordered else mean
-
-
-def _counts(m: Moments, ndim: int) -> Tensor | float:
-    """The number of places, or one per group before `ndim` − 1 other axes."""
-    if isinstance(m.places, Tensor):
-        return m.places.view(-1, *[1] * (ndim - 1))
-    return m.places if m.places else torch.nan
+def _sums(m: Moments, joint: bool) -> dict[str, Side]:
+    """Σaaᵀ and, in a joint block, Σa beside it as "mean"; of its diagonal that of (a, 1)."""
+    if not joint:
+        return {"": packed(m.second)}
+    if len(m.second.shape) == 3:
+        return {"": packed(m.second), "mean": m.first}
+    counts = m.places.view(-1, 1) if isinstance(m.places, Tensor) else m.places
+    return {"": torch.cat([m.second, torch.ones_like(m.second[:, :1]) * counts], 1)}
