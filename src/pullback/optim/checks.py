@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -11,8 +11,8 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from .._core.capture import plain
 from .._core.errors import PullbackError
-from ..likelihoods import MSE, Gaussian
-from ..metrics import Euclidean, Fisher, Metric
+from ..likelihoods import MSE, Gaussian, Likelihood
+from ..metrics import Euclidean, Fisher, Metric, as_metric
 
 _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel", "FSDPModule")
 
@@ -118,6 +118,22 @@ def refuse_context(closure: object, objective: object) -> None:
             "no graph can be built there, so there is no Jacobian",
             "Leave torch.inference_mode() before stepping",
         )
+
+
+def metric_of(
+    likelihood: Likelihood | Callable[..., Tensor] | None,
+    metric: Metric | Callable[[Tensor], Tensor] | None,
+) -> Metric:
+    """Return the metric that was given, by default that of ½‖·‖²."""
+    if likelihood is None:
+        return as_metric(Euclidean() if metric is None else metric)
+    if metric is not None:
+        raise PullbackError(
+            "Both a likelihood and a metric were given",
+            "the likelihood's Fisher information is itself a metric",
+            "Give one of them",
+        )
+    return Fisher(likelihood)
 
 
 def refuse_metric(metric: Metric) -> None:

@@ -17,7 +17,7 @@ from ..._core.capture import Selector, plain
 from ..._core.errors import PullbackError
 from ...grams.kronecker import Kronecker
 from ...grams.kronecker.packed import Side, memory
-from ...likelihoods import Likelihood
+from ...likelihoods import Likelihood, reduction_of
 from ...maps.layers.moments import Sharing
 from ...metrics import Metric
 from ...steps import QuadraticModel
@@ -68,7 +68,8 @@ class KFAC(Optimizer):
     Args:
         model: the module that is called in the loop.
         lr: η; schedulers may change it.
-        likelihood: whose Fisher information is the metric on outputs, such as `Categorical()`.
+        likelihood: whose Fisher information is the metric on outputs, such as `Categorical()`, or
+            the loss itself, such as `nn.CrossEntropyLoss()` (`likelihoods.from_loss`).
         metric: instead, any metric of the library; by default that of ½‖·‖². `Sobolev` relates the
             samples of one forward call by the model's first tensor.
         fisher: "mc" draws targets, "exact" takes the metric as it is (a reverse pass per output),
@@ -89,7 +90,8 @@ class KFAC(Optimizer):
             linear and convolution layers used once. λ is added to them.
         max_factor: the longest side held as a matrix; longer ones are diagonals.
         draws: targets per sample for fisher="mc".
-        reduction: "mean" or "sum" over samples, of the loss and hence of F̂.
+        reduction: "mean" or "sum" over samples, of the loss and hence of F̂; by default that of the
+            loss given as `likelihood`, else "mean".
         output: which tensor of a structured output the metric sees.
         batch_dim: the output's axis of samples.
         grad_scaler: with fisher="empirical", the scaler of the loss.
@@ -103,7 +105,7 @@ class KFAC(Optimizer):
         model: nn.Module,
         lr: float,
         *,
-        likelihood: Likelihood | None = None,
+        likelihood: Likelihood | Callable[..., Tensor] | None = None,
         metric: Metric | Callable[[Tensor], Tensor] | None = None,
         fisher: str = "mc",
         damping: float | Damping = 1e-3,
@@ -119,7 +121,7 @@ class KFAC(Optimizer):
         ekfac: bool = False,
         max_factor: int = 8192,
         draws: int = 1,
-        reduction: str = "mean",
+        reduction: str | None = None,
         output: Selector = None,
         batch_dim: int = 0,
         grad_scaler: Any = None,
@@ -129,6 +131,7 @@ class KFAC(Optimizer):
         refuse_model(
             model, "KFAC", "its hooks see one process alone, and samples live on several of them"
         )
+        reduction = reduction_of(likelihood) if reduction is None else reduction
         options.check(
             lr=lr, momentum=momentum, weight_decay=weight_decay, kl_clip=kl_clip, ema=ema,
             statistics_every=statistics_every, invert_every=invert_every, draws=draws,
