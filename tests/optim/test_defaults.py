@@ -85,3 +85,33 @@ def test_a_given_learning_rate_is_a_constant_step() -> None:
     assert isinstance(pb.GaussNewton(nn.Linear(2, 1), lr=0.1).rule, pb.steps.Constant)
     given = pb.steps.GridLineSearch(3)
     assert pb.NaturalGradient(nn.Linear(2, 1), step=given, lr=0.1).rule is given
+
+
+def test_trial_losses_keep_the_precision_of_the_closure() -> None:
+    """A loss in double precision on a model in single precision, far from zero."""
+    model, x, y = nn.Linear(2, 1), torch.randn(8, 2), torch.randn(8, 1)
+    opt = pb.NaturalGradient(model, likelihood=nn.MSELoss())
+
+    def loss() -> Tensor:
+        return 1e8 + F.mse_loss(model(x).double(), y.double())
+
+    def closure() -> Tensor:
+        opt.zero_grad()
+        value = loss()
+        value.backward()
+        return value
+
+    info = opt.step(closure)
+    assert info.accepted
+    assert info.new_loss is not None
+    assert info.new_loss < info.loss
+    assert abs(info.new_loss - float(loss().detach())) < 1e-6
+
+
+def test_a_loss_beyond_single_precision_is_finite() -> None:
+    model = nn.Linear(2, 1).double()
+    x, y = torch.randn(8, 2).double(), 1e100 * torch.randn(8, 1).double()
+    opt = pb.LevenbergMarquardt(model)
+    info = opt.step(closure_of(opt, model, x, y))
+    assert info.accepted
+    assert info.loss > 1e190

@@ -29,3 +29,6 @@ class Fisher(Metric):
 
     def counted(self, z: Tensor, cotangent: Tensor) -> Tensor | None:
         return self.likelihood.counted(z, cotangent)
+
+    def mismatch(self, z: Tensor, cotangent: Tensor) -> str:
+        return self.likelihood.mismatch(z, cotangent)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
@@ -147,6 +148,24 @@ def refuse_metric(metric: Metric) -> None:
             "Put weights into the residuals, or give metric_batch= a function of the parameters "
             "whose values the metric measures",
         )
+
+
+def warn_derivatives(stacklevel: int) -> None:
+    """Warn of a loss with terms that the metric of the output does not know."""
+    warnings.warn(
+        "The loss has terms in derivatives of the model's output by its inputs. The metric is that "
+        "of the output itself; step(objective=...) or pde.solve covers all terms.",
+        RuntimeWarning,
+        stacklevel=stacklevel + 1,
+    )
+
+
+def warn_mismatch(metric: Metric, z: Tensor, cotangent: Tensor, stacklevel: int) -> None:
+    """Warn where ∂loss/∂z at the outputs z, samples first, is certainly of another loss."""
+    reason = metric.mismatch(z, cotangent)
+    if reason:
+        said = f"The metric does not fit the loss: {reason}."
+        warnings.warn(said, RuntimeWarning, stacklevel + 1)
 
 
 def gradient_of(name: str, p: Tensor) -> Tensor | None:
