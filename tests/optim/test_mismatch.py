@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import pullback as pb
 from pullback.likelihoods import Categorical
@@ -225,3 +226,26 @@ def test_a_derivative_by_the_inputs_is_no_cotangent() -> None:
         warnings.simplefilter("error")
         found = opt.direction(lambda: closure(True)).x
     assert torch.equal(found, plain.direction(lambda: closure(False)).x)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = network()
+
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self.net, x, use_reentrant=True)
+
+
+def test_a_reentrant_checkpoint_is_refused() -> None:
+    """It hides the parameters: their rows of the Jacobian would be zero."""
+    opt = pb.NaturalGradient(model := Checkpointed())
+
+    def closure() -> Tensor:
+        opt.zero_grad()
+        loss = F.cross_entropy(model(X.clone().requires_grad_()), Y)
+        loss.backward()
+        return loss
+
+    with pytest.raises(pb.PullbackError, match="use_reentrant=False"):
+        opt.step(closure)

@@ -349,13 +349,13 @@ class Capture:
             call.autocast = (kind, torch.get_autocast_dtype(kind))
         self._all.append(call)
 
-        # held by the graph, so they must not hold it
+        # the graph holds this function, so it must not hold the graph
         leaves, derived = self._leaves, self._derived
 
         def receive(gradient: Tensor) -> None:
             if not reaches_parameters(leaves):  # a derivative by the inputs
                 node = torch._C._current_autograd_node()
-                refuse_reentrant(GradientEdge(node, 0))
+                refuse_reentrant(GradientEdge(node, 0))  # whose rows would be zero
                 if torch.is_grad_enabled():
                     on_second_pass(node, lambda: derived.append(True))
                 return
