@@ -74,7 +74,7 @@ def naive(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 def ours(model: nn.Module, x: Tensor, y: Tensor) -> Route:
     """The optimizer as a user runs it: closure, Gram, solve."""
     metric = pb.metrics.Fisher(pb.likelihoods.Categorical())
-    opt = pb.NaturalGradient(model, metric, pb.solvers.Cholesky(DAMPING))
+    opt = pb.NaturalGradient(model, metric, pb.solvers.Cholesky(DAMPING), lr=1.0)
 
     def closure() -> Tensor:
         opt.zero_grad()

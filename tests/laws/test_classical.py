@@ -144,7 +144,8 @@ def test_the_metric_may_be_averaged_over_other_inputs() -> None:
     others = regression(30, 3, 1)[0][12:]
     model = nn.Linear(3, 1, bias=False).double()
     before = model.weight.detach().clone()
-    opt = pb.NaturalGradient(model, Euclidean(), pb.solvers.Cholesky(0.0), metric_batch=others)
+    solver = pb.solvers.Cholesky(0.0)
+    opt = pb.NaturalGradient(model, Euclidean(), solver, lr=1.0, metric_batch=others)
     info = step(opt, lambda: 0.5 * ((model(x) - t) ** 2).mean())
     assert not info.whitened
     gradient = x.T @ (x @ before.T - t) / 12
@@ -161,7 +162,8 @@ def test_logistic_step_without_overflow(margins: tuple[float, ...]) -> None:
     with torch.no_grad():
         model.weight.copy_((torch.linalg.pinv(x) @ u)[None])
     before = model.weight.detach().clone()
-    opt = pb.NaturalGradient(model, Fisher(Bernoulli()), pb.solvers.PseudoInverse(), gram="rows")
+    solver = pb.solvers.PseudoInverse()
+    opt = pb.NaturalGradient(model, Fisher(Bernoulli()), solver, lr=1.0, gram="rows")
     step(opt, lambda: F.binary_cross_entropy_with_logits(model(x)[:, 0], (y + 1) / 2))
     want = torch.linalg.pinv(x) @ (y * (1 + torch.exp(-y * u)))
     assert_close((model.weight.detach() - before).flatten(), want, 1e-8, "X⁺(y/φ(yu))")

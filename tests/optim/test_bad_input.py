@@ -361,7 +361,7 @@ def test_noise_from_torch_is_repeated_in_trials(step: pb.steps.Step) -> None:
 
 def test_a_stochastic_closure_with_constant_steps_is_fine() -> None:
     model, (x, y) = mlp(), data()
-    opt = pb.NaturalGradient(model)
+    opt = pb.NaturalGradient(model, lr=1.0)
     noise = random.Random(0)
     noisy = closure_of(opt, model, x, y, lambda z, y: F.mse_loss(z + noise.random(), y))
     assert opt.step(noisy).accepted
@@ -673,7 +673,7 @@ def test_things_that_are_no_metric(metric) -> None:
 
 
 def test_fisher_of_a_class_instead_of_an_object() -> None:
-    with refused("Fisher needs a likelihood", "Categorical", "likelihoods.Categorical()"):
+    with refused("The loss has no likelihood", "Categorical", "likelihoods.Categorical()"):
         pb.metrics.Fisher(pb.likelihoods.Categorical)  # pyright: ignore[reportArgumentType]
 
 

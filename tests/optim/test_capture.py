@@ -30,6 +30,7 @@ DAMPING = 1e-2
 
 
 def natural(model, **options) -> pb.NaturalGradient:
+    options.setdefault("step", pb.steps.Constant())
     return pb.NaturalGradient(model, MSE, pb.solvers.Cholesky(DAMPING), **options)
 
 
@@ -645,7 +646,7 @@ def test_outputs_of_any_shape(form: str) -> None:
     x, y = torch.randn(2, 2, 4, 4, dtype=DOUBLE), torch.randint(0, 3, (2, 2, 2))
     params = list(model.parameters())
     metric = pb.metrics.Fisher(pb.likelihoods.Categorical(dim=1))
-    opt = pb.NaturalGradient(model, metric, pb.solvers.Cholesky(DAMPING), gram=form)
+    opt = pb.NaturalGradient(model, metric, pb.solvers.Cholesky(DAMPING), lr=1.0, gram=form)
     z = model(x)
     pixels = z.movedim(1, -1).reshape(-1, 3)
     p = pixels.softmax(1).detach()

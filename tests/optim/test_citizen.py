@@ -31,6 +31,7 @@ SPACES = pytest.mark.parametrize("samples", [4, 40], ids=["sample space", "param
 
 
 def natural(model, **options) -> pb.NaturalGradient:
+    options.setdefault("step", pb.steps.Constant())
     return pb.NaturalGradient(model, MSE, pb.solvers.Cholesky(DAMPING), **options)
 
 

@@ -31,6 +31,7 @@ def oracle(model: nn.Module, x: Tensor, y: Tensor, z: Tensor) -> Tensor:
 
 
 def natural(model: nn.Module, **options) -> pb.NaturalGradient:
+    options.setdefault("step", pb.steps.Constant())
     return pb.NaturalGradient(model, FISHER, pb.solvers.Cholesky(DAMPING), **options)
 
 
@@ -140,7 +141,8 @@ def test_ignored_targets_do_not_mask_another_batch() -> None:
 def test_weights_that_are_a_function_of_the_inputs_see_the_metric_batch() -> None:
     model, (x, y), (other, _) = mlp(), data(6), data(9)
     metric = pb.metrics.Weighted(pb.metrics.Euclidean(), lambda x: x.square().sum(1))
-    opt = pb.NaturalGradient(model, metric, pb.solvers.Cholesky(DAMPING), metric_batch=other)
+    solver = pb.solvers.Cholesky(DAMPING)
+    opt = pb.NaturalGradient(model, metric, solver, lr=1.0, metric_batch=other)
     params = list(model.parameters())
     weights = other.square().sum(1)[:, None, None] * torch.eye(2, dtype=DOUBLE) / 9
     g = gradient(F.mse_loss(model(x), y), params)

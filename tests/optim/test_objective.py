@@ -28,6 +28,7 @@ DAMPING = 1e-2
 
 
 def natural(model: nn.Module, **options) -> pb.NaturalGradient:
+    options.setdefault("step", pb.steps.Constant())
     return pb.NaturalGradient(model, solver=pb.solvers.Cholesky(DAMPING), **options)
 
 

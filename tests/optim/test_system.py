@@ -150,4 +150,4 @@ def test_the_stages_are_in_the_repr() -> None:
     text = repr(pb.NaturalGradient(nn.Linear(2, 1)))
     assert "Euclidean()" in text
     assert "Cholesky" in text
-    assert "Constant" in text
+    assert "Backtracking" in text

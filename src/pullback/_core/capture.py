@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 from torch.utils import _pytree as pytree
 
 from .errors import PullbackError
+from .graph import on_second_pass, reaches_parameters, refuse_reentrant
 from .state import RandomState
 
 Selector = Callable[[Any], Tensor] | str | int | None
@@ -293,6 +295,13 @@ class Capture:
         self._all: list[Call] = []
         self._begun: Call | None = None
         self._stack = contextlib.ExitStack()
+        self._leaves = {n: p for n, p in plain(model).named_parameters() if p.requires_grad}
+        self._derived: list[bool] = []
+
+    @property
+    def derived(self) -> bool:
+        """Whether the loss has terms in derivatives of an output by the inputs."""
+        return bool(self._derived)
 
     @property
     def calls(self) -> list[Call]:
@@ -340,7 +349,16 @@ class Capture:
             call.autocast = (kind, torch.get_autocast_dtype(kind))
         self._all.append(call)
 
+        # the graph holds this function, so it must not hold the graph
+        leaves, derived = self._leaves, self._derived
+
         def receive(gradient: Tensor) -> None:
+            if not reaches_parameters(leaves):  # a derivative by the inputs
+                node = torch._C._current_autograd_node()
+                refuse_reentrant(GradientEdge(node, 0))  # whose rows would be zero
+                if torch.is_grad_enabled():
+                    on_second_pass(node, lambda: derived.append(True))
+                return
             before = call.cotangent
             call.cotangent = gradient.detach() if before is None else before + gradient.detach()
 

@@ -55,6 +55,10 @@ class Likelihood(ABC):
         """
         return None
 
+    def mismatch(self, z: Tensor, cotangent: Tensor) -> str:
+        """Why the first ∂loss/∂z is certainly not of this loss, and the remedy; or ""."""
+        return ""
+
     def __repr__(self) -> str:
         fields = ", ".join(f"{k}={v!r}" for k, v in vars(self).items())
         return f"{type(self).__name__}({fields})"

@@ -137,6 +137,36 @@ class Categorical(Likelihood):
     def uncounted(self, z: Tensor, cotangent: Tensor) -> Tensor | None:
         return _silent(cotangent, self._axis(z)).any()
 
+    def mismatch(self, z: Tensor, cotangent: Tensor) -> str:
+        """Recognize outputs of a softmax, and squared errors to one-hot targets.
+
+        Other terms in a loss make its gradient any vector, so only what cannot be an accident is
+        said: rows z ≥ 0 that all add up to one, or a number s for which all rows of
+        z − ∂loss/∂z / s are one-hot. Later gradients cannot tell: logits that are equal at first
+        keep the sum they have, as cross-entropy does not change it.
+        """
+        axis, eps = self._axis(z), torch.finfo(z.dtype).eps
+        dtype = compute_dtype(z.dtype)
+        z, c = (t[:8].movedim(axis, -1).flatten(0, -2)[:64].to(dtype) for t in (z, cotangent))
+        if len(z) < 4 or bool((z == z[0]).all()):
+            return ""
+        excess = z.sum(1) - 1
+        if bool((z >= 0).all() & (excess.abs() <= min(32 * eps, 2**-6)).all()):
+            return (
+                "the outputs are probabilities, and Categorical takes logits. Leave the softmax "
+                "out of the model: F.cross_entropy applies it"
+            )
+        s = (c.sum(1) @ excess) / excess.square().sum()
+        y = z - c / s
+        near = 64 * eps * (1 + z.abs().amax())
+        one_hot = ((y - F.one_hot(y.argmax(1), y.shape[1])).abs() <= near).all()
+        if bool((s > 0) & (near < 0.05) & one_hot):
+            return (
+                "its gradient is that of a squared error, and Categorical is the metric of "
+                "F.cross_entropy. Use likelihood=nn.MSELoss()"
+            )
+        return ""
+
     def _tells(self, cotangent: Tensor, axis: int) -> bool:
         """Raise where the loss's gradient adds up to zero along another axis, not along ours.
 

@@ -33,6 +33,10 @@ class Metric(ABC):
         """A flag that is False where `counted` would return None, see `Likelihood.uncounted`."""
         return None
 
+    def mismatch(self, z: Tensor, cotangent: Tensor) -> str:
+        """Why the first ∂loss/∂z is certainly not of the metric's loss, and the remedy; or ""."""
+        return ""
+
     def __repr__(self) -> str:
         fields = ", ".join(f"{k}={v!r}" for k, v in vars(self).items())
         return f"{type(self).__name__}({fields})"

@@ -61,3 +61,6 @@ class Weighted(Metric):
 
     def counted(self, z: Tensor, cotangent: Tensor) -> Tensor | None:
         return self.metric.counted(z, cotangent)
+
+    def mismatch(self, z: Tensor, cotangent: Tensor) -> str:
+        return self.metric.mismatch(z, cotangent)

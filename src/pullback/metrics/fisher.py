@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
-from .._core.errors import PullbackError
 from .._core.factor import Factor
-from ..likelihoods import Likelihood
+from ..likelihoods import Likelihood, from_loss
 from .base import Metric
 
 
 class Fisher(Metric):
-    """M = E_y[∇ log p(y|z) ∇ log p(y|z)ᵀ], in closed form."""
+    """M = E_y[∇ log p(y|z) ∇ log p(y|z)ᵀ], in closed form.
 
-    def __init__(self, likelihood: Likelihood) -> None:
-        if not isinstance(likelihood, Likelihood):
-            raise PullbackError(
-                "Fisher needs a likelihood",
-                f"got {likelihood!r}",
-                "Pass an object such as pullback.likelihoods.Categorical()",
-            )
-        self.likelihood = likelihood
+    Args:
+        likelihood: p(y|z), or a loss of torch that has one (`likelihoods.from_loss`).
+    """
+
+    def __init__(self, likelihood: Likelihood | Callable[..., Tensor]) -> None:
+        self.likelihood = from_loss(likelihood)
 
     def factor(self, z: Tensor, *, inputs: Tensor | None = None) -> Factor:
         return self.likelihood.factor(z)
@@ -33,3 +32,6 @@ class Fisher(Metric):
 
     def uncounted(self, z: Tensor, cotangent: Tensor) -> Tensor | None:
         return self.likelihood.uncounted(z, cotangent)
+
+    def mismatch(self, z: Tensor, cotangent: Tensor) -> str:
+        return self.likelihood.mismatch(z, cotangent)

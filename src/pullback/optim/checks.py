@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+import warnings
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -11,8 +12,8 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from .._core.capture import plain
 from .._core.errors import PullbackError
-from ..likelihoods import MSE, Gaussian
-from ..metrics import Euclidean, Fisher, Metric
+from ..likelihoods import MSE, Gaussian, Likelihood
+from ..metrics import Euclidean, Fisher, Metric, as_metric
 
 _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel", "FSDPModule")
 
@@ -120,6 +121,22 @@ def refuse_context(closure: object, objective: object) -> None:
         )
 
 
+def metric_of(
+    likelihood: Likelihood | Callable[..., Tensor] | None,
+    metric: Metric | Callable[[Tensor], Tensor] | None,
+) -> Metric:
+    """Return the metric that was given, by default that of ½‖·‖²."""
+    if likelihood is None:
+        return as_metric(Euclidean() if metric is None else metric)
+    if metric is not None:
+        raise PullbackError(
+            "Both a likelihood and a metric were given",
+            "the likelihood's Fisher information is itself a metric",
+            "Give one of them",
+        )
+    return Fisher(likelihood)
+
+
 def refuse_metric(metric: Metric) -> None:
     """Raise where an objective would silently be measured by another metric than the given."""
     likelihood = metric.likelihood if isinstance(metric, Fisher) else None
@@ -131,6 +148,24 @@ def refuse_metric(metric: Metric) -> None:
             "Put weights into the residuals, or give metric_batch= a function of the parameters "
             "whose values the metric measures",
         )
+
+
+def warn_derivatives(stacklevel: int) -> None:
+    """Warn of a loss with terms that the metric of the output does not know."""
+    warnings.warn(
+        "The loss has terms in derivatives of the model's output by its inputs. The metric is that "
+        "of the output itself; step(objective=...) or pde.solve covers all terms.",
+        RuntimeWarning,
+        stacklevel=stacklevel + 1,
+    )
+
+
+def warn_mismatch(metric: Metric, z: Tensor, cotangent: Tensor, stacklevel: int) -> None:
+    """Warn where ∂loss/∂z at the outputs z, samples first, is certainly of another loss."""
+    reason = metric.mismatch(z, cotangent)
+    if reason:
+        said = f"The metric does not fit the loss: {reason}."
+        warnings.warn(said, RuntimeWarning, stacklevel + 1)
 
 
 def gradient_of(name: str, p: Tensor) -> Tensor | None:

@@ -19,7 +19,7 @@ from ..grams import Part
 from ..maps import Linearization, ModuleMap
 from ..maps.module import ModuleLinearization
 from ..metrics import Metric
-from .checks import gradient_of, loss_of, refuse_chained
+from .checks import gradient_of, loss_of, refuse_chained, warn_derivatives, warn_mismatch
 from .problem import Place, Problem
 
 
@@ -54,6 +54,9 @@ class ClosureProblem(Problem):
             loss = self._run()
         self._calls = capture.calls
         self._refuse_unseen(capture)
+        if capture.derived and "derived" not in self._memory:
+            self._memory["derived"] = True
+            warn_derivatives(stacklevel=6)
         names = {id(p): n for n, p in self.params.items()}
         refuse_chained(names, [t for call in self._calls for t in call.sources])
         self._after = Snapshot(self._model, self.space.device)
@@ -73,6 +76,12 @@ class ClosureProblem(Problem):
                 "no forward pass of the module given to the optimizer was seen",
                 "Call that module in the closure (with torch.compile, give the optimizer the "
                 "compiled module)",
+            )
+        if capture.derived:
+            raise PullbackError(
+                "The loss is made of derivatives of the model's output alone",
+                "the metric is that of the output itself, which the loss does not reach",
+                "Use step(objective=...) with a function of the parameters, or pde.solve",
             )
         raise PullbackError(
             "No gradient reached the model's output",
@@ -118,6 +127,10 @@ class ClosureProblem(Problem):
                 self._recorded.append((linear, cotangent))
             cotangents.append(cotangent)
             masks.append(None if cotangent is None else metric.counted(linear.value, cotangent))
+            if cotangent is not None and "checked" not in self._memory:
+                self._memory["checked"] = True
+                z = linear.value.to(linear.graph.dtype)  # its own precision
+                warn_mismatch(metric, z, cotangent, stacklevel=8)
         self._warn_unmeasured(linears)
         weight = self._weight(metric, [x.value for x in linears], masks)
         parts, whites = [], []
@@ -189,7 +202,8 @@ class ClosureProblem(Problem):
             self._after.restore()
             for p, g in grads:
                 p.grad = g
-        return torch.tensor(values, dtype=moves.dtype, device=moves.device)
+        # as the closure gave them: a loss in double precision may come from a model in single
+        return torch.tensor(values, dtype=torch.float64, device=moves.device)
 
     def _trial(self, point: Mapping[str, Tensor]) -> float:
         self._write(point)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -15,9 +16,10 @@ from .._core.capture import Selector, plain
 from .._core.errors import PullbackError, Status
 from .._core.products import full_precision
 from ..grams import FORMS, Part, assemble, coverage
-from ..metrics import Euclidean, Metric, as_metric
+from ..likelihoods import Likelihood, reduction_of
+from ..metrics import Metric
 from ..solvers import Cholesky, Solution, Solver
-from ..steps import Constant, Local, Move, Step, retraction
+from ..steps import Backtracking, Constant, Local, Move, Step, retraction
 from ..steps.memory import (
     completed,
     first_numbers,
@@ -26,7 +28,14 @@ from ..steps.memory import (
     shared_numbers,
     store,
 )
-from .checks import own_group, refuse_context, refuse_metric, refuse_model, refuse_parameter
+from .checks import (
+    metric_of,
+    own_group,
+    refuse_context,
+    refuse_metric,
+    refuse_model,
+    refuse_parameter,
+)
 from .closure import ClosureProblem
 from .info import StepInfo
 from .objective import ObjectiveProblem
@@ -34,6 +43,7 @@ from .problem import Problem
 from .system import System, explains
 from .terms import Objective
 
+_GROWTH_STEPS = 20  # of a loss above ten times the first, after which that is said
 _OWN = (
     *("model", "metric", "solver", "rule", "gram", "reduction", "output", "batch_dim"),
     *("metric_batch", "_retract", "maximize", "memory"),
@@ -49,13 +59,18 @@ class NaturalGradient(Optimizer):
 
     Args:
         model: the module whose outputs the metric measures.
-        metric: a `Metric`, or a function z ↦ matrices (N, m, m).
+        metric: a `Metric`, or a function z ↦ matrices (N, m, m); by default that of ½‖·‖².
         solver: how G⁺g is found.
-        step: how far to go; `Constant(lr)` puts its lr in the param groups.
+        step: how far to go. By default `Backtracking()`, which never raises the loss; it runs the
+            closure again at trial points, so the batch must be fixed outside the closure. Where
+            `lr` is given, `Constant(lr)`.
+        likelihood: instead of a metric, the likelihood whose Fisher information it is, or the loss
+            itself, such as `nn.CrossEntropyLoss()` or `F.mse_loss` (`likelihoods.from_loss`).
         params: parameters or param groups, by default all that require gradients.
         lr: the learning rate of param groups that name none; by default the step's own.
         gram: the form of the Gram: "auto", "rows", "kernel", "dense" or "matrix_free".
-        reduction: "mean" or "sum" over samples, for metric and loss alike.
+        reduction: "mean" or "sum" over samples, for metric and loss alike; by default that of the
+            loss given as `likelihood`, else "mean".
         output: which tensor of a structured output the metric sees.
         batch_dim: the output's axis of samples.
         metric_batch: other inputs to average the metric over (see `step`).
@@ -72,10 +87,11 @@ class NaturalGradient(Optimizer):
         solver: Solver | None = None,
         step: Step | None = None,
         *,
+        likelihood: Likelihood | Callable[..., Tensor] | None = None,
         params: Iterable[Any] | None = None,
         lr: float | None = None,
         gram: str = "auto",
-        reduction: str = "mean",
+        reduction: str | None = None,
         output: Selector = None,
         batch_dim: int = 0,
         metric_batch: Any = None,
@@ -84,14 +100,16 @@ class NaturalGradient(Optimizer):
         memory: int = 2**30,
     ) -> None:
         refuse_model(model)
+        reduction = reduction_of(likelihood) if reduction is None else reduction
         _one_of("gram", gram, FORMS)
         _one_of("reduction", reduction, ("mean", "sum"))
         _instance("solver", solver, Solver)
         _instance("step", step, Step)
         self.model = model
-        self.metric = as_metric(Euclidean() if metric is None else metric)
+        self.metric = metric_of(likelihood, metric)
         self.solver = Cholesky() if solver is None else solver
-        self.rule = Constant() if step is None else step
+        default = Backtracking() if lr is None else Constant(lr)
+        self.rule = default if step is None else step
         self.gram, self.reduction, self.maximize, self.memory = gram, reduction, maximize, memory
         self.output, self.batch_dim, self.metric_batch = output, batch_dim, metric_batch
         self._retract = retract
@@ -191,10 +209,29 @@ class NaturalGradient(Optimizer):
         if objective is not None and batch is None:
             refuse_metric(self.metric)
         try:
-            return self._take(problem, batch)
+            info = self._take(problem, batch)
         except Exception:
             problem.rollback()
             raise
+        if closure is not None and not self.maximize:
+            self._warn_growth(info.loss)
+        return info
+
+    def _warn_growth(self, loss: float) -> None:
+        """Warn once of a loss that stays above ten times the first one."""
+        watch = self._cache.setdefault("growth", [loss, 0])
+        first, count = watch
+        if count == _GROWTH_STEPS:
+            return
+        watch[1] = count + 1 if first > 0 and not loss <= 10 * first else 0
+        if watch[1] == _GROWTH_STEPS:
+            warnings.warn(
+                f"The loss was {first:.3g} at first, and above ten times that for the last "
+                f"{_GROWTH_STEPS} steps: it is {loss:.3g}. Leave step= and lr= out, use "
+                "steps.LevenbergMarquardt(), or raise the solver's damping.",
+                RuntimeWarning,
+                stacklevel=3,
+            )
 
     def direction(
         self,

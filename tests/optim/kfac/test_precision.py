@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import pullback as pb
+from pullback.optim.kfac.update import finite
 
 from ..common import assert_close
 from .common import batch, gram, kfac, net, train, vector
@@ -115,6 +116,34 @@ def test_training_in_bfloat16(options: dict[str, Any]) -> None:
     assert opt.info.accepted
     assert all("kronecker" in row.block for row in opt.coverage())
     assert 0 < (vector(model) - start).norm() < torch.inf
+
+
+def test_large_gradients_in_float32_are_finite() -> None:
+    """Squares overflow from 1e19 on."""
+    model, x = nn.Linear(3, 2), torch.randn(4, 3)
+    opt, before = pb.KFAC(model, lr=1e-26), vector(model)
+    (1e25 * model(x).square().mean()).backward()
+    opt.step()
+    assert opt.info.accepted
+    assert not torch.equal(vector(model), before)
+    assert model.weight.grad is not None
+    model.weight.grad[0, 1] = torch.inf
+    opt.step()
+    assert not opt.info.accepted
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str
+)
+def test_the_largest_number_is_finite(dtype: torch.dtype) -> None:
+    largest = torch.full((70,), torch.finfo(dtype).max, dtype=dtype)
+    empty, other = torch.zeros(0), torch.ones(3, dtype=torch.float64)
+    assert bool(finite([empty, largest, other]))
+    assert bool(finite([empty]))
+    for value in (torch.inf, -torch.inf, torch.nan):
+        broken = largest.clone()
+        broken[65] = value
+        assert not bool(finite([other, broken]))
 
 
 def test_large_gradients_in_float16_are_finite() -> None:

@@ -66,7 +66,7 @@ BUILT: dict[str, tuple[Callable[[], Any], str]] = {
     "damping by name": (lambda: built(damping="much"), "damping|got 'much'|Use a number"),
     "boolean damping": (lambda: built(damping=True), "damping|got True|Use a number"),
     "two metrics": (lambda: built(likelihood=MSE, metric=len), "Both|itself a metric|Give one"),
-    "loss": (lambda: built(likelihood=F.mse_loss), "needs a likelihood|mse_loss|Categorical()"),
+    "loss": (lambda: built(likelihood=F.l1_loss), "no likelihood|l1_loss|Categorical()"),
     "list": (lambda: kfac([net()]), "needs the model itself|list|Pass an nn.Module"),
     "nothing": (lambda: kfac(nn.ReLU()), "nothing to optimize|no parameters|Pass a model"),
     "parallel": (lambda: kfac(nn.DataParallel(net())), "DataParallel|several|model.module"),

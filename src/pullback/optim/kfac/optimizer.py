@@ -17,7 +17,7 @@ from ..._core.capture import Selector, plain
 from ..._core.errors import PullbackError
 from ...grams.kronecker import Kronecker
 from ...grams.kronecker.packed import Side, memory
-from ...likelihoods import Likelihood
+from ...likelihoods import Likelihood, reduction_of
 from ...maps.layers.moments import Sharing
 from ...metrics import Metric
 from ...steps import QuadraticModel
@@ -80,7 +80,8 @@ class KFAC(Optimizer):
     Args:
         model: the module that is called in the loop.
         lr: η; schedulers may change it.
-        likelihood: whose Fisher information is the metric on outputs, such as `Categorical()`.
+        likelihood: whose Fisher information is the metric on outputs, such as `Categorical()`, or
+            the loss itself, such as `nn.CrossEntropyLoss()` (`likelihoods.from_loss`).
         metric: instead, any metric of the library; by default that of ½‖·‖². `Sobolev` relates the
             samples of one forward call by the model's first tensor.
         fisher: "mc" draws targets, "exact" takes the metric as it is (a reverse pass per output),
@@ -101,7 +102,8 @@ class KFAC(Optimizer):
             linear and convolution layers used once. λ is added to them.
         max_factor: the longest side held as a matrix; longer ones are diagonals.
         draws: targets per sample for fisher="mc".
-        reduction: "mean" or "sum" over samples, of the loss and hence of F̂.
+        reduction: "mean" or "sum" over samples, of the loss and hence of F̂; by default that of the
+            loss given as `likelihood`, else "mean".
         output: which tensor of a structured output the metric sees.
         batch_dim: the output's axis of samples.
         grad_scaler: with fisher="empirical", the scaler of the loss.
@@ -116,7 +118,7 @@ class KFAC(Optimizer):
         lr: float | None = None,
         *,
         rule: Rule | str | None = None,
-        likelihood: Likelihood | None = None,
+        likelihood: Likelihood | Callable[..., Tensor] | None = None,
         metric: Metric | Callable[[Tensor], Tensor] | None = None,
         fisher: str | None = None,
         damping: float | Damping | None = None,
@@ -133,7 +135,7 @@ class KFAC(Optimizer):
         ekfac: bool = False,
         max_factor: int = 8192,
         draws: int = 1,
-        reduction: str = "mean",
+        reduction: str | None = None,
         output: Selector = None,
         batch_dim: int = 0,
         grad_scaler: Any = None,
@@ -143,13 +145,16 @@ class KFAC(Optimizer):
         refuse_model(
             model, "KFAC", "its hooks see one process alone, and samples live on several of them"
         )
+        reduction = reduction_of(likelihood) if reduction is None else reduction
         named = {"likelihood": likelihood, "metric": metric, "fisher": fisher, "ekfac": ekfac}
         named |= {"damping": damping is not None, "momentum": momentum is not None}
         clipped = kl_clip is not None and kl_clip != "auto"
         self._rule = options.rule_of(rule, {**named, "step": step, "kl_clip": clipped})
         own = {"lr": lr, "fisher": fisher, "damping": damping, "momentum": momentum}
         own |= {"statistics_every": statistics_every, "invert_every": invert_every}
-        own = {n: self._rule.defaults.get(n) if value is None else value for n, value in own.items()}
+        own = {
+            n: self._rule.defaults.get(n) if value is None else value for n, value in own.items()
+        }
         lr, fisher, damping = own.pop("lr"), own.pop("fisher") or "mc", own.pop("damping") or 0.0
         if kl_clip == "auto":  # a controlled step looks at the loss itself
             controlled = step is not None or getattr(damping, "controlled", False)
@@ -603,7 +608,10 @@ class KFAC(Optimizer):
         found, stacks = own.directions(gradients, good)
         if not self._rule.matrices:  # without a block the gradient is followed
             rest = {n: g for n, g in gradients.items() if n not in found}
-            found, stacks = {n: found.get(n, g) for n, g in gradients.items()}, [*stacks, *rest.values()]
+            found, stacks = (
+                {n: found.get(n, g) for n, g in gradients.items()},
+                [*stacks, *rest.values()],
+            )
         return found, stacks
 
     def _adam_shares(

@@ -13,9 +13,8 @@ from torch.nn.parameter import UninitializedParameter
 
 from ..._core.capture import plain
 from ..._core.errors import PullbackError
-from ...likelihoods import Likelihood
-from ...metrics import Euclidean, Fisher, Metric, as_metric
 from ...steps import QuadraticModel
+from ..checks import metric_of as metric_of
 from ..checks import refuse_parameter
 from .factors.damping import Damping, as_damping
 from .rules.eigenbasis import Eigenbasis
@@ -144,21 +143,6 @@ _RULES: dict[str, Callable[[], Rule]] = {
     "eigenbasis": Eigenbasis,
     "spectral": Spectral,
 }
-
-
-def metric_of(
-    likelihood: Likelihood | None, metric: Metric | Callable[[Tensor], Tensor] | None
-) -> Metric:
-    """Return the metric that was given, by default that of ½‖·‖²."""
-    if likelihood is None:
-        return as_metric(Euclidean() if metric is None else metric)
-    if metric is not None:
-        raise PullbackError(
-            "Both a likelihood and a metric were given",
-            "the likelihood's Fisher information is itself a metric",
-            "Give one of them",
-        )
-    return Fisher(likelihood)
 
 
 def damping_of(damping: float | Damping, *, ekfac: bool) -> Damping:

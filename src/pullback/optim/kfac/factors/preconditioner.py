@@ -432,9 +432,7 @@ class _Group:
         """Return the directions of all members, by name in the parameters' shapes, and stacked."""
         given = [[self._gradient(n, gradients) for n in names] for names in self._roles]
         if self._units:
-            found = rule.directions(
-                self._stack, [torch.stack([torch.cat(g) for g in given])], good
-            )
+            found = rule.directions(self._stack, [torch.stack([torch.cat(g) for g in given])], good)
             flat = found[0].flatten().split([self._like[n].numel() for n in chain(*self._roles)])
             pairs = zip(chain(*self._roles), flat, strict=True)
             return {n: part.view(self._like[n].shape) for n, part in pairs}, found

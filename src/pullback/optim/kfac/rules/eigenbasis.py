@@ -36,7 +36,12 @@ class Eigenbasis(Rule):
     }
 
     def __init__(
-        self, betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8, *, head: bool = True, cap: float = 0.0
+        self,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        *,
+        head: bool = True,
+        cap: float = 0.0,
     ) -> None:
         self.betas, self.eps, self.head, self.cap = betas, eps, head, cap
 
@@ -59,4 +64,3 @@ class Eigenbasis(Rule):
             size = torch.linalg.matrix_norm(d, keepdim=True) * by / sqrt(d.shape[1] * d.shape[2])
             by = by * (self.cap / size.clamp(min=self.cap))
         return [rotate(d, *basis, back=True, by=by)]
-

@@ -27,6 +27,7 @@ from ...._core.space import compute_dtype
 from ....grams import Part
 from ....grams.kronecker.packed import packed
 from ....maps.layers import AffineBlock
+from ...checks import warn_derivatives, warn_mismatch
 from ..factors.factor import DIAGONAL, BlockKey, Factor
 from ..update import Verdict
 from .covectors import NotFinite, Recipe, covectors, covectors_of, random_signs
@@ -35,6 +36,7 @@ from .structure import Structure
 from .sums import DERIVED, MISSED, UNREACHED, Pool, means
 
 _LARGE = 2**24  # entries of an output from which on it is computed twice instead of kept
+_CHECKS = 3  # of the first gradients' length; the first one shows what loss it is
 _SCALED = 1e3  # how much longer than the metric says a loss's gradient is, if it was scaled
 
 #: the layers of a pass; or how to run it again, if it ran in compiled code
@@ -99,7 +101,7 @@ class StatisticsCapture:
         self._open: weakref.WeakSet[PendingPass] = weakref.WeakSet()
         self._begun: tuple[Source, list[Tensor]] | None = None
         self._watch = Watch(self, model)
-        self._checks = 3  # of the first gradients' length
+        self._checks = _CHECKS
         self._whole = False  # whether all places of the last pass counted
 
     @property
@@ -244,7 +246,7 @@ class StatisticsCapture:
         no_autocast = torch.autocast(cotangent.device.type, enabled=False)
         with torch.no_grad(), _set_fwd_grad_enabled(False), no_autocast:
             random, slope = self.generator(cotangent.device), cotangent.detach()
-            self._check_scale(z[0], slope, random)
+            self._check_loss(z[0], slope, random)
             self.pool.calls += 1
             large = z[0].numel() >= _LARGE
             hope = self._whole and slope.is_cuda and (record.head is not None or not large)
@@ -275,13 +277,17 @@ class StatisticsCapture:
 
             on_second_pass(torch._C._current_autograd_node(), used)
 
-    def _check_scale(self, z: Tensor, slope: Tensor, random: torch.Generator) -> None:
-        """Warn if the loss's gradient is far longer than the metric says: it may be scaled."""
+    def _check_loss(self, z: Tensor, slope: Tensor, random: torch.Generator) -> None:
+        """Warn of the first gradients where they are of another loss, or far longer: scaled."""
         recipe = self.recipe
-        if recipe.fisher != "empirical" or recipe.scaled or self._checks == 0:
+        if self._checks == 0:
             return
-        self._checks -= 1
         value, own = (samples_first(t, recipe.batch_dim) for t in (z, slope))
+        if self._checks == _CHECKS:
+            warn_mismatch(recipe.metric, value, own, stacklevel=2)
+        self._checks -= 1
+        if recipe.fisher != "empirical" or recipe.scaled:
+            return
         drawn = covectors(replace(recipe, fisher="mc", draws=1), value, own, None, random)
         typical = next(drawn)[0].norm(dtype=compute_dtype(own.dtype))
         count = recipe.metric.samples(value) if recipe.reduction == "mean" else 1
@@ -300,12 +306,7 @@ class StatisticsCapture:
         """Return what was pooled since the last step, and begin anew."""
         pool = self.pool
         if pool.missed == DERIVED:
-            warnings.warn(
-                "The loss has terms in derivatives of the model's output by its inputs. The metric "
-                "is that of the output itself; step(objective=...) covers all terms.",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+            warn_derivatives(stacklevel=2)
         self.clear()
         return pool
 
