@@ -146,21 +146,20 @@ class KFAC(Optimizer):
             model, "KFAC", "its hooks see one process alone, and samples live on several of them"
         )
         reduction = reduction_of(likelihood) if reduction is None else reduction
-        named = {"likelihood": likelihood, "metric": metric, "fisher": fisher, "ekfac": ekfac}
-        named |= {"damping": damping is not None, "momentum": momentum is not None}
-        clipped = kl_clip is not None and kl_clip != "auto"
-        self._rule = options.rule_of(rule, {**named, "step": step, "kl_clip": clipped})
-        own = {"lr": lr, "fisher": fisher, "damping": damping, "momentum": momentum}
-        own |= {"statistics_every": statistics_every, "invert_every": invert_every}
-        own = {
-            n: self._rule.defaults.get(n) if value is None else value for n, value in own.items()
-        }
-        lr, fisher, damping = own.pop("lr"), own.pop("fisher") or "mc", own.pop("damping") or 0.0
+        self._rule = options.rule_of(
+            rule, likelihood=likelihood, metric=metric, fisher=fisher, damping=damping,
+            momentum=momentum, kl_clip=None if kl_clip == "auto" else kl_clip,
+            ekfac=ekfac or None, step=step,
+        )  # fmt: skip
+        chosen = options.filled(
+            self._rule.defaults, lr=lr, fisher=fisher, damping=damping, momentum=momentum,
+            statistics_every=statistics_every, invert_every=invert_every,
+        )  # fmt: skip
+        lr, fisher, damping, momentum, statistics_every, invert_every = chosen
         if kl_clip == "auto":  # a controlled step looks at the loss itself
             controlled = step is not None or getattr(damping, "controlled", False)
             kl_clip = None if controlled else self._rule.defaults.get("kl_clip")
-        momentum, joint = own["momentum"] or 0.0, joint and not self._rule.matrices
-        statistics_every, invert_every = own["statistics_every"], own["invert_every"]
+        joint = joint and not self._rule.matrices
         options.check(
             lr=lr, momentum=momentum, betas=betas, weight_decay=weight_decay, kl_clip=kl_clip,
             ema=ema, statistics_every=statistics_every, invert_every=invert_every, draws=draws,

@@ -107,37 +107,42 @@ def _as_number(value: Any) -> Any:
     return float(value) if isinstance(value, Real) and not isinstance(value, bool) else value
 
 
-#: arguments that ask for the natural rule, and those that no other rule takes
-_NATURAL = ("likelihood", "metric", "fisher", "damping", "momentum", "ekfac", "step")
-_ONLY_NATURAL = ("momentum", "ekfac", "step")
+#: arguments that rules do not take which are for matrices alone
+_NATURAL = ("momentum", "kl_clip", "ekfac", "step")
 
 
-def rule_of(rule: Rule | str | None, given: Mapping[str, Any]) -> Rule:
-    """Return the rule that was given or that the other arguments ask for, by default `Eigenbasis`.
+def rule_of(rule: Rule | str | None, **given: Any) -> Rule:
+    """Return the rule that was given, or that the other arguments ask for.
 
-    `given` are the arguments of `_NATURAL`, and whether there is a "kl_clip"; None where they were
-    left out.
+    A metric, a damping and all that belongs to the natural gradient ask for `Natural`; where there
+    is nothing of the kind it is `Eigenbasis`. Arguments that were left out are None.
     """
-    asked = [name for name, value in given.items() if value]
+    asked = [name for name, value in given.items() if value is not None]
     if rule is None:
         return Natural() if asked else Eigenbasis()
-    found = _RULES[rule]() if isinstance(rule, str) and rule in _RULES else rule
-    if not isinstance(found, Rule):
+    found: Any = _RULES[rule]() if isinstance(rule, str) and rule in _RULES else rule
+    if not hasattr(found, "directions"):
         raise PullbackError(
             "rule= is not usable", f"got {rule!r}", f"Use one of {', '.join(_RULES)}, or a Rule"
         )
-    wrong = [n for n in asked if found.matrices and n in (*_ONLY_NATURAL, "kl_clip")]
-    wrong += [n for n in asked if n == "damping" and found.needs == "basis"]
-    wrong += [n for n in asked if n == "fisher" and found.inputs]
+    wrong = [n for n in asked if found.matrices and n in _NATURAL]
+    wrong += [n for n in asked if n in ("fisher", "damping") and n not in found.defaults]
     if wrong:
         raise PullbackError(
             f"{wrong[0]}= does not go with {found!r}",
-            "it belongs to the natural rule",
+            "another rule reads it",
             "Leave it out, or use rule='natural'; momenta are arguments of the rule itself",
         )
     return found
 
 
+def filled(defaults: Mapping[str, Any], **given: Any) -> list[Any]:
+    """Return the arguments in their order, those that are None from a rule's defaults."""
+    return [defaults.get(n, _ABSENT.get(n)) if v is None else v for n, v in given.items()]
+
+
+#: of arguments that a rule does not read
+_ABSENT = {"fisher": "mc", "damping": 0.0, "momentum": 0.0}
 _RULES: dict[str, Callable[[], Rule]] = {
     "natural": Natural,
     "eigenbasis": Eigenbasis,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import sqrt
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -26,8 +27,8 @@ class Eigenbasis(Rule):
     """
 
     needs = "basis"
-    moments = {"first": "entries", "second": "entries"}
-    defaults = {
+    moments: ClassVar = {"first": "entries", "second": "entries"}
+    defaults: ClassVar = {
         "lr": 3e-3,
         "fisher": "empirical",
         "betas": (0.9, 0.95),

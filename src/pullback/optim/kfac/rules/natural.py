@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -18,7 +19,7 @@ class Natural(Rule):
     """
 
     matrices = False
-    defaults = {
+    defaults: ClassVar = {
         "lr": 0.1,
         "fisher": "mc",
         "damping": 1e-3,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -28,11 +28,11 @@ class Rule(ABC):
     """
 
     needs: str = "inverse"
-    moments: Mapping[str, str] = {}
+    moments: ClassVar[Mapping[str, str]] = {}
     inputs: bool = False
     matrices: bool = True
     head: bool = True
-    defaults: Mapping[str, Any] = {}
+    defaults: ClassVar[Mapping[str, Any]] = {}
 
     @abstractmethod
     def directions(

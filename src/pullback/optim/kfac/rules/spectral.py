@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import sqrt
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -34,10 +35,10 @@ class Spectral(Rule):
     """
 
     needs = "root"
-    moments = {"first": "entries", "second": "rows"}
+    moments: ClassVar = {"first": "entries", "second": "rows"}
     inputs = True
     head = False
-    defaults = {
+    defaults: ClassVar = {
         "lr": 3e-3,
         "damping": 0.1,
         "betas": (0.9, 0.95),
