@@ -372,7 +372,7 @@ def test_unusable_arguments_are_refused() -> None:
             Gaussian(variance=variance)
     with pytest.raises(pb.PullbackError, match="log-variance"):
         Gaussian("learned").factor(logits(2, 3))
-    with pytest.raises(pb.PullbackError, match="needs a likelihood"):
+    with pytest.raises(pb.PullbackError, match="has no likelihood"):
         Fisher(Categorical)  # pyright: ignore[reportArgumentType]
 
 
