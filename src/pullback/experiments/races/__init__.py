@@ -30,16 +30,16 @@ TEXT = {
     "muon": Entrant((3e-3, 6e-3, 1.2e-2)),
     "soap": Entrant((2e-3, 4e-3, 8e-3)),
     "kfac-natural": Entrant((0.03, 0.1, 0.3), _NATURAL),
-    "kfac-spectral": Entrant((2e-3, 4e-3, 8e-3)),
-    "kfac-eigenbasis": Entrant((1.5e-3, 3e-3, 6e-3)),
+    "kfac-spectral": Entrant((4e-3, 8e-3, 1.2e-2), {"rest": 0.25}),
+    "kfac-eigenbasis": Entrant((7.5e-4, 1.5e-3, 3e-3)),
 }
 LARGE = {
     "adamw": Entrant((3e-4, 6e-4, 1.2e-3)),
     "muon": Entrant((2e-3, 4e-3, 8e-3)),
     "soap": Entrant((1e-3, 2e-3, 4e-3)),
     "kfac-natural": Entrant((0.03, 0.1, 0.3), _NATURAL),
-    "kfac-spectral": Entrant((2e-3, 4e-3, 8e-3)),
-    "kfac-eigenbasis": Entrant((1e-3, 2e-3, 4e-3)),
+    "kfac-spectral": Entrant((3e-3, 6e-3, 1.2e-2), {"rest": 0.25}),
+    "kfac-eigenbasis": Entrant((5e-4, 1e-3, 2e-3)),
 }
 VISION = {
     "sgd": Entrant((0.05, 0.1, 0.2)),
