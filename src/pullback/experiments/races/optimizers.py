@@ -100,13 +100,16 @@ def eigenbasis(model: nn.Module, lr: float, some: Settings) -> list[Optimizer]:
 
 
 def _ruled(model: nn.Module, lr: float, rule: Callable[..., Rule], some: Settings) -> Optimizer:
-    params = list(model.parameters())
-    groups = [
-        {"params": [p for p in params if p.ndim > 1], "weight_decay": _DECAY},
-        {"params": [p for p in params if p.ndim <= 1]},
-    ]
+    inner = {id(p) for p in hidden(model)}
+    rest = float(some.get("rest", 1.0)) * lr
+    groups: list[dict[str, Any]] = [
+        {"params": hidden(model), "weight_decay": _DECAY},
+        {"params": [p for p in model.parameters() if p.ndim > 1 and id(p) not in inner],
+         "weight_decay": _DECAY, "lr": rest},
+        {"params": [p for p in model.parameters() if p.ndim <= 1], "lr": rest},
+    ]  # fmt: skip
     own: Any = {"params": [g for g in groups if g["params"]]}
-    own |= {k: v for k, v in some.items() if not k.startswith("rule_")}
+    own |= {k: v for k, v in some.items() if not k.startswith("rule_") and k != "rest"}
     chosen = {k.removeprefix("rule_"): v for k, v in some.items() if k.startswith("rule_")}
     return KFAC(model, lr, rule=rule(**chosen), **own)
 

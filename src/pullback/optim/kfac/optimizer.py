@@ -126,7 +126,7 @@ class KFAC(Optimizer):
         betas: tuple[float, float] = (0.9, 0.95),
         weight_decay: float = 0.0,
         kl_clip: float | str | None = "auto",
-        ema: float = 0.95,
+        ema: float | None = None,
         statistics_every: int | None = None,
         invert_every: int | None = None,
         params: Iterable[Any] | None = None,
@@ -152,10 +152,10 @@ class KFAC(Optimizer):
             ekfac=ekfac or None, step=step,
         )  # fmt: skip
         chosen = options.filled(
-            self._rule.defaults, lr=lr, fisher=fisher, damping=damping, momentum=momentum,
+            self._rule.defaults, lr=lr, fisher=fisher, damping=damping, momentum=momentum, ema=ema,
             statistics_every=statistics_every, invert_every=invert_every,
         )  # fmt: skip
-        lr, fisher, damping, momentum, statistics_every, invert_every = chosen
+        lr, fisher, damping, momentum, ema, statistics_every, invert_every = chosen
         if kl_clip == "auto":  # a controlled step looks at the loss itself
             controlled = step is not None or getattr(damping, "controlled", False)
             kl_clip = None if controlled else self._rule.defaults.get("kl_clip")

@@ -3,10 +3,8 @@ r"""Adam in the eigenbases of a layer's two factors."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import sqrt
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from ....grams.kronecker.inverse import Inverse, rotate
@@ -31,7 +29,7 @@ class Eigenbasis(Rule):
     defaults: ClassVar = {
         "lr": 3e-3,
         "fisher": "empirical",
-        "betas": (0.9, 0.95),
+        "ema": 0.95,
         "statistics_every": 10,
         "invert_every": 10,
     }
@@ -60,8 +58,4 @@ class Eigenbasis(Rule):
         advance(second, g.square(), 1 - longer, good)
         c1, c2 = ((1 - beta**steps)[:, None, None] for beta in self.betas)
         d = first / second.sqrt().add_(self.eps * c2.sqrt())
-        by = c2.sqrt() / c1
-        if self.cap:
-            size = torch.linalg.matrix_norm(d, keepdim=True) * by / sqrt(d.shape[1] * d.shape[2])
-            by = by * (self.cap / size.clamp(min=self.cap))
-        return [rotate(d, *basis, back=True, by=by)]
+        return [rotate(d, *basis, back=True, by=c2.sqrt() / c1)]

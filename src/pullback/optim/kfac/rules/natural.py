@@ -25,6 +25,7 @@ class Natural(Rule):
         "damping": 1e-3,
         "momentum": 0.9,
         "kl_clip": 1e-3,
+        "ema": 0.95,
         "statistics_every": 10,
         "invert_every": 100,
     }

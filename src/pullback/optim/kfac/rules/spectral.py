@@ -39,14 +39,14 @@ class Spectral(Rule):
     inputs = True
     head = False
     defaults: ClassVar = {
-        "lr": 3e-3,
-        "damping": 0.1,
-        "betas": (0.9, 0.95),
+        "lr": 6e-3,
+        "damping": 0.2,
+        "ema": 0.9,
         "statistics_every": 5,
         "invert_every": 20,
     }
 
-    def __init__(self, momentum: float = 0.95, adapt: float = 0.95, head: bool = False) -> None:
+    def __init__(self, momentum: float = 0.9, adapt: float = 0.95, head: bool = False) -> None:
         self.momentum, self.adapt, self.head = momentum, adapt, head
 
     def directions(
