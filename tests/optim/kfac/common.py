@@ -25,7 +25,9 @@ def batch(samples: int = 8, dtype: torch.dtype = DOUBLE, seed: int = 0) -> tuple
 
 
 def kfac(model: Any, **options: Any) -> pb.KFAC:
-    settings = {"lr": 0.05, "damping": 0.1, "statistics_every": 2, "invert_every": 4} | options
+    """The natural gradient, with no clip unless told otherwise."""
+    settings = {"lr": 0.05, "damping": 0.1, "kl_clip": None}
+    settings |= {"statistics_every": 2, "invert_every": 4} | options
     if "metric" not in settings:
         settings.setdefault("likelihood", pb.likelihoods.Categorical())
     return pb.KFAC(model, **settings)

@@ -313,9 +313,10 @@ def blocks(model: nn.Module, joint: bool = True) -> Tensor:
 
 
 def optimizer(model: nn.Module, kind: str, **options: Any) -> pb.KFAC:
-    """K-FAC with the exact Fisher that does not move, unless told otherwise."""
+    """K-FAC with the exact Fisher that neither moves nor clips, unless told otherwise."""
     known = {"gaussian": pb.likelihoods.Gaussian(), "categorical": pb.likelihoods.Categorical()}
-    chosen = {"lr": 0.0, "fisher": "exact", "likelihood": known.get(kind)} | options
+    chosen = {"lr": 0.0, "fisher": "exact", "likelihood": known.get(kind), "kl_clip": None}
+    chosen |= options
     return pb.KFAC(model, **chosen)
 
 

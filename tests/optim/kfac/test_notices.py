@@ -168,6 +168,7 @@ def test_an_empirical_fisher_of_a_scaled_loss_is_noticed(reduction: str) -> None
 
 
 def _train_in_child(queue: Any) -> None:
+    torch.set_num_threads(1)  # torch's other threads do not survive a fork
     queue.put(_trained())
 
 

@@ -121,7 +121,7 @@ def test_training_in_bfloat16(options: dict[str, Any]) -> None:
 def test_large_gradients_in_float32_are_finite() -> None:
     """Squares overflow from 1e19 on."""
     model, x = nn.Linear(3, 2), torch.randn(4, 3)
-    opt, before = pb.KFAC(model, lr=1e-26), vector(model)
+    opt, before = pb.KFAC(model, lr=1e-26, rule="natural"), vector(model)
     (1e25 * model(x).square().mean()).backward()
     opt.step()
     assert opt.info.accepted

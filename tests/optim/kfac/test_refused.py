@@ -27,7 +27,7 @@ def _double() -> None:
 
 
 WRONG: dict[str, list[Any]] = {
-    "lr": [-1.0, NAN, INF, "fast", None], "momentum": [-0.1, 1.0, NAN], "weight_decay": [-1.0, NAN],
+    "lr": [-1.0, NAN, INF, "fast"], "momentum": [-0.1, 1.0, NAN], "weight_decay": [-1.0, NAN],
     "kl_clip": [0.0, -1.0], "ema": [1.0, -0.1], "statistics_every": [0, 1.5, True],
     "invert_every": [0, -1], "draws": [0], "max_factor": [0], "fisher": ["true"],
     "sharing": ["sum"], "reduction": ["none"], "batch_dim": [-1, 0.5], "output": [1.5],

@@ -22,10 +22,11 @@ _POLAR = (
     (3.2763, -2.4118, 0.4860),
     (2.2794, -1.6274, 0.4026),
 )
-#: and the limit of them, which takes [0.7, 1.3] to 1 ± 0.05
+#: and the limit of them, which takes [0.7, 1.3] to 1 ± 0.09
 _LAST = (1.875, -1.25, 0.375)
 _NEAR = 1.5e4  # the largest condition for which a root needs no first polynomial
 _ANGLE = 0.7  # the largest rotation of one turn
+_NOISE = 8  # round-off of EᵀCE, in units of the largest entry's
 _APART = 0.3  # how far from 1 a root may be before its last step
 
 
@@ -59,11 +60,12 @@ def inverse_root(side: Tensor, damping: float, *, fine: bool = False) -> tuple[T
     GPU products keep 11 bits, or 22 of them if they are to be `fine`.
     """
     tiny = torch.finfo(side.dtype).tiny
-    least = damping * sides.diagonal(side).mean(-1).clamp(min=tiny)
+    mean = sides.diagonal(side).mean(-1).clamp(min=tiny)
+    side = side / mean.view(-1, *[1] * (side.ndim - 1))
     if sides.is_diagonal(side):
-        out = (1 + side / least[:, None]).rsqrt()
+        out = (1 + side / damping).rsqrt()
         return out, torch.isfinite(out).all(-1)
-    y = sides.shifted(side, least)
+    y = sides.shifted(side, torch.full_like(mean, damping), spare=True)
     size = torch.linalg.matrix_norm(y, keepdim=True)
     y /= size
     product = _fine_product if fine else _product
@@ -77,7 +79,7 @@ def inverse_root(side: Tensor, damping: float, *, fine: bool = False) -> tuple[T
         y = product(y, p) if i + 1 < len(steps) else y
         z = product(p, z) if i else p
     good = (sides.diagonal(t) - 1).abs().amax(-1) < _APART
-    return z.mul_((least[:, None, None] / size).sqrt()), good
+    return z.mul_((damping / size).sqrt()), good
 
 
 def eigenbasis(side: Tensor) -> Tensor:
@@ -93,16 +95,18 @@ def turn_basis(side: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
 
     One step of first-order perturbation theory: E' is the orthonormalized E + EK with
 
-        K_ij = S_ij(s_j − s_i)/((s_j − s_i)² + 4S_ij²),   S = EᵀCE,  s = diag S,
+        K_ij = S_ij(s_j − s_i)/((s_j − s_i)² + 4S_ij² + ε²),   S = EᵀCE,  s = diag S,
 
-    which is S_ij/(s_j − s_i) where eigenvalues are apart and bounded where they are not.
+    which is S_ij/(s_j − s_i) where eigenvalues are apart and bounded where they are not. ε is the
+    round-off of the largest: eigenvalues that are alike but for it do not turn.
     """
     tiny = torch.finfo(side.dtype).tiny
     largest = sides.diagonal(side).amax(-1).clamp(min=tiny)
     s = _fine_product(basis.mT, _fine_product(side / largest[:, None, None], basis))
     values = sides.diagonal(s)
     gap = values[..., None, :] - values[..., None]
-    k = s * gap / (gap.square() + 4 * s.square()).clamp_(min=tiny)
+    noise = _NOISE * torch.finfo(side.dtype).eps
+    k = s * gap / (gap.square() + 4 * s.square() + noise**2)
     k = (k - k.mT) / 2
     k *= (_ANGLE / _largest(k).clamp(min=_ANGLE))[:, None, None]
     new = basis + _product(basis, k)

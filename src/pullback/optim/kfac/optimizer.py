@@ -159,7 +159,6 @@ class KFAC(Optimizer):
         if kl_clip == "auto":  # a controlled step looks at the loss itself
             controlled = step is not None or getattr(damping, "controlled", False)
             kl_clip = None if controlled else self._rule.defaults.get("kl_clip")
-        joint = joint and not self._rule.matrices
         options.check(
             lr=lr, momentum=momentum, betas=betas, weight_decay=weight_decay, kl_clip=kl_clip,
             ema=ema, statistics_every=statistics_every, invert_every=invert_every, draws=draws,
@@ -167,6 +166,7 @@ class KFAC(Optimizer):
             batch_dim=batch_dim, output=output, joint=joint, ekfac=ekfac, seed=seed, step=step,
             grad_scaler=grad_scaler, params=params,
         )  # fmt: skip
+        joint = joint and not self._rule.matrices
         self.model, self.metric = model, options.metric_of(likelihood, metric)
         self.damping = options.damping_of(damping, ekfac=ekfac)
         refuse_options(self.metric, fisher=fisher, ekfac=ekfac)

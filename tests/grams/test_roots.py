@@ -1,0 +1,266 @@
+"""Polar factors, inverse roots and eigenbases by products, against decompositions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from pullback.grams.kronecker.roots import _LAST, _POLAR, inverse_root, polar, turn_basis
+
+DOUBLE = torch.float64
+POLAR = 0.13  # how far from 1 singular values may come out
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, dtype=DOUBLE, generator=torch.Generator().manual_seed(seed))
+
+
+def orthonormal(batch: int, n: int, seed: int = 0) -> Tensor:
+    return torch.linalg.qr(normal(batch, n, n, seed=seed))[0]
+
+
+def logspaced(n: int, condition: float) -> Tensor:
+    return torch.logspace(0, -float(torch.tensor(condition).log10()), n, dtype=DOUBLE)
+
+
+def spd(n: int, condition: float, batch: int = 2) -> Tensor:
+    """Symmetric matrices with eigenvalues from 1 to 1/condition."""
+    basis = orthonormal(batch, n)
+    out = (basis * logspaced(n, condition)) @ basis.mT
+    return (out + out.mT) / 2
+
+
+# --- the polynomials ----------------------------------------------------------------------------
+
+
+def quintic(coefficients: tuple[float, float, float], x: Tensor) -> Tensor:
+    a, b, c = coefficients
+    return a * x + b * x**3 + c * x**5
+
+
+def test_the_polynomials_together_bring_small_numbers_near_one() -> None:
+    x = torch.logspace(-3, 0, 100_001, dtype=DOUBLE)
+    for coefficients in _POLAR:
+        x = quintic(coefficients, x)
+    assert 1 - POLAR <= float(x.min())
+    assert float(x.max()) <= 1 + POLAR
+
+
+def test_each_polynomial_is_the_best_on_the_interval_that_the_last_one_left() -> None:
+    """By Chebyshev's theorem: 1 − p is ± its largest value, in turn, at four points."""
+    low, high = 1e-3, 1.0
+    for a, b, c in _POLAR:
+        middle, half = -3 * b / (10 * c), ((3 * b) ** 2 - 20 * a * c) ** 0.5 / (10 * c)
+        turns = [(middle - half) ** 0.5, (middle + half) ** 0.5]  # where p' = 0
+        assert low < turns[0] < turns[1] < high
+        errors = 1 - quintic((a, b, c), torch.tensor([low, *turns, high], dtype=DOUBLE))
+        want = errors.abs().max() * torch.tensor([1.0, -1, 1, -1], dtype=DOUBLE)
+        torch.testing.assert_close(errors, want, rtol=0, atol=1e-3)
+        low, high = 1 - float(errors[2]), 1.01 * (1 - float(errors[1]))
+
+
+def test_the_last_polynomial_of_a_root_has_no_error_of_first_or_second_order() -> None:
+    a, b, c = _LAST
+    assert (a + b + c, a + 3 * b + 5 * c, 6 * b + 20 * c) == (1, 0, 0)
+    x = torch.linspace(0.7, 1.3, 101, dtype=DOUBLE)
+    assert float((quintic(_LAST, x) - 1).abs().max()) < 0.09
+
+
+# --- polar factors ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(5, 5), (9, 4), (4, 9), (1, 7), (7, 1), (1, 1)])
+@pytest.mark.parametrize("condition", [1.0, 30.0, 300.0])
+def test_singular_values_become_one(shape: tuple[int, int], condition: float) -> None:
+    """Of any scale, with the same singular vectors."""
+    u, _, vt = torch.linalg.svd(normal(3, *shape), full_matrices=False)
+    s = logspaced(min(shape), condition)
+    x = (u * s) @ vt * torch.tensor([1e-9, 1.0, 1e9], dtype=DOUBLE)[:, None, None]
+    inner = u.mT @ polar(x) @ vt.mT
+    values = inner.diagonal(dim1=1, dim2=2)
+    assert float((values - 1).abs().max()) < POLAR
+    torch.testing.assert_close(inner, torch.diag_embed(values), rtol=0, atol=1e-11)
+    torch.testing.assert_close(polar(x), u @ inner @ vt, rtol=0, atol=1e-11)
+
+
+def test_the_bound_holds_to_a_thousandth_of_the_norm() -> None:
+    u, _, vt = torch.linalg.svd(normal(1, 6, 8), full_matrices=False)
+    s = logspaced(6, 1e3)
+    s = s / s.norm()
+    small = s < 1.01e-3
+    values = (u.mT @ polar((u * s) @ vt) @ vt.mT).diagonal(dim1=1, dim2=2)[0]
+    assert float((values[~small] - 1).abs().max()) < POLAR
+    assert bool((values[small] < 1).all())
+    assert bool((values > 0).all())
+
+
+def test_zeros_stay_zeros_beside_others() -> None:
+    x = normal(3, 4, 6)
+    alone = polar(x[2:])
+    x[1] = 0
+    found = polar(x)
+    assert not bool(found[1].any())
+    torch.testing.assert_close(found[2:], alone, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_polar_factors_keep_the_dtype(dtype: torch.dtype) -> None:
+    found = polar(normal(2, 5, 7).to(dtype))
+    assert found.dtype == dtype
+    values = torch.linalg.svdvals(found.double())
+    assert float((values - 1).abs().max()) < POLAR + 0.05
+
+
+# --- inverse roots ------------------------------------------------------------------------------
+
+
+def by_eigh(side: Tensor, damping: float) -> Tensor:
+    """(1 + C/c)^(-½) with c = λ tr(C)/n."""
+    values, basis = torch.linalg.eigh(side)
+    values = 1 + values / (damping * values.mean(-1, keepdim=True))
+    return (basis * values.rsqrt()[:, None]) @ basis.mT
+
+
+@pytest.mark.parametrize("n", [1, 2, 65])
+@pytest.mark.parametrize("condition", [1e1, 1e3, 1e6])
+@pytest.mark.parametrize("damping", [1e-3, 1e-1, 1.0])
+def test_roots_are_those_of_eigh(n: int, condition: float, damping: float) -> None:
+    """The last step leaves singular values of 1 ± 0.13 as 1 ± 0.006."""
+    side = spd(n, condition)
+    found, good = inverse_root(side, damping)
+    want = by_eigh(side, damping)
+    assert bool(good.all())
+    apart = torch.linalg.matrix_norm(found - want, 2) / torch.linalg.matrix_norm(want, 2)
+    assert float(apart.max()) < 0.006
+    torch.testing.assert_close(found, found.mT, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1e6])
+def test_the_scale_of_a_side_does_not_matter(scale: float) -> None:
+    side = spd(7, 100.0)
+    torch.testing.assert_close(inverse_root(scale * side, 0.1)[0], inverse_root(side, 0.1)[0])
+    diagonal = side.diagonal(dim1=1, dim2=2)
+    pair = inverse_root(scale * diagonal, 0.1)[0], inverse_root(diagonal, 0.1)[0]
+    torch.testing.assert_close(*pair)
+
+
+def test_roots_of_diagonal_sides_are_exact() -> None:
+    side = normal(3, 6).square()
+    found, good = inverse_root(side, 0.1)
+    want = by_eigh(torch.diag_embed(side), 0.1).diagonal(dim1=1, dim2=2)
+    assert bool(good.all())
+    torch.testing.assert_close(found, want, rtol=1e-12, atol=0)
+
+
+def test_the_root_of_a_side_without_statistics_is_a_multiple_of_one() -> None:
+    for side in (torch.zeros(2, 5, 5, dtype=DOUBLE), torch.zeros(2, 5, dtype=DOUBLE)):
+        found, good = inverse_root(side, 0.1)
+        assert bool(good.all())
+        assert bool(torch.isfinite(found).all())
+        whole = found if found.ndim == 3 else torch.diag_embed(found)
+        one = torch.eye(5, dtype=DOUBLE).expand(2, 5, 5)
+        torch.testing.assert_close(whole, one, rtol=0, atol=0.006)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("diagonal", [False, True])
+def test_a_side_that_is_not_finite_is_flagged(value: float, diagonal: bool) -> None:
+    side = spd(4, 10.0, batch=3)
+    side = side.diagonal(dim1=1, dim2=2).clone() if diagonal else side
+    side[1] = value
+    assert inverse_root(side, 0.1)[1].tolist() == [True, False, True]
+
+
+# --- eigenbases ---------------------------------------------------------------------------------
+
+
+def off_diagonal(side: Tensor, basis: Tensor) -> Tensor:
+    """‖EᵀCE − diag‖ of each matrix, relative to ‖C‖."""
+    inner = basis.mT @ side @ basis
+    rest = inner - torch.diag_embed(inner.diagonal(dim1=1, dim2=2))
+    return torch.linalg.matrix_norm(rest) / torch.linalg.matrix_norm(side)
+
+
+def not_orthonormal(basis: Tensor) -> float:
+    one = torch.eye(basis.shape[-1], dtype=basis.dtype)
+    return float((basis.mT @ basis - one).abs().max())
+
+
+def nearby(n: int, far: float, batch: int = 2) -> Tensor:
+    """A rotation by angles up to `far`."""
+    k = normal(batch, n, n, seed=1)
+    k = k - k.mT
+    return torch.linalg.matrix_exp(far * k / torch.linalg.matrix_norm(k, 2, keepdim=True))
+
+
+@pytest.mark.parametrize("far", [1e-3, 0.1, 0.4])
+@pytest.mark.parametrize("n", [2, 9])
+def test_a_turned_basis_comes_to_that_of_eigh(n: int, far: float) -> None:
+    values = torch.linspace(1, 2, n, dtype=DOUBLE)
+    basis = orthonormal(2, n)
+    side, turned = (basis * values) @ basis.mT, basis @ nearby(n, far)
+    last = off_diagonal(side, turned)
+    for _ in range(12):
+        before = turned
+        turned, turn = turn_basis(side, before)
+        torch.testing.assert_close(turn, before.mT @ turned, rtol=0, atol=1e-12)
+        now = off_diagonal(side, turned)
+        assert bool((now < last).all() if float(now.max()) > 1e-6 else (now < 1e-5).all())
+        last = now
+    assert not_orthonormal(turned) < 1e-9
+    overlap = (basis.mT @ turned).abs()
+    torch.testing.assert_close(overlap, overlap.round(), rtol=0, atol=1e-6)
+    torch.testing.assert_close(overlap.sum(-1), torch.ones(2, n, dtype=DOUBLE), rtol=0, atol=1e-6)
+
+
+def test_a_turn_is_perturbation_theory_to_second_order() -> None:
+    """C = S + ε S₁ in the eigenbasis of S: what is off the diagonal falls from ε to ε²."""
+    basis, values = orthonormal(1, 6), torch.linspace(1, 2, 6, dtype=DOUBLE)
+    rest = []
+    for size in (1e-3, 1e-4):
+        change = normal(1, 6, 6, seed=3)
+        side = (basis * values) @ basis.mT + size * (change + change.mT)
+        rest.append(float(off_diagonal(side, turn_basis(side, basis)[0])))
+    assert rest[0] < 100 * 1e-6
+    assert rest[1] == pytest.approx(rest[0] / 100, rel=0.5)
+
+
+@pytest.mark.parametrize("far", [0.0, 0.1])
+def test_repeated_eigenvalues_have_any_basis(far: float) -> None:
+    values = torch.tensor([1.0, 1, 1, 2, 2, 5, 0, 0], dtype=DOUBLE)
+    basis = orthonormal(2, 8)
+    side, turned = (basis * values) @ basis.mT, basis @ nearby(8, far)
+    first = off_diagonal(side, turned)
+    for _ in range(10):
+        turned, _ = turn_basis(side, turned)
+        assert not_orthonormal(turned) < 1e-2
+    assert not_orthonormal(turned) < 1e-3
+    assert bool((off_diagonal(side, turned) <= 0.1 * first + 1e-12).all())
+
+
+def test_a_basis_far_off_stays_orthonormal() -> None:
+    """Rotations are bounded, and two steps of Newton and Schulz leave 2 % of error at most."""
+    side, turned = spd(30, 1e4, batch=3), orthonormal(3, 30, seed=5)
+    for _ in range(20):
+        turned, _ = turn_basis(side, turned)
+        assert not_orthonormal(turned) < 0.02
+    assert float(off_diagonal(side, turned).max()) < 0.05
+
+
+@pytest.mark.parametrize("side", [torch.zeros(2, 3, 3), torch.ones(2, 1, 1)])
+def test_nothing_to_turn(side: Tensor) -> None:
+    """No statistics, and one unit."""
+    side = side.double()
+    basis = orthonormal(len(side), side.shape[-1])
+    turned, turn = turn_basis(side, basis)
+    torch.testing.assert_close(turned, basis, rtol=0, atol=1e-12)
+    one = torch.eye(side.shape[-1], dtype=DOUBLE).expand_as(side)
+    torch.testing.assert_close(turn, one, rtol=0, atol=1e-12)
+
+
+def test_the_scale_of_a_side_does_not_matter_to_its_basis() -> None:
+    side, basis = spd(6, 30.0), orthonormal(2, 6, seed=4)
+    for scale in (1e-6, 1e6):
+        pair = turn_basis(scale * side, basis)[0], turn_basis(side, basis)[0]
+        torch.testing.assert_close(*pair, rtol=0, atol=1e-9)
