@@ -517,7 +517,8 @@ class KFAC(Optimizer):
         return dense_gradients(self.param_groups, self._names, self._shapes)
 
     def _due(self) -> bool:
-        return not self._closed and self._held.schedule["step"] % self.statistics_every == 0
+        measuring = not self._closed and bool(self._measured)
+        return measuring and self._held.schedule["step"] % self.statistics_every == 0
 
     def _statistics(self, source: Source, owing: bool) -> dict[BlockKey, dict[Factor, Side]]:
         """The means of what was seen since the last step, or of an objective's terms."""
