@@ -176,6 +176,7 @@ class KFAC(Optimizer):
         self._recipe = Recipe(
             self.metric, fisher, Sharing(sharing == "reduce", batch_dim, max_factor), joint, draws,
             output, batch_dim, ekfac, reduction, grad_scaler is not None, self._rule.inputs,
+            self._rule.matrices,
         )  # fmt: skip
         self._closed, self._warned = False, False
         self._info, self._skipped = KFACInfo(), False
@@ -538,7 +539,7 @@ class KFAC(Optimizer):
                 )
             return {}
         pool = self._capture.take()
-        self._skipped = not pool.sums  # nothing finite was met
+        self._skipped = not pool.sums and not pool.samples > 0  # nothing finite was met
         scale = 1.0 if self.grad_scaler is None else float(self.grad_scaler.get_scale())
         found = averaged(pool, self._recipe, scale)
         matrices = self._rule.matrices  # what is no matrix after all follows AdamW
@@ -710,7 +711,7 @@ class KFAC(Optimizer):
     def _notes(self) -> dict[str, str]:
         notes = {", ".join(k.names): note for k, note in self._held.preconditioner.notes.items()}
         if self._skipped:
-            notes["statistics"] = "they were not finite; the last good ones stay"
+            notes["statistics"] = "they were not finite, or not complete; the last good ones stay"
         return notes
 
     def _settle(self) -> None:
