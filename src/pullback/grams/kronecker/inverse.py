@@ -19,6 +19,10 @@ from . import sides
 from .blocks import rotated
 
 
+#: what rules keep of the gradients
+MOMENTS = ("first", "second", "steps")
+
+
 @dataclass
 class Inverse:
     """The inverses of B blocks of one shape, or of one block.

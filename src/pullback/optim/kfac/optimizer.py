@@ -400,7 +400,8 @@ class KFAC(Optimizer):
         options.check_rates(self.param_groups)
         told = self._capture.due
         self._settle()
-        refuse_sources(closure, objective, controlled=self._controlled)
+        rule = self._rule if self._rule.matrices else None
+        refuse_sources(closure, objective, controlled=self._controlled, rule=rule)
         source = self._source(closure, objective)
         # the forward pass was not told that statistics are due, where the last step was rejected
         owing = closure is None and objective is None and not told and self._due()
@@ -835,5 +836,5 @@ class KFAC(Optimizer):
 
     def memory(self) -> dict[str, int]:
         """Bytes held, by what for."""
-        buffers = [s["momentum"] for s in self.state.values() if "momentum" in s]
+        buffers = [s[part] for s in self.state.values() for part in _BUFFERS if part in s]
         return {**self._held.memory(), "momentum": sum(t.nbytes for t in buffers)}
