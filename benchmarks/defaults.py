@@ -5,7 +5,7 @@
 Every run has a constant learning rate and no decay. For each task and seed: Adam at four rates;
 `KFAC(model, lr=...)` at its default rate times 1/10, 1/3, 1, 3 and 10; and Adam at 1e-3 for as
 many steps as fit into the time of the default run. What is compared is the loss on a fixed set of
-training data at the end (the median over the last five evaluations), and beside it the held-out one.
+training data at the end, the median over the last five evaluations; the held-out one is beside it.
 """
 
 from __future__ import annotations
@@ -172,26 +172,34 @@ def verdicts(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             return statistics.median(runs[name][what] for runs in own)
 
         best = min((f"adam {lr:g}" for lr in ADAM), key=value)
-        ours = [runs["kfac ×1"]["train"] for runs in own]
-        safe = [
-            all(runs[f"kfac ×{f:g}"]["train"] < runs[f"kfac ×{f:g}"]["start"] for f in FACTORS)
-            for runs in own
-        ]
+
+        def below(runs: dict[str, Any], *rivals: str) -> bool:
+            return runs["kfac ×1"]["train"] < min(runs[r]["train"] for r in rivals)
+
+        def safe(runs: dict[str, Any]) -> bool:
+            ours = [runs[f"kfac ×{factor:g}"] for factor in FACTORS]
+            return all(run["train"] < run["start"] for run in ours)
+
+        rates = [f"adam {lr:g}" for lr in ADAM]
         yield {
-            "task": task, "seeds": len(own), "start": value("kfac ×1", "start"),
-            "kfac": value("kfac ×1"), "kfac, held-out": value("kfac ×1", "held-out"),
-            "adam 1e-3": value("adam 0.001"), "adam 1e-3, held-out": value("adam 0.001", "held-out"),
-            "adam's best": value(best), "at": best, "its held-out": value(best, "held-out"),
+            "task": task,
+            "seeds": len(own),
+            "start": value("kfac ×1", "start"),
+            "kfac": value("kfac ×1"),
+            "kfac, held-out": value("kfac ×1", "held-out"),
+            "adam 1e-3": value("adam 0.001"),
+            "adam 1e-3, held-out": value("adam 0.001", "held-out"),
+            "adam's best": value(best),
+            "at": best,
+            "its held-out": value(best, "held-out"),
             "adam 1e-3, equal time": value("adam 0.001, equal time"),
-            "seeds below start at all rates": sum(safe),
-            "seeds below adam 1e-3": sum(a < r["adam 0.001"]["train"] for a, r in zip(ours, own, strict=True)),
-            "seeds below adam's best": sum(
-                a < min(r[f"adam {lr:g}"]["train"] for lr in ADAM) for a, r in zip(ours, own, strict=True)
-            ),
+            "seeds below start at all rates": sum(map(safe, own)),
+            "seeds below adam 1e-3": sum(below(runs, "adam 0.001") for runs in own),
+            "seeds below adam's best": sum(below(runs, *rates) for runs in own),
             "seeds below adam at equal time": sum(
-                a < r["adam 0.001, equal time"]["train"] for a, r in zip(ours, own, strict=True)
+                below(runs, "adam 0.001, equal time") for runs in own
             ),
-        }  # fmt: skip
+        }
 
 
 def main() -> None:

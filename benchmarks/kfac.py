@@ -34,6 +34,7 @@ from .timing import compare, environment, peak_bytes
 RESULTS = Path(__file__).parent / "results"
 NEVER = 10**9
 SCHEDULES = {"every step": (1, 1), "10/100": (10, 100), "25/250": (25, 250)}
+RULES = ("eigenbasis", "spectral")
 IN_A_ROW = {"cpu": 1, "cuda": 4}
 
 
@@ -73,9 +74,13 @@ class Bench:
             model,
             lr=0.0,
             likelihood=self.case.likelihood(),
+            kl_clip=None,
             statistics_every=statistics,
             invert_every=inversion,
         )
+
+    def rule(self, name: str) -> Callable[[nn.Module], pb.KFAC]:
+        return lambda model: pb.KFAC(model, lr=0.0, rule=name)
 
     def naive(self, statistics: int, inversion: int) -> Callable[[nn.Module], NaiveKFAC]:
         return lambda model: NaiveKFAC(
@@ -95,7 +100,9 @@ class Bench:
     def memory(self) -> dict[str, int]:
         """Peak bytes of each optimizer alone, statistics and inversion included."""
         out = {}
-        for name, make in (("baseline", self.baseline), ("kfac", self.kfac(10, 100))):
+        makers = {"baseline": self.baseline, "kfac": self.kfac(10, 100)}
+        makers |= {name: self.rule(name) for name in RULES}
+        for name, make in makers.items():
             gc.collect()
             step = self.route(make)
             out[name] = peak_bytes(lambda run=step: [run() for _ in range(12)], self.device)
@@ -121,9 +128,9 @@ def least(kinds: dict[str, float], at: dict[str, float], schedule: tuple[int, in
     return 1 + extra / kinds["baseline"]
 
 
-def scheduled(bench: Bench, schedule: tuple[int, int], steps: int) -> float:
+def scheduled(bench: Bench, make: Callable[[nn.Module], pb.KFAC], steps: int) -> float:
     """A run of so many steps as it is, in turn with the baseline, after as many to warm up."""
-    routes = {"baseline": bench.route(bench.baseline), "kfac": bench.route(bench.kfac(*schedule))}
+    routes = {"baseline": bench.route(bench.baseline), "kfac": bench.route(make)}
     for _ in range(steps):
         routes["kfac"]()
     chunk = max(1, min(10, steps // 3))
@@ -162,10 +169,13 @@ def measure(name: str, case: Case, device: torch.device, quick: bool) -> dict[st
     floors["statistics"] = 1 + (lowest["apply"] + lowest["statistics"]) / kinds["baseline"]
     floors["plain"] = 1 + lowest["apply"] / kinds["baseline"]
     peer = {s: combined(kinds, "naive", v) for s, v in SCHEDULES.items()} if case.naive else {}
-    ratios["10/100, run"] = scheduled(bench, (10, 100), 6 if quick else 100)
+    ratios["10/100, run"] = scheduled(bench, bench.kfac(10, 100), 6 if quick else 100)
+    for rule in RULES if device.type == "cuda" or quick else ():  # each by its own schedule
+        ratios[f"{rule}, run"] = scheduled(bench, bench.rule(rule), 6 if quick else 60)
     floors["10/100, run"] = floors["10/100"]
     if memory:
         ratios["memory"] = memory["kfac"] / memory["baseline"]
+        ratios |= {f"{rule}, memory": memory[rule] / memory["baseline"] for rule in RULES}
     print(f"\n{name}: {sum(p.numel() for p in bench.model.parameters()):,} parameters")
     for kind, seconds in kinds.items():
         print(f"  {kind:18} {1e3 * seconds:9.2f} ms")
@@ -174,7 +184,7 @@ def measure(name: str, case: Case, device: torch.device, quick: bool) -> dict[st
     for kind, ratio in ratios.items():
         cells = [floors.get(kind), peer.get(kind), case.targets.get(kind.removesuffix(", run"))]
         shown = " ".join(f"{'' if c is None else format(c, '.2f'):>7}" for c in cells)
-        print(f"  {kind:14} {ratio:6.2f} {shown}")
+        print(f"  {kind:18} {ratio:6.2f} {shown}")
     return {
         "milliseconds": {k: 1e3 * s for k, s in kinds.items()},
         "floor_milliseconds": {k: 1e3 * s for k, s in lowest.items()},

@@ -15,7 +15,7 @@ from pullback.experiments.races.checks import Lead, final, reached
 from pullback.experiments.races.corpus import Corpus, python_files
 from pullback.experiments.races.decoder import Decoder
 from pullback.experiments.races.loop import RaceTask, run
-from pullback.experiments.races.optimizers import OPTIMIZERS, OURS, available, hidden
+from pullback.experiments.races.optimizers import OPTIMIZERS, OURS, hidden
 from pullback.experiments.races.tasks import TASKS
 from pullback.experiments.races.vision import ImageData, ResNet, VisionTransformer
 
@@ -119,7 +119,7 @@ def _small(**changes: Any) -> RaceTask:
     return replace(RaceTask("small", model, source, 9, evaluations=3), **changes)
 
 
-@pytest.mark.parametrize("name", [n for n in OPTIMIZERS if n != "muon-torch" and available(n)])
+@pytest.mark.parametrize("name", [n for n in OPTIMIZERS if n != "muon-torch"])
 def test_every_optimizer_learns_something(name: str) -> None:
     rate = {"sgd": 0.3, "kfac-natural": 0.1}.get(name, 0.01)
     settings = {"kl_clip": 1e-2, "damping": 0.1} if name == "kfac-natural" else {}

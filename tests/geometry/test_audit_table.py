@@ -8,28 +8,34 @@ import pytest
 import torch
 from torch import nn
 
+from pullback.geometry.charts.transformations import Rotation
 from pullback.geometry.invariance.audit import audit
 from pullback.geometry.invariance.optimizers import optimizers
 from pullback.geometry.invariance.table import Audit
+from pullback.optim import KFAC
 
-E, F, N = "exact", "first order", "not invariant"
-NAMES = ("input whitening", "per-layer affine", "neuron rescaling", "neuron permutation",
-         "entry permutation", "elementwise")  # fmt: skip
-ORDERS = (N, N, N, E, E, N)  # orders of entries, and nothing else
+E, F, N, U = "exact", "first order", "not invariant", "undecided"
+NAMES = ("input rotation", "input whitening", "per-layer rotation", "per-layer affine",
+         "neuron rescaling", "neuron permutation", "entry permutation", "elementwise")  # fmt: skip
+ORDERS = (N, N, N, N, N, E, E, N)  # orders of entries, and nothing else
+TURNS = (E, N, E, N, N, E, E, N)  # orthogonal changes
+LAYERS = (E, E, E, E, E, E, N, N)  # affine changes of layers
 #: on a ReLU network, whose rescaling symmetry makes parameters superfluous
 RELU = {
-    "SGD": ORDERS,
+    "SGD": TURNS,
     "Adam": ORDERS,
     "L-BFGS": ORDERS,
-    "Muon": (N, N, N, E, N, N),
-    "NGD, pseudo-inverse": (F, F, F, E, E, F),
-    "NGD, damped": ORDERS,
-    "K-FAC, undamped": (E, E, E, E, N, N),
-    "K-FAC, invariant": (E, E, E, E, N, N),
-    "K-FAC, Tikhonov": (N, N, N, E, N, N),
+    "Muon": (E, N, E, N, N, E, N, N),
+    "NGD, pseudo-inverse": (E, F, E, F, F, E, E, F),
+    "NGD, damped": TURNS,
+    "K-FAC, undamped": LAYERS,
+    "K-FAC, invariant": LAYERS,
+    "K-FAC, Tikhonov": (E, N, E, N, N, E, N, N),
+    "K-FAC, eigenbasis": (E, U, N, N, N, E, N, N),  # of C = 1 every basis is an eigenbasis
+    "K-FAC, spectral": (E, N, N, N, N, E, N, N),
 }
 #: where a tanh network of full column rank says something else; it has no rescaling
-TANH = {**RELU, "NGD, pseudo-inverse": (E, E, None, E, E, F)}
+TANH = {**RELU, "NGD, pseudo-inverse": (E, E, E, E, None, E, E, F)}
 SMOOTH = ("NGD, pseudo-inverse", "K-FAC, invariant", "K-FAC, Tikhonov")
 MAKES = {c.name: c for c in optimizers()}
 
@@ -70,10 +76,43 @@ def test_every_optimizer_of_the_table_is_expected_and_explained() -> None:
 def test_definition_6_implies_definition_5_and_not_conversely() -> None:
     for name in MAKES:
         table = found(name, nn.ReLU)
-        rank = {E: 2, F: 1, N: 0}
+        rank = {E: 2, F: 1, N: 0, U: 0}
         for place in ("batch", "probes"):
             for key, verdict in table.verdicts(place).items():
                 assert rank[str(verdict)] >= rank[str(table.verdicts("parameters")[key])]
     relu = found("NGD, pseudo-inverse", nn.ReLU)
     assert str(relu.row("neuron rescaling").verdict) == F
     assert str(relu.row("neuron rescaling").parameters.verdict) == N
+
+
+def bare() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    """A network without biases, inputs and targets."""
+    torch.manual_seed(3)
+    sizes = ((4, 5), (5, 4), (4, 2))
+    one, two, three = (nn.Linear(*s, bias=False, dtype=torch.float64) for s in sizes)
+    x, y = (torch.randn(40, n, dtype=torch.float64) for n in (4, 2))
+    return nn.Sequential(one, nn.Tanh(), two, nn.Tanh(), three), x, y
+
+
+@pytest.mark.parametrize(("rule", "verdict"), [("eigenbasis", E), ("spectral", N)])
+def test_without_biases_the_eigenbasis_rule_turns_with_outputs_too(rule: str, verdict: str) -> None:
+    """The spectral one divides by the lengths of rows, which do not."""
+    model, x, y = bare()
+    turns = [Rotation(every=True)]
+    found = audit(lambda m: KFAC(m, rule=rule), model, (x, y), turns, steps=3, sizes=(1, 0.01))
+    assert str(found.rows[0].verdict) == verdict
+
+
+@pytest.mark.parametrize("rule", ["eigenbasis", "spectral"])
+def test_rules_see_the_scale_of_the_loss_by_adams_eps_alone(rule: str) -> None:
+    moved = []
+    for scale in (1.0, 1024.0):
+        model, x, y = bare()
+        start = model(x).detach()
+        opt = KFAC(model, rule=rule)
+        for _ in range(3):
+            opt.zero_grad()
+            (scale * (model(x) - y).square().mean()).backward()
+            opt.step()
+        moved.append(model(x).detach() - start)
+    assert float((moved[1] - moved[0]).norm() / moved[0].norm()) < 1e-5

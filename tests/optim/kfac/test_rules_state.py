@@ -245,25 +245,23 @@ def test_gradients_cleared_after_the_forward_pass(rule: str) -> None:
     assert torch.equal(*found)
 
 
+class Saving(nn.Module):
+    """The same network, whose body may run once more for its gradients."""
+
+    def __init__(self, saving: bool) -> None:
+        super().__init__()
+        self.body, self.head, self.saving = net()[:6], nn.Linear(5, 4), saving
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = checkpoint(self.body, x, use_reentrant=False) if self.saving else self.body(x)
+        return self.head(h)
+
+
 def test_gradient_checkpointing(rule: str) -> None:
     found = []
     for saving in (False, True):
         torch.manual_seed(0)
-
-        class Model(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.body, self.head = net()[:6], nn.Linear(5, 4)
-
-            def forward(self, x: Tensor) -> Tensor:
-                run = (
-                    (lambda h: checkpoint(self.body, h, use_reentrant=False))
-                    if saving
-                    else self.body
-                )
-                return self.head(run(x))
-
-        opt = made(model := Model(), rule)
+        opt = made(model := Saving(saving), rule)
         train(opt, model, 5)
         found.append(vector(model))
     torch.testing.assert_close(*found, rtol=1e-10, atol=1e-12)

@@ -318,3 +318,22 @@ def test_a_graph_of_derivatives_is_freed_as_without_the_optimizer() -> None:
         gc.enable()
         del opt
     assert left[0] == left[1] < len(refs)
+
+
+@pytest.mark.parametrize("rule", ["eigenbasis", "spectral"])
+def test_parameters_that_no_rule_is_for_follow_adamw(rule: str) -> None:
+    """A model without a weight matrix for the rule has no statistics, and trains."""
+    ends = []
+    for ours in (True, False):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 3)
+        groups = [{"params": list(model.parameters()), "rule": "adam"}]
+        opt: Any = torch.optim.AdamW(model.parameters(), 0.01, betas=(0.9, 0.95), weight_decay=0.1)
+        if ours:
+            opt = pb.KFAC(model, 0.01, rule=rule, params=groups, weight_decay=0.1)
+        for _ in range(3):
+            opt.zero_grad()
+            model(torch.ones(5, 4)).square().mean().backward()
+            opt.step()
+        ends.append(vector(model))
+    assert_close(*ends, 1e-12, "AdamW")

@@ -7,7 +7,7 @@ A model φ(w) and its twin ψ = φ∘f start from the same function and take the
 
 Theorem 2 of the first paper says that the natural gradient satisfies the one and, where parameters
 are superfluous, not the other; the second paper, that K-FAC satisfies both for affine changes of
-layers. Here `geometry.audit` asks ten optimizers under six transformations, on small networks.
+layers. Here `geometry.audit` asks twelve optimizers under eight transformations, on small networks.
 """
 
 from __future__ import annotations

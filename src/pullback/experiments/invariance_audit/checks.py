@@ -16,7 +16,7 @@ Found = Mapping[tuple[str, str], list[Row]]
 
 NATURAL, DAMPED = "NGD, pseudo-inverse", "NGD, damped"
 KFAC, TIKHONOV = ("K-FAC, undamped", "K-FAC, invariant"), "K-FAC, Tikhonov"
-SLICED = "SliceSGD"
+RULES, SLICED = ("K-FAC, eigenbasis", "K-FAC, spectral"), "SliceSGD"
 PLAIN = ("SGD", "Adam", "L-BFGS", "Muon")
 AFFINE = ("input whitening", "per-layer affine", "neuron rescaling")
 _RANKS = {str(v): i for i, v in enumerate((Verdict.EXACT, Verdict.FIRST_ORDER))}
@@ -43,6 +43,7 @@ def claims(found: Found) -> list[Check]:
     damped = [r for net in ("leaky", "tanh") for r in rows(net, [DAMPED, TIKHONOV], AFFINE)]
     sliced = rows("leaky", [SLICED], ["neuron rescaling", "neuron permutation"])
     whitened = rows("leaky", [SLICED], ["input whitening"])
+    turned = [r for net in ("leaky", "tanh") for r in rows(net, RULES, ["input rotation"])]
     plain = [r for net in ("leaky", "tanh") for r in rows(net, PLAIN, (*AFFINE, "elementwise"))]
     return [
         _check("Theorem 2: on the model the natural gradient is the same in all coordinates",
@@ -61,6 +62,8 @@ def claims(found: Found) -> list[Check]:
                sliced, {"exact"}, of_paper=False),
         _check("and depends on other affine changes as SGD does",
                whitened, {"not invariant"}, of_paper=False),
+        _check("K-FAC's eigenbasis and spectral rules do not see turns of the inputs",
+               turned, {"exact"}, of_paper=False),
     ]  # fmt: skip
 
 

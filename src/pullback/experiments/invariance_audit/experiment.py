@@ -51,7 +51,7 @@ def contenders(net: str) -> list[Contender]:
 
 @dataclass(frozen=True, kw_only=True)
 class InvarianceAudit(Experiment):
-    """Ten optimizers under six transformations.
+    """Twelve optimizers under eight transformations.
 
     Attributes:
         pairs: a network of `NETS` and one of its `contenders`, each.

@@ -17,7 +17,7 @@ from ..framework.results import Results
 from ..framework.tabular import Table
 from .checks import Found, Lead, table
 from .loop import RaceTask, run
-from .optimizers import OURS, available
+from .optimizers import OURS
 from .tasks import TASKS
 from .vision import ImageData
 
@@ -52,6 +52,7 @@ class Race(Experiment):
     Attributes:
         tasks, quick_tasks: names in `TASKS`.
         entrants, quick_entrants: optimizers by name.
+        search: the share of the steps with which rates are compared.
         lengths: shares of the steps for which the best of ours runs too, each with its schedule.
         leads: what is claimed, of each task.
         held: which of the claims held in the full runs, task after task; all if empty.
@@ -62,6 +63,7 @@ class Race(Experiment):
     quick_tasks: Sequence[str]
     entrants: Mapping[str, Entrant]
     quick_entrants: Mapping[str, Entrant]
+    search: float = 1 / 3
     lengths: Sequence[float] = (1.0, 0.85, 0.5)
     leads: Sequence[Lead] = ()
     held: Sequence[bool] = ()
@@ -74,8 +76,7 @@ class Race(Experiment):
         return {name: replace(TASKS[name], **self.changes) for name in names}
 
     def _entrants(self, quick: bool) -> dict[str, Entrant]:
-        some = self.quick_entrants if quick else self.entrants
-        return {name: entrant for name, entrant in some.items() if available(name)}
+        return dict(self.quick_entrants if quick else self.entrants)
 
     def _ours(self, quick: bool) -> list[str]:
         return [name for name in self._entrants(quick) if name in OURS]
@@ -86,6 +87,7 @@ class Race(Experiment):
     def config(self, quick: bool) -> dict[str, Any]:
         return {
             "tasks": {name: task.described() for name, task in self._tasks(quick).items()},
+            "search": self.search,
             "lengths": list(self.lengths),
             "search seed": _SEARCH_SEED,
             "methods": {n: e.described() for n, e in self._entrants(quick).items()},
@@ -119,7 +121,7 @@ class Race(Experiment):
     def _tried(self, task: str, name: str, place: int, context: Context) -> Record:
         """One rate, on the seed of searches."""
         rate = self._entrants(context.quick)[name].rates[place]
-        found = self._run(task, name, rate, 1.0, replace(context, seed=_SEARCH_SEED))
+        found = self._run(task, name, rate, self.search, replace(context, seed=_SEARCH_SEED))
         return {"method": name, "lr": rate, "score": finite(found["final"]), "ms": found["ms"]}
 
     def _chosen(self, task: str, names: Sequence[str], share: float, context: Context) -> Record:

@@ -7,7 +7,6 @@ same rate; weights decay and gains do not.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from inspect import signature
 from typing import Any
 
 import torch
@@ -126,11 +125,6 @@ OPTIMIZERS: dict[str, Build] = {
 }
 
 OURS = ("kfac-spectral", "kfac-eigenbasis")
-
-
-def available(name: str) -> bool:
-    """Whether this version of `KFAC` knows the rule that a name asks for."""
-    return name not in OURS or "rule" in signature(KFAC).parameters
 
 
 def _cuda(model: nn.Module) -> bool:

@@ -100,6 +100,27 @@ class Whitening(Transformation):
         return _affine_twin(model, Coordinates(inputs, outputs))
 
 
+class Rotation(Transformation):
+    """Orthogonal Ω of the first layer's input, or of every layer's with an orthogonal Φ."""
+
+    def __init__(self, seed: int = 0, *, every: bool = False) -> None:
+        self.seed, self.every = seed, every
+        self.name = "per-layer rotation" if every else "input rotation"
+        where = "z = Φz† in every layer" if every else "in the first layer"
+        self.about = f"a† = Ωa with ΩᵀΩ = 1, {where}"
+
+    def twin(self, model: nn.Module, x: Tensor) -> Twin:
+        generator = torch.Generator().manual_seed(self.seed)
+        every, (first, _) = _some_layers(model), _first(model, x)
+
+        def turned(size: int, turns: bool) -> Change:
+            return drawn(size, generator, 1.0).linear() if turns else same(size)
+
+        inputs = [turned(m.weight.shape[1], self.every or m is first) for m in every]
+        outputs = [turned(m.weight.shape[0], self.every) for m in every]
+        return _affine_twin(model, Coordinates(inputs, outputs))
+
+
 class NeuronRescaling(Transformation):
     """Hidden neurons times s = e^u with u uniform in ±`spread`, undone by the next layer."""
 
@@ -164,9 +185,11 @@ class Parameters(Transformation):
 
 
 def standard(seed: int = 0) -> list[Transformation]:
-    """The six that an audit runs through by default."""
+    """The eight that an audit runs through by default."""
     return [
+        Rotation(seed),
         Whitening(),
+        Rotation(seed, every=True),
         Affine(seed),
         NeuronRescaling(seed),
         NeuronPermutation(seed),

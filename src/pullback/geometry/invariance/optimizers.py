@@ -105,7 +105,7 @@ def optimizers() -> list[Contender]:
             _muon,
             "orthogonalizes a matrix: rows and columns may be permuted, entries not",
             resolution=torch.finfo(torch.bfloat16).eps,
-            slack=1.0,
+            slack=3.0,
         ),
         Contender(
             "NGD, pseudo-inverse",
@@ -133,5 +133,16 @@ def optimizers() -> list[Contender]:
             "K-FAC, Tikhonov",
             _kfac(Tikhonov(1e-2)),
             "damped by the identity, which is not",
+        ),
+        Contender(
+            "K-FAC, eigenbasis",
+            lambda m: KFAC(m, 0.01, statistics_every=1, invert_every=1),
+            "Adam in bases that turn with inputs and outputs; biases, which are Adam's, do not",
+        ),
+        Contender(
+            "K-FAC, spectral",
+            lambda m: KFAC(m, 0.02, rule="spectral", statistics_every=1, invert_every=1),
+            "a polar factor turns with the inputs; rows are scaled one by one, and the output "
+            "layer is Adam's",
         ),
     ]

@@ -18,7 +18,6 @@ from torch import Tensor
 from . import sides
 from .blocks import rotated
 
-
 #: what rules keep of the gradients
 MOMENTS = ("first", "second", "steps")
 
@@ -266,7 +265,7 @@ def to_half(x: Tensor, *sides: Tensor | None) -> tuple[Tensor, Tensor | None]:
         return x, None
     by = torch.linalg.matrix_norm(x, keepdim=True) / _NORM
     by = by.clamp(min=torch.finfo(x.dtype).tiny)
-    return (x / by).half(), by
+    return torch.div(x, by, out=x.new_empty(x.shape, dtype=torch.float16)), by
 
 
 def _range(by: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:

@@ -24,6 +24,7 @@ _POLAR = (
 )
 #: and the limit of them, which takes [0.7, 1.3] to 1 ± 0.09
 _LAST = (1.875, -1.25, 0.375)
+_NEAR = 1.5e4  # the largest condition for which a root needs no first polynomial
 _ANGLE = 0.7  # the largest rotation of one turn
 _NOISE = 8  # round-off of EᵀCE, in units of the largest entry's
 _APART = 0.3  # how far from 1 a root may be before its last step
@@ -39,8 +40,9 @@ def polar(x: Tensor) -> Tensor:
     y = x.mT if tall else x
     wide = torch.float32 if x.dtype == torch.float16 else x.dtype
     size = torch.linalg.matrix_norm(y, keepdim=True, dtype=wide)
-    y = y / (1.01 * size).clamp(min=torch.finfo(wide).tiny)
-    y = y.bfloat16() if y.is_cuda and wide == torch.float32 else y
+    kind = torch.bfloat16 if y.is_cuda and wide == torch.float32 else wide
+    size = (1.01 * size).clamp(min=torch.finfo(wide).tiny)
+    y = torch.div(y, size, out=torch.empty_like(y, dtype=kind))
     for a, b, c in _POLAR:
         gram = y @ y.mT
         y = torch.baddbmm(y, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), y, beta=a)
@@ -68,7 +70,8 @@ def inverse_root(side: Tensor, damping: float, *, fine: bool = False) -> tuple[T
     y /= size
     product = _fine_product if fine else _product
     z = t = y
-    steps = (*_POLAR, _LAST)
+    skip = side.shape[-1] <= _NEAR * damping  # a bound of the condition
+    steps = (*_POLAR[skip:], _LAST)
     for i, (a, b, c) in enumerate(steps):
         t = product(z, y) if i else y
         p = product(t, t).mul_(c).add_(t, alpha=b)

@@ -42,8 +42,8 @@ class Spectral(Rule):
     defaults: ClassVar = {
         "lr": 6e-3,
         "damping": 0.2,
-        "ema": 0.9,
-        "statistics_every": 5,
+        "ema": 0.8,
+        "statistics_every": 10,
         "invert_every": 20,
     }
 

@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...._core.graph import Root, last_edges, pull, refuse_reentrant
 from ...._core.space import compute_dtype
 from ....grams.kronecker.inverse import Inverse
 from ....maps.proof import Proof
+from ....maps.record import Entry
 from ...checks import refuse_sparse
 from ..factors.factor import DIAGONAL, BlockKey
 from .compound import CompoundReplays, tap_moments
@@ -24,6 +25,7 @@ from .record import ForwardRecord
 from .sums import Pool, factors_of
 
 _ROUTES = 256  # ways through a network that are remembered
+_PLACES = 4096  # at which a linear layer's inputs are measured where they alone are
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ class Structure:
         pool = Pool()
         uses = [UseMoments(e, self._sharing) for e in record.entries if e.names.get("weight")]
         for own in uses:
-            own.seen = own.entry.module, own.entry.input, None
+            own.seen = own.entry.module, _some_places(own.entry), None
         form_inputs([own for own in uses if own.entry.layer.curvature == "kronecker"])
         found = [(own.entry.names, own.entry.layer, own.inputs) for own in uses]
         found += [
@@ -180,6 +182,15 @@ class Structure:
                 flat = gradient.flatten().to(compute_dtype(gradient.dtype))
                 held = pool.of(BlockKey("diagonal", (name,)))
                 held.add(DIAGONAL, flat.square()[:, None, None])
+
+
+def _some_places(entry: Entry) -> Tensor:
+    """Return the inputs of a linear layer at enough places: a root needs no more."""
+    x = entry.input
+    if type(entry.module) is not nn.Linear or not x.numel():
+        return x
+    rows = x.reshape(-1, x.shape[-1])
+    return rows[:: max(1, len(rows) // max(_PLACES, 2 * x.shape[-1]))]
 
 
 def _norms(gradients: Mapping[str, Tensor | None]) -> Sequence[Tensor]:
