@@ -238,8 +238,8 @@ class KFAC(Optimizer):
         super().add_param_group(group)
         self._choose()
         self._reserve()
+        self._publish()  # first, so that parameters stand in their order
         self._make_buffers()
-        self._publish()
 
     @property
     def _chosen(self) -> dict[str, Any]:
