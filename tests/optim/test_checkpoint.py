@@ -54,6 +54,8 @@ KFAC: dict[str, dict[str, Any]] = {
     "KFAC, quadratic model": {"step": T.QuadraticModel()},
     "KFAC, every step": {"statistics_every": 1, "invert_every": 1},
     "KFAC, clipped": {"kl_clip": 1e-3},
+    "KFAC, rule eigenbasis": {"rule": "eigenbasis", "damping": None},
+    "KFAC, rule spectral": {"rule": "spectral"},
 }
 
 
@@ -142,7 +144,16 @@ def test_torchs_checkpoints_resume_to_the_same_bits(name: str, options: str) -> 
 
 
 @pytest.mark.parametrize(
-    "name", ["KFAC", "KFAC, eigenbases", "Spring of QuadraticModel", "SliceSGD", "Sliced Adam"]
+    "name",
+    [
+        "KFAC",
+        "KFAC, eigenbases",
+        "KFAC, rule eigenbasis",
+        "KFAC, rule spectral",
+        "Spring of QuadraticModel",
+        "SliceSGD",
+        "Sliced Adam",
+    ],  # fmt: skip
 )
 def test_a_checkpoint_in_files_resumes_to_the_same_bits(name: str, tmp_path: Path) -> None:
     model, opt = start(name)

@@ -18,6 +18,9 @@ from torch import Tensor
 from . import sides
 from .blocks import rotated
 
+#: what rules keep of the gradients
+MOMENTS = ("first", "second", "steps")
+
 
 @dataclass
 class Inverse:

@@ -194,9 +194,18 @@ class ObjectiveSource(Source):
         return [[a @ b for b in pushed] for a in pushed]
 
 
-def refuse_sources(closure: Any, objective: Any, *, controlled: bool) -> None:
-    """Raise where `step` was given what it cannot use, or lacks what it needs."""
+def refuse_sources(closure: Any, objective: Any, *, controlled: bool, rule: Any = None) -> None:
+    """Raise where `step` was given what it cannot use, or lacks what it needs.
+
+    A `rule` for matrices alone cannot use an objective.
+    """
     refuse_uncallable(closure)
+    if objective is not None and rule is not None:
+        raise PullbackError(
+            f"An objective does not go with {rule!r}",
+            "the metric of its terms is read by the natural gradient alone",
+            "Use rule='natural', or call backward() and step() without an objective",
+        )
     if objective is not None and closure is not None:
         raise PullbackError(
             "step() was given a closure and an objective",

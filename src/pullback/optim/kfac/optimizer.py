@@ -173,10 +173,10 @@ class KFAC(Optimizer):
         self.kl_clip, self.ema, self.ekfac, self.seed = kl_clip, ema, ekfac, seed
         self.statistics_every, self.invert_every = statistics_every, invert_every
         self.reduction, self.grad_scaler, self.quadratic = reduction, grad_scaler, step
+        scaled = grad_scaler is not None or self._rule.matrices  # bases do not depend on scales
         self._recipe = Recipe(
             self.metric, fisher, Sharing(sharing == "reduce", batch_dim, max_factor), joint, draws,
-            output, batch_dim, ekfac, reduction, grad_scaler is not None, self._rule.inputs,
-            self._rule.matrices,
+            output, batch_dim, ekfac, reduction, scaled, self._rule.inputs, self._rule.matrices,
         )  # fmt: skip
         self._closed, self._warned = False, False
         self._info, self._skipped = KFACInfo(), False
@@ -238,8 +238,8 @@ class KFAC(Optimizer):
         super().add_param_group(group)
         self._choose()
         self._reserve()
+        self._publish()  # first, so that parameters stand in their order
         self._make_buffers()
-        self._publish()
 
     @property
     def _chosen(self) -> dict[str, Any]:
@@ -251,10 +251,14 @@ class KFAC(Optimizer):
         given = {n: p for n, p in self._chosen.items() if p.numel()}
         self._measured = list(given)
         if self._rule.matrices:
-            every = forecast(self.model, self._by_name, self._recipe.sharing, joint=False).factors
-            weights = {k.names[0]: own for k, own in every.items() if k.kronecker and not k.bias}
+            every = forecast(self.model, self._by_name, self._recipe.sharing, joint=False)
+            weights = {
+                k.names[0]: own for k, own in every.factors.items() if k.kronecker and not k.bias
+            }
             dense = [n for n, own in weights.items() if all(t.ndim == 3 for t in own.values())]
-            head = {} if self._rule.head else {*list(weights)[-1:]}
+            if self._rule.inputs:  # whose side is that of columns
+                dense = [n for n in dense if next(iter(weights[n])).side == "right"]
+            head = set() if self._rule.head else {every.last}
             adam = {self._names[id(p)] for g in self.param_groups if g["rule"] for p in g["params"]}
             self._measured = [n for n in dense if n in given and n not in {*head, *adam}]
         self._capture.choose(self._measured)
@@ -396,7 +400,8 @@ class KFAC(Optimizer):
         options.check_rates(self.param_groups)
         told = self._capture.due
         self._settle()
-        refuse_sources(closure, objective, controlled=self._controlled)
+        rule = self._rule if self._rule.matrices else None
+        refuse_sources(closure, objective, controlled=self._controlled, rule=rule)
         source = self._source(closure, objective)
         # the forward pass was not told that statistics are due, where the last step was rejected
         owing = closure is None and objective is None and not told and self._due()
@@ -518,8 +523,12 @@ class KFAC(Optimizer):
         return dense_gradients(self.param_groups, self._names, self._shapes)
 
     def _due(self) -> bool:
-        measuring = not self._closed and bool(self._measured)
-        return measuring and self._held.schedule["step"] % self.statistics_every == 0
+        if self._closed or self._held.schedule["step"] % self.statistics_every:
+            return False
+        # where no matrix follows the rule, there is nothing to measure
+        return not self._rule.matrices or any(
+            self._by_name[n].requires_grad for n in self._measured
+        )
 
     def _statistics(self, source: Source, owing: bool) -> dict[BlockKey, dict[Factor, Side]]:
         """The means of what was seen since the last step, or of an objective's terms."""
@@ -827,5 +836,5 @@ class KFAC(Optimizer):
 
     def memory(self) -> dict[str, int]:
         """Bytes held, by what for."""
-        buffers = [s["momentum"] for s in self.state.values() if "momentum" in s]
+        buffers = [s[part] for s in self.state.values() for part in _BUFFERS if part in s]
         return {**self._held.memory(), "momentum": sum(t.nbytes for t in buffers)}

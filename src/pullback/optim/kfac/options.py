@@ -45,8 +45,8 @@ def _pair(value: Any) -> bool:
 
 #: arguments, what they must be, and the remedy
 _TABLE: list[tuple[str, Callable[[Any], bool], str]] = [
-    ("lr weight_decay", _number, "Use a number ≥ 0"),
-    ("momentum ema", lambda v: _number(v) and v < 1, "Use a number in [0, 1)"),
+    ("lr weight_decay eps", _number, "Use a number ≥ 0"),
+    ("momentum ema adapt", lambda v: _number(v) and v < 1, "Use a number in [0, 1)"),
     ("betas", lambda v: _pair(v), "Use two numbers in [0, 1)"),
     ("rule", ("adam",).__contains__, "Use 'adam', or None for the optimizer's own rule"),
     ("kl_clip", lambda v: _number(v) and v > 0, "Use a number > 0, or None"),
@@ -121,7 +121,7 @@ def rule_of(rule: Rule | str | None, **given: Any) -> Rule:
     if rule is None:
         return Natural() if asked else Eigenbasis()
     found: Any = _RULES[rule]() if isinstance(rule, str) and rule in _RULES else rule
-    if not hasattr(found, "directions"):
+    if not isinstance(found, Rule):
         raise PullbackError(
             "rule= is not usable", f"got {rule!r}", f"Use one of {', '.join(_RULES)}, or a Rule"
         )
@@ -133,6 +133,15 @@ def rule_of(rule: Rule | str | None, **given: Any) -> Rule:
             "another rule reads it",
             "Leave it out, or use rule='natural'; momenta are arguments of the rule itself",
         )
+    damping = given.get("damping")
+    if found.needs == "root" and damping is not None and not (_number(damping) and damping > 0):
+        raise PullbackError(
+            f"damping= does not go with {found!r}",
+            f"it is the share of the inputs' mean square that is added to them; got {damping!r}",
+            "Use a number > 0",
+        )
+    if isinstance(found, (Eigenbasis, Spectral)):
+        check(**{n: v for n, v in vars(found).items() if n in _TESTS})
     return found
 
 

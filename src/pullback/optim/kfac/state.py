@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ..._core.errors import PullbackError
-from ...grams.kronecker.inverse import Inverse
+from ...grams.kronecker.inverse import MOMENTS, Inverse
 from ...grams.kronecker.packed import Side, as_side, memory
 from .factors.average import Average, ema_update
 from .factors.factor import SPECTRUM, BlockKey, Factor, Factors, block_shape
@@ -216,9 +216,14 @@ def restore(
         if state.mean:
             average.mean, average.count = _factors(own["mean"], p), own["mean"]["count"]
         tensors = {n: _own(t, p) for n, t in own["inverse"].items() if n != "ready"}
-        held.inverses[key] = Inverse(
-            **{"left": None, **tensors}, factors=held.inverses[key].factors
-        )
+        room = held.inverses[key]
+        if _moments(tensors) != _moments(room.tensors()):
+            raise PullbackError(
+                "The saved state is of another rule",
+                f"moments of {name} are not those that this one keeps",
+                "Load it into an optimizer with the same rule=",
+            )
+        held.inverses[key] = Inverse(**{"left": None, **tensors}, factors=room.factors)
         if own["inverse"]["ready"]:
             held.ready.add(key)
         if key in held.spectra:
@@ -230,6 +235,11 @@ def restore(
     for name in _SCHEDULE:
         value = schedule[name]
         state.schedule[name] = value.item() if isinstance(value, Tensor) else value
+
+
+def _moments(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
+    """The shapes of a rule's moments, by name."""
+    return {n: t.shape for n, t in tensors.items() if n in MOMENTS}
 
 
 def _key_of(name: str, p: Tensor, factors: Factors, expected: Forecast) -> BlockKey:

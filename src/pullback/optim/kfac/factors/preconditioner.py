@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from ....grams.kronecker import Block, Inverses, Rotated, inverses, sides
 from ....grams.kronecker.inverse import (
+    MOMENTS,
     Inverse,
     aligned,
     half_sides,
@@ -414,7 +415,7 @@ class _Group:
         self.names = [n for key in keys for n in key.names]
         #: names by role: weights and biases, or gains and shifts
         self._roles = [list(names) for names in zip(*(key.names for key in keys), strict=True)]
-        self._units, self._like = not keys[0].kronecker, like
+        self._units, self._like, self._members = not keys[0].kronecker, like, members
         self._rows, self._columns = shape[0], shape[-1] - keys[0].joint
         self._stack = every[0]
         if len(every) > 1:
@@ -430,6 +431,7 @@ class _Group:
         self, rule: Rule, gradients: Mapping[str, Tensor], good: Tensor | None
     ) -> tuple[dict[str, Tensor], list[Tensor]]:
         """Return the directions of all members, by name in the parameters' shapes, and stacked."""
+        kept = self._moments_without(gradients) if rule.moments else []
         given = [[self._gradient(n, gradients) for n in names] for names in self._roles]
         if self._units:
             found = rule.directions(self._stack, [torch.stack([torch.cat(g) for g in given])], good)
@@ -443,10 +445,18 @@ class _Group:
         ]
         out: dict[str, Tensor] = {}
         found = rule.directions(self._stack, stacks, good)
+        for moment, before in kept:
+            moment.copy_(before)
         for names, stack in zip(self._roles, found, strict=True):
             each = stack.reshape(len(names), *self._like[names[0]].shape).unbind()
             out |= zip(names, each, strict=True)
         return out, found
+
+    def _moments_without(self, gradients: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """Return the moments of members that have no gradient, each with a copy."""
+        lacking = [m for k, m in self._members.items() if gradients.keys().isdisjoint(k.names)]
+        held = [t for m in lacking for n, t in m.tensors().items() if n in MOMENTS]
+        return [(t, t.clone()) for t in held]
 
     def _gradient(self, name: str, gradients: Mapping[str, Tensor]) -> Tensor:
         """Return a parameter's gradient, flat for units; a missing one is zero."""

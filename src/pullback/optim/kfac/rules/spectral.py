@@ -15,6 +15,7 @@ from ....grams.kronecker.roots import polar
 from .rule import Rule, advance
 
 _RMS = 0.2  # of a step's entries over the learning rate, as AdamW's are
+_LEAST = 1e-3  # of the size that is divided by: without a gradient it is zero
 
 
 class Spectral(Rule):
@@ -71,5 +72,5 @@ class Spectral(Rule):
         advance(second, lengths.square() / columns, 1 - self.adapt, good)
         scale = second.clamp(min=torch.finfo(g.dtype).tiny).rsqrt()
         size = (lengths * scale).square().sum(1, keepdim=True).sqrt()
-        scale *= _RMS * sqrt(rows * columns) / size.clamp(min=torch.finfo(g.dtype).tiny)
+        scale *= _RMS * sqrt(rows * columns) / size.clamp(min=_LEAST)
         return [u * scale]

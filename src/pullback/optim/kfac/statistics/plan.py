@@ -100,6 +100,8 @@ class Forecast:
     #: the bias beside a weight, and all biases
     partners: dict[str, str]
     biases: set[str]
+    #: the weight of the last layer that has a Kronecker block
+    last: str | None
 
 
 def forecast(
@@ -151,7 +153,9 @@ def forecast(
         factors[BlockKey("diagonal", (name,))][DIAGONAL] = _empty(p, (p.numel(), 1, 1))
     pairs = [(use.names.get("weight"), use.names.get("bias")) for use, *_ in found]
     partners = {w: b for w, b in pairs if w is not None and b is not None}
-    return Forecast(factors, kinds, partners, {b for _, b in pairs if b is not None})
+    ends = [use.names["weight"] for use, *_ in found if plan.weight_block(use.names) is not None]
+    biases = {b for _, b in pairs if b is not None}
+    return Forecast(factors, kinds, partners, biases, ends[-1] if ends else None)
 
 
 def _uses(

@@ -1,0 +1,512 @@
+"""The rules for matrices: each by its definition, on real layers, and what they do not notice."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import pullback as pb
+from pullback.optim.kfac.rules.eigenbasis import Eigenbasis
+from pullback.optim.kfac.rules.spectral import Spectral
+
+from ..common import assert_close, vector
+from .common import DOUBLE, Fused, Then
+
+RULES = ["eigenbasis", "spectral"]
+
+
+@pytest.fixture(autouse=True)
+def _double() -> None:
+    torch.set_default_dtype(DOUBLE)
+    torch.manual_seed(0)
+
+
+def mlp(*widths: int, bias: bool = True) -> nn.Sequential:
+    """Linear layers with tanh between them."""
+    pairs = pairwise(widths)
+    layers = [m for i, o in pairs for m in (nn.Linear(i, o, bias=bias), nn.Tanh())]
+    return nn.Sequential(*layers[:-1])
+
+
+def mse(z: Tensor, y: Tensor) -> Tensor:
+    return 0.5 * (z - y).square().sum(-1).mean()
+
+
+# --- by definition ------------------------------------------------------------------------------
+
+
+class Watched:
+    """Inputs and output cotangents of linear layers, by hooks of its own."""
+
+    def __init__(self, layers: list[Any]) -> None:
+        self.inputs: dict[Any, Tensor] = {}
+        self.cotangents: dict[Any, Tensor] = {}
+        for layer in layers:
+            layer.register_forward_hook(self._forward)
+
+    def _forward(self, layer: Any, args: Any, out: Tensor) -> None:
+        self.inputs[layer] = args[0].detach().clone()
+        out.register_hook(lambda d: self.cotangents.update({layer: d.clone()}))
+
+
+class AdamW:
+    """Of one parameter."""
+
+    def __init__(self, p: Any, betas: tuple[float, float], decay: float) -> None:
+        self.p, self.betas, self.decay, self.steps = p, betas, decay, 0
+        self.first, self.second = torch.zeros_like(p), torch.zeros_like(p)
+
+    @torch.no_grad()
+    def step(self, lr: float) -> None:
+        self.steps += 1
+        one, two = self.betas
+        self.first = one * self.first + (1 - one) * self.p.grad
+        self.second = two * self.second + (1 - two) * self.p.grad**2
+        mean, square = self.first / (1 - one**self.steps), self.second / (1 - two**self.steps)
+        self.p.copy_((1 - lr * self.decay) * self.p - lr * mean / (square.sqrt() + 1e-8))
+
+
+def turned(side: Tensor, basis: Tensor) -> tuple[Tensor, float]:
+    """The basis after one turn, and the angle of the turn before it is made orthonormal."""
+    s = basis.T @ (side / side.diagonal().max()) @ basis
+    k, noise = torch.zeros_like(s), 8 * torch.finfo(s.dtype).eps
+    for i in range(len(s)):
+        for j in range(len(s)):
+            gap = s[j, j] - s[i, i]
+            k[i, j] = s[i, j] * gap / (gap**2 + 4 * s[i, j] ** 2 + noise**2)
+    k = (k - k.T) / 2
+    x = basis + basis @ k
+    for _ in range(2):
+        x = x @ (3 * torch.eye(len(x)) - x.T @ x) / 2
+    return x, float(torch.linalg.matrix_norm(k, 2))
+
+
+class EigenAdam:
+    """One weight in the eigenbases of the moments of its layer's inputs and cotangents."""
+
+    def __init__(self, layer: Any, seen: Watched, ema: float, decay: float) -> None:
+        self.layer, self.seen, self.ema, self.decay, self.steps = layer, seen, ema, decay, 0
+        self.sides: list[Any] = [0.0, 0.0]
+        self.bases: list[Tensor] = []
+        self.first, self.second = torch.zeros_like(layer.weight), torch.zeros_like(layer.weight)
+        self.angle = 0.0
+
+    @torch.no_grad()
+    def step(self, lr: float, betas: tuple[float, float], eps: float) -> None:
+        self.steps += 1
+        weight: Any = self.layer.weight
+        for i, held in enumerate((self.seen.cotangents, self.seen.inputs)):
+            x = held[self.layer]
+            self.sides[i] = self.ema * self.sides[i] + (1 - self.ema) * x.T @ x / len(x)
+        means = [side / (1 - self.ema**self.steps) for side in self.sides]
+        if not self.bases:
+            self.bases = [torch.linalg.eigh(side)[1] for side in means]
+        else:
+            new = [turned(side, basis) for side, basis in zip(means, self.bases, strict=True)]
+            left, right = (e.T @ n for e, (n, _) in zip(self.bases, new, strict=True))
+            self.first = left.T @ self.first @ right
+            self.bases = [n for n, _ in new]
+            self.angle = max(self.angle, *(angle for _, angle in new))
+        u, w = self.bases
+        g = u.T @ weight.grad @ w
+        one, two = betas
+        self.first = one * self.first + (1 - one) * g
+        self.second = two * self.second + (1 - two) * g**2
+        mean, square = self.first / (1 - one**self.steps), self.second / (1 - two**self.steps)
+        weight.copy_((1 - lr * self.decay) * weight - lr * u @ (mean / (square.sqrt() + eps)) @ w.T)
+
+
+def test_ten_steps_of_adam_in_eigenbases() -> None:
+    model, lr, ema, decay, betas, eps = mlp(4, 6, 5, 3), 0.02, 0.8, 0.1, (0.8, 0.9), 1e-6
+    twin, others = copy.deepcopy(model), (0.7, 0.95)
+    opt = pb.KFAC(
+        model, lr, rule=Eigenbasis(betas, eps), betas=others, ema=ema, weight_decay=decay,
+        statistics_every=1, invert_every=1,
+    )  # fmt: skip
+    layers = [m for m in twin if isinstance(m, nn.Linear)]
+    seen = Watched(layers)
+    weights = [EigenAdam(m, seen, ema, decay) for m in layers]
+    biases = [AdamW(m.bias, others, decay) for m in layers]
+    x, target = torch.randn(40, 4), torch.randn(40, 3)
+    for _ in range(10):
+        x = x + 0.2 * torch.randn(40, 4)
+        for net in (model, twin):
+            net.zero_grad()
+            mse(net(x), target).backward()
+        opt.step()
+        for one in weights:
+            one.step(lr, betas, eps)
+        for bias in biases:
+            bias.step(lr)
+        assert_close(vector(model), vector(twin), 1e-8)
+    angles = [w.angle for w in weights]
+    assert min(angles) > 0.01
+    assert max(angles) < 0.7  # no turn was cut short
+    assert {r.name: r.rule for r in opt.coverage()} == {
+        n: "eigenbasis" if n.endswith("weight") else "adam" for n, _ in model.named_parameters()
+    }
+
+
+#: the published polynomials
+QUINTICS = (
+    (8.4703, -25.1081, 18.6293), (4.1423, -3.0181, 0.5526), (3.9286, -2.8723, 0.5365),
+    (3.2763, -2.4118, 0.4860), (2.2794, -1.6274, 0.4026),
+)  # fmt: skip
+
+
+def polar(x: Tensor) -> Tensor:
+    """By the polynomials of each singular value."""
+    u, s, vt = torch.linalg.svd(x, full_matrices=False)
+    s = s / (1.01 * s.norm())
+    for a, b, c in QUINTICS:
+        s = a * s + b * s**3 + c * s**5
+    return u @ torch.diag(s) @ vt
+
+
+def root(side: Tensor, damping: float) -> Tensor:
+    """(1 + C/c)^(-½) with c = λ tr(C)/n, by the iteration for each eigenvalue."""
+    values, basis = torch.linalg.eigh(side)
+    least = damping * values.mean()
+    size = (values + least).norm()
+    y, z = (values + least) / size, torch.ones_like(values)
+    for a, b, c in (*QUINTICS, (1.875, -1.25, 0.375)):
+        t = z * y
+        p = a + b * t + c * t**2
+        y, z = y * p, z * p
+    return basis @ torch.diag(z * (least / size).sqrt()) @ basis.T
+
+
+class Whitened:
+    """One weight by the polar factor of its whitened momentum."""
+
+    def __init__(self, layer: Any, seen: Watched, rule: Spectral, ema: float, decay: float) -> None:
+        self.layer, self.seen, self.rule, self.ema, self.decay = layer, seen, rule, ema, decay
+        self.side: Any = 0.0
+        self.momentum: Any = 0.0
+        self.rows: Any = 0.0
+
+    @torch.no_grad()
+    def step(self, lr: float, damping: float) -> None:
+        weight, rule, x = self.layer.weight, self.rule, self.seen.inputs[self.layer]
+        self.side = self.ema * self.side + (1 - self.ema) * x.T @ x / len(x)
+        past = rule.momentum
+        self.momentum = past * self.momentum + (1 - past) * weight.grad
+        ahead = (1 - past) * weight.grad + past * self.momentum
+        u = polar(ahead @ root(self.side, damping))
+        self.rows = rule.adapt * self.rows + (1 - rule.adapt) * u.square().mean(1, keepdim=True)
+        u = u / self.rows.sqrt()
+        u = 0.2 * u / u.square().mean().sqrt()
+        weight.copy_((1 - lr * self.decay) * weight - lr * u)
+
+
+def test_ten_steps_of_the_whitened_polar_factor() -> None:
+    model, lr, ema, decay, damping = mlp(4, 6, 5, 3), 0.05, 0.8, 0.1, 0.05
+    rule, betas, twin = Spectral(momentum=0.8, adapt=0.9), (0.7, 0.95), copy.deepcopy(model)
+    opt = pb.KFAC(
+        model, lr, rule=rule, betas=betas, ema=ema, weight_decay=decay, damping=damping,
+        statistics_every=1, invert_every=1,
+    )  # fmt: skip
+    layers = [m for m in twin if isinstance(m, nn.Linear)]
+    seen = Watched(layers)
+    weights = [Whitened(m, seen, rule, ema, decay) for m in layers[:-1]]
+    rest = [AdamW(p, betas, decay) for p in [*(m.bias for m in layers), layers[-1].weight]]
+    x, target = torch.randn(40, 4), torch.randn(40, 3)
+    for _ in range(10):
+        x = x + 0.2 * torch.randn(40, 4)
+        for net in (model, twin):
+            net.zero_grad()
+            mse(net(x), target).backward()
+        opt.step()
+        for one in weights:
+            one.step(lr, damping)
+        for other in rest:
+            other.step(lr)
+        assert_close(vector(model), vector(twin), 1e-8)
+    ruled = {r.name for r in opt.coverage() if r.rule == "spectral"}
+    assert ruled == {"0.weight", "2.weight"}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_weight_decay_is_decoupled(rule: str) -> None:
+    """Without a gradient of the loss there is nothing but the decay."""
+    model, x = mlp(3, 4, 2), torch.randn(9, 3)
+    before = vector(model)
+    opt = pb.KFAC(model, 0.1, rule=rule, weight_decay=0.5)
+    for _ in range(2):
+        opt.zero_grad()
+        (0.0 * model(x).sum()).backward()
+        opt.step()
+    assert_close(vector(model), 0.95**2 * before, 1e-12)
+
+
+def first_step(model: nn.Module, x: Tensor, y: Tensor, **options: Any) -> dict[str, Tensor]:
+    """The first move of a fresh optimizer per unit of its rate."""
+    opt = pb.KFAC(model, 0.01, **options)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    mse(model(x), y).backward()
+    opt.step()
+    opt.close()
+    return {n: (before[n] - p.detach()) / 0.01 for n, p in model.named_parameters()}
+
+
+class Parts(nn.Module):
+    """One linear layer, or three whose outputs are joined."""
+
+    def __init__(self, weight: Tensor, parts: int) -> None:
+        super().__init__()
+        rows = len(weight) // parts
+        self.parts = nn.ModuleList(
+            nn.Linear(weight.shape[1], rows, bias=False) for _ in range(parts)
+        )
+        for layer, own in zip(self.parts, weight.split(rows), strict=True):
+            layer.weight = nn.Parameter(own.clone())
+        self.out = nn.Linear(len(weight), 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.tanh(torch.cat([layer(x) for layer in self.parts], 1)))
+
+
+def test_fused_queries_keys_and_values_are_three_matrices() -> None:
+    """Their directions are those of three layers, up to one scale for the size of all."""
+    weight, x, y = torch.randn(12, 4), torch.randn(30, 4), torch.randn(30, 2)
+    whole, apart = Parts(weight, 1), Parts(weight, 3)
+    apart.out = copy.deepcopy(whole.out)
+    fused, single = (first_step(m, x, y, rule="spectral") for m in (whole, apart))
+    for i, own in enumerate(fused["parts.0.weight"].split(4)):
+        want = single[f"parts.{i}.weight"]
+        assert_close(own / own.norm(), want / want.norm(), 1e-10)
+        assert float(own.norm() / want.norm()) == pytest.approx(1, abs=0.1)
+
+
+# --- on real layers -----------------------------------------------------------------------------
+
+
+class Tied(nn.Module):
+    """A language model whose output layer is its embedding."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.words, self.inner = nn.Embedding(7, 6), nn.Linear(6, 6)
+        self.norm, self.head = nn.LayerNorm(6), nn.Linear(6, 7, bias=False)
+        if tied:
+            self.head.weight = self.words.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.words(x)
+        return self.head(self.norm(h + torch.tanh(self.inner(h)))).mean(1)
+
+
+def encoder() -> nn.Module:
+    return nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
+
+
+def last(width: int) -> list[nn.Module]:
+    return [Then(lambda h: h.flatten(1)), nn.Linear(width, 3)]
+
+
+MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
+    "convolution": lambda: (
+        nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 3, 2), *last(27)),
+        torch.randn(8, 2, 4, 4),
+    ),
+    "grouped convolution": lambda: (
+        nn.Sequential(nn.Conv1d(4, 6, 3, groups=2), nn.BatchNorm1d(6), nn.ReLU(), *last(18)),
+        torch.randn(8, 4, 5),
+    ),
+    "transposed convolution": lambda: (
+        nn.Sequential(nn.ConvTranspose1d(4, 3, 2), nn.Tanh(), *last(12)), torch.randn(8, 4, 3)
+    ),
+    "attention": lambda: (
+        nn.Sequential(Fused(nn.MultiheadAttention(4, 2, batch_first=True)), *last(12)),
+        torch.randn(8, 3, 4),
+    ),
+    "LSTM": lambda: (
+        nn.Sequential(Fused(nn.LSTM(4, 5, batch_first=True)), *last(15)), torch.randn(8, 3, 4)
+    ),
+    "transformer": lambda: (nn.Sequential(encoder(), *last(12)), torch.randn(8, 3, 4)),
+    "words": lambda: (Tied(tied=False), torch.randint(0, 7, (8, 3))),
+    "tied words": lambda: (Tied(tied=True), torch.randint(0, 7, (8, 3))),
+    "norms and slopes": lambda: (
+        nn.Sequential(nn.Linear(4, 6), nn.RMSNorm(6), nn.PReLU(6), nn.Linear(6, 3)),
+        torch.randn(8, 4),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("name", MODELS)
+def test_real_layers_train(name: str, rule: str) -> None:
+    model, x = MODELS[name]()
+    opt = pb.KFAC(model, 0.01, rule=rule, statistics_every=2, invert_every=4)
+    start, losses = {n: p.detach().clone() for n, p in model.named_parameters()}, []
+    expected = {r.name: r.rule for r in opt.coverage()}
+    y = torch.arange(8) % 3
+    for _ in range(8):
+        opt.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        opt.step()
+        assert opt.info.accepted
+        assert not opt.info.notes
+        losses.append(float(loss.detach()))
+    assert losses[-1] < losses[0]
+    assert losses[-1] < losses[3]
+    rules = {r.name: r.rule for r in opt.coverage()}
+    assert rules.keys() == start.keys()
+    transposed = rule == "spectral" and name == "transposed convolution"  # its columns are outputs
+    assert {*rules.values()} == {"adam"} | ({rule} if not transposed else set())
+    assert rules == expected, "the forecast is what came"
+    for n, p in model.named_parameters():
+        if name != "attention" or n != "0.fused.in_proj_bias":  # that of keys changes nothing
+            assert bool((p != start[n]).all() if p.ndim < 2 else (p != start[n]).any()), n
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_output_layer_is_left_to_adam_by_spectral_and_no_other(tied: bool) -> None:
+    """Also where its weight is that of the words, which comes first."""
+    rules = {r.name: r.rule for r in pb.KFAC(Tied(tied), rule="spectral").coverage()}
+    assert rules["inner.weight"] == "spectral"
+    assert {n for n, rule in rules.items() if rule == "spectral"} == {"inner.weight"}
+    with_head = pb.KFAC(Tied(tied), rule=Spectral(head=True))
+    rules = {r.name: r.rule for r in with_head.coverage()}
+    assert rules["inner.weight"] == "spectral"
+    assert tied or rules["head.weight"] == "spectral"
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_group_may_follow_adam(rule: str) -> None:
+    """Exactly torch's."""
+    model, x, y = mlp(3, 4, 2), torch.randn(9, 3), torch.randn(9, 2)
+    twin = copy.deepcopy(model)
+    groups = [{"params": model.parameters(), "rule": "adam", "weight_decay": 0.1}]
+    opts = [
+        pb.KFAC(model, 0.02, rule=rule, params=groups, betas=(0.8, 0.99)),
+        torch.optim.AdamW(twin.parameters(), 0.02, (0.8, 0.99), weight_decay=0.1),
+    ]
+    for _ in range(5):
+        for net, opt in zip((model, twin), opts, strict=True):
+            opt.zero_grad()
+            mse(net(x), y).backward()
+            opt.step()
+    assert_close(vector(model), vector(twin), 1e-12)
+    assert isinstance(opts[0], pb.KFAC)
+    assert {r.rule for r in opts[0].coverage()} == {"adam"}
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(
+    "make", [lambda: nn.Embedding(5, 2), lambda: nn.LayerNorm(2), lambda: nn.Linear(2, 2)]
+)
+def test_models_with_few_matrices_or_none(make: Callable[[], nn.Module], rule: str) -> None:
+    model = make()
+    x = torch.randint(0, 5, (8,)) if isinstance(model, nn.Embedding) else torch.randn(8, 2)
+    opt, losses = pb.KFAC(model, 0.01, rule=rule), []
+    for _ in range(5):
+        opt.zero_grad()
+        loss = model(x).sin().mean()
+        loss.backward()
+        opt.step()
+        losses.append(float(loss.detach()))
+    assert losses == sorted(losses, reverse=True)
+
+
+# --- what they do not notice --------------------------------------------------------------------
+
+
+def orthonormal(n: int) -> Tensor:
+    return torch.linalg.qr(torch.randn(n, n))[0]
+
+
+def narrowed() -> nn.Sequential:
+    """A linear layer from coordinates to other ones, without bias, in the middle of a network."""
+    inner = [nn.Linear(6, 5, bias=False), nn.Linear(5, 6)]
+    return nn.Sequential(nn.Linear(3, 6), nn.Tanh(), *inner, nn.Tanh(), nn.Linear(6, 2))
+
+
+@torch.no_grad()
+def changed(model: nn.Sequential, inputs: Tensor, middle: Tensor) -> nn.Sequential:
+    """The same function of Px, with coordinates Qh in the middle."""
+    twin: Any = copy.deepcopy(model)
+    twin[0].weight.copy_(model[0].weight @ inputs.T)
+    twin[2].weight.copy_(middle @ model[2].weight)
+    twin[3].weight.copy_(model[3].weight @ middle.T)
+    return twin
+
+
+def apart(
+    optimizer: Callable[[nn.Module], Any], inputs: Tensor, middle: Tensor, scale: float = 1.0
+) -> float:
+    """How far the functions of both are apart after some steps, relative to their way."""
+    model = narrowed()
+    twin = changed(model, inputs, middle)
+    x, y = torch.randn(30, 3), torch.randn(30, 2)
+    ways = []
+    for net, given, by in ((model, x, 1.0), (twin, x @ inputs.T, scale)):
+        opt, start = optimizer(net), net(given).detach()
+        for _ in range(6):
+            opt.zero_grad()
+            (by * mse(net(given), y)).backward()
+            opt.step()
+        ways.append(net(given).detach() - start)
+    return float((ways[0] - ways[1]).norm() / ways[0].norm())
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), 0.02)
+
+
+def by(rule: Any, **options: Any) -> Callable[[nn.Module], pb.KFAC]:
+    chosen = {"statistics_every": 1, "invert_every": 2, **options}
+    return lambda model: pb.KFAC(model, 0.02, rule=rule, **chosen)
+
+
+def test_rotations_of_inputs_and_outputs_are_not_noticed_in_eigenbases() -> None:
+    assert apart(by("eigenbasis"), orthonormal(3), orthonormal(5)) < 1e-6
+    assert apart(adam, orthonormal(3), orthonormal(5)) > 1e-2
+
+
+def test_rotations_of_inputs_are_not_noticed_by_spectral() -> None:
+    """On the output side, where rows have lengths of their own, permutations and signs."""
+    signs = torch.eye(5)[torch.randperm(5)] * torch.tensor([1.0, -1, 1, 1, -1])
+    assert apart(by("spectral"), orthonormal(3), signs) < 1e-6
+    assert apart(adam, orthonormal(3), signs) > 1e-2
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("rule", [Eigenbasis(eps=0.0), Spectral(head=True)], ids=str)
+def test_the_scale_of_the_loss_is_not_noticed(rule: Any) -> None:
+    groups = by(rule, betas=(0.9, 0.95))
+    assert apart(groups, torch.eye(3), torch.eye(5), scale=1e4) < 1e-5
+
+
+def power(side: Tensor, exponent: float) -> Tensor:
+    values, basis = torch.linalg.eigh(side)
+    return basis @ torch.diag(values**exponent) @ basis.T
+
+
+def test_affine_inputs_turn_a_polar_factor_and_no_more() -> None:
+    """x → Ax gives G → GAᵀ and C → ACAᵀ: without damping GC^(-½) → GC^(-½)·Q, orthonormal."""
+    change = orthonormal(6) @ torch.diag(torch.linspace(1, 5, 6)) @ orthonormal(6)
+    model, x, y = mlp(6, 4, 2), torch.randn(40, 6), torch.randn(40, 2)
+    twin: Any = copy.deepcopy(model)
+    with torch.no_grad():
+        twin[0].weight.copy_(model[0].weight @ torch.linalg.inv(change))
+    c = x.T @ x / len(x)
+    turn = power(c, 0.5) @ change.T @ power(change @ c @ change.T, -0.5)
+    assert_close(turn @ turn.T, torch.eye(6), 1e-9)
+    far = []
+    for damping in (1e-5, 1e3):  # which whitens, and which does not
+        moves = [
+            first_step(copy.deepcopy(net), given, y, rule="spectral", damping=damping)["0.weight"]
+            for net, given in ((model, x), (twin, x @ change.T))
+        ]
+        far.append(float((moves[0] @ turn - moves[1]).norm() / moves[1].norm()))
+    assert far[0] < 0.05  # polar factors are not exact
+    assert far[1] > 0.2
