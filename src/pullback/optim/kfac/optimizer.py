@@ -256,8 +256,11 @@ class KFAC(Optimizer):
                 k.names[0]: own for k, own in every.factors.items() if k.kronecker and not k.bias
             }
             dense = [n for n, own in weights.items() if all(t.ndim == 3 for t in own.values())]
-            if self._rule.inputs:  # whose side is that of columns
-                dense = [n for n in dense if next(iter(weights[n])).side == "right"]
+            if self._rule.inputs:  # theirs is the side of columns; that of outputs is not read
+                read = {
+                    n: [(f.side, own[f].ndim) for f in [*own][::2]] for n, own in weights.items()
+                }
+                dense = [n for n, sides in read.items() if {*sides} == {("right", 3)}]
             head = set() if self._rule.head else {every.last}
             adam = {self._names[id(p)] for g in self.param_groups if g["rule"] for p in g["params"]}
             self._measured = [n for n in dense if n in given and n not in {*head, *adam}]
