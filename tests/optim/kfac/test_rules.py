@@ -404,7 +404,7 @@ def test_reports(rule: str) -> None:
     opt = pb.KFAC(model, rule=rule)
     mse(model(x), y).backward()
     opt.step()
-    matrices = [m.weight for m in model[::2] if isinstance(m, nn.Linear)]
+    matrices = [m.weight for m in model.children() if isinstance(m, nn.Linear)]
     size = sum(w.numel() for w in (matrices if rule == "eigenbasis" else matrices[:-1]))
     assert opt.gram().dense().shape == (size, size)
     assert len(opt.average()) == 3 - (rule == "spectral")
