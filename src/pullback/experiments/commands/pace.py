@@ -24,7 +24,7 @@ QUICK: dict[str, float] = {
     "bai-2024-sobolev-cifar100": 16,
     "bai-2024-sobolev-digits": 26,
     "van-oostrum-2023-examples": 1.6,
-    "invariance-audit": 21,
+    "invariance-audit": 40,
     "luk-grosse-2018": 22,
     "demo": 6,
     "kfac-autoencoder": 46,

@@ -105,7 +105,7 @@ def optimizers() -> list[Contender]:
             _muon,
             "orthogonalizes a matrix: rows and columns may be permuted, entries not",
             resolution=torch.finfo(torch.bfloat16).eps,
-            slack=3.0,
+            slack=5.0,
         ),
         Contender(
             "NGD, pseudo-inverse",

@@ -71,31 +71,59 @@ _BUFFERS = ("momentum", "first", "second")
 
 
 class KFAC(Optimizer):
-    r"""w ← w − η F̂⁻¹∇L with the K-FAC metric F̂ = ⊕_l R_l ⊗ C_l, in an ordinary training loop.
+    r"""Train with K-FAC's factors in an ordinary loop: `loss.backward(); opt.step()`.
+
+    `KFAC(model)` takes Adam's steps in the eigenbases of every weight's two factors: R = Σ δδᵀ/N of
+    the cotangents at the layer's output, and C = mean aaᵀ of its inputs. Embeddings, gains and
+    biases follow AdamW inside the same optimizer. `KFAC(model, rule="spectral")` takes the polar
+    factor of the momentum, whitened by C; the output layer then follows AdamW too.
+
+    With a likelihood, a metric or a damping it is the natural gradient of the K-FAC metric,
+
+        w ← w − η F̂⁻¹∇L,    F̂ = ⊕_l R_l ⊗ C_l.
 
     On statistics steps, while the loss's gradient passes the model's output, targets drawn from
-    the model's own predictions are sent down the same graph: R = Σ δδᵀ/N and C = mean āāᵀ of the
-    true Fisher, whatever the loss was. Everything else is `loss.backward(); opt.step()`.
+    the model's own predictions are then sent down the same graph: R and C are those of the true
+    Fisher, whatever the loss was.
+
+    Defaults depend on the rule; what has none ("–") is refused:
+
+    | argument | `Eigenbasis` | `Spectral` | `Natural` |
+    |---|---|---|---|
+    | `lr` | 3e-3 | 3e-3 | 0.1 |
+    | `fisher` | "empirical" | – | "mc" |
+    | `damping` | – | 0.1 | 1e-3 |
+    | `momentum`, `kl_clip` | – | – | 0.9, 1e-3 |
+    | `ekfac`, `step` | – | – | off |
+    | `statistics_every`, `invert_every` | 10, 10 | 5, 20 | 10, 100 |
 
     Args:
         model: the module that is called in the loop.
         lr: η; schedulers may change it.
+        rule: "eigenbasis", "spectral", "natural", or a `Rule`. By default "natural" where
+            `likelihood`, `metric`, `fisher`, `damping`, `momentum`, `kl_clip`, `ekfac` or `step` is
+            given, else "eigenbasis".
         likelihood: whose Fisher information is the metric on outputs, such as `Categorical()`, or
             the loss itself, such as `nn.CrossEntropyLoss()` (`likelihoods.from_loss`).
         metric: instead, any metric of the library; by default that of ½‖·‖². `Sobolev` relates the
             samples of one forward call by the model's first tensor.
         fisher: "mc" draws targets, "exact" takes the metric as it is (a reverse pass per output),
             "empirical" the loss's own gradient.
-        damping: λ, or an object: `Tikhonov`, `Exact`, `Invariant`, `Adaptive`.
-        momentum: of the preconditioned gradient.
+        damping: λ, or an object: `Tikhonov`, `Exact`, `Invariant`, `Adaptive`; for `Spectral` a
+            part of C's mean diagonal.
+        momentum: of the natural direction; other rules have their own.
+        betas: of AdamW, for parameters that follow it: embeddings, gains, biases, and those of
+            param groups with `"rule": "adam"`.
         weight_decay: decoupled, w ← (1 − η·weight_decay)w.
         kl_clip: δ, such that η²·mᵀF̂m ≤ δ for the step ηm that is taken, momentum included, and F̂
-            as it is averaged now. It takes as many products as to apply the inverses.
+            as it is averaged now. It takes as many products as to apply the inverses. "auto" is
+            1e-3, or none where a closure controls the step; None switches it off.
         ema: the weight of the past in the averages.
         statistics_every, invert_every: steps between statistics and between inversions. Until the
             first `invert_every` steps are done, inverses are also renewed at the first, second,
             fourth, ... statistics.
-        params: parameters or param groups, by default all of the model's.
+        params: parameters or param groups, by default all of the model's. Groups may have their own
+            `lr`, `weight_decay`, `momentum` or `betas`, and `"rule": "adam"`.
         sharing: "expand" or "reduce", how places that share a weight enter (see `moments`).
         joint: whether weight and bias share a block.
         ekfac: correct the eigenvalues by second moments of the gradient in the eigenbases; those of
@@ -176,7 +204,7 @@ class KFAC(Optimizer):
         scaled = grad_scaler is not None or self._rule.matrices  # bases do not depend on scales
         self._recipe = Recipe(
             self.metric, fisher, Sharing(sharing == "reduce", batch_dim, max_factor), joint, draws,
-            output, batch_dim, ekfac, reduction, scaled, self._rule.inputs,
+            output, batch_dim, ekfac, reduction, scaled, self._rule.inputs, self._rule.matrices,
         )  # fmt: skip
         self._closed, self._warned = False, False
         self._info, self._skipped = KFACInfo(), False
@@ -551,7 +579,7 @@ class KFAC(Optimizer):
                 )
             return {}
         pool = self._capture.take()
-        self._skipped = not pool.sums  # nothing finite was met
+        self._skipped = not pool.sums and not pool.samples > 0  # nothing finite was met
         scale = 1.0 if self.grad_scaler is None else float(self.grad_scaler.get_scale())
         found = averaged(pool, self._recipe, scale)
         matrices = self._rule.matrices  # what is no matrix after all follows AdamW
@@ -723,7 +751,7 @@ class KFAC(Optimizer):
     def _notes(self) -> dict[str, str]:
         notes = {", ".join(k.names): note for k, note in self._held.preconditioner.notes.items()}
         if self._skipped:
-            notes["statistics"] = "they were not finite; the last good ones stay"
+            notes["statistics"] = "they were not finite, or not complete; the last good ones stay"
         return notes
 
     def _settle(self) -> None:

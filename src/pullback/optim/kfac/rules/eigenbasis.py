@@ -22,6 +22,8 @@ class Eigenbasis(Rule):
     Args:
         betas: the weights of the past in m and v.
         eps: what is added to √v̂.
+        head: whether the output layer follows too.
+        cap: the largest root mean square of a direction's entries; 0 for none.
     """
 
     needs = "basis"

@@ -11,12 +11,12 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._C._functorch import peek_interpreter_stack
-from torch.autograd.forward_ad import _set_fwd_grad_enabled
 from torch.autograd.graph import GradientEdge
 from torch.utils import _pytree as pytree
 
@@ -30,7 +30,9 @@ from ....maps.layers import AffineBlock
 from ...checks import warn_derivatives, warn_mismatch
 from ..factors.factor import DIAGONAL, BlockKey, Factor
 from ..update import Verdict
+from .cotangents import measuring
 from .covectors import NotFinite, Recipe, covectors, covectors_of, random_signs
+from .descent import Descent
 from .record import ForwardRecord, ParameterSites, RepeatedCall
 from .structure import Structure
 from .sums import DERIVED, MISSED, UNREACHED, Pool, means
@@ -228,7 +230,14 @@ class StatisticsCapture:
             refuse_reentrant(root)
             self._note_derivative()
             return
-        record, inputs = pending.source, pending.inputs
+        record, inputs, empirical = (
+            pending.source,
+            pending.inputs,
+            self.recipe.fisher == "empirical",
+        )
+        # whether the pass under way might do by itself: it has the layers, and no graph of its own
+        alone = empirical and isinstance(record, ForwardRecord) and not record.compounds
+        alone = alone and isinstance(root, GradientEdge) and not torch.is_grad_enabled()
         if isinstance(record, RepeatedCall):
             call, record = record, ForwardRecord(plain(self.model), leaves)
             with self.unwatched(), torch.compiler.set_stance("force_eager"):
@@ -243,17 +252,22 @@ class StatisticsCapture:
             with torch.no_grad():
                 self.pool.add(self.structure.measure_inputs(record, leaves).sums, 1.0)
             return
-        no_autocast = torch.autocast(cotangent.device.type, enabled=False)
-        with torch.no_grad(), _set_fwd_grad_enabled(False), no_autocast:
+        with measuring(cotangent.device):
             random, slope = self.generator(cotangent.device), cotangent.detach()
             self._check_loss(z[0], slope, random)
             self.pool.calls += 1
             large = z[0].numel() >= _LARGE
             hope = self._whole and slope.is_cuda and (record.head is not None or not large)
+            hope = hope and not empirical  # it cannot be measured again
             kept, dtype = z[0] if hope and not large else None, z[0].dtype
             try:  # z is not held any longer than it takes to draw from it
                 found = covectors_of(self.recipe, z.pop(), slope, inputs, random, hope)
-                fresh = self.structure.measure(root, found, record, leaves)
+                given = root, slope, record, leaves, self.recipe.sharing, found.keep
+                own = Descent(*given, inputs=True) if alone else None
+                add = partial(self.pool.add, samples=found.samples)
+                if own is not None and self.structure.measure_along(own, add):
+                    return
+                fresh = self.structure.measure(root, found, record, leaves, own)
                 if isinstance(found.whole, Verdict) and not all(found.whole.flags()):
                     value = record.head_output(dtype) if kept is None else kept
                     random.manual_seed(random.initial_seed())
@@ -313,6 +327,8 @@ class StatisticsCapture:
 
 def averaged(pool: Pool, recipe: Recipe, loss_scale: float) -> dict[BlockKey, dict[Factor, Any]]:
     """Return the means of what was pooled; "sum" multiplies them by the samples."""
+    if not pool.sums:
+        return {}
     samples, mean = pool.samples, recipe.reduction == "mean"
     scale: Any = 1.0 if mean else samples
     if recipe.fisher == "empirical":  # a mean's own cotangents are divided by N

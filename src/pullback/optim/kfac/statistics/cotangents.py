@@ -9,12 +9,14 @@ then multiplied together, and the largest cotangents and moments are not there a
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import contextlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.forward_ad import _set_fwd_grad_enabled
 
 from ...._core.space import compute_dtype
 from ....grams.kronecker.inverse import Inverse
@@ -34,6 +36,14 @@ from .sums import BIAS, Pool, factors_of
 _HALF = (torch.float16, torch.bfloat16)
 _FEW = 2**18  # entries of a normalization's sums that are finished together with those of others
 _PIECE = 2**25  # entries of cotangents whose formula is evaluated at once
+
+
+@contextlib.contextmanager
+def measuring(device: torch.device) -> Iterator[None]:
+    """Compute without a graph, without tangents, and in the precision that tensors have."""
+    no_autocast = torch.autocast(device.type, enabled=False)
+    with torch.no_grad(), _set_fwd_grad_enabled(False), no_autocast:
+        yield
 
 
 @dataclass(slots=True)
@@ -100,17 +110,17 @@ class CotangentPass:
         """
         d, count = self.descent, len(self._entries)
         targets = [d.edges[i] for i in ends] + d.edges[count:] + [d.leaves[n] for n in names]
-        found = d.pull(targets, range(count), self._measure)
+        found = d.pull(targets, range(count), self.measure)
         middle = len(ends) + len(d.edges) - count
         self.cotangents = found[len(ends) : middle]
         self.gradients = dict(zip(names, found[middle:], strict=True))
         del found[len(ends) :]
         for i in reversed(ends):  # the first layers' cotangents are large, and not kept
             if (delta := found.pop()) is not None:
-                self._measure(i, delta)
+                self.measure(i, delta)
             del delta
 
-    def _measure(self, i: int, delta: Tensor) -> None:
+    def measure(self, i: int, delta: Tensor) -> None:
         """Measure one use at its cotangent, once."""
         if i in self.uses:
             return

@@ -45,6 +45,8 @@ class Recipe:
     scaled: bool = False
     #: whether inputs alone are measured
     inputs: bool = False
+    #: whether weight matrices alone are measured, and diagonals are dropped
+    matrices: bool = False
 
 
 @dataclass(frozen=True)

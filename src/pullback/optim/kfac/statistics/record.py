@@ -91,6 +91,11 @@ class ForwardRecord(Recorder):
         found += [e for call in self.compounds for e in call.edges if e is not None]
         return [e if e.node is not None else GradientEdge(node, e.output_nr) for e in found]
 
+    @property
+    def modes(self) -> tuple[bool, ...]:
+        """Which modules are in training mode."""
+        return tuple([module.training for module in self._sites.modules.values()])
+
     def name(self, parameter: Tensor | None) -> str | None:
         """The name of a parameter that takes part."""
         return None if parameter is None else self._names.get(id(parameter))

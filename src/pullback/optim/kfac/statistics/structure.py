@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from .descent import Descent, unknown_layouts
 from .plan import BlockPlan, LayerUse
 from .record import ForwardRecord
 from .sums import Pool, factors_of
+from .user_pass import AllSums, UserPass, alike, passes, tells
 
 _ROUTES = 256  # ways through a network that are remembered
 _PLACES = 4096  # at which a linear layer's inputs are measured where they alone are
@@ -39,6 +40,8 @@ class Route:
     reached: tuple[Any, ...]
     #: the uses below which there is no other
     last: list[int]
+    #: by modules' modes, whether the user's own backward pass gives the same sums
+    alike: dict[tuple[bool, ...], bool] = field(default_factory=dict)
 
 
 class Structure:
@@ -46,6 +49,7 @@ class Structure:
 
     def __init__(self, recipe: Recipe) -> None:
         self._sharing, self._joint = recipe.sharing, recipe.joint
+        self._matrices = recipe.matrices
         #: whether all layers have to tell samples apart
         self._apart = recipe.ekfac or recipe.sharing.reduce
         #: eigenbases in which second moments of gradients are wanted, by block
@@ -61,21 +65,72 @@ class Structure:
         """Whether each of them has a block of parameters among them."""
         return all(n in self.partners and leaves.keys() >= {*self.partners[n]} for n in leaves)
 
+    def measure_along(
+        self, own: Descent, add: Callable[[AllSums], None], *, tried: bool = True
+    ) -> bool:
+        """Give the sums along the user's own pass to `add`, at its end; False where it may not do.
+
+        It may where it was `tried` and gave what a second pass did. It does not if samples meet, as
+        in batch normalization, since their signs matter then; nor if the loss depends on the layers
+        by another way than the measured output.
+        """
+        signature, modes = own.signature(self._apart), own.record.modes
+        route = self._routes.get(signature)
+        if route is None or route.alike.get(modes) is not (True if tried else None):
+            return False
+        diagonals = bool(route.plan.plain) and not self._matrices  # squares of their gradients
+        if diagonals or passes(own) != route.reached:
+            return False
+
+        def finish(down: CotangentPass) -> None:
+            pool = Pool()
+            if down.reached == route.reached:
+                self._add(down, route.plan, pool)
+                add(pool.sums)
+            elif tried:  # nothing is added, and the next pass proves the route again
+                self._routes.pop(signature, None)
+            else:
+                route.alike[modes] = False
+
+        UserPass(CotangentPass(own, route.layouts, route.plan.plain, self.bases), finish)
+        return True
+
+    def _try_along(self, own: Descent, covector: Tensor, expected: Pool) -> None:
+        """Find out whether the user's own pass gives these sums of a second one."""
+        route, modes = self._routes.get(own.signature(self._apart)), own.record.modes
+        if route is not None and modes not in route.alike and tells(own, covector):
+            known = route.alike
+
+            def compare(sums: AllSums) -> None:
+                known[modes] = alike(own, sums, expected.sums)
+
+            self.measure_along(own, compare, tried=False)
+
     def measure(
-        self, root: Root, found: Covectors, record: ForwardRecord, leaves: Mapping[str, Tensor]
+        self,
+        root: Root,
+        found: Covectors,
+        record: ForwardRecord,
+        leaves: Mapping[str, Tensor],
+        own: Descent | None = None,
     ) -> Pool:
-        """Pull back all covectors of one pass and return the sums; inputs are added once."""
+        """Pull back all covectors of one pass and return the sums; inputs are added once.
+
+        `own` is the loss's own cotangent, if the user's pass might give the next sums by itself.
+        """
         pool, inputs = Pool(), found.reach is None
         given = record, leaves, self._sharing, found.keep
         if found.reach is not None:  # inputs count where any of the covectors reaches
             seen = Pool()
             self._pull(Descent(root, found.reach, *given, True), seen)
-            for key, own in seen.sums.items():
-                pool.of(key).inputs.update(own.inputs)
+            for key, sums in seen.sums.items():
+                pool.of(key).inputs.update(sums.inputs)
         for covector, coupling in found.every:
             unrelated = coupling.unrelated(record, self._sharing) if coupling else {}
             self._pull(Descent(root, covector, *given, inputs, coupling, unrelated), pool)
             inputs = False
+            if own is not None:
+                self._try_along(own, covector, pool)
         return pool
 
     def measure_inputs(self, record: ForwardRecord, leaves: Mapping[str, Tensor]) -> Pool:
@@ -173,7 +228,7 @@ class Structure:
         way = down.descent
         down.add_to(pool, plan)
         names = [n for n in plan.plain if n in way.leaves]
-        gradients = [down.gradients[n] for n in names]
+        gradients = [down.gradients.get(n) for n in names]
         if way.coupling is not None and names:  # theirs is another covector
             related = way.coupling.related_covector(way.covector, way.axis)
             gradients = pull(way.root, related, [way.leaves[n] for n in names])
