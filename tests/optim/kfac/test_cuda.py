@@ -7,9 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import pullback as pb
 from pullback.optim.kfac import Exact, Invariant
 
-from ..common import assert_close
+from ..common import assert_close, untouched
 from .common import batch, kfac, net, train, vector
 
 HERE = torch.cuda.is_available()
@@ -111,3 +112,57 @@ def test_float16_with_a_scaler() -> None:
         values.append(float(loss.detach()))
     assert values[-1] < 0.9 * values[0]
     assert all(row.block.startswith(("kronecker", "units")) for row in opt.coverage())
+
+
+@pytest.mark.parametrize("rule", ["eigenbasis", "spectral"])
+def test_rules_take_the_steps_of_the_cpu(rule: str) -> None:
+    """In float64, also past gradients that are not finite."""
+    found, broken = [], (4, 12, 17)
+    for device in ("cpu", "cuda"):
+        torch.manual_seed(0)
+        model = net().to(device)
+        opt = pb.KFAC(model, 0.01, rule=rule, statistics_every=6, invert_every=12, weight_decay=0.1)
+        for i in range(30):
+            x, y = (t.to(device) for t in batch(seed=i))
+            opt.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            if i in broken:
+                model[0].weight.grad[1, 2] = torch.nan
+            opt.step()
+            assert opt.info.accepted == (i not in broken)
+        found.append(vector(model).cpu())
+    assert_close(found[1], found[0], 1e-6)
+
+
+@pytest.mark.parametrize("rule", ["eigenbasis", "spectral"])
+@pytest.mark.parametrize("done", [7, 10])  # a plain step, and one with statistics
+def test_a_broken_gradient_changes_nothing_of_a_rule(rule: str, done: int) -> None:
+    model = net(torch.float32).cuda()
+    opt = pb.KFAC(model, 0.01, rule=rule, statistics_every=5, invert_every=20, weight_decay=0.1)
+    train(opt, lambda x: model(x.cuda()).cpu(), done, dtype=torch.float32)
+    x, y = (t.cuda() for t in batch(dtype=torch.float32))
+    opt.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    model[2].bias.grad[1] = torch.inf
+    with untouched(model, opt):
+        opt.step()
+    assert not opt.info.accepted
+    assert "not finite" in opt.info.reason
+
+
+@pytest.mark.parametrize("rule", ["eigenbasis", "spectral"])
+def test_rules_in_single_precision_are_close_to_those_in_double(rule: str) -> None:
+    """Bases and roots are in float16 there, and polar factors in bfloat16."""
+    found = []
+    for device, dtype in (("cpu", torch.float64), ("cuda", torch.float32)):
+        torch.manual_seed(0)
+        model = net().to(device, dtype)
+        before = vector(model).cpu().double()
+        opt = pb.KFAC(model, 0.01, rule=rule, statistics_every=1, invert_every=1)
+        for i in range(5):
+            x, y = batch(64, seed=i)
+            opt.zero_grad()
+            F.cross_entropy(model(x.to(device, dtype)), y.to(device)).backward()
+            opt.step()
+        found.append(vector(model).cpu().double() - before)
+    assert_close(found[1], found[0], 0.05)

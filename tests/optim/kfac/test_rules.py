@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import pullback as pb
-from pullback.optim.kfac.rules.eigenbasis import Eigenbasis
-from pullback.optim.kfac.rules.spectral import Spectral
+from pullback.optim.kfac import Adaptive, Eigenbasis, Spectral
+from pullback.steps import QuadraticModel
 
 from ..common import assert_close, vector
 from .common import DOUBLE, Fused, Then
@@ -176,8 +176,8 @@ def root(side: Tensor, damping: float) -> Tensor:
     least = damping * values.mean()
     size = (values + least).norm()
     y, z = (values + least) / size, torch.ones_like(values)
-    near = side.shape[-1] <= 1.5e4 * damping  # then the first of them is left out
-    for a, b, c in (*QUINTICS[near:], (1.875, -1.25, 0.375)):
+    first = int(len(side) <= 1.5e4 * damping)  # the first is for small eigenvalues alone
+    for a, b, c in (*QUINTICS[first:], (1.875, -1.25, 0.375)):
         t = z * y
         p = a + b * t + c * t**2
         y, z = y * p, z * p
@@ -207,8 +207,9 @@ class Whitened:
         weight.copy_((1 - lr * self.decay) * weight - lr * u)
 
 
-def test_ten_steps_of_the_whitened_polar_factor() -> None:
-    model, lr, ema, decay, damping = mlp(4, 6, 5, 3), 0.05, 0.8, 0.1, 0.05
+@pytest.mark.parametrize("damping", [0.05, 1e-4])
+def test_ten_steps_of_the_whitened_polar_factor(damping: float) -> None:
+    model, lr, ema, decay = mlp(4, 6, 5, 3), 0.05, 0.8, 0.1
     rule, betas, twin = Spectral(momentum=0.8, adapt=0.9), (0.7, 0.95), copy.deepcopy(model)
     opt = pb.KFAC(
         model, lr, rule=rule, betas=betas, ema=ema, weight_decay=decay, damping=damping,
@@ -382,6 +383,66 @@ def test_the_output_layer_is_left_to_adam_by_spectral_and_no_other(tied: bool) -
 
 
 @pytest.mark.parametrize("rule", RULES)
+def test_long_sides_are_left_to_adam(rule: str) -> None:
+    """Those that the rule reads: to spectral outputs do not matter."""
+    model, x, y = mlp(3, 9, 3, 3, 2), torch.randn(9, 3), torch.randn(9, 2)
+    opt, start = pb.KFAC(model, rule=rule, max_factor=5), vector(model)
+    mse(model(x), y).backward()
+    opt.step()
+    ruled = {r.name for r in opt.coverage() if r.rule == rule}
+    assert (
+        ruled
+        == {"eigenbasis": {"4.weight", "6.weight"}, "spectral": {"0.weight", "4.weight"}}[rule]
+    )
+    assert bool((vector(model) != start).all())
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_reports(rule: str) -> None:
+    """Of what is measured; and a closed optimizer goes on with it."""
+    model, x, y = mlp(3, 4, 3, 2), torch.randn(9, 3), torch.randn(9, 2)
+    opt = pb.KFAC(model, rule=rule)
+    mse(model(x), y).backward()
+    opt.step()
+    matrices = [m.weight for m in model.children() if isinstance(m, nn.Linear)]
+    size = sum(w.numel() for w in (matrices if rule == "eigenbasis" else matrices[:-1]))
+    assert opt.gram().dense().shape == (size, size)
+    assert len(opt.average()) == 3 - (rule == "spectral")
+    assert all(d.rank < d.size for d in opt.degenerate())
+    assert all(n > 0 for n in opt.memory().values())
+    opt.close()
+    for _ in range(21):
+        before = vector(model)
+        opt.zero_grad()
+        mse(model(x), y).backward()
+        opt.step()
+        assert bool((vector(model) != before).all())
+
+
+@pytest.mark.parametrize(
+    ("options", "rule", "clip"),
+    [
+        ({}, "Eigenbasis", None),
+        ({"rule": "eigenbasis"}, "Eigenbasis", None),
+        ({"rule": "spectral", "damping": 0.3}, "Spectral", None),
+        ({"rule": "natural"}, "Natural", 1e-3),
+        ({"likelihood": nn.CrossEntropyLoss()}, "Natural", 1e-3),
+        ({"damping": 0.1, "kl_clip": None}, "Natural", None),
+        ({"momentum": 0.5, "kl_clip": 0.1}, "Natural", 0.1),
+        ({"ekfac": True}, "Natural", 1e-3),
+        ({"damping": Adaptive(0.1)}, "Natural", None),
+        ({"step": QuadraticModel()}, "Natural", None),
+    ],
+    ids=str,
+)
+def test_which_rule_it_is(options: dict[str, Any], rule: str, clip: float | None) -> None:
+    """That of the natural gradient where one of its arguments is given; it alone is clipped."""
+    opt = pb.KFAC(mlp(3, 4, 2), **options)
+    assert opt.coverage()[0].rule == rule.lower()
+    assert opt.kl_clip == clip
+
+
+@pytest.mark.parametrize("rule", RULES)
 def test_a_group_may_follow_adam(rule: str) -> None:
     """Exactly torch's."""
     model, x, y = mlp(3, 4, 2), torch.randn(9, 3), torch.randn(9, 2)
@@ -435,9 +496,10 @@ def narrowed() -> nn.Sequential:
 def changed(model: nn.Sequential, inputs: Tensor, middle: Tensor) -> nn.Sequential:
     """The same function of Px, with coordinates Qh in the middle."""
     twin: Any = copy.deepcopy(model)
-    twin[0].weight.copy_(model[0].weight @ inputs.T)
-    twin[2].weight.copy_(middle @ model[2].weight)
-    twin[3].weight.copy_(model[3].weight @ middle.T)
+    first, inner, after = (twin[i].weight for i in (0, 2, 3))
+    first.copy_(first @ inputs.T)
+    inner.copy_(middle @ inner)
+    after.copy_(after @ middle.T)
     return twin
 
 
