@@ -153,7 +153,7 @@ def test_torchs_checkpoints_resume_to_the_same_bits(name: str, options: str) -> 
         "Spring of QuadraticModel",
         "SliceSGD",
         "Sliced Adam",
-    ],  # fmt: skip
+    ],
 )
 def test_a_checkpoint_in_files_resumes_to_the_same_bits(name: str, tmp_path: Path) -> None:
     model, opt = start(name)
