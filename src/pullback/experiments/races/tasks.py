@@ -62,7 +62,7 @@ def _quick_images(title: str, model: Callable[[], nn.Module]) -> RaceTask:
 
 TASKS: dict[str, RaceTask] = {
     "text-quick": _text("Decoder of 2 layers", 80, TextData(64, 8, 64, 4_000_000, False), 64, 2, 4),
-    "text": _text("Decoder of 6 layers", 1200, TextData(256, 64, 2048), 384, 6, 6),
+    "text": _text("Decoder of 6 layers", 800, TextData(256, 64, 2048), 384, 6, 6),
     "text-large": _text("Decoder of 12 layers", 700, TextData(512, 32, 1024), 768, 12, 12),
     "resnet-quick": _quick_images("Small ResNet", partial(ResNet, width=8, depths=(1, 1))),
     "vit-quick": _quick_images("Small ViT", partial(VisionTransformer, 10, 32, 2, 2)),

@@ -90,12 +90,13 @@ class KFAC(Optimizer):
 
     | argument | `Eigenbasis` | `Spectral` | `Natural` |
     |---|---|---|---|
-    | `lr` | 3e-3 | 3e-3 | 0.1 |
+    | `lr` | 3e-3 | 6e-3 | 0.1 |
     | `fisher` | "empirical" | – | "mc" |
-    | `damping` | – | 0.1 | 1e-3 |
+    | `damping` | – | 0.2 | 1e-3 |
     | `momentum`, `kl_clip` | – | – | 0.9, 1e-3 |
     | `ekfac`, `step` | – | – | off |
-    | `statistics_every`, `invert_every` | 10, 10 | 5, 20 | 10, 100 |
+    | `ema` | 0.95 | 0.8 | 0.95 |
+    | `statistics_every`, `invert_every` | 10, 10 | 10, 20 | 10, 100 |
 
     Args:
         model: the module that is called in the loop.
@@ -112,8 +113,8 @@ class KFAC(Optimizer):
         damping: λ, or an object: `Tikhonov`, `Exact`, `Invariant`, `Adaptive`; for `Spectral` a
             part of C's mean diagonal.
         momentum: of the natural direction; other rules have their own.
-        betas: of AdamW, for parameters that follow it: embeddings, gains, biases, and those of
-            param groups with `"rule": "adam"`.
+        betas: of Adam: in eigenbases, and for parameters that follow AdamW (embeddings, gains,
+            biases, and param groups with `"rule": "adam"`).
         weight_decay: decoupled, w ← (1 − η·weight_decay)w.
         kl_clip: δ, such that η²·mᵀF̂m ≤ δ for the step ηm that is taken, momentum included, and F̂
             as it is averaged now. It takes as many products as to apply the inverses. "auto" is
@@ -175,36 +176,32 @@ class KFAC(Optimizer):
         )
         reduction = reduction_of(likelihood) if reduction is None else reduction
         self._rule = options.rule_of(
-            rule, likelihood=likelihood, metric=metric, fisher=fisher, damping=damping,
+            rule, betas, likelihood=likelihood, metric=metric, fisher=fisher, damping=damping,
             momentum=momentum, kl_clip=None if kl_clip == "auto" else kl_clip,
             ekfac=ekfac or None, step=step,
         )  # fmt: skip
-        chosen = options.filled(
-            self._rule.defaults, lr=lr, fisher=fisher, damping=damping, momentum=momentum, ema=ema,
-            statistics_every=statistics_every, invert_every=invert_every,
+        own = options.filled(
+            self._rule, kl_clip, step, lr=lr, fisher=fisher, damping=damping, momentum=momentum,
+            ema=ema, statistics_every=statistics_every, invert_every=invert_every,
         )  # fmt: skip
-        lr, fisher, damping, momentum, ema, statistics_every, invert_every = chosen
-        if kl_clip == "auto":  # a controlled step looks at the loss itself
-            controlled = step is not None or getattr(damping, "controlled", False)
-            kl_clip = None if controlled else self._rule.defaults.get("kl_clip")
         options.check(
-            lr=lr, momentum=momentum, betas=betas, weight_decay=weight_decay, kl_clip=kl_clip,
-            ema=ema, statistics_every=statistics_every, invert_every=invert_every, draws=draws,
-            fisher=fisher, sharing=sharing, reduction=reduction, max_factor=max_factor,
-            batch_dim=batch_dim, output=output, joint=joint, ekfac=ekfac, seed=seed, step=step,
-            grad_scaler=grad_scaler, params=params,
+            **{n: v for n, v in vars(own).items() if n != "damping"}, betas=betas, draws=draws,
+            weight_decay=weight_decay, sharing=sharing,
+            reduction=reduction, max_factor=max_factor, batch_dim=batch_dim, output=output,
+            joint=joint, ekfac=ekfac, seed=seed, step=step, grad_scaler=grad_scaler, params=params,
         )  # fmt: skip
         joint = joint and not self._rule.matrices
         self.model, self.metric = model, options.metric_of(likelihood, metric)
-        self.damping = options.damping_of(damping, ekfac=ekfac)
-        refuse_options(self.metric, fisher=fisher, ekfac=ekfac)
-        self.kl_clip, self.ema, self.ekfac, self.seed = kl_clip, ema, ekfac, seed
-        self.statistics_every, self.invert_every = statistics_every, invert_every
+        self.damping = options.damping_of(own.damping, self._rule, ekfac=ekfac)
+        refuse_options(self.metric, fisher=own.fisher, ekfac=ekfac)
+        self.kl_clip, self.ema, self.ekfac, self.seed = own.kl_clip, own.ema, ekfac, seed
+        self.statistics_every, self.invert_every = own.statistics_every, own.invert_every
         self.reduction, self.grad_scaler, self.quadratic = reduction, grad_scaler, step
         scaled = grad_scaler is not None or self._rule.matrices  # bases do not depend on scales
         self._recipe = Recipe(
-            self.metric, fisher, Sharing(sharing == "reduce", batch_dim, max_factor), joint, draws,
-            output, batch_dim, ekfac, reduction, scaled, self._rule.inputs, self._rule.matrices,
+            self.metric, own.fisher, Sharing(sharing == "reduce", batch_dim, max_factor), joint,
+            draws, output, batch_dim, ekfac, reduction, scaled, self._rule.inputs,
+            self._rule.matrices,
         )  # fmt: skip
         self._closed, self._warned = False, False
         self._info, self._skipped = KFACInfo(), False
@@ -213,14 +210,15 @@ class KFAC(Optimizer):
         given = list(plain(model).parameters() if params is None else params)
         options.refuse_unready(model, given)
         self._register()
-        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
-        if self._rule.matrices:
-            defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "rule": None}
+        defaults = {"lr": own.lr, "weight_decay": weight_decay}
+        defaults |= {"betas": betas, "rule": None} if self._rule.matrices else {}
+        defaults |= {} if self._rule.matrices else {"momentum": own.momentum}
         super().__init__(given, defaults)
 
     def _empty_state(self, schedule: dict[str, Any]) -> KFACState:
-        if self._rule.matrices:
-            return KFACState(Preconditioner(self._rule, self.damping, ekfac=False), False, schedule)
+        if type(self._rule) is not Natural:
+            preconditioner = Preconditioner(self._rule, self.damping, ekfac=False)
+            return KFACState(preconditioner, self.damping.referenced, schedule)
         # on a CPU it is cheaper to solve with factors that serve one step than to invert them
         once = self.invert_every == 1 == self.statistics_every and not self.damping.referenced
         once = once and self.damping.value > 0 and not self.damping.controlled
@@ -262,7 +260,7 @@ class KFAC(Optimizer):
         """Take up more of the model's parameters."""
         held = {id(p) for group in self.param_groups for p in group["params"]}
         group = own_group(param_group, self._names, held)
-        options.check_group(group)
+        options.check_group(group, self.defaults)
         super().add_param_group(group)
         self._choose()
         self._reserve()
@@ -667,10 +665,12 @@ class KFAC(Optimizer):
         for group in self.param_groups:
             params: list[Any] = [p for p in group["params"] if self._names[id(p)] in rest]
             if params:
-                moments = [[self._buffer(p, part) for p in params] for part in _BUFFERS[1:]]
                 given = [gradients[self._names[id(p)]] for p in params]
-                rates = group["lr"], group["betas"], float(group["weight_decay"])
-                shares.append(AdamShare(params, given, *moments, *rates))
+                first, second = ([self._buffer(p, part) for p in params] for part in _BUFFERS[1:])
+                decay = float(group["weight_decay"])
+                shares.append(
+                    AdamShare(params, given, first, second, group["lr"], group["betas"], decay)
+                )
         return shares
 
     def _show_bases(self) -> None:

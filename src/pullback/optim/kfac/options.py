@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import inf
 from numbers import Real
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -82,13 +83,13 @@ def check(**given: Any) -> None:
             raise PullbackError(f"{name}= is not usable", f"got {value!r}", remedy)
 
 
-def check_group(group: Mapping[str, Any]) -> None:
-    """Raise for options of a param group that are not usable, or that nothing would read."""
+def check_group(group: Mapping[str, Any], read: Iterable[str]) -> None:
+    """Raise for options of a param group that are not usable, or not among those `read`."""
     for name in group:
-        if name not in (*_GROUPED, *_LABELS):
+        if name not in (*read, *_LABELS):
             raise PullbackError(
                 f"A param group cannot have its own {name}=",
-                f"only {', '.join(_GROUPED)} are read from a group",
+                f"with this rule only {', '.join(read)} are read from a group",
                 "Give it to KFAC itself where it is one of its options, or leave it out",
             )
     check(**{name: group[name] for name in _GROUPED if name in group})
@@ -111,7 +112,7 @@ def _as_number(value: Any) -> Any:
 _NATURAL = ("momentum", "kl_clip", "ekfac", "step")
 
 
-def rule_of(rule: Rule | str | None, **given: Any) -> Rule:
+def rule_of(rule: Rule | str | None, betas: tuple[float, float], **given: Any) -> Rule:
     """Return the rule that was given, or that the other arguments ask for.
 
     A metric, a damping and all that belongs to the natural gradient ask for `Natural`; where there
@@ -119,8 +120,8 @@ def rule_of(rule: Rule | str | None, **given: Any) -> Rule:
     """
     asked = [name for name, value in given.items() if value is not None]
     if rule is None:
-        return Natural() if asked else Eigenbasis()
-    found: Any = _RULES[rule]() if isinstance(rule, str) and rule in _RULES else rule
+        rule = "natural" if asked else "eigenbasis"
+    found: Any = _RULES[rule](betas) if isinstance(rule, str) and rule in _RULES else rule
     if not isinstance(found, Rule):
         raise PullbackError(
             "rule= is not usable", f"got {rule!r}", f"Use one of {', '.join(_RULES)}, or a Rule"
@@ -145,23 +146,35 @@ def rule_of(rule: Rule | str | None, **given: Any) -> Rule:
     return found
 
 
-def filled(defaults: Mapping[str, Any], **given: Any) -> list[Any]:
-    """Return the arguments in their order, those that are None from a rule's defaults."""
-    return [defaults.get(n, _ABSENT.get(n)) if v is None else v for n, v in given.items()]
+def filled(
+    rule: Rule, kl_clip: float | str | None, step: QuadraticModel | None, **given: Any
+) -> SimpleNamespace:
+    """Return the arguments, those that are None from the rule's defaults."""
+    values = {n: rule.defaults.get(n, _ABSENT.get(n)) if v is None else v for n, v in given.items()}
+    if kl_clip == "auto":  # a controlled step looks at the loss itself
+        controlled = step is not None or getattr(values["damping"], "controlled", False)
+        kl_clip = None if controlled else rule.defaults.get("kl_clip")
+    return SimpleNamespace(**values, kl_clip=kl_clip)
 
 
 #: of arguments that a rule does not read
 _ABSENT = {"fisher": "mc", "damping": 0.0, "momentum": 0.0}
-_RULES: dict[str, Callable[[], Rule]] = {
-    "natural": Natural,
+_RULES: dict[str, Callable[[tuple[float, float]], Rule]] = {
+    "natural": lambda betas: Natural(),
     "eigenbasis": Eigenbasis,
-    "spectral": Spectral,
+    "spectral": lambda betas: Spectral(),
 }
 
 
-def damping_of(damping: float | Damping, *, ekfac: bool) -> Damping:
-    """Return the damping; raise where it does not go with corrected eigenvalues."""
+def damping_of(damping: float | Damping, rule: Rule, *, ekfac: bool) -> Damping:
+    """Return the damping; raise where it does not go with corrected eigenvalues or the rule."""
     found = as_damping(damping)
+    if rule.matrices and found is damping:
+        raise PullbackError(
+            f"{rule!r} takes no object for its damping",
+            f"got {damping!r}, and a part of the mean diagonal is added",
+            "Give a number",
+        )
     if ekfac and found.referenced:
         raise PullbackError(
             "Corrected eigenvalues do not go with this damping",

@@ -101,7 +101,7 @@ class Preconditioner:
     ) -> Inverse:
         """Return sides of norm 1, and moments of the gradient."""
         half = {side: m.to(half_sides(like)) for side, m in matrices.items()}
-        own = {"steps": like.new_zeros(shape[0])}
+        own: Any = {"steps": like.new_zeros(shape[0])}
         for name, of in self._rule.moments.items():
             own[name] = like.new_zeros(shape if of == "entries" else (*shape[:-1], 1))
         if self._rule.needs == "root":
