@@ -59,7 +59,7 @@ def linear(**options: Any) -> Any:
 
 
 MSE = pb.likelihoods.MSE()
-OTHER = "only lr, momentum, weight_decay"
+OTHER = "only lr, weight_decay, momentum"
 #: what is built, and what is said: what|why|what to do
 BUILT: dict[str, tuple[Callable[[], Any], str]] = {
     "negative damping": (lambda: built(damping=-1.0), "damping|got -1.0|Use a number"),
