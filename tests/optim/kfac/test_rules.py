@@ -370,6 +370,42 @@ def test_real_layers_train(name: str, rule: str) -> None:
             assert bool((p != start[n]).all() if p.ndim < 2 else (p != start[n]).any()), n
 
 
+class Uses(nn.Module):
+    """A layer that is called twice, by a function alone, or in both ways."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.first, self.inner, self.last = nn.Linear(4, 5), nn.Linear(5, 5), nn.Linear(5, 3)
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.first(x))
+        if self.how != "function":
+            h = torch.tanh(self.inner(h))
+        if self.how == "twice":
+            return self.last(torch.tanh(self.inner(h)))
+        return self.last(torch.tanh(F.linear(h, self.inner.weight, self.inner.bias)))
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("how", ["twice", "function", "both"])
+def test_layers_that_are_used_in_other_ways(how: str, rule: str) -> None:
+    """A function's inputs are not seen. Eigenbases are of matrices whose every use was seen."""
+    model, x, y = Uses(how), torch.randn(12, 4), torch.arange(12) % 3
+    opt, losses, start = pb.KFAC(model, 0.01, rule=rule, statistics_every=2), [], vector(model)
+    for _ in range(8):
+        opt.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        opt.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < losses[0]
+    assert bool((vector(model) != start).all())
+    found = {r.name: r.rule for r in opt.coverage()}["inner.weight"]
+    seen = how == "twice" or (how == "both" and rule == "spectral")
+    assert found == (rule if seen else "adam")
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_output_layer_is_left_to_adam_by_spectral_and_no_other(tied: bool) -> None:
     """Also where its weight is that of the words, which comes first."""

@@ -420,6 +420,28 @@ def test_closures(rule: str) -> None:
     assert torch.equal(*found)
 
 
+def test_betas_of_the_optimizer_are_those_of_the_eigenbases(rule: str) -> None:
+    """A rule that is given as an object has its own."""
+    found = []
+    for given, betas in (
+        (rule, (0.7, 0.8)),
+        (Eigenbasis((0.7, 0.8)), (0.7, 0.8)),
+        (rule, (0.9, 0.95)),
+    ):
+        torch.manual_seed(0)
+        opt = made(model := net(), given if rule == "eigenbasis" else rule, betas=betas)
+        train(opt, model, 4)
+        found.append(model[2].weight.detach().clone())
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[0], found[2])  # of spectral by the other parameters' steps
+
+
+def test_options_of_groups_that_the_rule_does_not_read(rule: str) -> None:
+    model = net()
+    with refused("its own momentum=", "only lr, weight_decay, betas, rule", "leave it out"):
+        made(model, rule, params=[{"params": model.parameters(), "momentum": 0.9}])
+
+
 # --- refused ------------------------------------------------------------------------------------
 
 
