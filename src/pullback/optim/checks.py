@@ -17,6 +17,8 @@ from ..metrics import Euclidean, Fisher, Metric, as_metric
 
 _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel", "FSDPModule")
 
+_GROWTH_STEPS = 20  # of a loss above ten times the first, after which that is said
+
 
 def refuse_model(
     model: nn.Module,
@@ -166,6 +168,21 @@ def warn_mismatch(metric: Metric, z: Tensor, cotangent: Tensor, stacklevel: int)
     if reason:
         said = f"The metric does not fit the loss: {reason}."
         warnings.warn(said, RuntimeWarning, stacklevel + 1)
+
+
+def warn_growth(watch: list[Any], loss: float, remedy: str, stacklevel: int) -> None:
+    """Warn once of a loss that stays above ten times the first; `watch` is [first loss, count]."""
+    first, count = watch
+    if count == _GROWTH_STEPS:
+        return
+    watch[1] = count + 1 if first > 0 and not loss <= 10 * first else 0
+    if watch[1] == _GROWTH_STEPS:
+        warnings.warn(
+            f"The loss was {first:.3g} at first, and above ten times that for the last "
+            f"{_GROWTH_STEPS} steps: it is {loss:.3g}. {remedy}.",
+            RuntimeWarning,
+            stacklevel=stacklevel + 1,
+        )
 
 
 def gradient_of(name: str, p: Tensor) -> Tensor | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -35,6 +34,7 @@ from .checks import (
     refuse_metric,
     refuse_model,
     refuse_parameter,
+    warn_growth,
 )
 from .closure import ClosureProblem
 from .info import StepInfo
@@ -43,7 +43,6 @@ from .problem import Problem
 from .system import System, explains
 from .terms import Objective
 
-_GROWTH_STEPS = 20  # of a loss above ten times the first, after which that is said
 _OWN = (
     *("model", "metric", "solver", "rule", "gram", "reduction", "output", "batch_dim"),
     *("metric_batch", "_retract", "maximize", "memory"),
@@ -214,24 +213,12 @@ class NaturalGradient(Optimizer):
             problem.rollback()
             raise
         if closure is not None and not self.maximize:
-            self._warn_growth(info.loss)
+            warn_growth(
+                self._cache.setdefault("growth", [info.loss, 0]), info.loss,
+                "Leave step= and lr= out, use steps.LevenbergMarquardt(), or raise the solver's "
+                "damping", 3,
+            )  # fmt: skip
         return info
-
-    def _warn_growth(self, loss: float) -> None:
-        """Warn once of a loss that stays above ten times the first one."""
-        watch = self._cache.setdefault("growth", [loss, 0])
-        first, count = watch
-        if count == _GROWTH_STEPS:
-            return
-        watch[1] = count + 1 if first > 0 and not loss <= 10 * first else 0
-        if watch[1] == _GROWTH_STEPS:
-            warnings.warn(
-                f"The loss was {first:.3g} at first, and above ten times that for the last "
-                f"{_GROWTH_STEPS} steps: it is {loss:.3g}. Leave step= and lr= out, use "
-                "steps.LevenbergMarquardt(), or raise the solver's damping.",
-                RuntimeWarning,
-                stacklevel=3,
-            )
 
     def direction(
         self,

@@ -296,3 +296,20 @@ def test_fused_recurrent_kernels_are_left_aside(options: dict[str, Any]) -> None
     """In single precision a CPU has kernels for them with one reverse pass and no more."""
     want = factors(Recurrent(), 1, options)
     assert factors(Recurrent().float(), 1, options) == pytest.approx(want, rel=2e-3)
+
+
+def test_a_loss_that_has_grown_tenfold_is_said_once() -> None:
+    model, x = nn.Linear(4, 1), torch.randn(16, 4)
+    opt = pb.KFAC(model, 0.0, damping=1e-2, kl_clip=None)
+    factor = iter([1.0, *[20.0] * 50])
+
+    def closure() -> Tensor:
+        opt.zero_grad()
+        loss = next(factor) * model(x).square().mean()
+        loss.backward()
+        return loss
+
+    with pytest.warns(RuntimeWarning, match="above ten times that for the last 20 steps") as said:
+        for _ in range(51):
+            opt.step(closure)
+    assert len([w for w in said if "ten times" in str(w.message)]) == 1

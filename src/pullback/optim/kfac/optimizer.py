@@ -21,7 +21,7 @@ from ...likelihoods import Likelihood, reduction_of
 from ...maps.layers.moments import Sharing
 from ...metrics import Metric
 from ...steps import QuadraticModel
-from ..checks import dense_gradients, own_group, refuse_model
+from ..checks import dense_gradients, own_group, refuse_model, warn_growth
 from ..terms import Objective
 from . import options
 from .closure import (
@@ -205,6 +205,7 @@ class KFAC(Optimizer):
         )  # fmt: skip
         self._closed, self._warned = False, False
         self._info, self._skipped = KFACInfo(), False
+        self._growth: list[Any] = []  # the first loss of a closure, and steps far above it
         schedule = {"step": 0, "taken": 0, "damping": self.damping.value, "retry": 0}
         self._held = self._empty_state(schedule)
         given = list(plain(model).parameters() if params is None else params)
@@ -479,11 +480,12 @@ class KFAC(Optimizer):
             return loss
         if source.loss is not None and not isfinite(source.loss):
             return self._reject(f"the loss is {source.loss}", loss)
+        self._watch_growth(loss)
         found = self._statistics(source, owing)
         if self._deferrable(found, gradients):
             self._take_unseen(found, gradients, owing)
             return loss
-        if not bool(finite(list(gradients.values()))):
+        if not bool(finite(list(gradients.values()), squares=bool(self._rule.moments))):
             return self._reject(_NOT_FINITE, loss)
         taken = self._learn(found)
         del found  # its memory serves the inversion
@@ -495,6 +497,14 @@ class KFAC(Optimizer):
         adam_move(self._adam_shares(gradients, directions), self._held.schedule["step"] + 1)
         self._finish(taken, owing, outcome)
         return loss
+
+    def _watch_growth(self, loss: Any) -> None:
+        """Warn of a closure's loss that has grown, where reading it waits for no device."""
+        if isinstance(loss, Tensor):
+            loss = loss.item() if loss.device.type == "cpu" and loss.numel() == 1 else None
+        if isinstance(loss, float):
+            self._growth = self._growth or [loss, 0]
+            warn_growth(self._growth, loss, "Take a smaller lr, or a smaller kl_clip=", 5)
 
     def _idle(self, gradients: Mapping[str, Tensor]) -> bool:
         """Whether a step without a forward pass, a gradient and a rate asks for nothing."""
@@ -509,7 +519,8 @@ class KFAC(Optimizer):
 
         `_settle` takes notice later.
         """
-        good = finite(list(gradients.values())) if self._rule.moments else None
+        squares = bool(self._rule.moments)
+        good = finite(list(gradients.values()), squares=True) if squares else None
         directions, stacks = self._directions(gradients, good)
         shares, good = self._shares(directions), finite(stacks) if good is None else good
         if self.kl_clip is not None:
@@ -646,11 +657,8 @@ class KFAC(Optimizer):
             self._show_bases()
         found, stacks = own.directions(gradients, good)
         if not self._rule.matrices:  # without a block the gradient is followed
-            rest = {n: g for n, g in gradients.items() if n not in found}
-            found, stacks = (
-                {n: found.get(n, g) for n, g in gradients.items()},
-                [*stacks, *rest.values()],
-            )
+            stacks += [g for n, g in gradients.items() if n not in found]
+            found = {n: found.get(n, g) for n, g in gradients.items()}
         return found, stacks
 
     def _adam_shares(

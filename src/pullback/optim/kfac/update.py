@@ -68,13 +68,16 @@ def adam_move(shares: Sequence[AdamShare], step: int, broken: Tensor | None = No
             )  # fmt: skip
 
 
-def finite(tensors: Sequence[Tensor]) -> Tensor:
-    """Return whether all entries are finite, as a flag on the first one's device.
+def finite(tensors: Sequence[Tensor], *, squares: bool = False) -> Tensor:
+    """Return whether all entries, or their sums of `squares`, are finite: a flag on the device.
 
     Norms may overflow by their squares where no entry does. The largest entry tells for sure, but
     on a CPU takes several times as long: it is asked for only where norms are not finite.
     """
     some = [t for t in tensors if t.numel()] or [tensors[0].new_zeros(1)]
+    if squares:
+        some = [t.float() if t.dtype == torch.float16 else t for t in some]
+        return torch.isfinite(_largest_norm(some, 2).square())
     if all(t.device.type == "cpu" for t in some):
         flag = torch.isfinite(_largest_norm(some, 2))
         if bool(flag):
