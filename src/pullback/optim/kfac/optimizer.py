@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from ..._core.capture import Selector, plain
 from ..._core.errors import PullbackError
+from ..._core.finite import finite
 from ...grams.kronecker import Kronecker
 from ...grams.kronecker.packed import Side, memory
 from ...likelihoods import Likelihood, reduction_of
@@ -58,7 +59,6 @@ from .update import (
     Verdict,
     adam_move,
     clip_shares,
-    finite,
     like_parameter,
     move,
 )

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import inf
 from typing import Any
 
 import torch
@@ -66,30 +65,6 @@ def adam_move(shares: Sequence[AdamShare], step: int, broken: Tensor | None = No
                 beta1=share.betas[0], beta2=share.betas[1], lr=share.lr, weight_decay=share.decay,
                 eps=_EPS, maximize=False,
             )  # fmt: skip
-
-
-def finite(tensors: Sequence[Tensor], *, squares: bool = False) -> Tensor:
-    """Return whether all entries, or their sums of `squares`, are finite: a flag on the device.
-
-    Norms may overflow by their squares where no entry does. The largest entry tells for sure, but
-    on a CPU takes several times as long: it is asked for only where norms are not finite.
-    """
-    some = [t for t in tensors if t.numel()] or [tensors[0].new_zeros(1)]
-    if squares:
-        some = [t.float() if t.dtype == torch.float16 else t for t in some]
-        return torch.isfinite(_largest_norm(some, 2).square())
-    if all(t.device.type == "cpu" for t in some):
-        flag = torch.isfinite(_largest_norm(some, 2))
-        if bool(flag):
-            return flag
-    return torch.isfinite(_largest_norm(some, inf))
-
-
-def _largest_norm(tensors: list[Tensor], order: float) -> Tensor:
-    norms = torch._foreach_norm(tensors, order)
-    if len({(n.dtype, n.device) for n in norms}) > 1:
-        norms = [n.to(norms[0].device, torch.float64) for n in norms]
-    return torch.stack(list(norms)).amax()
 
 
 def clip_shares(

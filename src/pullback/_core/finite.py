@@ -1,0 +1,33 @@
+"""Whether tensors are finite, asked once for many of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+
+import torch
+from torch import Tensor
+
+
+def finite(tensors: Sequence[Tensor], *, squares: bool = False) -> Tensor:
+    """Return whether all entries, or their sums of `squares`, are finite: a flag on the device.
+
+    Norms may overflow by their squares where no entry does. The largest entry tells for sure, but
+    on a CPU takes several times as long: it is asked for only where norms are not finite.
+    """
+    some = [t for t in tensors if t.numel()] or [tensors[0].new_zeros(1)]
+    if squares:
+        some = [t.float() if t.dtype == torch.float16 else t for t in some]
+        return torch.isfinite(_largest_norm(some, 2).square())
+    if all(t.device.type == "cpu" for t in some):
+        flag = torch.isfinite(_largest_norm(some, 2))
+        if bool(flag):
+            return flag
+    return torch.isfinite(_largest_norm(some, inf))
+
+
+def _largest_norm(tensors: list[Tensor], order: float) -> Tensor:
+    norms = torch._foreach_norm(tensors, order)
+    if len({(n.dtype, n.device) for n in norms}) > 1:
+        norms = [n.to(norms[0].device, torch.float64) for n in norms]
+    return torch.stack(list(norms)).amax()
