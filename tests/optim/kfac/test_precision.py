@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import pullback as pb
-from pullback._core.finite import finite
+from pullback._core.flags import finite
 
 from ..common import assert_close
 from .common import batch, gram, kfac, net, train, vector

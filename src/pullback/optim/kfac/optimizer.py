@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from ..._core.capture import Selector, plain
 from ..._core.errors import PullbackError
-from ..._core.finite import finite
+from ..._core.flags import Verdict, finite
 from ...grams.kronecker import Kronecker
 from ...grams.kronecker.packed import Side, memory
 from ...likelihoods import Likelihood, reduction_of
@@ -56,7 +56,6 @@ from .statistics.plan import Forecast, forecast
 from .update import (
     AdamShare,
     Share,
-    Verdict,
     adam_move,
     clip_shares,
     like_parameter,

@@ -148,22 +148,3 @@ def like_parameter(direction: Tensor, p: Tensor) -> Tensor:
     if same and direction.stride() == p.stride():
         return direction
     return torch.empty_like(p).copy_(direction)
-
-
-class Verdict:
-    """Flags of a step that are copied to the host, which waits for them only when it reads them.
-
-    They say whether parameters moved and statistics were taken up, if it was `learning`.
-    """
-
-    def __init__(self, flags: Tensor, learning: bool) -> None:
-        self.learning = learning
-        self._flags = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=flags.is_cuda)
-        self._flags.copy_(flags, non_blocking=True)
-        self._event = torch.cuda.Event()
-        self._event.record(torch.cuda.current_stream(flags.device))
-
-    def flags(self) -> list[bool]:
-        """Return the flags, as soon as the device has come so far."""
-        self._event.synchronize()
-        return self._flags.tolist()

@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from ...._core.capture import Watch, picked, plain, samples_first, select
 from ...._core.errors import PullbackError
+from ...._core.flags import Verdict
 from ...._core.graph import below_casts, on_second_pass, reaches_parameters, refuse_reentrant
 from ...._core.space import compute_dtype
 from ....grams import Part
@@ -29,7 +30,6 @@ from ....grams.kronecker.packed import packed
 from ....maps.layers import AffineBlock
 from ...checks import warn_derivatives, warn_mismatch
 from ..factors.factor import DIAGONAL, BlockKey, Factor
-from ..update import Verdict
 from .cotangents import measuring
 from .covectors import NotFinite, Recipe, covectors, covectors_of, random_signs
 from .descent import Descent

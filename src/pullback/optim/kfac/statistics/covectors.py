@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from ...._core.capture import Selector, first_input, samples_first
+from ...._core.flags import Verdict
 from ...._core.space import compute_dtype
 from ....maps.layers.moments import Sharing
 from ....metrics import Fisher, Metric
-from ..update import Verdict
 from .coupling import Coupling, coupling_error
 
 _ENTRIES = 2**25  # of the output whose scores are drawn at once

@@ -1,4 +1,4 @@
-"""Whether tensors are finite, asked once for many of them."""
+"""Flags on a device: whether tensors are finite, and reading such flags without waiting."""
 
 from __future__ import annotations
 
@@ -31,3 +31,22 @@ def _largest_norm(tensors: list[Tensor], order: float) -> Tensor:
     if len({(n.dtype, n.device) for n in norms}) > 1:
         norms = [n.to(norms[0].device, torch.float64) for n in norms]
     return torch.stack(list(norms)).amax()
+
+
+class Verdict:
+    """Flags of a step that are copied to the host, which waits for them only when it reads them.
+
+    They say whether parameters moved and statistics were taken up, if it was `learning`.
+    """
+
+    def __init__(self, flags: Tensor, learning: bool) -> None:
+        self.learning = learning
+        self._flags = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=flags.is_cuda)
+        self._flags.copy_(flags, non_blocking=True)
+        self._event = torch.cuda.Event()
+        self._event.record(torch.cuda.current_stream(flags.device))
+
+    def flags(self) -> list[bool]:
+        """Return the flags, as soon as the device has come so far."""
+        self._event.synchronize()
+        return self._flags.tolist()
