@@ -23,7 +23,6 @@ class Eigenbasis(Rule):
         betas: the weights of the past in m and v.
         eps: what is added to √v̂.
         head: whether the output layer follows too.
-        cap: the largest root mean square of a direction's entries; 0 for none.
     """
 
     needs = "basis"
@@ -37,14 +36,9 @@ class Eigenbasis(Rule):
     }
 
     def __init__(
-        self,
-        betas: tuple[float, float] = (0.9, 0.95),
-        eps: float = 1e-8,
-        *,
-        head: bool = True,
-        cap: float = 0.0,
+        self, betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8, *, head: bool = True
     ) -> None:
-        self.betas, self.eps, self.head, self.cap = betas, eps, head, cap
+        self.betas, self.eps, self.head = betas, eps, head
 
     def directions(
         self, prepared: Inverse, given: Sequence[Tensor], good: Tensor | None = None

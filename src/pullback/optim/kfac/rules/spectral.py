@@ -54,10 +54,9 @@ class Spectral(Rule):
         self, prepared: Inverse, given: Sequence[Tensor], good: Tensor | None = None
     ) -> list[Tensor]:
         (g,), right = given, prepared.right
-        first, second, steps = prepared.first, prepared.second, prepared.steps
+        first, second = prepared.first, prepared.second
         assert first is not None
         assert second is not None
-        assert steps is not None
         assert right is not None
         advance(first, g, 1 - self.momentum, good)
         x = torch.lerp(g, first, self.momentum)
