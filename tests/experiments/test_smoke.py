@@ -14,7 +14,14 @@ from pullback.experiments.framework.check import Check
 from .small import quiet, said
 
 
-@pytest.mark.parametrize("name", registry.names())
+#: whose code others run too, on smaller networks
+SLOW = {"bai-2024-sobolev-cifar100", "bai-2024-slices-figure2", "kfac-vgg", "kerekes-2022-figure6"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in registry.names()],
+)
 def test_smoke(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PULLBACK_DATA", raising=False)  # no data but what is installed or made up
     monkeypatch.chdir(tmp_path)

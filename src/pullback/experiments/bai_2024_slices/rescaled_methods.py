@@ -61,7 +61,7 @@ def _sliced_adam(model: nn.Module, symmetry: Symmetry, lr: float, seed: int) -> 
 def _kfac(model: nn.Module, symmetry: Symmetry, lr: float, seed: int) -> Optimizer:
     return KFAC(
         model, lr, likelihood=Categorical(), damping=0.1, seed=seed,
-        statistics_every=2, invert_every=5,
+        kl_clip=None, statistics_every=2, invert_every=5,
     )  # fmt: skip
 
 

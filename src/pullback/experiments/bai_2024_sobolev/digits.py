@@ -180,7 +180,7 @@ class Tuned(Experiment):
         lr, damping = pair
         with KFAC(
             model, lr, metric=metric, fisher="exact", damping=damping, seed=context.seed,
-            statistics_every=5, invert_every=10,
+            kl_clip=None, statistics_every=5, invert_every=10,
         ) as optimizer:  # fmt: skip
             record = fit(
                 model, optimizer, images, F.cross_entropy, context,
