@@ -13,7 +13,6 @@ from pullback.experiments.framework.check import Check
 
 from .small import quiet, said
 
-
 #: whose code others run too, on smaller networks
 SLOW = {"bai-2024-sobolev-cifar100", "bai-2024-slices-figure2", "kfac-vgg", "kerekes-2022-figure6"}
 
