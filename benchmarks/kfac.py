@@ -129,7 +129,7 @@ def least(kinds: dict[str, float], at: dict[str, float], schedule: tuple[int, in
 
 
 def scheduled(bench: Bench, make: Callable[[nn.Module], pb.KFAC], steps: int) -> float:
-    """A run of so many steps as it is, in turn with the baseline, after as many to warm up."""
+    """Return the time of `steps` steps over the baseline's, after as many to warm up."""
     routes = {"baseline": bench.route(bench.baseline), "kfac": bench.route(make)}
     for _ in range(steps):
         routes["kfac"]()

@@ -191,7 +191,7 @@ class KFAC(Optimizer):
         )  # fmt: skip
         joint = joint and not self._rule.matrices
         self.model, self.metric = model, options.metric_of(likelihood, metric)
-        self.damping = options.damping_of(own.damping, self._rule, ekfac=ekfac)
+        self.damping = options.damping_of(own.damping, ekfac=ekfac)
         refuse_options(self.metric, fisher=own.fisher, ekfac=ekfac)
         self.kl_clip, self.ema, self.ekfac, self.seed = own.kl_clip, own.ema, ekfac, seed
         self.statistics_every, self.invert_every = own.statistics_every, own.invert_every

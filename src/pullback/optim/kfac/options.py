@@ -141,8 +141,7 @@ def rule_of(rule: Rule | str | None, betas: tuple[float, float], **given: Any) -
             f"it is the share of the inputs' mean square that is added to them; got {damping!r}",
             "Use a number > 0",
         )
-    if isinstance(found, (Eigenbasis, Spectral)):
-        check(**{n: v for n, v in vars(found).items() if n in _TESTS})
+    check(**{n: v for n, v in vars(found).items() if n in _TESTS})  # the rule's own arguments
     return found
 
 
@@ -166,15 +165,9 @@ _RULES: dict[str, Callable[[tuple[float, float]], Rule]] = {
 }
 
 
-def damping_of(damping: float | Damping, rule: Rule, *, ekfac: bool) -> Damping:
-    """Return the damping; raise where it does not go with corrected eigenvalues or the rule."""
+def damping_of(damping: float | Damping, *, ekfac: bool) -> Damping:
+    """Return the damping; raise where it does not go with corrected eigenvalues."""
     found = as_damping(damping)
-    if rule.matrices and found is damping:
-        raise PullbackError(
-            f"{rule!r} takes no object for its damping",
-            f"got {damping!r}, and a part of the mean diagonal is added",
-            "Give a number",
-        )
     if ekfac and found.referenced:
         raise PullbackError(
             "Corrected eigenvalues do not go with this damping",

@@ -101,12 +101,13 @@ class Preconditioner:
     ) -> Inverse:
         """Return sides of norm 1, and moments of the gradient."""
         half = {side: m.to(half_sides(like)) for side, m in matrices.items()}
-        own: Any = {"steps": like.new_zeros(shape[0])}
+        own: Any = {}
         for name, of in self._rule.moments.items():
             own[name] = like.new_zeros(shape if of == "entries" else (*shape[:-1], 1))
         if self._rule.needs == "root":
             return Inverse(None, half.get("right", like.new_zeros(shape[0], shape[-1])), **own)
-        return Inverse(half.get("left"), half.get("right"), **own)
+        steps = like.new_zeros(shape[0])
+        return Inverse(half.get("left"), half.get("right"), **own, steps=steps)
 
     def drop(self, key: BlockKey) -> None:
         """Forget a block."""

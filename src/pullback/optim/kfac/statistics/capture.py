@@ -230,11 +230,8 @@ class StatisticsCapture:
             refuse_reentrant(root)
             self._note_derivative()
             return
-        record, inputs, empirical = (
-            pending.source,
-            pending.inputs,
-            self.recipe.fisher == "empirical",
-        )
+        record, inputs = pending.source, pending.inputs
+        empirical = self.recipe.fisher == "empirical"
         # whether the pass under way might do by itself: it has the layers, and no graph of its own
         alone = empirical and isinstance(record, ForwardRecord) and not record.compounds
         alone = alone and isinstance(root, GradientEdge) and not torch.is_grad_enabled()
