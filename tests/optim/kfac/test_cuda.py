@@ -165,4 +165,4 @@ def test_rules_in_single_precision_are_close_to_those_in_double(rule: str) -> No
             F.cross_entropy(model(x.to(device, dtype)), y.to(device)).backward()
             opt.step()
         found.append(vector(model).cpu().double() - before)
-    assert_close(found[1], found[0], 0.05)
+    assert_close(found[1], found[0], 0.1)

@@ -63,7 +63,7 @@ class Race(Experiment):
     quick_tasks: Sequence[str]
     entrants: Mapping[str, Entrant]
     quick_entrants: Mapping[str, Entrant]
-    search: float = 1 / 3
+    search: float = 1 / 2
     lengths: Sequence[float] = (1.0, 0.85, 0.5)
     leads: Sequence[Lead] = ()
     held: Sequence[bool] = ()

@@ -84,10 +84,13 @@ def inverse_root(side: Tensor, damping: float, *, fine: bool = False) -> tuple[T
 
 def eigenbasis(side: Tensor) -> Tensor:
     """Return the eigenvectors of C, (G, n, n); NaN where they are not found."""
-    try:
-        return torch.linalg.eigh(side)[1]
-    except torch.linalg.LinAlgError:
-        return torch.full_like(side, torch.nan)
+    out = torch.empty_like(side)
+    for own, one in zip(out, side, strict=True):  # not at once: each takes much memory
+        try:
+            own.copy_(torch.linalg.eigh(one)[1])
+        except torch.linalg.LinAlgError:
+            own.fill_(torch.nan)
+    return out
 
 
 def turn_basis(side: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from ....grams.kronecker.inverse import Inverse, rotate
 from .rule import Rule, advance
+
+_ROUND_OFF = 2  # of a coordinate, in units of the precision of the bases
 
 
 class Eigenbasis(Rule):
@@ -17,7 +20,8 @@ class Eigenbasis(Rule):
         g = Uᵀ G W,   m ← β₁m + (1 − β₁)g,   v ← β₂v + (1 − β₂)g²,   Δ = U (m̂/√v̂) Wᵀ,
 
     with U, W the eigenbases of R = mean δδᵀ, of the loss's own cotangents, and C = mean aaᵀ. When
-    they turn, m turns with them. Rotations of a layer's inputs and outputs are not noticed.
+    they turn, m turns with them. Rotations of a layer's inputs and outputs are not noticed. To √v̂
+    the round-off of a coordinate is added, so that directions without a gradient stay at rest.
 
     Args:
         betas: the weights of the past in m and v.
@@ -53,5 +57,8 @@ class Eigenbasis(Rule):
         advance(first, g, 1 - past, good)
         advance(second, g.square(), 1 - longer, good)
         c1, c2 = ((1 - beta**steps)[:, None, None] for beta in self.betas)
-        d = first / second.sqrt().add_(self.eps * c2.sqrt())
+        bases = [side.dtype for side in basis if side is not None]
+        precision = max((torch.finfo(dtype).eps for dtype in bases), default=0.0)
+        noise = _ROUND_OFF * precision * second.mean((1, 2), keepdim=True).sqrt()
+        d = first / second.sqrt().add_(self.eps * c2.sqrt() + noise)
         return [rotate(d, *basis, back=True, by=c2.sqrt() / c1)]

@@ -35,6 +35,7 @@ from .sums import BIAS, Pool, factors_of
 
 _HALF = (torch.float16, torch.bfloat16)
 _FEW = 2**18  # entries of a normalization's sums that are finished together with those of others
+_AT_ONCE = 2**26  # entries of inputs' moments before they are packed
 _PIECE = 2**25  # entries of cotangents whose formula is evaluated at once
 
 
@@ -214,17 +215,19 @@ def _form_units(uses: Sequence[UseMoments]) -> None:
 
 
 def form_inputs(uses: Sequence[UseMoments]) -> None:
-    """Form Σ āāᵀ, of uses of one kind and shape at once."""
+    """Form Σ āāᵀ, of uses of one kind and shape at once, so many that their matrices fit."""
     kinds: dict[Any, list[UseMoments]] = {}
     for own in uses:
         if own.seen is not None:
             x = own.seen[1]
             kinds.setdefault((own.entry.layer, own.sharing, x.shape, x.dtype), []).append(own)
-    for (layer, sharing, *_), some in kinds.items():
-        found = layer.inputs_of([own.seen for own in some], sharing)
-        second = packed_together([moments.second for moments in found])
-        for own, moments, side in zip(some, found, second, strict=True):
-            own.seen, own.inputs = None, replace(moments, second=side)
+    for (layer, sharing, shape, _), every in kinds.items():
+        step = max(1, _AT_ONCE // shape[-1] ** 2) if shape else len(every)
+        for some in (every[a : a + step] for a in range(0, len(every), step)):
+            found = layer.inputs_of([own.seen for own in some], sharing)
+            second = packed_together([moments.second for moments in found])
+            for own, moments, side in zip(some, found, second, strict=True):
+                own.seen, own.inputs = None, replace(moments, second=side)
 
 
 def _block_of_use(
