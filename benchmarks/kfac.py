@@ -7,7 +7,8 @@ turn with the baseline (SGD on a CPU, fused AdamW on a GPU): plain ones, ones th
 and ones that also invert; schedules are combined from them, and one is run as it is. A GPU is
 waited for after a few steps of one kind, not after each, which no loop does either. Beside each
 stands the floor: the baseline's time, and the extra products at this machine's rate for large ones.
-The peer is `naive_kfac`, with the cheaper empirical Fisher.
+The peer is `naive_kfac`, with the cheaper empirical Fisher. It is timed by itself, with a baseline
+of its own: its inversions heat a GPU up.
 """
 
 from __future__ import annotations
@@ -87,15 +88,16 @@ class Bench:
             model, 0.0, damping=1e-1, statistics_every=statistics, invert_every=inversion
         )
 
-    def kinds(self) -> dict[str, Callable[[], Any]]:
-        """One step of each kind; the inverting ones take statistics as well."""
-        out = {"baseline": self.route(self.baseline)}
-        makers = {"kfac": self.kfac, **({"naive": self.naive} if self.case.naive else {})}
+    def seconds(self, who: str, repeats: int) -> dict[str, float]:
+        """Of a step of each kind, and of the baseline; inverting ones take statistics as well."""
+        make, row = {"kfac": self.kfac, "naive": self.naive}[who], IN_A_ROW[self.device.type]
+        routes = {"baseline": self.route(self.baseline)}
         every = {"plain": (NEVER, NEVER), "statistics": (1, NEVER), "inversion": (1, 1)}
-        for who, make in makers.items():
-            for kind, schedule in every.items():
-                out[f"{who} {kind}"] = self.route(make(*schedule))
-        return out
+        for kind, schedule in every.items():
+            routes[f"{who} {kind}"] = self.route(make(*schedule))
+        in_rows = {kind: repeated(step, row) for kind, step in routes.items()}
+        found = compare(in_rows, self.device, repeats=repeats, warmup=3, patience=90)
+        return {kind: seconds / row for kind, seconds in found.items()}
 
     def memory(self) -> dict[str, int]:
         """Peak bytes of each optimizer alone, statistics and inversion included."""
@@ -150,13 +152,10 @@ def measure(name: str, case: Case, device: torch.device, quick: bool) -> dict[st
     bench, at = Bench(case, device), rates(device, case.half)
     work = floor(bench.model, lambda: bench.forward(bench.model), lambda z: case.loss(z, bench.y))
     memory = bench.memory() if device.type == "cuda" else {}
-    row = IN_A_ROW[device.type]
-    routes = {kind: repeated(step, row) for kind, step in bench.kinds().items()}
-    kinds = compare(
-        routes, device, repeats=2 if quick else max(10, 40 // row), warmup=3, patience=90
-    )
-    kinds = {kind: seconds / row for kind, seconds in kinds.items()}
-    del routes
+    repeats = 2 if quick else max(10, 40 // IN_A_ROW[device.type])
+    kinds = bench.seconds("kfac", repeats)
+    gc.collect()
+    theirs = bench.seconds("naive", max(2, repeats // 2)) if case.naive else {}
     gc.collect()
     # no floor lies above what was reached: the baseline's own rate is one that the machine has
     reached = work.gradient / kinds["baseline"]
@@ -168,7 +167,7 @@ def measure(name: str, case: Case, device: torch.device, quick: bool) -> dict[st
     floors = {s: least(kinds, lowest, v) for s, v in SCHEDULES.items()}
     floors["statistics"] = 1 + (lowest["apply"] + lowest["statistics"]) / kinds["baseline"]
     floors["plain"] = 1 + lowest["apply"] / kinds["baseline"]
-    peer = {s: combined(kinds, "naive", v) for s, v in SCHEDULES.items()} if case.naive else {}
+    peer = {s: combined(theirs, "naive", v) for s, v in SCHEDULES.items()} if theirs else {}
     ratios["10/100, run"] = scheduled(bench, bench.kfac(10, 100), 6 if quick else 100)
     for rule in RULES if device.type == "cuda" or quick else ():  # each by its own schedule
         ratios[f"{rule}, run"] = scheduled(bench, bench.rule(rule), 6 if quick else 60)
@@ -177,6 +176,7 @@ def measure(name: str, case: Case, device: torch.device, quick: bool) -> dict[st
         ratios["memory"] = memory["kfac"] / memory["baseline"]
         ratios |= {f"{rule}, memory": memory[rule] / memory["baseline"] for rule in RULES}
     print(f"\n{name}: {sum(p.numel() for p in bench.model.parameters()):,} parameters")
+    kinds = {**theirs, **kinds}
     for kind, seconds in kinds.items():
         print(f"  {kind:18} {1e3 * seconds:9.2f} ms")
     print("  floor " + ", ".join(f"{part} {1e3 * s:.2f} ms" for part, s in lowest.items()))
