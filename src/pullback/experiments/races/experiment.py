@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _SEARCH_SEED = 100
+_PACE = 160  # steps, of which the second half is timed
 _ALONG = {"step": "steps", "seconds": "seconds of training"}
 
 
@@ -63,7 +64,7 @@ class Race(Experiment):
     quick_tasks: Sequence[str]
     entrants: Mapping[str, Entrant]
     quick_entrants: Mapping[str, Entrant]
-    search: float = 1 / 2
+    search: float = 1 / 3
     lengths: Sequence[float] = (1.0, 0.85, 0.5)
     leads: Sequence[Lead] = ()
     held: Sequence[bool] = ()
@@ -108,6 +109,9 @@ class Race(Experiment):
     def items(self, quick: bool) -> list[Item]:
         out = []
         for task in self._tasks(quick):
+            for name in self._entrants(quick):  # first, when nothing else runs yet
+                pace = partial(self._paced, task, name)
+                out.append(Item(("pace", task, name), pace, once=True))
             for name, entrant in self._entrants(quick).items():
                 for place in range(len(entrant.rates)):
                     work = partial(self._tried, task, name, place)
@@ -123,6 +127,21 @@ class Race(Experiment):
         rate = self._entrants(context.quick)[name].rates[place]
         found = self._run(task, name, rate, self.search, replace(context, seed=_SEARCH_SEED))
         return {"method": name, "lr": rate, "score": finite(found["final"]), "ms": found["ms"]}
+
+    def _paced(self, task: str, name: str, context: Context) -> Record:
+        """How long a step takes, of a run that should be alone on its device."""
+        what, entrant = self._tasks(context.quick)[task], self._entrants(context.quick)[name]
+        found = run(
+            replace(what, evaluations=2),
+            name,
+            entrant.rates[0],
+            seed=_SEARCH_SEED,
+            device=context.device,
+            steps=min(_PACE, what.steps),
+            settings=entrant.settings,
+        )
+        (_, first, last), (_, before, after) = found["step"], found["seconds"]
+        return {"method": name, "ms": 1e3 * (after - before) / (last - first)}
 
     def _chosen(self, task: str, names: Sequence[str], share: float, context: Context) -> Record:
         """The best of these optimizers at the best of their rates."""
@@ -149,6 +168,8 @@ class Race(Experiment):
         )
 
     def line(self, record: Record) -> str:
+        if "lr" not in record:
+            return f"{record['method']}, {record['ms']:.1f} ms"
         loss = record["score"] if "score" in record else record["final"]
         return f"{record['method']} lr {record['lr']:g}, loss {loss:.4f}, {record['ms']:.1f} ms"
 
@@ -156,7 +177,9 @@ class Race(Experiment):
         names = list(self._entrants(results.quick))
         names += [f"ours, {share:g}" for share in self._shorter(results.quick)]
         found = {name: results.of(task, name) for name in names}
-        return {name: runs for name, runs in found.items() if runs}
+        return {
+            n: [_at_pace(run, task, results) for run in runs] for n, runs in found.items() if runs
+        }
 
     def judge(self, results: Results) -> list[Check]:
         if results.quick:  # sizes at which losses and seconds tell nothing
@@ -200,6 +223,15 @@ class Race(Experiment):
             )
             for name, task in self._tasks(results.quick).items()
         ]
+
+
+def _at_pace(run: Record, task: str, results: Results) -> Record:
+    """A run with the seconds that it would have taken alone, where they are known."""
+    key = ("pace", task, run["method"])
+    if not results.has(*key):
+        return run
+    ms = results.once(*key)["ms"]
+    return {**run, "ms": ms, "seconds": [1e-3 * ms * step for step in run["step"]]}
 
 
 def _trial(task: str, name: str, place: int) -> tuple[str, ...]:

@@ -116,6 +116,7 @@ def _ruled(model: nn.Module, lr: float, rule: Callable[..., Rule], some: Setting
 OPTIMIZERS: dict[str, Build] = {
     "adamw": adamw,
     "muon": muon,
+    "muon-0.9": lambda model, lr, some: muon(model, lr, {"momentum": 0.9, **some}),
     "muon-torch": torch_muon,
     "soap": soap,
     "sgd": sgd,

@@ -45,7 +45,7 @@ class TextData:
 
 def _text(title: str, steps: int, data: TextData, width: int, depth: int, heads: int) -> RaceTask:
     model = partial(Decoder, corpus.VOCABULARY, data.length, width, depth, heads)
-    count = 16 if steps > 200 else 8
+    count = 24 if steps > 500 else 8
     return RaceTask(title, model, data, steps, count, held_batch=max(1, 65_536 // data.length))
 
 
@@ -62,7 +62,7 @@ def _quick_images(title: str, model: Callable[[], nn.Module]) -> RaceTask:
 
 TASKS: dict[str, RaceTask] = {
     "text-quick": _text("Decoder of 2 layers", 80, TextData(64, 8, 64, 4_000_000, False), 64, 2, 4),
-    "text": _text("Decoder of 6 layers", 800, TextData(256, 64, 1024), 384, 6, 6),
+    "text": _text("Decoder of 6 layers", 800, TextData(256, 64, 2048), 384, 6, 6),
     "text-large": _text("Decoder of 12 layers", 400, TextData(512, 32, 512), 768, 12, 12),
     "resnet-quick": _quick_images("Small ResNet", partial(ResNet, width=8, depths=(1, 1))),
     "vit-quick": _quick_images("Small ViT", partial(VisionTransformer, 10, 32, 2, 2)),
