@@ -229,14 +229,14 @@ def test_ten_steps_of_the_whitened_polar_factor(damping: float) -> None:
         for one in weights:
             one.step(lr, damping)
         for other in rest:
-            other.step(lr)
+            other.step(rule.rest * lr)
         assert_close(vector(model), vector(twin), 1e-8)
     ruled = {r.name for r in opt.coverage() if r.rule == "spectral"}
     assert ruled == {"0.weight", "2.weight"}
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_weight_decay_is_decoupled(rule: str) -> None:
+@pytest.mark.parametrize("rule", [Eigenbasis(), Spectral(rest=1.0)], ids=RULES)
+def test_weight_decay_is_decoupled(rule: Any) -> None:
     """Without a gradient of the loss there is nothing but the decay."""
     model, x = mlp(3, 4, 2), torch.randn(9, 3)
     before = vector(model)
@@ -476,6 +476,22 @@ def test_which_rule_it_is(options: dict[str, Any], rule: str, clip: float | None
     opt = pb.KFAC(mlp(3, 4, 2), **options)
     assert opt.coverage()[0].rule == rule.lower()
     assert opt.kl_clip == clip
+
+
+@pytest.mark.parametrize(
+    ("first", "likelihood", "rule"),
+    [
+        (nn.Embedding(5, 4), None, "spectral"),
+        (nn.MultiheadAttention(4, 2), None, "spectral"),
+        (nn.Linear(4, 4), None, "eigenbasis"),
+        (nn.Embedding(5, 4), nn.CrossEntropyLoss(), "natural"),
+    ],
+    ids=str,
+)
+def test_models_of_tokens_take_the_spectral_rule(first, likelihood, rule: str) -> None:
+    model = nn.ModuleList([first, nn.Linear(4, 6), nn.Linear(6, 3)])
+    found = {row.name: row.rule for row in pb.KFAC(model, likelihood=likelihood).coverage()}
+    assert found["1.weight"] == rule
 
 
 @pytest.mark.parametrize("rule", RULES)

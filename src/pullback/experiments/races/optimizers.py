@@ -99,18 +99,15 @@ def eigenbasis(model: nn.Module, lr: float, some: Settings) -> list[Optimizer]:
 
 
 def _ruled(model: nn.Module, lr: float, rule: Callable[..., Rule], some: Settings) -> Optimizer:
-    inner = {id(p) for p in hidden(model)}
-    rest = float(some.get("rest", 1.0)) * lr
-    groups: list[dict[str, Any]] = [
-        {"params": hidden(model), "weight_decay": _DECAY},
-        {"params": [p for p in model.parameters() if p.ndim > 1 and id(p) not in inner],
-         "weight_decay": _DECAY, "lr": rest},
-        {"params": [p for p in model.parameters() if p.ndim <= 1], "lr": rest},
-    ]  # fmt: skip
-    own: Any = {"params": [g for g in groups if g["params"]]}
-    own |= {k: v for k, v in some.items() if not k.startswith("rule_") and k != "rest"}
-    chosen = {k.removeprefix("rule_"): v for k, v in some.items() if k.startswith("rule_")}
-    return KFAC(model, lr, rule=rule(**chosen), **own)
+    """KFAC by a rule, whose own settings are `rest` and those that begin with `rule_`."""
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim <= 1]
+    groups = [{"params": matrices, "weight_decay": _DECAY}, {"params": others}]
+    of_rule = [k for k in some if k == "rest" or k.startswith("rule_")]
+    chosen = {k.removeprefix("rule_"): some[k] for k in of_rule}
+    own: Any = {k: v for k, v in some.items() if k not in of_rule}
+    params = [g for g in groups if g["params"]]
+    return KFAC(model, lr, rule=rule(**chosen), params=params, **own)
 
 
 OPTIMIZERS: dict[str, Build] = {

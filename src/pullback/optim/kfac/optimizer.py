@@ -74,8 +74,9 @@ class KFAC(Optimizer):
 
     `KFAC(model)` takes Adam's steps in the eigenbases of every weight's two factors: R = Σ δδᵀ/N of
     the cotangents at the layer's output, and C = mean aaᵀ of its inputs. Embeddings, gains and
-    biases follow AdamW inside the same optimizer. `KFAC(model, rule="spectral")` takes the polar
-    factor of the momentum, whitened by C; the output layer then follows AdamW too.
+    biases follow AdamW inside the same optimizer. For models of tokens, with an embedding or an
+    attention layer, it takes the polar factor of the momentum, whitened by C (`rule="spectral"`);
+    the output layer then follows AdamW too, all of it at half the rate.
 
     With a likelihood, a metric or a damping it is the natural gradient of the K-FAC metric,
 
@@ -102,7 +103,7 @@ class KFAC(Optimizer):
         lr: η; schedulers may change it.
         rule: "eigenbasis", "spectral", "natural", or a `Rule`. By default "natural" where
             `likelihood`, `metric`, `fisher`, `damping`, `momentum`, `kl_clip`, `ekfac` or `step` is
-            given, else "eigenbasis".
+            given, else "spectral" for models of tokens and "eigenbasis" for others.
         likelihood: whose Fisher information is the metric on outputs, such as `Categorical()`, or
             the loss itself, such as `nn.CrossEntropyLoss()` (`likelihoods.from_loss`).
         metric: instead, any metric of the library; by default that of ½‖·‖². `Sobolev` relates the
@@ -123,7 +124,8 @@ class KFAC(Optimizer):
             first `invert_every` steps are done, inverses are also renewed at the first, second,
             fourth, ... statistics.
         params: parameters or param groups, by default all of the model's. Groups may have their own
-            `lr`, `weight_decay`, `momentum` or `betas`, and `"rule": "adam"`.
+            `lr`, `weight_decay`, `momentum` or `betas`, and `"rule": "adam"`, which follows AdamW at
+            the group's rate as it is.
         sharing: "expand" or "reduce", how places that share a weight enter (see `moments`).
         joint: whether weight and bias share a block.
         ekfac: correct the eigenvalues by second moments of the gradient in the eigenbases; those of
@@ -175,7 +177,7 @@ class KFAC(Optimizer):
         )
         reduction = reduction_of(likelihood) if reduction is None else reduction
         self._rule = options.rule_of(
-            rule, betas, likelihood=likelihood, metric=metric, fisher=fisher, damping=damping,
+            rule, betas, model, likelihood=likelihood, metric=metric, fisher=fisher, damping=damping,
             momentum=momentum, kl_clip=None if kl_clip == "auto" else kl_clip,
             ekfac=ekfac or None, step=step,
         )  # fmt: skip
@@ -674,10 +676,9 @@ class KFAC(Optimizer):
             if params:
                 given = [gradients[self._names[id(p)]] for p in params]
                 first, second = ([self._buffer(p, part) for p in params] for part in _BUFFERS[1:])
-                decay = float(group["weight_decay"])
-                shares.append(
-                    AdamShare(params, given, first, second, group["lr"], group["betas"], decay)
-                )
+                lr = group["lr"] if group["rule"] else self._rule.rest * group["lr"]
+                betas, decay = group["betas"], float(group["weight_decay"])
+                shares.append(AdamShare(params, given, first, second, lr, betas, decay))
         return shares
 
     def _show_bases(self) -> None:

@@ -46,7 +46,7 @@ def _pair(value: Any) -> bool:
 
 #: arguments, what they must be, and the remedy
 _TABLE: list[tuple[str, Callable[[Any], bool], str]] = [
-    ("lr weight_decay eps", _number, "Use a number ≥ 0"),
+    ("lr weight_decay eps rest", _number, "Use a number ≥ 0"),
     ("momentum ema adapt", lambda v: _number(v) and v < 1, "Use a number in [0, 1)"),
     ("betas", lambda v: _pair(v), "Use two numbers in [0, 1)"),
     ("rule", ("adam",).__contains__, "Use 'adam', or None for the optimizer's own rule"),
@@ -108,19 +108,25 @@ def _as_number(value: Any) -> Any:
     return float(value) if isinstance(value, Real) and not isinstance(value, bool) else value
 
 
+#: layers by which a model of tokens is known
+_OF_TOKENS = (nn.Embedding, nn.MultiheadAttention)
 #: arguments that rules do not take which are for matrices alone
 _NATURAL = ("momentum", "kl_clip", "ekfac", "step")
 
 
-def rule_of(rule: Rule | str | None, betas: tuple[float, float], **given: Any) -> Rule:
-    """Return the rule that was given, or that the other arguments ask for.
+def rule_of(
+    rule: Rule | str | None, betas: tuple[float, float], model: nn.Module, **given: Any
+) -> Rule:
+    """Return the rule that was given, or that the other arguments and the model ask for.
 
-    A metric, a damping and all that belongs to the natural gradient ask for `Natural`; where there
-    is nothing of the kind it is `Eigenbasis`. Arguments that were left out are None.
+    A metric, a damping and all that belongs to the natural gradient ask for `Natural`. Where there
+    is nothing of the kind, models of tokens take `Spectral` and others `Eigenbasis`. Arguments that
+    were left out are None.
     """
     asked = [name for name, value in given.items() if value is not None]
     if rule is None:
-        rule = "natural" if asked else "eigenbasis"
+        tokens = any(isinstance(m, _OF_TOKENS) for m in model.modules())
+        rule = "natural" if asked else "spectral" if tokens else "eigenbasis"
     found: Any = _RULES[rule](betas) if isinstance(rule, str) and rule in _RULES else rule
     if not isinstance(found, Rule):
         raise PullbackError(

@@ -24,6 +24,8 @@ class Rule(ABC):
         inputs: whether it needs the input side alone, which the forward pass gives.
         matrices: whether it is for weight matrices alone; all other parameters then follow AdamW.
         head: whether it is for the output layer too.
+        rest: the share of the learning rate at which the parameters that it is not for follow
+            AdamW; those of param groups with `"rule": "adam"` follow it at their own rate.
         defaults: of those arguments of `KFAC` that are not given.
     """
 
@@ -32,6 +34,7 @@ class Rule(ABC):
     inputs: bool = False
     matrices: bool = True
     head: bool = True
+    rest: float = 1.0
     defaults: ClassVar[Mapping[str, Any]] = {}
 
     @abstractmethod

@@ -33,6 +33,7 @@ class Spectral(Rule):
         momentum: the weight of the past in M.
         adapt: the weight of the past in the mean squares of rows.
         head: whether the output layer follows too.
+        rest: the share of the learning rate for parameters that follow AdamW.
     """
 
     needs = "root"
@@ -47,8 +48,15 @@ class Spectral(Rule):
         "invert_every": 20,
     }
 
-    def __init__(self, momentum: float = 0.9, adapt: float = 0.95, head: bool = False) -> None:
-        self.momentum, self.adapt, self.head = momentum, adapt, head
+    def __init__(
+        self,
+        momentum: float = 0.9,
+        adapt: float = 0.95,
+        *,
+        head: bool = False,
+        rest: float = 0.5,
+    ) -> None:
+        self.momentum, self.adapt, self.head, self.rest = momentum, adapt, head, rest
 
     def directions(
         self, prepared: Inverse, given: Sequence[Tensor], good: Tensor | None = None
