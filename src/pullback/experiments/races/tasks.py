@@ -66,6 +66,6 @@ TASKS: dict[str, RaceTask] = {
     "text-large": _text("Decoder of 12 layers", 400, TextData(512, 32, 512), 768, 12, 12),
     "resnet-quick": _quick_images("Small ResNet", partial(ResNet, width=8, depths=(1, 1))),
     "vit-quick": _quick_images("Small ViT", partial(VisionTransformer, 10, 32, 2, 2)),
-    "resnet": _images("ResNet-18", ResNet, 512, 600),
-    "vit": _images("ViT of 6 layers", VisionTransformer, 512, 800),
+    "resnet": _images("ResNet-18", ResNet, 512, 400),
+    "vit": _images("ViT of 6 layers", VisionTransformer, 512, 500),
 }

@@ -124,7 +124,7 @@ class KFAC(Optimizer):
             first `invert_every` steps are done, inverses are also renewed at the first, second,
             fourth, ... statistics.
         params: parameters or param groups, by default all of the model's. Groups may have their own
-            `lr`, `weight_decay`, `momentum` or `betas`, and `"rule": "adam"`, which follows AdamW at
+            `lr`, `weight_decay`, `momentum` or `betas`. Those with `"rule": "adam"` follow AdamW, at
             the group's rate as it is.
         sharing: "expand" or "reduce", how places that share a weight enter (see `moments`).
         joint: whether weight and bias share a block.
@@ -177,8 +177,8 @@ class KFAC(Optimizer):
         )
         reduction = reduction_of(likelihood) if reduction is None else reduction
         self._rule = options.rule_of(
-            rule, betas, model, likelihood=likelihood, metric=metric, fisher=fisher, damping=damping,
-            momentum=momentum, kl_clip=None if kl_clip == "auto" else kl_clip,
+            rule, betas, model, likelihood=likelihood, metric=metric, fisher=fisher,
+            damping=damping, momentum=momentum, kl_clip=None if kl_clip == "auto" else kl_clip,
             ekfac=ekfac or None, step=step,
         )  # fmt: skip
         own = options.filled(

@@ -23,7 +23,7 @@ from ....grams.kronecker.inverse import Inverse
 from ....grams.kronecker.packed import Side, packed, packed_together, whole
 from ....maps.layers import AffineBlock, Block, Use
 from ....maps.layers.moments import Moments, Sharing
-from ....maps.layers.registry import Seen
+from ....maps.layers.registry import Layer, Seen
 from ....maps.layers.scale import Scale
 from ....maps.layers.units import UnitSums, second_moments
 from ....maps.proof import Proof, accumulate
@@ -223,11 +223,15 @@ def form_inputs(uses: Sequence[UseMoments]) -> None:
             kinds.setdefault((own.entry.layer, own.sharing, x.shape, x.dtype), []).append(own)
     for (layer, sharing, shape, _), every in kinds.items():
         step = max(1, _AT_ONCE // shape[-1] ** 2) if shape else len(every)
-        for some in (every[a : a + step] for a in range(0, len(every), step)):
-            found = layer.inputs_of([own.seen for own in some], sharing)
-            second = packed_together([moments.second for moments in found])
-            for own, moments, side in zip(some, found, second, strict=True):
-                own.seen, own.inputs = None, replace(moments, second=side)
+        for a in range(0, len(every), step):
+            _form_together(every[a : a + step], layer, sharing)
+
+
+def _form_together(uses: Sequence[UseMoments], layer: Layer, sharing: Sharing) -> None:
+    found = layer.inputs_of([own.seen for own in uses if own.seen is not None], sharing)
+    second = packed_together([moments.second for moments in found])
+    for own, moments, side in zip(uses, found, second, strict=True):
+        own.seen, own.inputs = None, replace(moments, second=side)
 
 
 def _block_of_use(

@@ -121,14 +121,14 @@ def covectors(
     metric relates samples, each covector comes with their relation.
     """
     metric, fisher, draws = recipe.metric, recipe.fisher, recipe.draws
+    signs = (len(z), *[1] * (z.ndim - 1))
+    if fisher == "empirical" and not metric.couples_samples:  # as it is: it may be large
+        yield cotangent * random_signs(signs, cotangent, generator), None
+        return
     if fisher != "mc" or not isinstance(metric, Fisher):  # which takes some samples at a time
         z, cotangent = (t.to(compute_dtype(t.dtype)) for t in (z, cotangent))
     if metric.couples_samples:
         yield from _coupled(recipe, z, inputs, generator)
-        return
-    signs = (len(z), *[1] * (z.ndim - 1))
-    if fisher == "empirical":
-        yield cotangent * random_signs(signs, z, generator), None
         return
     if not isinstance(metric, Fisher) and metric.factor(z, inputs=inputs).couples_samples:
         raise coupling_error(metric, "it does not declare them: couples_samples is False")
