@@ -124,8 +124,8 @@ class KFAC(Optimizer):
             first `invert_every` steps are done, inverses are also renewed at the first, second,
             fourth, ... statistics.
         params: parameters or param groups, by default all of the model's. Groups may have their own
-            `lr`, `weight_decay`, `momentum` or `betas`. Those with `"rule": "adam"` follow AdamW, at
-            the group's rate as it is.
+            `lr`, `weight_decay`, `momentum` or `betas`. Those with `"rule": "adam"` follow AdamW at
+            the group's rate.
         sharing: "expand" or "reduce", how places that share a weight enter (see `moments`).
         joint: whether weight and bias share a block.
         ekfac: correct the eigenvalues by second moments of the gradient in the eigenbases; those of
