@@ -191,7 +191,7 @@ def measure(name: str, case: Case, device: torch.device, quick: bool) -> dict[st
         "ratio": ratios,
         "floor": floors,
         "naive": peer,
-        "target": case.targets,
+        "target": case.targets | {f"{r}, run": case.targets[r] for r in RULES if r in case.targets},
         "peak_bytes": memory,
     }
 

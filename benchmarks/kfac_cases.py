@@ -71,6 +71,8 @@ def cases(device: torch.device, quick: bool) -> dict[str, Case]:
             ),
         }
     targets = {"10/100": 1.20, "25/250": 1.10, "statistics": 2.0, "memory": 1.3}
+    rules = {"spectral": 1.15, "eigenbasis": 1.25}
+    of_rules = rules | {f"{rule}, memory": 1.3 for rule in rules}
     depths, length = ((1, 1, 1, 1), 64) if quick else ((3, 4, 6, 3), 1024)
     return {
         "resnet50": Case(
@@ -85,7 +87,7 @@ def cases(device: torch.device, quick: bool) -> dict[str, Case]:
             lambda: text(8, length, 50257),
             categorical,
             likelihoods.Categorical,
-            targets,
+            targets | of_rules,
             torch.bfloat16,
         ),
     }

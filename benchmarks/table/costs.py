@@ -86,9 +86,19 @@ def _trained(name: str, label: str) -> list[str]:
 
 ASKED = {
     "kfac-cpu": ("every step", "10/100"),
-    "kfac-cuda": ("10/100", "25/250", "statistics", "memory"),
+    "kfac-cuda": (
+        "10/100", "25/250", "statistics", "memory",
+        "spectral, run", "spectral, memory", "eigenbasis, run", "eigenbasis, memory",
+    ),
+}  # fmt: skip
+SAID = {
+    "statistics": "a statistics step",
+    "memory": "peak memory",
+    "spectral, run": "`Spectral`",
+    "spectral, memory": "`Spectral`, peak memory",
+    "eigenbasis, run": "`Eigenbasis`",
+    "eigenbasis, memory": "`Eigenbasis`, peak memory",
 }
-SAID = {"statistics": "a statistics step", "memory": "peak memory"}
 
 
 def kfac() -> Rows:
