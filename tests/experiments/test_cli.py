@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
-from pullback import pde
+from pullback import __version__, pde
 from pullback.experiments import registry
 from pullback.experiments.cli import app
 from pullback.experiments.commands import bench, doctor, listing, pace, record
@@ -56,11 +56,10 @@ def test_list_is_whole_at_any_width(width: int, tmp_path: Path) -> None:
 
 
 def test_an_output_that_lacks_characters_is_written_all_the_same() -> None:
-    command = [sys.executable, "-m", "pullback.experiments.cli", "list"]
-    there = os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
-    done = subprocess.run(command, capture_output=True, env=there, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    assert b"yin-2024-deep" in done.stdout
+    done = CliRunner(charset="ascii").invoke(app, ["list"])
+    assert done.exit_code == 0, done.output
+    assert "4 ? 7-24-24-24-1" in done.stdout
+    assert "yin-2024-deep" in done.stdout
 
 
 def test_every_quick_version_has_an_expected_time(tmp_path: Path) -> None:
@@ -123,7 +122,8 @@ def test_interrupt_leaves_the_checkpoint(tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["poison"], "look most like it"),
+        (["poison"], "the nearest are poisson5d, poisson2d, poisson10d"),
+        (["kfac-vgg"], "Use `pullback run kfac-vgg`"),
         (["ritz", "--device", "abacus"], "--device cpu"),
     ],
 )
@@ -143,12 +143,16 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
     assert "another run" in done.output
 
 
-def test_the_module_runs() -> None:
-    command = [sys.executable, "-m", "pullback.experiments.cli", "solve", "nothing"]
+def test_the_package_runs() -> None:
+    command = [sys.executable, "-m", "pullback", "run", "nothing"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 1
-    assert "There is no set-up 'nothing'" in done.stderr
+    assert "There is no experiment 'nothing'" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_version() -> None:
+    assert run.invoke(app, ["--version"]).stdout == f"pullback {__version__}\n"
 
 
 def test_commit_only_of_its_own_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,8 +193,8 @@ def test_run_repeats_an_experiment(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["nothing"], "yin-2024-deep"),
-        (["yin-2024-shalow"], "yin-2024-shallow, yin-2024-poisson, yin-2024-deep look most like"),
+        (["nothing"], "`pullback list` shows all"),
+        (["yin-2024-shalow"], "the nearest are yin-2024-shallow, yin-2024-poisson, yin-2024-deep"),
         (["yin-2024-deep", "--seeds", "a-b"], "Write 0-9"),
         (["yin-2024-deep", "--seeds", ""], "'' is no range"),
         (["yin-2024-deep", "--seeds", "1,,2"], "'' is no range"),
