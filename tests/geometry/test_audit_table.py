@@ -36,7 +36,7 @@ RELU = {
 }
 #: where a tanh network of full column rank says something else; it has no rescaling
 TANH = {**RELU, "NGD, pseudo-inverse": (E, E, E, E, None, E, E, F)}
-SMOOTH = ("NGD, pseudo-inverse", "K-FAC, invariant", "K-FAC, Tikhonov")
+SMOOTH = ("NGD, pseudo-inverse", "K-FAC, invariant")
 MAKES = {c.name: c for c in optimizers()}
 
 
