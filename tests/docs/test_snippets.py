@@ -11,8 +11,8 @@ FILES = [p for p in [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))] if 
 TUTORIALS = sorted((ROOT / "docs/tutorials").glob("[!i]*.md"))
 
 
-#: whose methods the tests of Yin's experiments run too
-SLOW = {ROOT / "docs/tutorials/energy-natural-gradient.md"}
+#: whose flows and greedy solves other tests run too
+SLOW = {ROOT / f"docs/tutorials/{name}.md" for name in ("deep-linear", "energy-natural-gradient")}
 
 
 @pytest.mark.parametrize(

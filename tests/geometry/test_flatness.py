@@ -56,6 +56,7 @@ def test_chains_agree_with_the_closed_form(phi):
     assert abs(found.volume - SADDLE) < 4 * found.error
 
 
+@pytest.mark.slow
 def test_a_stretched_ball_in_many_dimensions():
     # rescaling parameters by 10^±2 stretches the set, and the function's volume stays
     d, stretch = 4, torch.logspace(-2, 2, 4, dtype=torch.float64)
@@ -316,6 +317,7 @@ def test_a_minimum_far_off_the_center():
     assert found.volume == pytest.approx((1e4 + 1e-4) ** 2 / 2, rel=1e-2)
 
 
+@pytest.mark.slow
 def test_few_moves_widen_the_error_bar_and_do_not_shift_the_volume():
     d = 8
     found = flatness(lambda w: w, norm, zeros(d), epsilon=1.0, chains=16, moves=4)
