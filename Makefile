@@ -4,10 +4,12 @@ PYTHON  ?= python3
 WORKERS ?= 2
 BIN     := .venv/bin
 STAMP   := .venv/.installed
-PYTEST   = OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(WORKERS) --dist worksteal
+# bytecode is kept: tests start processes that import the library
+PYTEST   = env PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(WORKERS) --dist worksteal
+CHANGED  = $(BIN)/python -m tests.changed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint types contracts unit docs docs-snippets slow bench format clean
+.PHONY: help setup demo test check lint types contracts unit docs docs-snippets slow bench format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -27,6 +29,12 @@ demo: $(STAMP) ## run the demonstration; its figure is written to demo/
 
 test: lint types contracts unit docs ## everything a change must pass
 	@echo "==> all checks passed"
+
+check: lint contracts ## for daily work: what differs from origin/main, or from BASE=commit
+	@echo "==> basedpyright, changed files"
+	@$(CHANGED) sources $(BASE) | xargs -r $(BIN)/basedpyright
+	@echo "==> pytest, tests of changed files"
+	@$(CHANGED) tests $(BASE) | xargs -r $(PYTEST)
 
 lint: $(STAMP) ## style and formatting
 	@echo "==> ruff"
@@ -51,7 +59,7 @@ docs: $(STAMP) ## the documentation, into site/; a broken link or anchor is an e
 
 docs-snippets: $(STAMP) ## only the README and docs snippets
 	@echo "==> README and docs snippets"
-	@$(BIN)/pytest -q tests/docs
+	@$(BIN)/pytest -q tests/docs -m ""
 
 slow: $(STAMP) ## the tests that take minutes
 	@echo "==> pytest, slow tests"

@@ -1,23 +1,44 @@
 """Natural gradients for PyTorch: pull a metric back through your model, solve, and step."""
 
-from . import (
-    flow,
-    geometry,
-    grams,
-    kernels,
-    likelihoods,
-    linear,
-    maps,
-    metrics,
-    optim,
-    pde,
-    solvers,
-    steps,
-    symmetry,
-)
-from ._core.errors import PullbackError, Status
-from .optim import KFAC, GaussNewton, HessianFree, LevenbergMarquardt, NaturalGradient, StepInfo
-from .symmetry import SliceSGD
+from typing import TYPE_CHECKING
+
+from ._core.lazy import attach
+
+if TYPE_CHECKING:
+    from . import (
+        flow,
+        geometry,
+        grams,
+        kernels,
+        likelihoods,
+        linear,
+        maps,
+        metrics,
+        optim,
+        pde,
+        solvers,
+        steps,
+        symmetry,
+    )
+    from ._core.errors import PullbackError, Status
+    from .optim import (
+        KFAC,
+        GaussNewton,
+        HessianFree,
+        LevenbergMarquardt,
+        NaturalGradient,
+        StepInfo,
+    )
+    from .symmetry import SliceSGD
+else:
+    __getattr__, __dir__ = attach(
+        __name__,
+        {
+            "optim": "KFAC GaussNewton HessianFree LevenbergMarquardt NaturalGradient StepInfo",
+            "symmetry": "SliceSGD",
+            "_core.errors": "PullbackError Status",
+        },
+    )
 
 __version__ = "0.1.0"
 

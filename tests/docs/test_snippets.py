@@ -11,7 +11,15 @@ FILES = [p for p in [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))] if 
 TUTORIALS = sorted((ROOT / "docs/tutorials").glob("[!i]*.md"))
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: p.relative_to(ROOT).as_posix())
+#: whose flows and greedy solves other tests run too
+SLOW = {ROOT / f"docs/tutorials/{name}.md" for name in ("deep-linear", "energy-natural-gradient")}
+
+
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(p, marks=pytest.mark.slow if p in SLOW else ()) for p in FILES],
+    ids=lambda p: p.relative_to(ROOT).as_posix(),
+)
 def test_snippets_run(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = path.read_text(encoding="utf-8")
     if not any(snippets(text)):

@@ -28,7 +28,7 @@ def test_exact_classification() -> None:
 
 
 def test_pinn_from_scratch() -> None:
-    assert run("pinn_from_scratch") < 1e-6
+    assert run("pinn_from_scratch", steps=40) < 1e-4
 
 
 def test_kfac_plain_loop(capsys: pytest.CaptureFixture[str]) -> None:
@@ -80,4 +80,4 @@ def test_poisson(tmp_path: Path) -> None:
 
 
 def test_burgers_inverse() -> None:
-    assert abs(run("burgers_inverse", steps=50) - 0.1) < 5e-3
+    assert abs(run("burgers_inverse", steps=30) - 0.1) < 2e-2

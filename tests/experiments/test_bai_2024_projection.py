@@ -1,19 +1,15 @@
-"""The projection view: moves against a dense Jacobian by torch alone, and a run."""
+"""The projection view: moves against a dense Jacobian by torch alone."""
 
-import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 from torch.func import functional_call, jacrev
 
-from pullback.experiments.bai_2024_projection import EXPERIMENTS, Projection, moves
+from pullback.experiments.bai_2024_projection import moves
 from pullback.experiments.bai_2024_projection.checks import slope
 from pullback.experiments.bai_2024_projection.moves import SCALE, Scene
-
-from .small import quiet
 
 CPU = torch.device("cpu")
 
@@ -82,16 +78,3 @@ def test_a_narrow_network_keeps_a_part_of_the_gradient() -> None:
     assert laws["S twice"] > 0.1
     wide = moves.projections(scene(0))
     assert math.isclose(wide["kept"], 1.0, rel_tol=1e-8)
-
-
-def test_the_run_holds_its_claims_and_resumes(tmp_path: Path) -> None:
-    (experiment,) = EXPERIMENTS
-    assert isinstance(experiment, Projection)
-    done = experiment.run(True, None, tmp_path, quiet())
-    assert done.status == 0, [str(c) for c in done.checks]
-    assert done.verdict is not None
-    assert done.verdict.outcome == "reproduced"
-    assert (tmp_path / "bai-2024-projection-quick.png").stat().st_size > 50_000
-    before = json.loads((tmp_path / "bai-2024-projection-quick.json").read_text())
-    assert experiment.run(True, None, tmp_path, quiet()).status == 0
-    assert json.loads((tmp_path / "bai-2024-projection-quick.json").read_text()) == before

@@ -350,11 +350,6 @@ def run(name: str, folder: Path) -> None:
     assert all(path.stat().st_size for path in found.files)
 
 
-@pytest.mark.parametrize("name", ["figure3", "support"])
-def test_quick_runs_that_take_seconds(name: str, tmp_path: Path) -> None:
-    run(name, tmp_path)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["figure2", "figure4", "figure5", "figure6", "theorems"])
 def test_quick_runs(name: str, tmp_path: Path) -> None:

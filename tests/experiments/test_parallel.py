@@ -22,7 +22,7 @@ from pullback.experiments.framework.parallel import Job
 
 from .small import Small, quiet, said
 
-NAME = "van-oostrum-2023-examples"
+NAME = "kerekes-2022-support"
 
 
 def records(out: Path) -> dict[tuple[Any, ...], Any]:

@@ -510,20 +510,8 @@ def test_the_registry_names_what_folders_hold() -> None:
 
 
 def test_nearest_names_are_offered() -> None:
-    with pytest.raises(PullbackError, match=r"luk-grosse-2018 looks most like it"):
+    with pytest.raises(PullbackError, match=r"the nearest are luk-grosse-2018, \S+, \S+\. "):
         registry.find("luk-gros-2018")
-    with pytest.raises(PullbackError, match="nothing is called like it"):
-        registry.find("xyzzy!")
-
-
-def test_start_up_imports_no_experiment() -> None:
-    code = (
-        "import sys, pullback.experiments.cli as c; heavy = "
-        "[m for m in sys.modules if 'yin_2024' in m or 'kfac_invariance' in m or 'matplotlib' in m]"
-        "; print(heavy); sys.exit(bool(heavy))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_run_is_the_same_from_the_module(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """The reproduction of Yin (2024): its parts against dense oracles, and a quick run."""
 
 import io
-import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -161,18 +160,6 @@ def test_greedy_lowers_the_loss() -> None:
 def test_entries_are_few_and_reach_the_end() -> None:
     assert max(entries(2000)) == 2000
     assert len(entries(2000)) <= 42
-
-
-def test_quick_run_writes_results_and_figure_and_resumes(tmp_path: Path) -> None:
-    shallow = replace(EXPERIMENTS["shallow"], quick_steps=3, judged=False)
-    assert shallow.run(True, [0], tmp_path, quiet()).status == 0
-    path = tmp_path / "yin-2024-shallow-quick.json"
-    before = json.loads(path.read_text())
-    assert {r["key"][0] for r in before["runs"]} == {m.name for m, _ in shallow.methods}
-    assert before["environments"][0]["torch"] == torch.__version__
-    assert (tmp_path / "yin-2024-shallow-quick.png").stat().st_size > 10_000
-    assert shallow.run(True, [0], tmp_path, quiet()).status == 0
-    assert json.loads(path.read_text()) == before
 
 
 def test_the_quick_version_judges_what_it_can_tell(tmp_path: Path) -> None:

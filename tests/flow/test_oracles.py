@@ -108,7 +108,9 @@ def test_discrete_steps_of_a_linear_model() -> None:
         assert abs(float(s[0]) - expected) < 1e-9
 
 
-@pytest.mark.parametrize(("make", "last"), [(linear, 800.0), (net, 45.0)])
+@pytest.mark.parametrize(
+    ("make", "last"), [(linear, 800.0), pytest.param(net, 45.0, marks=pytest.mark.slow)]
+)
 def test_logits_of_eight_hundred(make: Callable[[], nn.Module], last: float) -> None:
     model, x = make(), draw(5, 8)
     s0 = model(x)[:, 0].detach()

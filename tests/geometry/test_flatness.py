@@ -49,13 +49,14 @@ def test_euclidean_volume_depends_on_the_chart():
     assert two.euclidean < 0.7 * one.euclidean
 
 
-@pytest.mark.parametrize("phi", [paraboloid, chart])
+@pytest.mark.parametrize("phi", [paraboloid, pytest.param(chart, marks=pytest.mark.slow)])
 def test_chains_agree_with_the_closed_form(phi):
-    found = flatness(phi, squared, zeros(2), epsilon=1.0, method="hit-and-run", chains=32, moves=24)
+    found = flatness(phi, squared, zeros(2), epsilon=1.0, method="hit-and-run", chains=16, moves=16)
     assert 0 < found.error < 0.2 * found.volume
     assert abs(found.volume - SADDLE) < 4 * found.error
 
 
+@pytest.mark.slow
 def test_a_stretched_ball_in_many_dimensions():
     # rescaling parameters by 10^±2 stretches the set, and the function's volume stays
     d, stretch = 4, torch.logspace(-2, 2, 4, dtype=torch.float64)
@@ -64,8 +65,8 @@ def test_a_stretched_ball_in_many_dimensions():
         lambda z: z.square().sum(),
         zeros(d),
         epsilon=1.0,
-        chains=48,
-        moves=32,
+        chains=24,
+        moves=16,
     )
     assert found.method == "hit-and-run"
     assert abs(found.volume - pi ** (d / 2) / gamma(d / 2 + 1)) < 4 * found.error
@@ -175,7 +176,7 @@ def test_a_relu_network_needs_a_slice():
 
     with pytest.raises(PullbackError, match="slice"):
         flatness(model, loss, inputs=x, epsilon=1e-4)
-    found = flatness(model, loss, inputs=x, epsilon=1e-4, basis="tangent", chains=16, moves=8)
+    found = flatness(model, loss, inputs=x, epsilon=1e-4, basis="tangent", chains=8, moves=4)
     assert found.dimension == found.rank == 4
     assert found.bounded
     assert found.volume > 0
@@ -263,8 +264,9 @@ def test_epsilon_below_round_off():
 @pytest.mark.parametrize("scale", [1.0, pytest.param(10.0, marks=pytest.mark.slow), 0.1])
 def test_a_rescaled_relu_unit_has_the_same_room(scale):
     """The two-dimensional slice meets the same functions wherever on the orbit it is laid."""
-    torch.manual_seed(0)
-    x = torch.randn(40, 2, dtype=torch.float64)
+    x = torch.tensor(
+        [[2.0, 0], [0, 2], [2, 2], [1, 3], [-2, 0], [0, -2], [-2, -2], [-1, -3]]
+    ).double()
     first, last = nn.Linear(2, 1, bias=False), nn.Linear(1, 1, bias=False)
     model = nn.Sequential(first, nn.ReLU(), last).double()
     with torch.no_grad():
@@ -274,8 +276,8 @@ def test_a_rescaled_relu_unit_has_the_same_room(scale):
     found = flatness(
         model, lambda z: (z - target).square().mean(), inputs=x, epsilon=0.01, basis="tangent"
     )
-    # near to πε: φ(S) would be a disk of radius √ε if the unit's kink did not move
-    assert found.volume == pytest.approx(0.03176, rel=1e-3)
+    # φ(S) is a disk of radius √ε: no point of the set moves the unit's kink across a sample
+    assert found.volume == pytest.approx(0.01 * pi, rel=1e-3)
 
 
 @pytest.mark.parametrize(("dimension", "ratio"), [(2, 1e-4), (2, 1e-8), (3, 1e-4)])
@@ -315,8 +317,9 @@ def test_a_minimum_far_off_the_center():
     assert found.volume == pytest.approx((1e4 + 1e-4) ** 2 / 2, rel=1e-2)
 
 
+@pytest.mark.slow
 def test_few_moves_widen_the_error_bar_and_do_not_shift_the_volume():
-    d = 12
+    d = 8
     found = flatness(lambda w: w, norm, zeros(d), epsilon=1.0, chains=16, moves=4)
     exact = d / 2 * log(pi) - lgamma(d / 2 + 1)
     assert abs(log(found.volume) - exact) < 4 * found.error / found.volume

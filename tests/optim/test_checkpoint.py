@@ -86,7 +86,6 @@ OPTIONS = {
     "nested": StateDictOptions(),
     "flat": StateDictOptions(flatten_optimizer_state_dict=True),
     "full": StateDictOptions(full_state_dict=True, cpu_offload=True),
-    "offloaded": StateDictOptions(cpu_offload=True),
 }
 
 

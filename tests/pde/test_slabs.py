@@ -57,10 +57,10 @@ def test_slabs_together_solve_the_whole(problem: Any) -> None:
         slabs=2,
         points=100,
         steps=150,
-        tol=1e-4,
+        tol=1e-3,
         progress=False,
     )
-    assert solution.error < 1e-3
+    assert solution.error < 1e-2
     assert isinstance(solution.network, Slabs)
     assert len(solution.network.networks) == 2
 
@@ -100,9 +100,9 @@ def test_fields_go_on_each_by_itself() -> None:
         later = _continued(condition, problem, network)
         assert torch.equal(later.value(points=x), network(x)[:, i].detach())  # pyright: ignore[reportAttributeAccessIssue]
     solution = pde.solve(
-        problem, pde.mlp(2, 8, 2, seed=0), slabs=3, points=36, steps=150, tol=1e-5, progress=False
+        problem, pde.mlp(2, 8, 2, seed=0), slabs=3, points=36, steps=150, tol=1e-4, progress=False
     )
-    assert solution.error < 1e-4
+    assert solution.error < 1e-3
 
 
 def test_the_network_of_a_time() -> None:

@@ -69,7 +69,7 @@ def test_rarer_retractions_change_a_trajectory_little() -> None:
     That is how far trajectories come apart, where no kink is in the way.
     """
     apart = []
-    for lr in (0.02, 0.01, 0.005):
+    for lr in (0.02, 0.01):
         ends = []
         for options in ({"sweeps": 8}, {"every": 10}, {"every": 1000}):
             model = mlp(3, 8, 6, 5, 2)
@@ -80,7 +80,7 @@ def test_rarer_retractions_change_a_trajectory_little() -> None:
     for before, after in pairwise(apart):
         assert before[1] / after[1] == pytest.approx(2, rel=0.1)
         assert 2.4 < before[0] / after[0] < 4.2
-    assert apart[-1][0] < 3e-4
+    assert apart[-1][0] < 1e-3
 
 
 @pytest.mark.parametrize("gradient", ["riemannian", "gtk-orthonormal"])

@@ -191,7 +191,7 @@ FOUND: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...], int]] = {
 }
 
 
-@pytest.mark.parametrize("seed", [3, 11])
+@pytest.mark.parametrize("seed", [3, pytest.param(11, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", FOUND)
 def test_the_kernel_of_j_is_what_was_found(name: str, seed: int) -> None:
     make, x, count = FOUND[name]

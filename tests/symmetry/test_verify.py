@@ -115,8 +115,7 @@ def test_many_batch_norms_take_seconds_and_are_reported_as_one(training: bool) -
         assert "eps" in found.rejected[0].reason
 
 
-@pytest.mark.parametrize("norm_first", [True, False])
-@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(("norm_first", "training"), [(True, True), (False, False)])
 def test_torch_transformers_with_a_mask_are_traced(norm_first: bool, training: bool) -> None:
     layer = nn.TransformerEncoderLayer(
         4, 2, 6, 0.0, batch_first=True, activation="gelu", norm_first=norm_first

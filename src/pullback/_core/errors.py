@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from enum import Enum
 
-import torch
-
 
 class PullbackError(RuntimeError):
     """A request that cannot be met.
@@ -54,5 +52,7 @@ class Status(Enum):
 
 def reraise_fatal(error: Exception) -> None:
     """Raise again what no other route can mend: memory that ran out, and our own refusals."""
+    import torch  # not above: the command line shows errors and help without it
+
     if isinstance(error, (torch.OutOfMemoryError, PullbackError)):
         raise error

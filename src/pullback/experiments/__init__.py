@@ -56,16 +56,37 @@ Every experiment of the registry runs in the tests: give yours a `smoke()` that 
 one, `replace(self, judged=False, rates=(0.1,))`, where its quick version takes more than seconds.
 """
 
-from .framework.check import Check, Verdict, recorded
-from .framework.curves import Chart, Line, Series, over_seeds
-from .framework.experiment import Context, Experiment, Item, Paused
-from .framework.outcome import Outcome
-from .framework.plain import Record
-from .framework.results import Results
-from .framework.runner import run
-from .framework.seeds import seed_range
-from .framework.tabular import Table
-from .registry import find, names
+from typing import TYPE_CHECKING
+
+from .._core.lazy import attach
+
+if TYPE_CHECKING:
+    from .framework.check import Check, Verdict, recorded
+    from .framework.curves import Chart, Line, Series, over_seeds
+    from .framework.experiment import Context, Experiment, Item, Paused
+    from .framework.outcome import Outcome
+    from .framework.plain import Record
+    from .framework.results import Results
+    from .framework.runner import run
+    from .framework.seeds import seed_range
+    from .framework.tabular import Table
+    from .registry import find, names
+else:
+    __getattr__, __dir__ = attach(
+        __name__,
+        {
+            "framework.check": "Check Verdict recorded",
+            "framework.curves": "Chart Line Series over_seeds",
+            "framework.experiment": "Context Experiment Item Paused",
+            "framework.outcome": "Outcome",
+            "framework.plain": "Record",
+            "framework.results": "Results",
+            "framework.runner": "run",
+            "framework.seeds": "seed_range",
+            "framework.tabular": "Table",
+            "registry": "find names",
+        },
+    )
 
 __all__ = [
     "Experiment", "Item", "Context", "Paused", "Record",

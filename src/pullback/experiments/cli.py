@@ -1,4 +1,4 @@
-"""The command `pullback`."""
+"""The command `pullback`. Torch and the library are imported by the commands, not by their help."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from .. import __version__
 from .._core.errors import PullbackError
 from . import registry
-from .framework.device import usable
 from .framework.seeds import seed_range
 from .framework.terminal import console as terminal
 from .framework.terminal import forgiving
@@ -29,8 +29,19 @@ Out = Annotated[Path, typer.Option(help="Folder of results.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …")]
 
 
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"pullback {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def _group() -> None:
+def _group(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
     """Natural gradients for PyTorch."""
     forgiving()
 
@@ -128,6 +139,7 @@ def report(out: Out = _RESULTS) -> None:
 def bench(device: Device = "cpu") -> None:
     """Time one step of each method on this machine."""
     from .commands.bench import table
+    from .framework.device import usable
 
     with refusing():
         where = usable(device)

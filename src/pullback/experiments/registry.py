@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import difflib
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 from .._core.errors import PullbackError
-from .framework.experiment import Experiment
+
+if TYPE_CHECKING:
+    from .framework.experiment import Experiment
 
 #: the names in each folder's `EXPERIMENTS`
 FOLDERS: dict[str, tuple[str, ...]] = {
@@ -55,12 +58,10 @@ def find(name: str) -> Experiment:
 
 
 def offered(name: str, known: list[str]) -> tuple[str, str]:
-    """Why a name is refused, and the nearest ones.
+    """Why a name is refused: the three nearest ones; and where all are shown.
 
-    >>> offered("poison", ["poisson", "heat"])
-    ('poisson looks most like it', 'Name one of poisson, heat')
+    >>> offered("poison", ["poisson", "heat", "wave", "prism"])
+    ('the nearest are poisson, prism, wave', '`pullback list` shows all')
     """
-    close = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.4)
-    verb = "looks" if len(close) == 1 else "look"
-    why = f"{', '.join(close)} {verb} most like it" if close else "nothing is called like it"
-    return why, f"Name one of {', '.join(known)}"
+    close = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.0)
+    return f"the nearest are {', '.join(close)}", "`pullback list` shows all"

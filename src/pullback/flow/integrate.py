@@ -14,8 +14,8 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
+import scipy
 import torch
-from scipy import integrate as scipy_integrate
 from torch import Tensor, nn
 
 from .._core.errors import PullbackError
@@ -104,7 +104,7 @@ def integrate(
         events = [events]
     field = _field(model, closure_or_objective, metric, kind, start, reduction, options)
     march = March(field, [*events, BlowUp()], at=times[2], budget=max_evaluations)
-    scheme = getattr(scipy_integrate, method)
+    scheme = getattr(scipy.integrate, method)
     return march.run(scheme, times[0], times[1], rtol=rtol, atol=atol, max_step=max_step)
 
 

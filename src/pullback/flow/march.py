@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import scipy
 import torch
-from scipy.optimize import brentq
 from torch import Tensor
 
 from .._core.errors import PullbackError
@@ -157,7 +157,7 @@ class March:
 
         if margin(before) >= 0:
             return before
-        root: Any = brentq(margin, before, t, xtol=1e-12 * max(1.0, abs(t)))
+        root: Any = scipy.optimize.brentq(margin, before, t, xtol=1e-12 * max(1.0, abs(t)))
         return float(root)
 
     def _keep(self, piece: Any, t: float, y: np.ndarray) -> None:

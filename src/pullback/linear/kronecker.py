@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import scipy
 import torch
-from scipy.linalg import qr
 from torch import Tensor
 
 from .._core.errors import PullbackError
@@ -43,7 +43,7 @@ def pivoted_qr(a: Tensor, rcond: float | None = None) -> tuple[Tensor, Tensor, T
     the rows of A sorted by size this is stable row by row.
     """
     rcond = max(a.shape) * torch.finfo(a.dtype).eps if rcond is None else rcond
-    found: Any = qr(a.detach().cpu().numpy(), mode="economic", pivoting=True)
+    found: Any = scipy.linalg.qr(a.detach().cpu().numpy(), mode="economic", pivoting=True)
     q, r, order = found
     sizes = abs(r.diagonal())
     rank = int((sizes > rcond * sizes[:1]).sum())

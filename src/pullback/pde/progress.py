@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 
 class Line:
@@ -27,8 +28,14 @@ class Line:
 @contextmanager
 def shown(title: str, steps: int, *, enabled: bool) -> Iterator[Line]:
     """A progress bar on the terminal's error stream, or none."""
+    if not enabled:
+        yield Line(None, 0)
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
     console = Console(stderr=True)
-    if not enabled or not console.is_terminal:
+    if not console.is_terminal:
         yield Line(None, 0)
         return
     with Progress(

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
+import scipy
 import torch
-from scipy import special
 from torch import Tensor
 from torch.quasirandom import SobolEngine
 
@@ -238,6 +238,6 @@ def root(n: int, dim: int) -> int:
 @lru_cache(maxsize=256)
 def jacobi(m: int, power: int) -> tuple[Tensor, Tensor]:
     """The Gauss rule of ∫₀¹ f(r) power·r^(power−1) dr: m nodes and weights."""
-    found = special.roots_legendre(m) if power == 1 else special.roots_jacobi(m, 0.0, power - 1.0)
+    found = scipy.special.roots_jacobi(m, 0.0, power - 1.0)
     nodes, weights = (torch.from_numpy(np.asarray(t, dtype=np.float64)) for t in found[:2])
     return (nodes + 1) / 2, weights / weights.sum()

@@ -81,7 +81,12 @@ def test_steps_are_those_of_the_plain_model_and_run_compiled_code(way: str) -> N
 
 @pytest.mark.parametrize(
     ("way", "backend"),
-    [("module", "aot_eager"), ("wrapper", "eager"), ("in place", "eager"), (WAYS[3], "aot_eager")],
+    [
+        ("module", "aot_eager"),
+        ("wrapper", "eager"),
+        pytest.param("in place", "eager", marks=pytest.mark.slow),
+        pytest.param(WAYS[3], "aot_eager", marks=pytest.mark.slow),
+    ],
 )
 def test_evaluation_in_between_and_layers_that_are_unfrozen(way: str, backend: str) -> None:
     """In compiled code a layer's statistics come one step late at most."""

@@ -67,7 +67,7 @@ class Rescaled(Experiment):
         }
 
     def smoke(self) -> Self:
-        return replace(self, judged=False, batch=512, epochs=2)
+        return replace(self, judged=False, batch=512, epochs=1)
 
     def items(self, quick: bool) -> list[Item]:
         config, out = self.config(quick), []

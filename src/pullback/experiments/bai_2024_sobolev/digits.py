@@ -116,7 +116,7 @@ class Tuned(Experiment):
         return [(round(r * d, 6), d) for d, r in product(dampings, ratios)]
 
     def smoke(self) -> Self:
-        return replace(self, judged=False, batch=512, epochs=2, quick_seeds=(0,))
+        return replace(self, judged=False, batch=512, epochs=1, quick_seeds=(0,))
 
     def items(self, quick: bool) -> list[Item]:
         out = []

@@ -9,9 +9,9 @@ from rich.console import Console
 
 from ... import pde
 from ..._core.errors import PullbackError
+from .. import registry
 from ..framework.device import usable
 from ..framework.files import folder
-from ..registry import offered
 from .record import report, summary, write
 
 
@@ -28,8 +28,14 @@ def solved(
 
     `given` are options that replace the set-up's own, None where they do not.
     """
+    if name in registry.names():
+        raise PullbackError(
+            f"{name} cannot be solved", "it is an experiment", f"Use `pullback run {name}`"
+        )
     if name not in pde.SETUPS:
-        raise PullbackError(f"There is no set-up {name!r}", *offered(name, list(pde.SETUPS)))
+        raise PullbackError(
+            f"There is no set-up {name!r}", *registry.offered(name, list(pde.SETUPS))
+        )
     found = pde.setup(name)
     usable(device)
     folder(out)

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import torch
 
 from ..._core.errors import PullbackError
 
@@ -49,15 +48,17 @@ def _plain(value: Any, place: str, arrays: Arrays) -> Any:
         return [_plain(v, _inside(place, i), arrays) for i, v in enumerate(value)]
     if isinstance(value, np.generic):
         value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"float": str(value)}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    import torch  # not above: results can be read and kept without it
+
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu().numpy()
     if isinstance(value, np.ndarray) and value.dtype != object:
         arrays[place] = value
         return {"array": place}
-    if isinstance(value, float) and not math.isfinite(value):
-        return {"float": str(value)}
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
     raise PullbackError(
         f"The record cannot be saved: {place or 'it'} is a {type(value).__name__}",
         "records are numbers, words, lists, mappings and arrays",

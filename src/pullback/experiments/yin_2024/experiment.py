@@ -69,7 +69,7 @@ class Comparison(Experiment):
     def smoke(self) -> Self:
         few = {name: n // 20 for name, n in self.setting.points.items()}
         setting = replace(self.setting, points=few)
-        return replace(self, judged=False, quick_seeds=(0,), quick_steps=3, setting=setting)
+        return replace(self, judged=False, quick_seeds=(0,), quick_steps=2, setting=setting)
 
     def items(self, quick: bool) -> list[Item]:
         return [

@@ -7,13 +7,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from rich.console import Console
-from rich.table import Table
+from typing import TYPE_CHECKING, Any
 
 from ..._core.errors import PullbackError
 from .verdict import Measure, Verdict
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 @dataclass(frozen=True)
@@ -134,6 +134,8 @@ class Audit:
         return matrix(self) if len(self.optimizers) > 1 else details(self)
 
     def __str__(self) -> str:
+        from rich.console import Console
+
         console = Console(file=io.StringIO(), width=160, color_system=None, legacy_windows=False)
         console.print(self.__rich__())
         for s in self.skipped:
@@ -145,7 +147,7 @@ class Audit:
 def details(audit: Audit) -> Table:
     """One optimizer: where it is invariant, the mismatch at small steps and after finite ones."""
     steps = max((len(r.batch.finite) for r in audit.rows), default=0)
-    table = Table(title=f"Audit of {', '.join(audit.optimizers)}", title_justify="left")
+    table = _titled(f"Audit of {', '.join(audit.optimizers)}")
     table.add_column("transformation")
     titles = ["on the batch", "order", "η → 0", "one step", f"{steps} steps"]
     titles += ["on probes", "on parameters"]
@@ -176,7 +178,7 @@ def _last(m: Measure) -> str:
 
 def matrix(audit: Audit) -> Table:
     """Several optimizers: the verdict on the batch and the mismatch as η → 0."""
-    table = Table(title="Invariance of the update on the model", title_justify="left")
+    table = _titled("Invariance of the update on the model")
     table.add_column("optimizer")
     for name in audit.transformations:
         table.add_column(name)
@@ -188,6 +190,12 @@ def matrix(audit: Audit) -> Table:
         ]
         table.add_row(optimizer, *cells)
     return table
+
+
+def _titled(title: str) -> Table:
+    from rich.table import Table
+
+    return Table(title=title, title_justify="left")
 
 
 def shown(value: float) -> str:

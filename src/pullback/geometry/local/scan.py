@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import scipy
 import torch
-from scipy.optimize import minimize_scalar
 from torch import Tensor
 
 from ..._core.errors import PullbackError
@@ -103,7 +103,9 @@ def _lowest(
     def ratio(place: float) -> float:
         return float(spectrum(_between(sites, place))[dimension - 1])
 
-    best: Any = minimize_scalar(ratio, bounds=bounds, method="bounded", options={"xatol": 1e-10})
+    best: Any = scipy.optimize.minimize_scalar(
+        ratio, bounds=bounds, method="bounded", options={"xatol": 1e-10}
+    )
     place = float(best.x)
     xi = _between(sites, place)
     return SingularPoint(xi, place, int((spectrum(xi) > limit).sum()), float(best.fun))

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from itertools import product
 
 import numpy as np
+import scipy
 import torch
-from scipy import ndimage
 from torch import Tensor
 
 from ..._core.errors import PullbackError
@@ -121,7 +121,7 @@ def _heights(landscape: Rounded, box: np.ndarray, count: int) -> np.ndarray:
 
 def _component(heights: np.ndarray, box: np.ndarray, epsilon: float) -> np.ndarray:
     """The cells below ε that hang together with the one at the minimum."""
-    labels = np.asarray(ndimage.label(heights < epsilon)[0])  # pyright: ignore[reportIndexIssue]
+    labels = np.asarray(scipy.ndimage.label(heights < epsilon)[0])  # pyright: ignore[reportIndexIssue]
     count = heights.shape[0]
     cell = tuple(min(count - 1, int(count * -low / (high - low))) for low, high in box.T)
     # the minimum's own cell may lie across the boundary on a coarse grid: look around it
@@ -166,7 +166,7 @@ def _integral(
     heights = _heights(landscape, box, count)
     inside = _component(heights, box, epsilon)
     # what lies next to the component may be cut by its boundary
-    near = ndimage.binary_dilation(inside, iterations=1)
+    near = scipy.ndimage.binary_dilation(inside, iterations=1)
     finite = np.where(np.isfinite(heights), heights, epsilon + 2 * abs(epsilon))
     slopes = np.gradient(finite) if landscape.dimension > 1 else [np.gradient(finite)]
     spread = np.maximum(sum(np.abs(s) for s in slopes), 1e-300)

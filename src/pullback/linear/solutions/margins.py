@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import scipy
 import torch
-from scipy.optimize import linprog, nnls
 from torch import Tensor
 
 from ..._core.errors import PullbackError
@@ -125,7 +125,9 @@ def _largest_margin(z: np.ndarray) -> float:
     n, dim = z.shape
     cost = np.append(np.zeros(dim), -1.0)
     box = [(-1.0, 1.0)] * dim + [(None, 1.0)]
-    found = linprog(cost, A_ub=np.hstack([-unit, np.ones((n, 1))]), b_ub=np.zeros(n), bounds=box)
+    found = scipy.optimize.linprog(
+        cost, A_ub=np.hstack([-unit, np.ones((n, 1))]), b_ub=np.zeros(n), bounds=box
+    )
     t = -float(found.fun) if found.success else 0.0
     return t if t > 1e-9 else 0.0
 
@@ -135,7 +137,7 @@ def _nonnegative(z: np.ndarray) -> np.ndarray:
     scale = np.abs(z).max()
     sides = np.vstack([z.T / scale, np.ones((1, len(z)))])
     target = np.append(np.zeros(z.shape[1]), 1.0)
-    return nnls(sides, target, maxiter=50 * max(z.shape))[0]
+    return scipy.optimize.nnls(sides, target, maxiter=50 * max(z.shape))[0]
 
 
 def _polished(z: np.ndarray, active: np.ndarray) -> np.ndarray:
@@ -147,7 +149,9 @@ def _polished(z: np.ndarray, active: np.ndarray) -> np.ndarray:
 def _weighted_l1(z: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """argmin Σ w_i|β_i| with Zβ ≥ 1, and the multipliers."""
     cost = np.concatenate([weights, weights])
-    found = linprog(cost, A_ub=np.hstack([-z, z]), b_ub=-np.ones(len(z)), method="highs")
+    found = scipy.optimize.linprog(
+        cost, A_ub=np.hstack([-z, z]), b_ub=-np.ones(len(z)), method="highs"
+    )
     if not found.success:
         raise PullbackError(
             "The linear program failed", str(found.message).rstrip("."), "Scale the data to size 1"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import scipy
 import torch
-from scipy import special
 from torch import Tensor
 
 from ..._core.errors import PullbackError
@@ -121,7 +121,7 @@ def direction(u: Tensor) -> Tensor:
     columns = []
     for i in range(d - 2):
         v, a = u[:, i], (d - 1 - i) / 2
-        half = v if a == 1 else torch.from_numpy(special.betaincinv(a, a, v.numpy()))
+        half = v if a == 1 else torch.from_numpy(scipy.special.betaincinv(a, a, v.numpy()))
         columns.append(rest * (2 * half - 1))
         rest = rest * 2 * (half * (1 - half)).clamp_min(0).sqrt()  # √(1 − t²)
     angle = 2 * math.pi * u[:, -1]

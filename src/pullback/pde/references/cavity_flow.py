@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import ClassVar
 
 import numpy as np
-from scipy.sparse.linalg import LinearOperator, gmres
+import scipy
 
 from ..._core.errors import PullbackError
 from . import corner
@@ -174,8 +174,10 @@ class _Newton:
             return (d + self.space.biharmonic(moved) / self.nu).ravel()
 
         rhs = self.space.biharmonic(residual).ravel() / self.nu
-        operator = LinearOperator((rhs.size, rhs.size), matvec=apply, dtype=np.float64)  # pyright: ignore[reportCallIssue]
-        move, _ = gmres(operator, rhs, rtol=1e-6, restart=150, maxiter=2)
+        operator = scipy.sparse.linalg.LinearOperator(
+            (rhs.size, rhs.size), matvec=apply, dtype=np.float64
+        )
+        move, _ = scipy.sparse.linalg.gmres(operator, rhs, rtol=1e-6, restart=150, maxiter=2)
         return a - move.reshape(shape)
 
     def head(self, psi: Array, fields: tuple[Array, Array, Array]) -> Array:

@@ -6,8 +6,8 @@ import math
 from functools import cached_property
 
 import numpy as np
+import scipy
 from numpy.polynomial import legendre
-from scipy.linalg import cho_factor, cho_solve, eigh
 
 from .base import Array
 
@@ -81,7 +81,7 @@ class Clamped:
                     + 2 * np.kron(ci, cj)
                     + np.kron(mi, np.eye(len(mj)))
                 )
-                blocks.append((rows, cols, cho_factor(matrix)))
+                blocks.append((rows, cols, scipy.linalg.cho_factor(matrix)))
         return blocks
 
     def biharmonic(self, rhs: Array) -> Array:
@@ -89,7 +89,7 @@ class Clamped:
         a = np.empty_like(rhs)
         for rows, cols, factor in self._blocks:
             part = rhs[rows, cols]
-            a[rows, cols] = cho_solve(factor, part.ravel()).reshape(part.shape)
+            a[rows, cols] = scipy.linalg.cho_solve(factor, part.ravel()).reshape(part.shape)
         return a
 
     def potential(self, fx: Array, fy: Array) -> Array:
@@ -99,7 +99,7 @@ class Clamped:
         rhs = slope.T @ (self.weights * fx) @ vander + vander.T @ (self.weights * fy) @ slope
         stiff = slope.T @ (self.line_weights[:, None] * slope)
         mass = np.diag(1 / (2 * np.arange(self.degree + 1) + 1.0))
-        values, vectors = eigh(stiff, mass)
+        values, vectors = scipy.linalg.eigh(stiff, mass)
         total = values[:, None] + values[None, :]
         inverse = np.where(total > 1e-9, 1 / np.where(total > 1e-9, total, 1.0), 0.0)
         h = vectors @ (inverse * (vectors.T @ rhs @ vectors)) @ vectors.T

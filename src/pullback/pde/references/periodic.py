@@ -8,8 +8,7 @@ from functools import cached_property
 from typing import ClassVar, NamedTuple
 
 import numpy as np
-from scipy import fft
-from scipy.special import erfc
+import scipy
 
 from ..._core.errors import PullbackError
 from .base import Array, Reference, positive, relative, resolved
@@ -179,12 +178,12 @@ class AllenCahn(Periodic):
 
 def _ierfc(z: Array) -> Array:
     """∫_z^∞ erfc."""
-    return np.exp(-z * z) / math.sqrt(math.pi) - z * erfc(z)
+    return np.exp(-z * z) / math.sqrt(math.pi) - z * scipy.special.erfc(z)
 
 
 def _to_cosines(u: Array) -> Array:
     """Coefficients c of Σ' from values on [−1, 0]: u = c_0 + 2 Σ c_k cos πk(x+1)."""
-    c = np.asarray(fft.dct(u, type=1)) / (2 * (len(u) - 1))
+    c = np.asarray(scipy.fft.dct(u, type=1)) / (2 * (len(u) - 1))
     c[-1] *= 0.5
     return c
 
@@ -192,7 +191,7 @@ def _to_cosines(u: Array) -> Array:
 def _from_cosines(c: Array) -> Array:
     doubled = c.copy()
     doubled[-1] *= 2
-    return np.asarray(fft.dct(doubled, type=1))
+    return np.asarray(scipy.fft.dct(doubled, type=1))
 
 
 class KortewegDeVries(Periodic):
@@ -236,9 +235,9 @@ class KortewegDeVries(Periodic):
 
     def nonlinear(self, c: Array) -> Array:
         modes = len(c)
-        n = fft.next_fast_len(3 * modes, real=True)
-        u = np.asarray(fft.irfft(c, n)) * n
-        square = np.asarray(fft.rfft(u * u))[:modes] / n
+        n = scipy.fft.next_fast_len(3 * modes, real=True)
+        u = np.asarray(scipy.fft.irfft(c, n)) * n
+        square = np.asarray(scipy.fft.rfft(u * u))[:modes] / n
         return -0.5j * self.eta * math.pi * np.arange(modes) * square
 
 

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from math import exp, log
 
+import scipy
 import torch
-from scipy.optimize import brentq
 from torch import Tensor, nn
 
 from ..._core.errors import PullbackError
@@ -198,8 +198,9 @@ def _root(logs: Sequence[tuple[float, float]]) -> list[float] | None:
         low, width = low - width, 2 * width
     while climb(high)[-1] < 0:
         high, width = high + width, 2 * width
-    u = low if low == high else float(brentq(lambda u: climb(u)[-1], low, high, xtol=1e-15))  # pyright: ignore[reportArgumentType]
-    return climb(u)[:-1]
+    if low < high:
+        low = scipy.optimize.brentq(lambda u: climb(u)[-1], low, high, xtol=1e-15)
+    return climb(low)[:-1]
 
 
 def _hypot(*logs: float) -> float:

@@ -1,0 +1,84 @@
+"""What differs from the main branch, and the tests of it; `make check` runs these.
+
+    python -m tests.changed sources        # changed files of the library
+    python -m tests.changed tests          # tests of everything that changed
+    python -m tests.changed tests HEAD~3   # compared with another commit
+
+Tests mirror modules, so a source file has the tests of its own name, else those of its folder.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+LIBRARY = Path("src/pullback")
+#: packages, and folders in them, whose tests have another name
+FOLDERS = {"_core": "core", "likelihoods": "metrics", "testing": "laws"}
+MODULES = {"framework": "runner", "commands": "cli", "volume": "flatness", "invariance": "audit"}
+
+
+def changed(commit: str | None = None) -> list[Path]:
+    """Files that differ from a commit, by default from where this branch left `origin/main`."""
+    commit = commit or git("merge-base", "HEAD", "origin/main") or "HEAD"
+    differ = git("diff", "--name-only", "--diff-filter=d", commit)
+    new = git("ls-files", "--others", "--exclude-standard")
+    return sorted({Path(line) for line in f"{differ}\n{new}".splitlines() if line})
+
+
+def git(*words: str) -> str:
+    """What git says; nothing where it refuses."""
+    return subprocess.run(
+        ["git", *words], cwd=ROOT, capture_output=True, text=True, check=False
+    ).stdout.strip()
+
+
+def sources(files: Iterable[Path]) -> list[Path]:
+    """Those of the library that are Python."""
+    return [f for f in files if LIBRARY in f.parents and f.suffix == ".py"]
+
+
+def nearest(files: Iterable[Path]) -> list[str]:
+    """Paths and ids for pytest, each once.
+
+    >>> nearest([Path("src/pullback/solvers/cholesky.py"), Path("docs/linear.md")])
+    ['src/pullback/solvers/cholesky.py', 'tests/docs/test_links.py',
+     'tests/docs/test_snippets.py::test_snippets_run[docs/linear.md]',
+     'tests/solvers/test_cholesky.py']
+    """
+    return sorted({test for file in files for test in _of(file)})
+
+
+def _of(file: Path) -> Iterator[str]:
+    if file.suffix == ".md" and (file.parts[0] == "docs" or file.name == "README.md"):
+        yield "tests/docs/test_links.py"
+        yield f"tests/docs/test_snippets.py::test_snippets_run[{file.as_posix()}]"
+    elif file.suffix != ".py":
+        return
+    elif LIBRARY in file.parents:
+        yield file.as_posix()  # its docstrings
+        yield from _mirror(file.relative_to(LIBRARY).with_suffix("").parts)
+    elif file.parts[0] == "tests":
+        yield (file if file.name.startswith("test_") else file.parent).as_posix()
+    elif (ROOT / "tests" / file.parts[0]).is_dir():  # examples, benchmarks, docs
+        yield f"tests/{file.parts[0]}"
+
+
+def _mirror(parts: tuple[str, ...]) -> Iterator[str]:
+    """Tests of the module with these names, innermost first; its package's where it has none."""
+    package = Path("tests", FOLDERS.get(parts[0], parts[0]))
+    for name in reversed(parts[1:]):
+        name = MODULES.get(name, name)
+        if found := [m for p in (f"test_{name}.py", name) for m in (ROOT / package).rglob(p)]:
+            yield from (match.relative_to(ROOT).as_posix() for match in found)
+            return
+    yield (package if (ROOT / package).is_dir() else Path("tests/core")).as_posix()
+
+
+if __name__ == "__main__":
+    kind, *commit = sys.argv[1:]
+    files = changed(*commit)
+    print(*(sources(files) if kind == "sources" else nearest(files)), sep="\n")
