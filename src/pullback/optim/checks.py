@@ -15,7 +15,7 @@ from .._core.errors import PullbackError
 from ..likelihoods import MSE, Gaussian, Likelihood
 from ..metrics import Euclidean, Fisher, Metric, as_metric
 
-_WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel", "FSDPModule")
+_WRAPPERS = ("FullyShardedDataParallel", "DataParallel")
 
 _GROWTH_STEPS = 20  # of a loss above ten times the first, after which that is said
 
@@ -42,9 +42,20 @@ def refuse_model(
         if kind.__name__ in _WRAPPERS:
             raise PullbackError(
                 f"The model is wrapped in {kind.__name__}",
-                reason,
-                "Pass the inner module (model.module) and train on one process",
+                "it hides the layers' own parameters and samples",
+                "Wrap it in DistributedDataParallel instead, one process per device",
             )
+
+
+def refuse_sharded(model: nn.Module, reason: str) -> None:
+    """Raise for a model whose parameters are spread over several processes."""
+    whole = type(plain(model)).__mro__
+    if any(kind.__name__ == "FSDPModule" for kind in whole):
+        raise PullbackError(
+            "The model is wrapped in FSDPModule",
+            f"its parameters are sharded over several processes, and {reason}",
+            "Wrap it in DistributedDataParallel instead, or train an unsharded copy on one process",
+        )
 
 
 def refuse_parameter(name: str, p: Tensor) -> None:
