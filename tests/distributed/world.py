@@ -43,7 +43,9 @@ class World:
                 raise AssertionError(f"process {rank}: {error}\n{value}")
         return [value for value, _ in found]
 
-    def errors(self, function: Callable[..., Any], *args: Any, size: int | None = None) -> list[Any]:
+    def errors(
+        self, function: Callable[..., Any], *args: Any, size: int | None = None
+    ) -> list[Any]:
         """Return every process's error, as text; None where it returned."""
         return [error for _, error in self.outcomes(function, *args, size=size)]
 
@@ -52,7 +54,7 @@ class World:
         some = self.pipes[: size or self.size]
         for pipe in some:
             pipe.send((function, args, len(some)))
-        return [pipe.recv() if _alive(pipe) else (None, "the process is gone") for pipe in some]
+        return [_received(pipe) for pipe in some]
 
     def close(self) -> None:
         for own in self.processes:
@@ -60,11 +62,11 @@ class World:
             own.join()
 
 
-def _alive(pipe: Any) -> bool:
+def _received(pipe: Any) -> tuple[Any, Any]:
     try:
-        return pipe.poll(120.0)
+        return pipe.recv() if pipe.poll(120.0) else (None, "the process hangs")
     except (EOFError, OSError):
-        return False
+        return None, "the process is gone"
 
 
 def _serve(rank: int, size: int, port: int, pipe: Any, seconds: float) -> None:
