@@ -15,7 +15,7 @@ from .._core.errors import PullbackError
 from ..likelihoods import MSE, Gaussian, Likelihood
 from ..metrics import Euclidean, Fisher, Metric, as_metric
 
-_WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel", "FSDPModule")
+_WRAPPERS = ("FullyShardedDataParallel", "DataParallel")
 
 _GROWTH_STEPS = 20  # of a loss above ten times the first, after which that is said
 
@@ -42,8 +42,8 @@ def refuse_model(
         if kind.__name__ in _WRAPPERS:
             raise PullbackError(
                 f"The model is wrapped in {kind.__name__}",
-                reason,
-                "Pass the inner module (model.module) and train on one process",
+                "it hides the layers' own parameters and samples",
+                "Wrap it in DistributedDataParallel instead, one process per device",
             )
 
 
