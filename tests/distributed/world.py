@@ -24,7 +24,8 @@ class World:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")  # torch is imported once
+        context.set_forkserver_preload(["pullback", "torch.distributed", __name__])
         self.size, self.pipes, self.processes = size, [], []
         for rank in range(size):
             here, there = context.Pipe()
