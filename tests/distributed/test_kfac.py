@@ -9,12 +9,12 @@ import torch
 
 import pullback as pb
 
-from .training import MODELS, train
+from .training import MODELS, STEPS, train
 from .world import World
 
 CATEGORICAL = pb.likelihoods.Categorical()
 NATURAL: dict[str, Any] = {"likelihood": CATEGORICAL, "fisher": "exact"}
-UNEVEN = (5, 2, 4)
+UNEVEN = (15, 8, 13)
 
 
 def equal(
@@ -38,3 +38,54 @@ def _train(
 @pytest.mark.parametrize("kind", MODELS)
 def test_layers(world: World, kind: str) -> None:
     equal(world, kind, NATURAL)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "clip": {**NATURAL, "kl_clip": 1e-3},
+    "no clip": {**NATURAL, "kl_clip": None},
+    "every step": {**NATURAL, "kl_clip": None, "statistics_every": 1, "invert_every": 1},
+    "exact damping": {**NATURAL, "damping": pb.optim.kfac.Exact(1e-2)},
+    "invariant damping": {**NATURAL, "damping": pb.optim.kfac.Invariant(1e-2)},
+    "no damping": {**NATURAL, "damping": 0.0, "kl_clip": 1e-3},
+    "adaptive damping": {**NATURAL, "damping": pb.optim.kfac.Adaptive(1e-2), "lr": 0.5},
+    "quadratic model": {**NATURAL, "step": pb.steps.QuadraticModel(), "lr": 1.0},
+    "empirical": {"likelihood": CATEGORICAL, "fisher": "empirical"},
+    "ekfac": {**NATURAL, "ekfac": True},
+    "apart": {**NATURAL, "joint": False, "kl_clip": None},
+    "diagonals": {**NATURAL, "max_factor": 10, "kl_clip": None},
+    "reduce": {**NATURAL, "sharing": "reduce"},
+    "eigenbasis": {"rule": "eigenbasis", "lr": 3e-3},
+    "spectral": {"rule": "spectral", "lr": 6e-3, "ema": 0.8},
+    "decay": {**NATURAL, "weight_decay": 0.1, "momentum": 0.5},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(world: World, name: str) -> None:
+    singular = name in ("no damping", "invariant damping")  # which magnify round-off
+    equal(world, "small" if singular else "dense", OPTIONS[name], steps=4 if singular else STEPS)
+
+
+@pytest.mark.parametrize("name", ["clip", "no clip", "eigenbasis", "spectral"])
+def test_workers(world: World, name: str) -> None:
+    """One process for each inverse; the others receive directions."""
+    equal(world, "convolutions", {**OPTIONS[name], "workers": 1})
+
+
+def test_empty_batches(world: World) -> None:
+    equal(world, "dense", OPTIONS["no clip"], (20, 0, 15))
+    equal(world, "convolutions", OPTIONS["clip"], (0, 20, 15))
+
+
+def test_accumulation(world: World) -> None:
+    equal(world, "dense", OPTIONS["clip"], (14, 16, 6), micro=2)
+
+
+def test_clipped_gradients(world: World) -> None:
+    equal(world, "dense", OPTIONS["clip"], clip=0.1)
+
+
+def test_plain_module(world: World) -> None:
+    """With `group=` the optimizer averages the gradients itself."""
+    equal(world, "dense", OPTIONS["clip"], plain=True)
+    equal(world, "experts", OPTIONS["clip"], plain=True)

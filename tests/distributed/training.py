@@ -17,6 +17,15 @@ from .world import GROUPS
 STEPS, IGNORED = 10, -100
 
 
+class Dense(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.last = nn.Linear(6, 20), nn.Linear(20, 17), nn.Linear(17, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.two(torch.tanh(self.one(x[:, 0])))))
+
+
 class Convolutions(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -53,11 +62,11 @@ class Experts(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.high, self.low = nn.Linear(36, 5), nn.Linear(5, 5), nn.Linear(5, 5)
+        self.first, self.high, self.low = nn.Linear(6, 5), nn.Linear(5, 5), nn.Linear(5, 5)
         self.last = nn.Linear(5, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x.flatten(1)
+        x = x[:, 0]
         up, h = x[:, 0] > 0, torch.tanh(self.first(x))
         out = torch.zeros_like(h)
         for rows, layer in ((up, self.high), (~up, self.low)):
@@ -66,10 +75,10 @@ class Experts(nn.Module):
         return self.last(torch.tanh(out) + h)
 
 
+#: those with well-conditioned factors are named small
 MODELS: dict[str, Any] = {
-    "dense": lambda: nn.Sequential(
-        nn.Flatten(), nn.Linear(36, 20), nn.Tanh(), nn.Linear(20, 17), nn.Tanh(), nn.Linear(17, 4)
-    ),
+    "dense": Dense,
+    "small": lambda: nn.Sequential(nn.Flatten(), nn.Linear(36, 3), nn.Tanh(), nn.Linear(3, 4)),
     "convolutions": Convolutions,
     "attention": Attention,
     "recurrence": Recurrence,

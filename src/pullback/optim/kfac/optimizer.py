@@ -733,7 +733,8 @@ class KFAC(Optimizer):
         held = self._held
         keys = sorted(held.learned, key=lambda key: key.names)
         sides = [held.averages[k].value[f] for k in keys for f in sorted(held.averages[k].value)]
-        for side, total in zip(sides, sum_sides(sides, self._processes), strict=True):
+        totals = sum_sides(sides, self._processes, [True] * len(sides))
+        for side, total in zip(sides, totals, strict=True):
             memory(side).copy_(memory(total))
         self._shared = False
 

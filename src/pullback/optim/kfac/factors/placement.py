@@ -17,8 +17,9 @@ from torch import Tensor
 from ...._core.errors import PullbackError
 from ...._core.processes import Processes
 from ....grams.kronecker.inverse import Inverse
+from ....grams.kronecker.packed import memory
 from .average import Average
-from .factor import BlockKey
+from .factor import SPECTRUM, BlockKey
 from .preconditioner import Preconditioner
 
 #: moments that a renewal does not touch
@@ -120,6 +121,9 @@ class Placement:
                 if name not in _KEPT:
                     tensors.append(t)
                     owners.append(self.owners[key] % self.workers)
+            if key in own.spectra:  # carried to new bases
+                tensors.append(memory(own.spectra[key].value[SPECTRUM]))
+                owners.append(self.owners[key] % self.workers)
         self.team.exchange(tensors, owners, "inverses")
 
     def release(self, own: Preconditioner) -> None:

@@ -17,7 +17,7 @@ from ...._core.errors import PullbackError
 from ...._core.processes import Processes
 from ....grams.kronecker.packed import Packed, Side, memory, zeros_like
 from ....maps.layers.moments import Moments
-from ..factors.factor import BlockKey, Factor
+from ..factors.factor import SPECTRUM, BlockKey, Factor
 from .sums import Pool, Sums
 
 _LEAST = 16  # rows from which on a triangle is worth a copy
@@ -141,7 +141,8 @@ def sum_pool(
     ]
     sides = [values[f] for values, f in homes] + [inputs[f].second for inputs, f in every]
     firsts = [inputs[f].first for inputs, f in every]
-    found = sum_sides([*sides, *firsts], processes)
+    symmetric = [f != SPECTRUM for _, f in homes] + [True] * len(every) + [False] * len(every)
+    found = sum_sides([*sides, *firsts], processes, symmetric)
     for (values, f), side in zip(homes, found, strict=False):
         values[f] = side
     rest = zip(every, found[len(homes) : len(sides)], found[len(sides) :], strict=True)
@@ -149,10 +150,12 @@ def sum_pool(
         inputs[f] = Moments(second, memory(first), inputs[f].places)
 
 
-def sum_sides(sides: Sequence[Side], processes: Processes, what: str = "factors") -> list[Side]:
+def sum_sides(
+    sides: Sequence[Side], processes: Processes, symmetric: Sequence[bool]
+) -> list[Side]:
     """Return the sums of sides over all processes; of symmetric matrices a triangle is sent."""
-    thin = [_triangle(side) for side in sides]
-    found = processes.sum([memory(t) for t in thin], what)
+    thin = [_triangle(t) if even else t for t, even in zip(sides, symmetric, strict=True)]
+    found = processes.sum([memory(t) for t in thin], "factors")
     out: list[Side] = []
     for side, sent, t in zip(sides, thin, found, strict=True):
         if isinstance(sent, Packed):
