@@ -52,7 +52,7 @@ class World:
         some = self.pipes[: size or self.size]
         for pipe in some:
             pipe.send((function, args, len(some)))
-        return [pipe.recv() if _alive(pipe) else (None, "the process is gone") for pipe in some]
+        return [_received(pipe) for pipe in some]
 
     def close(self) -> None:
         for own in self.processes:
@@ -60,11 +60,11 @@ class World:
             own.join()
 
 
-def _alive(pipe: Any) -> bool:
+def _received(pipe: Any) -> tuple[Any, Any]:
     try:
-        return pipe.poll(120.0)
+        return pipe.recv() if pipe.poll(120.0) else (None, "the process hangs")
     except (EOFError, OSError):
-        return False
+        return None, "the process is gone"
 
 
 def _serve(rank: int, size: int, port: int, pipe: Any, seconds: float) -> None:
