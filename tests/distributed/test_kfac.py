@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -89,3 +90,20 @@ def test_plain_module(world: World) -> None:
     """With `group=` the optimizer averages the gradients itself."""
     equal(world, "dense", OPTIONS["clip"], plain=True)
     equal(world, "experts", OPTIONS["clip"], plain=True)
+
+
+@pytest.mark.parametrize("name", ["clip", "no clip", "one worker", "eigenbasis", "spectral"])
+def test_checkpoints(world: World, tmp_path: Path, name: str) -> None:
+    """Saved by two processes, a run goes on with three or with one as if nothing had happened."""
+    options = {**OPTIONS.get(name, OPTIONS["eigenbasis"])}
+    if name == "one worker":
+        options["workers"] = 1
+    how = {"save": str(tmp_path / "two"), "steps": 5}
+    world.run(_train, "convolutions", (20, 16), options, how, size=2)
+    want = train(0, 1, "convolutions", (36,), {**options, "workers": None})
+    how = {"load": str(tmp_path / "two"), "start": 5}
+    found = world.run(_train, "convolutions", UNEVEN, options, how)
+    found.append(train(0, 1, "convolutions", (36,), {**options, "workers": None}, **how))
+    for parameter, p in want.items():
+        for other in found:
+            torch.testing.assert_close(other[parameter], p, rtol=1e-10, atol=1e-10)

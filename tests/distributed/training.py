@@ -6,8 +6,15 @@ import contextlib
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 import pullback as pb
@@ -126,9 +133,11 @@ def train(
     options = {"lr": 0.05, "statistics_every": 2, "invert_every": 4, **options}
     group = GROUPS[size] if how.get("plain") and size > 1 else None
     opt = pb.KFAC(net, group=group, **options)
+    if path := how.get("load"):
+        load(net, opt, path, size)
     controlled = opt.damping.controlled or opt.quadratic is not None
     micro = how.get("micro", 1)
-    for step in range(steps):
+    for step in range(how.get("start", 0), steps):
         x, y = batch(step, sum(counts), kind)
         total = (y != IGNORED).sum()
         rows = share(counts, rank) if size > 1 else slice(None)
@@ -155,4 +164,15 @@ def train(
         else:
             closure()
             opt.step()
+    if path := how.get("save"):
+        state = {"model": get_model_state_dict(net), "opt": get_optimizer_state_dict(net, opt)}
+        dcp.save(state, checkpoint_id=path, process_group=GROUPS.get(size), no_dist=size == 1)
     return {n: p.detach().clone() for n, p in model.named_parameters()}
+
+
+def load(net: nn.Module, opt: Any, path: str, size: int) -> None:
+    """Take up a checkpoint that any number of processes has written."""
+    state = {"model": get_model_state_dict(net), "opt": get_optimizer_state_dict(net, opt)}
+    dcp.load(state, checkpoint_id=path, process_group=GROUPS.get(size), no_dist=size == 1)
+    set_model_state_dict(net, state["model"])
+    set_optimizer_state_dict(net, opt, state["opt"])
