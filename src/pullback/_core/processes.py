@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -36,11 +36,13 @@ class Traffic:
 class Processes:
     """The processes of a group; none at all, or a group of one, is this process alone."""
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None = None, traffic: dict[str, Traffic] | None = None
+    ) -> None:
         self.group = group
         self.rank = 0 if group is None else dist.get_rank(group)
         self.size = 1 if group is None else dist.get_world_size(group)
-        self._traffic: dict[str, Traffic] = {}
+        self._traffic: dict[str, Traffic] = {} if traffic is None else traffic
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Processes:
         return self  # a group is a connection, which cannot be copied
@@ -63,7 +65,24 @@ class Processes:
 
     def traffic(self) -> dict[str, Traffic]:
         """Return what this process sent so far, by purpose."""
-        return dict(self._traffic)
+        return {what: replace(sent) for what, sent in self._traffic.items()}
+
+    def part(self, ranks: Sequence[int]) -> Processes:
+        """Return some of the processes as a group of their own, whose traffic counts here too.
+
+        They alone call this.
+        """
+        if len(ranks) == self.size:
+            return self
+        if len(ranks) == 1:
+            return Processes(None)
+        every = dist.get_process_group_ranks(self.group)
+        group: Any = dist.new_group(
+            [every[rank] for rank in ranks],
+            backend=dist.get_backend(self.group),
+            use_local_synchronization=True,
+        )
+        return Processes(group, self._traffic)
 
     # --- tensors --------------------------------------------------------------------------------
 
@@ -144,6 +163,14 @@ class Processes:
             torch._foreach_copy_(some, _unpacked(flat, some))
 
     # --- decisions ------------------------------------------------------------------------------
+
+    def least(self, numbers: Sequence[int], what: str = "decisions") -> list[int]:
+        """Return the least of each number over all processes."""
+        if self.alone:
+            return list(numbers)
+        own = torch.tensor(numbers, dtype=torch.int64, device=self.device)
+        self._send(what, 0.0, lambda: self._reduce(own, "MIN"))
+        return own.tolist()
 
     def agree(self, flag: bool | Tensor, what: str = "decisions") -> Any:
         """Return whether the flag is true on all processes; a tensor stays on its device."""
@@ -233,6 +260,19 @@ def _default(several: bool) -> Processes:
 
 
 # --- which group --------------------------------------------------------------------------------
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the module that `DistributedDataParallel` calls, or the model itself."""
+    outer = model
+    while (inner := getattr(outer, "_orig_mod", None)) is not None:  # behind torch.compile
+        outer = inner
+    return outer.module if isinstance(outer, nn.parallel.DistributedDataParallel) else model
+
+
+def active_wrapper() -> Any:
+    """Return the `DistributedDataParallel` whose forward pass is under way, if there is one."""
+    return getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
 
 
 def group_of(model: nn.Module) -> dist.ProcessGroup | None:

@@ -24,6 +24,7 @@ from ...._core.capture import Watch, picked, plain, samples_first, select
 from ...._core.errors import PullbackError
 from ...._core.flags import Verdict
 from ...._core.graph import below_casts, on_second_pass, reaches_parameters, refuse_reentrant
+from ...._core.processes import active_wrapper
 from ...._core.space import compute_dtype
 from ....grams import Part
 from ....grams.kronecker.packed import packed
@@ -93,11 +94,17 @@ class PendingPass:
 class StatisticsCapture:
     """Watches a model and, when statistics are due, adds up what the recipe asks for.
 
-    `counter` gives a number that is another one at each step, for the random draws.
+    `counter` gives a number that is another one at each step, for the random draws. Where there are
+    `several` processes, one of them may have no samples.
     """
 
-    def __init__(self, model: nn.Module, recipe: Recipe, counter: Callable[[], int]) -> None:
+    def __init__(
+        self, model: nn.Module, recipe: Recipe, counter: Callable[[], int], several: bool = False
+    ) -> None:
         self.model, self.recipe, self._counter = model, recipe, counter
+        self._several = several
+        #: whether `DistributedDataParallel` made the last call, and averages the gradients
+        self.wrapped = False
         self.pool, self.structure = Pool(), Structure(recipe)
         self.choose(name for name, _ in plain(model).named_parameters())
         self._open: weakref.WeakSet[PendingPass] = weakref.WeakSet()
@@ -168,6 +175,7 @@ class StatisticsCapture:
 
     def begin_call(self, args: Any, kwargs: Any, compiled: bool) -> Any:
         """Record the layers of a forward pass, if it can give statistics."""
+        self.wrapped = active_wrapper() is not None
         if not self.wanted:
             return None
         stack = contextlib.ExitStack()
@@ -202,6 +210,8 @@ class StatisticsCapture:
         if begun is None:
             return
         z = picked(output, self.recipe.output)
+        if self._several and not z.numel():
+            return
         samples_first(z, self.recipe.batch_dim)  # refuses what no metric is of
         if not z.requires_grad:
             self.pool.miss(MISSED[4])
