@@ -49,7 +49,9 @@ def not_finite(rank: int, size: int, options: dict[str, Any]) -> Any:
     return seen, vector(net)
 
 
-@pytest.mark.parametrize("rule", [{}, {"kl_clip": None}, {"likelihood": None, "rule": "eigenbasis"}])
+@pytest.mark.parametrize(
+    "rule", [{}, {"kl_clip": None}, {"likelihood": None, "rule": "eigenbasis"}]
+)
 def test_nan_on_one_process_is_a_rejected_step_on_all(world: World, rule: dict[str, Any]) -> None:
     (seen, first), *rest = world.run(not_finite, rule)
     assert [accepted for accepted, *_ in seen] == [False, True, False, True, True]
