@@ -260,7 +260,8 @@ def objectives(rank: int, size: int) -> None:
     for _ in range(STEPS):
         a = one.step(objective=objective(alone, x))
         b = many.step(objective=objective(shared, x[cuts[rank] : cuts[rank + 1]]))
-        assert abs(a.loss - b.loss) <= 1e-10 and a.rows == b.rows
+        assert abs(a.loss - b.loss) <= 1e-10
+        assert a.rows == b.rows
     assert (flat(alone) - flat(shared)).norm() <= 1e-10 * flat(alone).norm()
     same_everywhere(flat(shared))
 
@@ -276,8 +277,10 @@ def a_nan_on_one_process_is_rejected_by_all(rank: int, size: int) -> None:
         before, saved = flat(model), f"{opt.state_dict()}"
         scale = float("nan") if rank == 2 and poison == "loss" else 1 / 12
         info = steps(opt, outer, x2, y, scale, 1)[0]
-        assert not info.accepted and "not finite" in info.reason
-        assert torch.equal(before, flat(model)) and saved == f"{opt.state_dict()}"
+        assert not info.accepted
+        assert "not finite" in info.reason
+        assert torch.equal(before, flat(model))
+        assert saved == f"{opt.state_dict()}"
         assert steps(opt, outer, x, y, 1 / 12, 1)[0].accepted
         same_everywhere(flat(model))
 

@@ -51,7 +51,8 @@ def compare(rank: int, problem: pde.Problem, tol: float = 1e-10, **options: Any)
     assert off <= tol, float(off)
     losses = torch.tensor([want.history.loss, found.history.loss])
     assert (losses[0] - losses[1]).abs().max() <= tol * losses[0].abs().max()
-    assert want.history.trials == found.history.trials and want.stopped == found.stopped
+    assert want.history.trials == found.history.trials
+    assert want.stopped == found.stopped
     assert abs(want.loss - found.loss) <= tol * max(abs(want.loss), 1e-3)
     assert set(want.unknowns) == set(found.unknowns)
     for name, value in want.unknowns.items():
@@ -119,7 +120,8 @@ def any_process_stops_all(rank: int, size: int) -> None:
         return rank == 1 and len(run.history) == 3
 
     found = pde.solve(pde.Poisson(2), network(), points=40, callbacks=[stop], progress=False)
-    assert found.stopped == "a callback asked for it" and len(found.history) == 3
+    assert found.stopped == "a callback asked for it"
+    assert len(found.history) == 3
     found = pde.solve(pde.Poisson(2), network(), points=40, budget=1e-6, progress=False)
     same_everywhere(torch.tensor(found.history.seconds))
     assert len(found.history) == 1
@@ -151,7 +153,8 @@ def checkpoints(rank: int, size: int) -> None:
         assert path.exists() == (rank == 0)
         again = network()
         found = pde.solve(problem, again, steps=8, checkpoint=path, **options)
-        assert len(found.history) == 8 and torch.equal(flat(again), flat(whole))
+        assert len(found.history) == 8
+        assert torch.equal(flat(again), flat(whole))
         same_everywhere(flat(again))
         path = Path(folder) / "other.pt"
         pde.solve(problem, network(), steps=5, checkpoint=path, **options)
@@ -210,7 +213,8 @@ def test_a_lost_process_is_an_error() -> None:
         first, second = own.errors(_killed)
     finally:
         own.close()
-    assert first is not None and second is not None
+    assert first is not None
+    assert second is not None
     assert perf_counter() - start < 60
 
 
