@@ -124,7 +124,7 @@ def train(
 ) -> dict[str, Tensor]:
     """Train on this process's samples; the loss is weighted such that its mean is the joint one."""
     model = model_of(kind)
-    net = model
+    net: Any = model
     unused = kind == "experts"
     if size > 1 and not how.get("plain"):
         net = DistributedDataParallel(

@@ -43,7 +43,9 @@ class World:
                 raise AssertionError(f"process {rank}: {error}\n{value}")
         return [value for value, _ in found]
 
-    def errors(self, function: Callable[..., Any], *args: Any, size: int | None = None) -> list[Any]:
+    def errors(
+        self, function: Callable[..., Any], *args: Any, size: int | None = None
+    ) -> list[Any]:
         """Return every process's error, as text; None where it returned."""
         return [error for _, error in self.outcomes(function, *args, size=size)]
 

@@ -24,7 +24,8 @@ T = TypeVar("T")
 class Traffic:
     """What one process sent: calls, bytes, and the seconds that the host spent in them.
 
-    Bytes are those of ring algorithms: 2(n−1)/n of a summed buffer, (n−1)/n of a gathered one.
+    Bytes are those of ring algorithms: 2(n−1)/n of a summed buffer, (n−1)/n of a gathered one, and
+    a broadcast one as it is. Decisions of a few numbers are counted as calls alone.
     """
 
     calls: int = 0
@@ -140,12 +141,19 @@ class Processes:
             return
         for places in _by_kind(tensors):
             by_rank = [[tensors[i] for i in places if owners[i] == r] for r in range(self.size)]
-            longest = max(sum(t.numel() for t in own) for own in by_rank)
-            flat = tensors[places[0]].new_zeros(longest)
-            if own := by_rank[self.rank]:
-                packed = _packed(own)
-                flat[: len(packed)] = packed
-            every = self._gather(flat, what).view(self.size, -1)
+            lengths = [sum(t.numel() for t in own) for own in by_rank]
+            like = tensors[places[0]]
+            if (self.size - 1) * max(lengths) > sum(lengths):  # mostly padding
+                every = [like.new_empty(n) for n in lengths]
+                if lengths[self.rank]:
+                    every[self.rank] = _packed(by_rank[self.rank])
+                for rank in [rank for rank, n in enumerate(lengths) if n]:
+                    self._broadcast(every[rank], rank, what)
+            else:
+                flat = like.new_zeros(max(lengths))
+                if own := by_rank[self.rank]:
+                    flat[: lengths[self.rank]] = _packed(own)
+                every = list(self._gather(flat, what).view(self.size, -1))
             for rank, own in enumerate(by_rank):
                 if own and rank != self.rank:
                     torch._foreach_copy_(own, _split(every[rank], [t.shape for t in own]))
@@ -207,6 +215,10 @@ class Processes:
 
     def _reduce(self, t: Tensor, operation: str = "SUM") -> None:
         dist.all_reduce(t, getattr(dist.ReduceOp, operation), self.group)
+
+    def _broadcast(self, t: Tensor, rank: int, what: str) -> None:
+        given = {"group": self.group, "group_src": rank}
+        self._send(what, t.nbytes, lambda: dist.broadcast(t, **given))
 
     def _gather(self, t: Tensor, what: str) -> Tensor:
         out = t.new_empty(self.size * t.numel())

@@ -740,12 +740,10 @@ class KFAC(Optimizer):
 
     def _place(self) -> None:
         """Give new blocks an owner."""
-        own, shapes = self._held.preconditioner, {}
         if self._processes.alone:
             return
-        for key in self._held.averages.keys() - self._held.reserved:
-            shapes[key] = own.shapes[key]
-        self._placement.assign(shapes)
+        own, held = self._held.preconditioner, self._held
+        self._placement.assign(own, held.averages.keys() - held.reserved)
         self._placement.release(own)
 
     def traffic(self) -> dict[str, Traffic]:

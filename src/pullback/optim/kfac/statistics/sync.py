@@ -150,9 +150,7 @@ def sum_pool(
         inputs[f] = Moments(second, memory(first), inputs[f].places)
 
 
-def sum_sides(
-    sides: Sequence[Side], processes: Processes, symmetric: Sequence[bool]
-) -> list[Side]:
+def sum_sides(sides: Sequence[Side], processes: Processes, symmetric: Sequence[bool]) -> list[Side]:
     """Return the sums of sides over all processes; of symmetric matrices a triangle is sent."""
     thin = [_triangle(t) if even else t for t, even in zip(sides, symmetric, strict=True)]
     found = processes.sum([memory(t) for t in thin], "factors")
