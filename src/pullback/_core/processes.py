@@ -6,7 +6,8 @@ order. With one process each of them returns what it was given, and nothing is s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any, TypeVar
@@ -158,6 +159,17 @@ class Processes:
                 if own and rank != self.rank:
                     torch._foreach_copy_(own, _split(every[rank], [t.shape for t in own]))
 
+    def adopt(self, tensors: Sequence[Tensor], what: str = "adopted") -> None:
+        """Copy the tensors of the first process to all others, in place."""
+        if self.alone:
+            return
+        for places in _by_kind(tensors):
+            some = [tensors[i].detach() for i in places]
+            flat = _packed(some)
+            first = {"group": self.group, "group_src": 0}
+            self._send(what, flat.nbytes, lambda t=flat, a=first: dist.broadcast(t, **a))
+            torch._foreach_copy_(some, _unpacked(flat, some))
+
     # --- decisions ------------------------------------------------------------------------------
 
     def least(self, numbers: Sequence[int], what: str = "decisions") -> list[int]:
@@ -210,6 +222,26 @@ class Processes:
                     f"{name} is {found[0]} on process 0 and {found[other]} on process {other}",
                     remedy,
                 )
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Raise on all processes where the body, in which nothing is sent, raised on one."""
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as own:
+            error = own
+            if self.alone:
+                raise
+        if self.agree(error is None):
+            return
+        found = self.values(None if error is None else f"{error}")
+        if error is not None:
+            raise error
+        rank, said = next((i, text) for i, text in enumerate(found) if text is not None)
+        raise PullbackError(
+            f"Process {rank} could not go on", said.rstrip("."), "Mend what it says; see its error"
+        )
 
     # --- the group ------------------------------------------------------------------------------
 

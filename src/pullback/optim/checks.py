@@ -47,6 +47,17 @@ def refuse_model(
             )
 
 
+def refuse_sharded(model: nn.Module, reason: str) -> None:
+    """Raise for a model whose parameters are spread over several processes."""
+    whole = type(plain(model)).__mro__
+    if any(kind.__name__ == "FSDPModule" for kind in whole):
+        raise PullbackError(
+            "The model is wrapped in FSDPModule",
+            f"its parameters are sharded over several processes, and {reason}",
+            "Wrap it in DistributedDataParallel instead, or train an unsharded copy on one process",
+        )
+
+
 def refuse_parameter(name: str, p: Tensor) -> None:
     """Raise for parameters that have no real, dense, initialized coordinates."""
     if isinstance(p, UninitializedParameter | UninitializedBuffer):
