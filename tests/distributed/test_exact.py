@@ -32,9 +32,7 @@ def mlp(width: int = 6, outputs: int = 3) -> nn.Module:
 
 def conv() -> nn.Module:
     torch.manual_seed(1)
-    return nn.Sequential(
-        nn.Conv2d(1, 2, 3, padding=1), nn.Tanh(), nn.Flatten(), nn.Linear(32, 3)
-    )
+    return nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.Tanh(), nn.Flatten(), nn.Linear(32, 3))
 
 
 class Tokens(nn.Module):
@@ -104,8 +102,8 @@ def compare(
         assert abs(a.loss - b.loss) <= tol * max(1, abs(a.loss))
     start, end = flat(model), flat(alone)
     assert (end - flat(shared)).norm() <= tol * (end - start).norm(), (
-        (end - flat(shared)).norm() / (end - start).norm()
-    )
+        end - flat(shared)
+    ).norm() / (end - start).norm()
     same_everywhere(flat(shared))
     return want, found
 

@@ -165,9 +165,14 @@ def train(
             closure()
             opt.step()
     if path := how.get("save"):
-        state = {"model": get_model_state_dict(net), "opt": get_optimizer_state_dict(net, opt)}
-        dcp.save(state, checkpoint_id=path, process_group=GROUPS.get(size), no_dist=size == 1)
+        save(net, opt, path, size)
     return {n: p.detach().clone() for n, p in model.named_parameters()}
+
+
+def save(net: nn.Module, opt: Any, path: str, size: int) -> None:
+    """Write a checkpoint."""
+    state = {"model": get_model_state_dict(net), "opt": get_optimizer_state_dict(net, opt)}
+    dcp.save(state, checkpoint_id=path, process_group=GROUPS.get(size), no_dist=size == 1)
 
 
 def load(net: nn.Module, opt: Any, path: str, size: int) -> None:

@@ -68,6 +68,10 @@ class Processes:
         """Return what this process sent so far, by purpose."""
         return {what: replace(sent) for what, sent in self._traffic.items()}
 
+    def within(self, group: dist.ProcessGroup) -> Processes:
+        """Return the processes of another group, whose traffic counts here too."""
+        return Processes(group, self._traffic)
+
     def part(self, ranks: Sequence[int]) -> Processes:
         """Return some of the processes as a group of their own, whose traffic counts here too.
 

@@ -220,8 +220,7 @@ def _tile(
     if 0 in shape:
         return space.zeros(*shape)
     lines = [
-        torch.cat([x.kernel(None if x is y else y, budget=budget) for y in theirs], 1)
-        for x in mine
+        torch.cat([x.kernel(None if x is y else y, budget=budget) for y in theirs], 1) for x in mine
     ]
     return torch.cat(lines)
 

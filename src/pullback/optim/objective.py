@@ -108,9 +108,7 @@ class ObjectiveProblem(Problem):
 
     def _refuse_constant(self) -> None:
         ones = torch.ones_like(self.gradient)
-        if self.processes.agree(
-            not any(bool(part.linear.jvp(ones).any()) for part in self._parts)
-        ):
+        if self.processes.agree(not any(bool(part.linear.jvp(ones).any()) for part in self._parts)):
             raise PullbackError(
                 "The objective does not depend on the parameters",
                 "its residuals have no gradient",

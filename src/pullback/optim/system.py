@@ -93,9 +93,7 @@ class System:
         return replace(path, gamma=path.gamma + beside.gamma, beyond=outside)
 
 
-def explains(
-    gram: Gram, parts: Sequence[Part], problem: Problem, white: Tensor | None
-) -> bool:
+def explains(gram: Gram, parts: Sequence[Part], problem: Problem, white: Tensor | None) -> bool:
     """Whether cᵀ(AAᵀ)c is ‖Aᵀc‖², with Aᵀc by autograd: the layers' formulas at a glance."""
     processes, space = problem.processes, problem.space
     if gram.structure.holds == "operator":

@@ -92,9 +92,7 @@ class Run:
             "sampler": repr(plan.sampler),
             "schedule": repr((settings.seed, settings.resample, settings.refine, settings.single)),
         }
-        self._processes.same(
-            "what they solve", self._identity, "Call solve alike on all processes"
-        )
+        self._processes.same("what they solve", self._identity, "Call solve alike on all processes")
 
     @property
     def error(self) -> float:
