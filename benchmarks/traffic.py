@@ -42,8 +42,8 @@ class Paper(Processes):
         super().__init__(None, traffic)
         self.size = size
 
-    def part(self, ranks: Sequence[int]) -> Paper:
-        return Paper(len(ranks), self._traffic)
+    def divide(self, parts: Sequence[Sequence[int]]) -> Paper:
+        return Paper(len(parts[0]), self._traffic)
 
     def _reduce(self, t: Tensor, operation: str = "SUM") -> None:
         pass

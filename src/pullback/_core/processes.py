@@ -72,22 +72,25 @@ class Processes:
         """Return the processes of another group, whose traffic counts here too."""
         return Processes(group, self._traffic)
 
-    def part(self, ranks: Sequence[int]) -> Processes:
-        """Return some of the processes as a group of their own, whose traffic counts here too.
+    def divide(self, parts: Sequence[Sequence[int]]) -> Processes:
+        """Return that of these parts to which this process belongs, whose traffic counts here too.
 
-        They alone call this.
+        All processes of the program take part where a group has to be made.
         """
-        if len(ranks) == self.size:
-            return self
-        if len(ranks) == 1:
-            return Processes(None)
+        own = next(ranks for ranks in parts if self.rank in ranks)
+        if len(own) in (1, self.size):
+            return self if len(own) == self.size else Processes()
+        if self.size != dist.get_world_size():
+            raise PullbackError(
+                "The group cannot be divided",
+                f"it has {self.size} of {dist.get_world_size()} processes, and the others would "
+                "have to take part",
+                "Let all processes train together, or leave workers out",
+            )
         every = dist.get_process_group_ranks(self.group)
-        group: Any = dist.new_group(
-            [every[rank] for rank in ranks],
-            backend=dist.get_backend(self.group),
-            use_local_synchronization=True,
-        )
-        return Processes(group, self._traffic)
+        made = {tuple(ranks): dist.new_group([every[rank] for rank in ranks]) for ranks in parts}
+        group: Any = made[tuple(own)]
+        return self.within(group)
 
     # --- tensors --------------------------------------------------------------------------------
 

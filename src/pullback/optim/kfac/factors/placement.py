@@ -42,10 +42,9 @@ class Placement:
             )
         self._size, self.workers, self._rank = size, workers, processes.rank
         self._processes = processes
-        team, seat = divmod(processes.rank, workers)
         #: the processes that hold the same inverses, and those of the same seat in all teams
-        self.team = processes.part(range(team * workers, (team + 1) * workers))
-        self.across = processes.part(range(seat, size, workers))
+        self.team = processes.divide([range(i, i + workers) for i in range(0, size, workers)])
+        self.across = processes.divide([range(seat, size, workers) for seat in range(workers)])
         self.owners: dict[BlockKey, int] = {}
         self._loads = [0.0] * size
 
