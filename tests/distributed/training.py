@@ -124,7 +124,7 @@ def train(
 ) -> dict[str, Tensor]:
     """Train on this process's samples; the loss is weighted such that its mean is the joint one."""
     model = model_of(kind)
-    net = model
+    net: Any = model
     unused = kind == "experts"
     if size > 1 and not how.get("plain"):
         net = DistributedDataParallel(
@@ -165,9 +165,14 @@ def train(
             closure()
             opt.step()
     if path := how.get("save"):
-        state = {"model": get_model_state_dict(net), "opt": get_optimizer_state_dict(net, opt)}
-        dcp.save(state, checkpoint_id=path, process_group=GROUPS.get(size), no_dist=size == 1)
+        save(net, opt, path, size)
     return {n: p.detach().clone() for n, p in model.named_parameters()}
+
+
+def save(net: nn.Module, opt: Any, path: str, size: int) -> None:
+    """Write a checkpoint."""
+    state = {"model": get_model_state_dict(net), "opt": get_optimizer_state_dict(net, opt)}
+    dcp.save(state, checkpoint_id=path, process_group=GROUPS.get(size), no_dist=size == 1)
 
 
 def load(net: nn.Module, opt: Any, path: str, size: int) -> None:

@@ -25,7 +25,8 @@ T = TypeVar("T")
 class Traffic:
     """What one process sent: calls, bytes, and the seconds that the host spent in them.
 
-    Bytes are those of ring algorithms: 2(n−1)/n of a summed buffer, (n−1)/n of a gathered one.
+    Bytes are those of ring algorithms: 2(n−1)/n of a summed buffer, (n−1)/n of a gathered one, and
+    a broadcast one as it is. Decisions of a few numbers are counted as calls alone.
     """
 
     calls: int = 0
@@ -67,22 +68,29 @@ class Processes:
         """Return what this process sent so far, by purpose."""
         return {what: replace(sent) for what, sent in self._traffic.items()}
 
-    def part(self, ranks: Sequence[int]) -> Processes:
-        """Return some of the processes as a group of their own, whose traffic counts here too.
-
-        They alone call this.
-        """
-        if len(ranks) == self.size:
-            return self
-        if len(ranks) == 1:
-            return Processes(None)
-        every = dist.get_process_group_ranks(self.group)
-        group: Any = dist.new_group(
-            [every[rank] for rank in ranks],
-            backend=dist.get_backend(self.group),
-            use_local_synchronization=True,
-        )
+    def within(self, group: dist.ProcessGroup) -> Processes:
+        """Return the processes of another group, whose traffic counts here too."""
         return Processes(group, self._traffic)
+
+    def divide(self, parts: Sequence[Sequence[int]]) -> Processes:
+        """Return that of these parts to which this process belongs, whose traffic counts here too.
+
+        All processes of the program take part where a group has to be made.
+        """
+        own = next(ranks for ranks in parts if self.rank in ranks)
+        if len(own) in (1, self.size):
+            return self if len(own) == self.size else Processes()
+        if self.size != dist.get_world_size():
+            raise PullbackError(
+                "The group cannot be divided",
+                f"it has {self.size} of {dist.get_world_size()} processes, and the others would "
+                "have to take part",
+                "Let all processes train together, or leave workers out",
+            )
+        every = dist.get_process_group_ranks(self.group)
+        made = {tuple(ranks): dist.new_group([every[rank] for rank in ranks]) for ranks in parts}
+        group: Any = made[tuple(own)]
+        return self.within(group)
 
     # --- tensors --------------------------------------------------------------------------------
 
@@ -141,12 +149,19 @@ class Processes:
             return
         for places in _by_kind(tensors):
             by_rank = [[tensors[i] for i in places if owners[i] == r] for r in range(self.size)]
-            longest = max(sum(t.numel() for t in own) for own in by_rank)
-            flat = tensors[places[0]].new_zeros(longest)
-            if own := by_rank[self.rank]:
-                packed = _packed(own)
-                flat[: len(packed)] = packed
-            every = self._gather(flat, what).view(self.size, -1)
+            lengths = [sum(t.numel() for t in own) for own in by_rank]
+            like = tensors[places[0]]
+            if (self.size - 1) * max(lengths) > sum(lengths):  # mostly padding
+                every = [like.new_empty(n) for n in lengths]
+                if lengths[self.rank]:
+                    every[self.rank] = _packed(by_rank[self.rank])
+                for rank in [rank for rank, n in enumerate(lengths) if n]:
+                    self._broadcast(every[rank], rank, what)
+            else:
+                flat = like.new_zeros(max(lengths))
+                if own := by_rank[self.rank]:
+                    flat[: lengths[self.rank]] = _packed(own)
+                every = list(self._gather(flat, what).view(self.size, -1))
             for rank, own in enumerate(by_rank):
                 if own and rank != self.rank:
                     torch._foreach_copy_(own, _split(every[rank], [t.shape for t in own]))
@@ -239,6 +254,10 @@ class Processes:
 
     def _reduce(self, t: Tensor, operation: str = "SUM") -> None:
         dist.all_reduce(t, getattr(dist.ReduceOp, operation), self.group)
+
+    def _broadcast(self, t: Tensor, rank: int, what: str) -> None:
+        given = {"group": self.group, "group_src": rank}
+        self._send(what, t.nbytes, lambda: dist.broadcast(t, **given))
 
     def _gather(self, t: Tensor, what: str) -> Tensor:
         out = t.new_empty(self.size * t.numel())

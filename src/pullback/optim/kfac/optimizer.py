@@ -19,6 +19,7 @@ from ..._core.capture import Selector, plain
 from ..._core.errors import PullbackError
 from ..._core.flags import Verdict, finite
 from ..._core.processes import Traffic, find_processes, group_of, unwrapped
+from ..._core.shards import Shards, local, reshard
 from ...grams.kronecker import Kronecker
 from ...grams.kronecker.packed import Side, memory
 from ...likelihoods import Likelihood, reduction_of
@@ -68,10 +69,22 @@ from .update import (
 )
 
 #: what belongs to hooks, or to the model's objects
-_UNSAVED = ("_capture", "_names", "_by_name", "_verdict", "_plans")
+_UNSAVED = ("_capture", "_names", "_by_name", "_like", "_shards", "_verdict", "_plans")
 _NOT_FINITE = "a gradient is not finite"
 #: a parameter's own tensors: momentum, or Adam's moments
 _BUFFERS = ("momentum", "first", "second")
+
+
+def _gatherer(shards: Shards, params: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
+    """Return a function that gathers sharded parameters, as leaves of a graph of their own."""
+    shapes = {n: p.shape for n, p in params.items()}
+
+    def gather() -> dict[str, Tensor]:
+        with torch.no_grad():
+            found = shards.gather({n: local(p) for n, p in params.items()}, shapes, "parameters")
+        return {n: t.detach().requires_grad_(params[n].requires_grad) for n, t in found.items()}
+
+    return gather
 
 
 class KFAC(Optimizer):
@@ -233,6 +246,12 @@ class KFAC(Optimizer):
         given = list(plain(model).parameters() if params is None else params)
         options.refuse_unready(model, given)
         self._register()
+        if self._shards and self._controlled:
+            raise PullbackError(
+                "A controlled step does not go with a sharded model",
+                "Adaptive damping and QuadraticModel look at whole parameters",
+                "Leave them out, or wrap the model in DistributedDataParallel",
+            )
         defaults = {"lr": own.lr, "weight_decay": weight_decay}
         defaults |= {"betas": betas, "rule": None} if self._rule.matrices else {}
         defaults |= {} if self._rule.matrices else {"momentum": own.momentum}
@@ -283,6 +302,14 @@ class KFAC(Optimizer):
         self._by_name = dict(plain(self.model).named_parameters())
         self._names = {id(p): n for n, p in self._by_name.items()}
         self._shapes = {n: p.shape for n, p in self._by_name.items()}
+        self._shards = Shards(self._by_name, self._processes)
+        #: what shows the parameters' shapes
+        self._like = {
+            n: torch.zeros((), dtype=p.dtype, device=p.device).expand(p.shape)
+            if n in self._shards
+            else p
+            for n, p in self._by_name.items()
+        }
         rank = f" {self._processes.rank}" if self._processes.rank else ""
         seed, schedule = self.seed, self._held.schedule  # not the optimizer, which holds the hooks
         self._capture = StatisticsCapture(
@@ -290,6 +317,7 @@ class KFAC(Optimizer):
             self._recipe,
             lambda: Random(f"{seed} {schedule['step']}{rank}").getrandbits(32),
             several=not self._processes.alone,
+            whole=_gatherer(self._shards, self._by_name) if self._shards else None,
         )
         self._verdict: Verdict | None = None
         self._plans: dict[Any, Any] = {}
@@ -310,7 +338,7 @@ class KFAC(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Take up more of the model's parameters."""
         held = {id(p) for group in self.param_groups for p in group["params"]}
-        group = own_group(param_group, self._names, held)
+        group = own_group(param_group, self._names, held, sharded=True)
         options.check_group(group, self.defaults)
         super().add_param_group(group)
         self._choose()
@@ -346,6 +374,8 @@ class KFAC(Optimizer):
     def _forecast(self, *, frozen: bool = True) -> Forecast:
         """The blocks that are expected, with or without parameters that are frozen now."""
         given = {*self._measured}
+        if self._shards:
+            reshard(plain(self.model))
         some = {n: p for n, p in self._by_name.items() if n in given}
         some = {n: p for n, p in some.items() if frozen or p.requires_grad}
         sharing, joint = self._recipe.sharing, self._recipe.joint
@@ -635,7 +665,12 @@ class KFAC(Optimizer):
 
     def _gradients(self) -> dict[str, Tensor]:
         """The gradients at hand, by name."""
-        return dense_gradients(self.param_groups, self._names, self._shapes)
+        found = dense_gradients(self.param_groups, self._names, self._shapes)
+        if not self._shards:
+            return found
+        return self._shards.gather(
+            {n: local(g) for n, g in found.items()}, self._shapes, "gradients"
+        )
 
     def _due(self) -> bool:
         if self._closed or self._held.schedule["step"] % self.statistics_every:
@@ -740,12 +775,10 @@ class KFAC(Optimizer):
 
     def _place(self) -> None:
         """Give new blocks an owner."""
-        own, shapes = self._held.preconditioner, {}
         if self._processes.alone:
             return
-        for key in self._held.averages.keys() - self._held.reserved:
-            shapes[key] = own.shapes[key]
-        self._placement.assign(shapes)
+        own, held = self._held.preconditioner, self._held
+        self._placement.assign(own, held.averages.keys() - held.reserved)
         self._placement.release(own)
 
     def traffic(self) -> dict[str, Traffic]:
@@ -817,7 +850,7 @@ class KFAC(Optimizer):
         own = self._held.preconditioner
         self._held.follow(self._by_name)
         if not own.stacked:
-            own.stack(self._by_name)
+            own.stack(self._like)
             self._publish()
             self._show_bases()
         found, stacks = own.directions(gradients, good)
@@ -839,11 +872,14 @@ class KFAC(Optimizer):
         for group in self.param_groups:
             params: list[Any] = [p for p in group["params"] if self._names[id(p)] in rest]
             if params:
-                given = [gradients[self._names[id(p)]] for p in params]
-                first, second = ([self._buffer(p, part) for p in params] for part in _BUFFERS[1:])
-                decay = float(group["weight_decay"])
+                names = [self._names[id(p)] for p in params]
+                given = [self._shards.cut(n, gradients[n]) for n in names]
+                first, second = (
+                    [local(self._buffer(p, part)) for p in params] for part in _BUFFERS[1:]
+                )
+                own, decay = [local(p) for p in params], float(group["weight_decay"])
                 shares.append(
-                    AdamShare(params, given, first, second, group["lr"], group["betas"], decay)
+                    AdamShare(own, given, first, second, group["lr"], group["betas"], decay)
                 )
         return shares
 
@@ -862,10 +898,12 @@ class KFAC(Optimizer):
                 names = [self._names[id(p)] for p in params]
                 momentum, lr = float(group.get("momentum", 0.0)), group["lr"]
                 buffered = momentum or self.quadratic is not None
-                buffers = [self._buffer(p) for p in params] if buffered else []
+                buffers = [local(self._buffer(p)) for p in params] if buffered else []
                 if isinstance(lr, Tensor) and not lr.is_cuda:
                     lr = float(lr)
-                own = [like_parameter(directions[n], p) for n, p in zip(names, params, strict=True)]
+                params = [local(p) for p in params]
+                cut = [self._shards.cut(n, directions[n]) for n in names]
+                own = [like_parameter(d, p) for d, p in zip(cut, params, strict=True)]
                 decay = float(group["weight_decay"])
                 shares.append(Share(names, params, own, buffers, lr, momentum, decay))
         return shares
@@ -892,12 +930,14 @@ class KFAC(Optimizer):
     def squared_length(self, move: Mapping[str, Tensor]) -> Tensor:
         """xᵀF̂x for a move x by parameter name, with F̂ as it is averaged now."""
         self._whole()
+        if self._shards:  # of which each process moves a piece
+            move = self._shards.gather(move, self._shapes, "moves")
         held, total = self._held, []
         for key in sorted(held.learned, key=lambda key: key.names):
             if move.keys().isdisjoint(key.names):
                 continue
             average = held.averages[key]
-            some = [move[n] if n in move else torch.zeros_like(self._by_name[n]) for n in key.names]
+            some = [move[n] if n in move else torch.zeros_like(self._like[n]) for n in key.names]
             shape = block_shape(key, average.value)
             v = to_block(key, [t.to(average.mass.dtype) for t in some], shape)
             block = held.preconditioner.block(key, average)

@@ -7,8 +7,9 @@ direction. One team of all processes sends no directions; teams of one hold leas
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import torch
@@ -21,9 +22,6 @@ from ....grams.kronecker.packed import memory
 from .average import Average
 from .factor import SPECTRUM, BlockKey
 from .preconditioner import Preconditioner
-
-#: moments that a renewal does not touch
-_KEPT = ("second", "steps")
 
 
 class Placement:
@@ -44,10 +42,9 @@ class Placement:
             )
         self._size, self.workers, self._rank = size, workers, processes.rank
         self._processes = processes
-        team, seat = divmod(processes.rank, workers)
         #: the processes that hold the same inverses, and those of the same seat in all teams
-        self.team = processes.part(range(team * workers, (team + 1) * workers))
-        self.across = processes.part(range(seat, size, workers))
+        self.team = processes.divide([range(i, i + workers) for i in range(0, size, workers)])
+        self.across = processes.divide([range(seat, size, workers) for seat in range(workers)])
         self.owners: dict[BlockKey, int] = {}
         self._loads = [0.0] * size
 
@@ -63,25 +60,22 @@ class Placement:
         """Return the number of the team that holds the block's inverse."""
         return 0 if self.workers == self._size else self.owners[key] // self.workers
 
-    def assign(self, shapes: Mapping[BlockKey, tuple[int, ...]]) -> None:
-        """Place blocks that have no owner yet; those of one shape go together.
-
-        `shapes` are those of the blocks' coordinates, (G, O, I) or (U, k).
-        """
-        kinds: dict[tuple[int, ...], list[BlockKey]] = {}
-        for key in sorted(shapes, key=lambda key: key.names):
+    def assign(self, own: Preconditioner, keys: Iterable[BlockKey]) -> None:
+        """Place blocks that have no owner yet; those of one shape go together."""
+        kinds: dict[Any, list[BlockKey]] = {}
+        for key in sorted(keys, key=lambda key: key.names):
             if key not in self.owners:
-                kinds.setdefault(shapes[key], []).append(key)
+                kinds.setdefault((own.shapes[key], own.inverses[key].kind), []).append(key)
         parts: list[tuple[float, list[BlockKey]]] = []
-        for shape, keys in kinds.items():
-            length = -(-len(keys) // self._size)
-            for start in range(0, len(keys), length):
-                some = keys[start : start + length]
-                parts.append((len(some) * shape[0] * sum(float(n) ** 3 for n in shape[1:]), some))
-        for cost, keys in sorted(parts, key=lambda part: -part[0]):
+        for some in kinds.values():
+            length = -(-len(some) // self._size)
+            for start in range(0, len(some), length):
+                part = some[start : start + length]
+                parts.append((len(part) * _cost(own, part[0]), part))
+        for cost, part in sorted(parts, key=lambda part: -part[0]):
             owner = self._loads.index(min(self._loads))
             self._loads[owner] += cost
-            self.owners |= dict.fromkeys(keys, owner)
+            self.owners |= dict.fromkeys(part, owner)
 
     # --- what is sent ---------------------------------------------------------------------------
 
@@ -114,11 +108,14 @@ class Placement:
             report = every[self.owners[key]][0][key]
             if not self.inverts(key):
                 report.take_up(own, key, held=self.holds(key))
-        some = [k for k in keys if k in own.ready and self.holds(k)]
+        self.send(own, keys)
+
+    def send(self, own: Preconditioner, keys: Sequence[BlockKey]) -> None:
+        """Send what the owners of these blocks have renewed to the other members of their teams."""
         tensors, owners = [], []
-        for key in some:
+        for key in [k for k in keys if k in own.ready and self.holds(k)]:
             for name, t in own.inverses[key].tensors().items():
-                if name not in _KEPT:
+                if name not in own.untouched:
                     tensors.append(t)
                     owners.append(self.owners[key] % self.workers)
             if key in own.spectra:  # carried to new bases
@@ -174,6 +171,13 @@ class Placement:
         self.across.exchange(tensors, owners, "directions")
         every = dict(zip(names, tensors, strict=True))
         return {n: every[n] for n in gradients if n in every}, tensors
+
+
+def _cost(own: Preconditioner, key: BlockKey) -> float:
+    """Return about how many products it takes to invert a block, and to apply the inverse."""
+    held, entries = own.inverses[key], prod(own.shapes[key])
+    dense = [t.shape for t in (held.left, held.right) if t is not None and t.ndim == 3]
+    return sum(groups * float(n) ** 3 + entries * n for groups, n, _ in dense) + entries
 
 
 class _Report:

@@ -124,6 +124,11 @@ class Preconditioner:
         """The shapes of the blocks' coordinates."""
         return self._shapes
 
+    @property
+    def untouched(self) -> tuple[str, ...]:
+        """What a renewal leaves as it was: all moments, but those that turn with a basis."""
+        return MOMENTS[1:] if self._rule.needs == "basis" else MOMENTS
+
     def regroup(self) -> None:
         """Build stacks again when they are next needed: inverses were replaced."""
         self._groups = None
