@@ -45,6 +45,12 @@ def test_kfac_torchrun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert run("kfac_torchrun", folder=str(tmp_path), steps=40) > 0.95
 
 
+def test_pde_torchrun(tmp_path: Path) -> None:
+    """In one process; tests/distributed has more of them."""
+    run("pde_torchrun", checkpoint=tmp_path / "run.pt", steps=15)
+    assert run("pde_torchrun", checkpoint=tmp_path / "run.pt", steps=30) < 0.1
+
+
 def test_kfac_lightning() -> None:
     pytest.importorskip("lightning", reason="Lightning is not installed")
     assert run("kfac_lightning", epochs=5) > 0.95
