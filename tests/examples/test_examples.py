@@ -36,6 +36,21 @@ def test_kfac_plain_loop(capsys: pytest.CaptureFixture[str]) -> None:
     assert "BatchNorm1d" in capsys.readouterr().out
 
 
+def test_kfac_torchrun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In one process, with a checkpoint from which it goes on."""
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}
+    for name, value in where.items():
+        monkeypatch.setenv(name, value)
+    run("kfac_torchrun", folder=str(tmp_path), steps=40)
+    assert run("kfac_torchrun", folder=str(tmp_path), steps=40) > 0.95
+
+
+def test_pde_torchrun(tmp_path: Path) -> None:
+    """In one process; tests/distributed has more of them."""
+    run("pde_torchrun", checkpoint=tmp_path / "run.pt", steps=15)
+    assert run("pde_torchrun", checkpoint=tmp_path / "run.pt", steps=30) < 0.1
+
+
 def test_kfac_lightning() -> None:
     pytest.importorskip("lightning", reason="Lightning is not installed")
     assert run("kfac_lightning", epochs=5) > 0.95

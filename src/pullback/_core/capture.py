@@ -22,8 +22,14 @@ Selector = Callable[[Any], Tensor] | str | int | None
 
 
 def plain(model: nn.Module) -> nn.Module:
-    """The module itself behind a `torch.compile` wrapper."""
-    return getattr(model, "_orig_mod", model)
+    """The module itself behind `torch.compile` and `DistributedDataParallel`."""
+    while True:
+        inner = getattr(model, "_orig_mod", None)
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            inner = model.module
+        if inner is None:
+            return model
+        model = inner
 
 
 def select(output: Any, selector: Selector) -> Tensor:

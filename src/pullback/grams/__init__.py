@@ -3,6 +3,7 @@
 from .assemble import FORMS, Part, assemble, coverage
 from .base import FactoredGram, Gram, Structure
 from .forms import Dense, Kernel, Operator, Rows
+from .joined import Stack, assemble_stack
 from .kronecker import Kronecker
 
 __all__ = [
@@ -15,7 +16,9 @@ __all__ = [
     "Operator",
     "Part",
     "Rows",
+    "Stack",
     "Structure",
     "assemble",
+    "assemble_stack",
     "coverage",
 ]

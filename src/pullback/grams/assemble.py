@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .._core.errors import PullbackError
 from .._core.factor import Factor
+from .._core.space import ParameterSpace
 from ..maps import Covered, Linearization, Pulled, identity_covectors
 from .base import Gram
 from .forms import Dense, Kernel, Operator, Rows
@@ -102,10 +103,10 @@ def assemble(parts: Sequence[Part], form: str, budget: int, prefers: str = "smal
     if form == "rows":
         return Rows(parts[0].rows() if len(parts) == 1 else torch.cat([x.rows() for x in parts]))
     if form == "dense":
-        return Dense(_dense(parts, budget), n)
+        return Dense(dense(parts, space, budget), n)
     if form == "kernel":
         products = _products(parts, "project", "lift")
-        return Kernel(_kernel(parts, budget), *products, p, lambda: _squares(parts, budget))
+        return Kernel(_kernel(parts, budget), *products, p, lambda: squares(parts, space, budget))
     if form == "matrix_free":
         return Operator(*_products(parts, "push", "pull"), (n, p), space.dtype, space.device)
     raise PullbackError(
@@ -132,7 +133,7 @@ def choose(n: int, p: int, itemsize: int, budget: int, prefers: str) -> str:
 
 def coverage(parts: Sequence[Part]) -> tuple[Covered, ...]:
     """How each parameter's share was computed, for the forms that pull blocks back."""
-    return parts[0].pulled.coverage if "pulled" in vars(parts[0]) else ()
+    return parts[0].pulled.coverage if parts and "pulled" in vars(parts[0]) else ()
 
 
 def _products(parts: Sequence[Part], forward: str, backward: str):
@@ -149,27 +150,24 @@ def _products(parts: Sequence[Part], forward: str, backward: str):
     return project, lift
 
 
-def _dense(parts: Sequence[Part], budget: int) -> Tensor:
+def dense(parts: Sequence[Part], space: ParameterSpace, budget: int) -> Tensor:
     """Σ AᵀA over panels of samples whose rows fit the budget."""
-    space = parts[0].linear.space
     out = space.zeros(space.size, space.size)
-    for rows in _panels(parts, budget):
+    for rows in _panels(parts, space, budget):
         out.addmm_(rows.T, rows)
     return out
 
 
-def _squares(parts: Sequence[Part], budget: int) -> Tensor:
+def squares(parts: Sequence[Part], space: ParameterSpace, budget: int) -> Tensor:
     """The diagonal of Σ AᵀA."""
-    space = parts[0].linear.space
     out = space.zeros(space.size)
-    for rows in _panels(parts, budget):
+    for rows in _panels(parts, space, budget):
         out += rows.norm(dim=0).square()
     return out
 
 
-def _panels(parts: Sequence[Part], budget: int) -> Iterator[Tensor]:
+def _panels(parts: Sequence[Part], space: ParameterSpace, budget: int) -> Iterator[Tensor]:
     """The rows of all parts, as many samples at a time as fit half the budget."""
-    space = parts[0].linear.space
     itemsize = torch.finfo(space.dtype).bits // 8
     for part in parts:
         samples = part.linear.value.shape[0]

@@ -18,7 +18,7 @@ from torch import Tensor
 from .._core.factor import Factor
 from .._core.products import mirrored
 from .._core.space import ParameterSpace
-from .layers.base import Block
+from .layers.base import Block, RowsBlock
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,18 @@ class Pulled:
         self.space, self.shape, self._matrix = space, shape, matrix
         self.blocks = {tuple(sorted(b.names)): b for b in blocks}
         self.coverage = tuple(coverage)
+
+    @classmethod
+    def of_rows(cls, space: ParameterSpace, shape: tuple[int, int], matrix: Tensor) -> Pulled:
+        """The same from A itself, (N·R, p)."""
+        rows = matrix.view(*shape, space.size)
+        block = RowsBlock({name: rows[..., at] for name, at in space.index().items()})
+        return cls(space, shape, [block], matrix=matrix)
+
+    def __reduce__(self) -> Any:
+        if self._matrix is not None:  # blocks are views of it
+            return Pulled.of_rows, (self.space, self.shape, self._matrix)
+        return Pulled, (self.space, self.shape, tuple(self.blocks.values()), self.coverage)
 
     def rows(self) -> Tensor:
         """A, materialized: (N·R, p)."""

@@ -25,8 +25,11 @@ class Residual:
 Objective = Callable[[dict[str, Tensor]], Any]
 
 
-def residuals(output: Any) -> dict[str, Residual]:
-    """The objective's return value in one form: tensor, (tensor, weight), Residual, or a dict."""
+def residuals(output: Any, *, shared: bool = False) -> dict[str, Residual]:
+    """The objective's return value in one form: tensor, (tensor, weight), Residual, or a dict.
+
+    Where it is `shared` with other processes, residuals may be empty here.
+    """
     if not isinstance(output, Mapping):
         output = {"residual": output}
     named = {}
@@ -48,7 +51,7 @@ def residuals(output: Any) -> dict[str, Residual]:
                 "Return real and imaginary parts (torch.view_as_real)",
             )
         named[name] = item
-    if not named or any(r.value.numel() == 0 for r in named.values()):
+    if not shared and (not named or any(r.value.numel() == 0 for r in named.values())):
         raise PullbackError(
             "The objective has an empty residual",
             f"entries: { {n: tuple(r.value.shape) for n, r in named.items()} }",
@@ -62,15 +65,33 @@ class ObjectiveMap(Map):
 
     With reduction "mean" each named residual is averaged over its samples (axis 0) and summed
     over the rest, so that the loss is ½‖z‖² = ½ Σ_k weight_k mean_i |r_ki|².
+
+    Args:
+        objective: returns the residuals.
+        reduction: "mean" or "sum".
+        totals: samples of each residual on all processes; by default those here are all.
+        rows: whether there is any residual here.
     """
 
-    def __init__(self, objective: Objective, reduction: str = "mean") -> None:
-        self.objective, self.reduction = objective, reduction
+    def __init__(
+        self,
+        objective: Objective,
+        reduction: str = "mean",
+        totals: Mapping[str, int] | None = None,
+        rows: int = 1,
+    ) -> None:
+        self.objective, self.reduction, self.totals, self.rows = objective, reduction, totals, rows
+
+    def samples(self, params: Mapping[str, Tensor]) -> dict[str, int]:
+        """How many samples each residual has on this process."""
+        found = residuals(self.objective(dict(params)), shared=True)
+        return {n: len(r.value) if r.value.ndim else 1 for n, r in found.items()}
 
     def __call__(self, params: Mapping[str, Tensor]) -> Tensor:
         """z: (n, 1)."""
         pieces = []
-        for name, residual in residuals(self.objective(dict(params))).items():
+        shared = self.totals is not None
+        for name, residual in residuals(self.objective(dict(params)), shared=shared).items():
             value = residual.value
             value = (
                 value.reshape(1, 1)
@@ -89,7 +110,7 @@ class ObjectiveMap(Map):
                     )
                 weight = weight.reshape(-1, 1)
             if self.reduction == "mean":
-                weight = weight / value.shape[0]
+                weight = weight / (value.shape[0] if self.totals is None else self.totals[name])
             pieces.append((value * weight.sqrt()).flatten())
         return torch.cat(pieces)[:, None]
 

@@ -12,20 +12,17 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from .._core.capture import plain
 from .._core.errors import PullbackError
+from .._core.shards import is_sharded
 from ..likelihoods import MSE, Gaussian, Likelihood
 from ..metrics import Euclidean, Fisher, Metric, as_metric
 
-_WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel", "FSDPModule")
+_WRAPPERS = ("FullyShardedDataParallel", "DataParallel")
 
 _GROWTH_STEPS = 20  # of a loss above ten times the first, after which that is said
 
 
-def refuse_model(
-    model: nn.Module,
-    optimizer: str = "NaturalGradient",
-    reason: str = "the exact Gram couples all samples, which live on several processes",
-) -> None:
-    """Raise for objects that are no module, and for distributed wrappers."""
+def refuse_model(model: nn.Module, optimizer: str = "NaturalGradient") -> None:
+    """Raise for objects that are no module, and for wrappers that hide its layers."""
     if not isinstance(model, nn.Module):
         raise PullbackError(
             f"{optimizer} needs the model itself",
@@ -42,13 +39,27 @@ def refuse_model(
         if kind.__name__ in _WRAPPERS:
             raise PullbackError(
                 f"The model is wrapped in {kind.__name__}",
-                reason,
-                "Pass the inner module (model.module) and train on one process",
+                "it hides the layers' own parameters and samples",
+                "Wrap it in DistributedDataParallel instead, one process per device",
             )
 
 
-def refuse_parameter(name: str, p: Tensor) -> None:
-    """Raise for parameters that have no real, dense, initialized coordinates."""
+def refuse_sharded(model: nn.Module, reason: str) -> None:
+    """Raise for a model whose parameters are spread over several processes."""
+    whole = type(plain(model)).__mro__
+    if any(kind.__name__ == "FSDPModule" for kind in whole):
+        raise PullbackError(
+            "The model is wrapped in FSDPModule",
+            f"its parameters are sharded over several processes, and {reason}",
+            "Wrap it in DistributedDataParallel instead, or train an unsharded copy on one process",
+        )
+
+
+def refuse_parameter(name: str, p: Tensor, *, sharded: bool = False) -> None:
+    """Raise for parameters that have no real, dense, initialized coordinates.
+
+    Those that are `sharded` may be allowed.
+    """
     if isinstance(p, UninitializedParameter | UninitializedBuffer):
         why, remedy = "it is lazy: its shape is not known yet", "Run one forward pass first"
     elif p.device.type == "meta":
@@ -67,7 +78,7 @@ def refuse_parameter(name: str, p: Tensor) -> None:
         why, remedy = f"its layout is {p.layout}", "Use a dense tensor"
     elif p.is_inference():
         why, remedy = "it was created in inference mode", "Build the model outside inference_mode"
-    elif type(p).__name__ == "DTensor":
+    elif is_sharded(p) and not sharded:
         why, remedy = (
             "it is sharded over several processes",
             "Train an unsharded copy on one process",
@@ -256,7 +267,11 @@ def refuse_chained(name_of: dict[int, str], inputs: list[Tensor]) -> None:
 
 
 def own_group(
-    param_group: dict[str, Any], names: Mapping[int, str], held: Collection[int] = ()
+    param_group: dict[str, Any],
+    names: Mapping[int, str],
+    held: Collection[int] = (),
+    *,
+    sharded: bool = False,
 ) -> dict[str, Any]:
     """A copy of a param group with a list of parameters, all of them the model's and usable.
 
@@ -264,6 +279,7 @@ def own_group(
         param_group: what the user gave.
         names: of the model's parameters, by their id.
         held: those that are in another group already.
+        sharded: whether parameters may lie on several processes.
     """
     given = param_group.get("params") if isinstance(param_group, dict) else None
     if not isinstance(given, Iterable):
@@ -284,7 +300,7 @@ def own_group(
                 f"{what} is not among its parameters",
                 "Pass parameters of the module given to the optimizer",
             )
-        refuse_parameter(name, p)
+        refuse_parameter(name, p, sharded=sharded)
         if id(p) in held:
             raise PullbackError(
                 f"Parameter {name!r} is in two param groups",

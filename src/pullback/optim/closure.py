@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._core.capture import Call, Capture, Selector, first_input
+from .._core.capture import Call, Capture, Selector, first_input, plain
 from .._core.errors import PullbackError, Status
 from .._core.factor import Scaled
+from .._core.processes import Processes
 from .._core.state import RandomState, Snapshot
 from ..grams import Part
 from ..maps import Linearization, ModuleMap
@@ -36,8 +38,10 @@ class ClosureProblem(Problem):
         output: Selector,
         batch_dim: int,
         memory: dict[str, Any],
+        processes: Processes | None = None,
     ) -> None:
-        super().__init__(params)
+        super().__init__(params, processes)
+        self.model = plain(model)
         self._model, self._closure, self._reduction = model, closure, reduction
         self._output, self._batch_dim, self._memory = output, batch_dim, memory
         self._calls: list[Call] = []
@@ -53,23 +57,47 @@ class ClosureProblem(Problem):
         with torch.enable_grad(), Capture(self._model, self._output, self.space.device) as capture:
             loss = self._run()
         self._calls = capture.calls
-        self._refuse_unseen(capture)
-        if capture.derived and "derived" not in self._memory:
-            self._memory["derived"] = True
-            warn_derivatives(stacklevel=6)
-        names = {id(p): n for n, p in self.params.items()}
-        refuse_chained(names, [t for call in self._calls for t in call.sources])
-        self._after = Snapshot(self._model, self.space.device)
-        self.loss = loss
-        self.gradient = self._collect()
+        unseen = self.processes.agree(not self._calls)  # a single process may have no samples
+        with self.processes.together():
+            if unseen:
+                self._refuse_unseen(capture)
+            if capture.derived and "derived" not in self._memory:
+                self._memory["derived"] = True
+                warn_derivatives(stacklevel=6)
+            names = {id(p): n for n, p in self.params.items()}
+            refuse_chained(names, [t for call in self._calls for t in call.sources])
+            self._after = Snapshot(self._model, self.space.device)
+            gradients = self._collect()
+        self.loss = self._mean([loss])[0]
+        self.gradient = self._synchronized(gradients)
         return self.broken()
 
     def _run(self) -> float:
         return loss_of(self._closure())
 
+    def _mean(self, losses: Sequence[float]) -> list[float]:
+        """The means over processes of what their closures returned."""
+        if self.processes.alone:
+            return list(losses)
+        own = torch.tensor(losses, dtype=torch.float64, device=self.processes.device)
+        return (self.summed(own)[0] / self.processes.size).tolist()
+
+    def _synchronized(self, gradients: dict[str, Tensor | None]) -> Tensor:
+        """∇L, the mean over processes, flat; a wrapper has taken it in the closure's backward()."""
+        own = self.space.flatten(gradients)
+        if self.processes.alone or self._wrapper is not None:
+            return own
+        mean = self.summed(own)[0] / self.processes.size
+        for name, g in self.space.split(mean).items():
+            self.params[name].grad = g.to(self.params[name].dtype)
+        return mean
+
+    @property
+    def _wrapper(self) -> nn.parallel.DistributedDataParallel | None:
+        model = getattr(self._model, "_orig_mod", self._model)
+        return model if isinstance(model, nn.parallel.DistributedDataParallel) else None
+
     def _refuse_unseen(self, capture: Capture) -> None:
-        if self._calls:
-            return
         if capture.seen == 0:
             raise PullbackError(
                 "The closure never called the model with gradients enabled",
@@ -89,9 +117,11 @@ class ClosureProblem(Problem):
             "Call loss.backward() in the closure",
         )
 
-    def _collect(self) -> Tensor:
+    def _collect(self) -> dict[str, Tensor | None]:
         gradients = {n: gradient_of(n, p) for n, p in self.params.items()}
         silent = [n for n, g in gradients.items() if g is None]
+        if not self.processes.alone and not self._calls:
+            return gradients
         if len(silent) == len(gradients):
             raise PullbackError(
                 "The loss does not depend on any optimized parameter",
@@ -105,15 +135,38 @@ class ClosureProblem(Problem):
                 "Freeze them (requires_grad_(False)) to leave them out.",
                 stacklevel=6,
             )
-        return self.space.flatten(gradients)
+        return gradients
 
     def parts(self, metric: Metric, batch: Any) -> tuple[list[Part], Tensor | None]:
         calls = self._calls
         if batch is not None:
             call = as_call(batch)
             calls = [replace(call, random=call.random or RandomState(self.space.device))]
-        plans = self._memory.setdefault("plans", {})
+        if not self.processes.alone:
+            calls = [c for c in calls if c.output is None or c.output.shape[self._batch_dim]]
         self._recorded, self._pulled, self.whitening = [], None, Status.OK
+        with self.processes.together():
+            linears, masks, cotangents = self._linearized(calls, metric)
+            samples = self._samples(metric, [x.value for x in linears], masks)
+        weight = self._weight(samples)
+        with self.processes.together():
+            parts, whites = self._measured(calls, linears, masks, cotangents, metric, weight)
+        known = all(r is not None for r in whites)
+        if not self.processes.agree(known):
+            # where r is missing on one process, none can use it
+            self.whitening = self._worst(self.whitening)
+            return parts, None
+        return parts, torch.cat([self.space.zeros(0), *(r.flatten() for r in whites)])
+
+    def _worst(self, status: Status) -> Status:
+        found = self.processes.values(status.name)
+        return next((Status[name] for name in found if not Status[name].ok), status)
+
+    def _linearized(
+        self, calls: Sequence[Call], metric: Metric
+    ) -> tuple[list[ModuleLinearization], list[Tensor | None], list[Tensor | None]]:
+        """The calls replayed, which of their samples count, and ∂L/∂z at their outputs."""
+        plans = self._memory.setdefault("plans", {})
         linears, masks, cotangents = [], [], []
         for call in calls:
             source = ModuleMap(
@@ -124,15 +177,28 @@ class ClosureProblem(Problem):
             cotangent = None
             if call.cotangent is not None:
                 cotangent = source.arranged(call.cotangent).to(linear.value.dtype)
+                if not self.processes.alone:  # L is the mean over processes
+                    cotangent = cotangent / self.processes.size
                 self._recorded.append((linear, cotangent))
             cotangents.append(cotangent)
             masks.append(None if cotangent is None else metric.counted(linear.value, cotangent))
             if cotangent is not None and "checked" not in self._memory:
                 self._memory["checked"] = True
                 z = linear.value.to(linear.graph.dtype)  # its own precision
-                warn_mismatch(metric, z, cotangent, stacklevel=8)
+                warn_mismatch(metric, z, cotangent, stacklevel=9)
         self._warn_unmeasured(linears)
-        weight = self._weight(metric, [x.value for x in linears], masks)
+        return linears, masks, cotangents
+
+    def _measured(
+        self,
+        calls: Sequence[Call],
+        linears: Sequence[ModuleLinearization],
+        masks: Sequence[Tensor | None],
+        cotangents: Sequence[Tensor | None],
+        metric: Metric,
+        weight: float,
+    ) -> tuple[list[Part], list[Any]]:
+        """The rows of each call, and r where it is representable."""
         parts, whites = [], []
         for call, linear, mask, cotangent in zip(calls, linears, masks, cotangents, strict=True):
             z = linear.value
@@ -146,9 +212,7 @@ class ClosureProblem(Problem):
                 self.whitening = whitened.status if not whitened.status.ok else self.whitening
             else:
                 whites.append(None)
-        if any(r is None for r in whites):
-            return parts, None
-        return parts, torch.cat([r.flatten() for r in whites if r is not None])
+        return parts, whites
 
     def _warn_unmeasured(self, linears: Sequence[ModuleLinearization]) -> None:
         """Warn once where the loss moves parameters that no measured output depends on."""
@@ -169,34 +233,43 @@ class ClosureProblem(Problem):
                 "Freeze them (requires_grad_(False)), leave them to another optimizer (params=), "
                 "or let output= return what they compute as well.",
                 RuntimeWarning,
-                stacklevel=8,
+                stacklevel=9,
             )
 
     def pulled(self) -> Tensor:
         if self._pulled is None:
-            first, *others = [linear.vjp(u) for linear, u in self._recorded]
-            self._pulled = sum(others, first)
+            shares = [linear.vjp(u) for linear, u in self._recorded]
+            first, *others = shares or [self.space.zeros(self.space.size)]
+            self._pulled = self.summed(sum(others, first))[0]
         return self._pulled
 
-    def _weight(
+    def _samples(
         self, metric: Metric, values: Sequence[Tensor], masks: Sequence[Tensor | None]
     ) -> float:
-        if self._reduction == "sum":
-            return 1.0
+        """How many samples count on this process."""
         total = 0.0
         for z, mask in zip(values, masks, strict=True):
             share = 1.0 if mask is None else float(mask.double().mean())
             total += metric.samples(z) * share
-        return 1.0 / max(total, 1.0)
+        return total
+
+    def _weight(self, samples: float) -> float:
+        """What the metric of a sample is multiplied by: with "mean", 1/N of all processes."""
+        if self._reduction == "sum":
+            return 1.0
+        if not self.processes.alone:
+            own = torch.tensor([samples], dtype=torch.float64, device=self.processes.device)
+            samples = float(self.summed(own)[0])
+        return 1.0 / max(samples, 1.0)
 
     def losses(self, moves: Tensor, place: Place) -> Tensor:
         origin = {n: p.detach().clone() for n, p in self.params.items()}
         grads = [(p, None if p.grad is None else p.grad.clone()) for p in self._model.parameters()]
         try:
             if "repeatable" not in self._memory:
-                self._refuse_stochastic(self._trial(origin))
+                self._refuse_stochastic(self._mean([self._trial(origin)])[0])
                 self._memory["repeatable"] = True
-            values = [self._trial(place(origin, move)) for move in moves]
+            values = self._mean([self._trial(place(origin, move)) for move in moves])
         finally:
             self._write(origin)
             self._after.restore()
@@ -208,7 +281,9 @@ class ClosureProblem(Problem):
     def _trial(self, point: Mapping[str, Tensor]) -> float:
         self._write(point)
         self._before.restore()
-        with torch.enable_grad(), self._autocast():
+        # gradients of a trial are dropped, so that a wrapper need not average them
+        silent = nullcontext() if self._wrapper is None else self._wrapper.no_sync()
+        with torch.enable_grad(), self._autocast(), silent:
             return self._run()
 
     def _write(self, point: Mapping[str, Tensor]) -> None:

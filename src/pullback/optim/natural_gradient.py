@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,8 +15,9 @@ from torch.optim import Optimizer
 
 from .._core.capture import Selector, plain
 from .._core.errors import PullbackError, Status
+from .._core.processes import Traffic, find_processes
 from .._core.products import full_precision
-from ..grams import FORMS, Part, assemble, coverage
+from ..grams import FORMS, Part, Stack, assemble, assemble_stack, coverage
 from ..likelihoods import Likelihood, reduction_of
 from ..metrics import Metric
 from ..solvers import Cholesky, Solution, Solver
@@ -34,6 +37,7 @@ from .checks import (
     refuse_metric,
     refuse_model,
     refuse_parameter,
+    refuse_sharded,
     warn_growth,
 )
 from .closure import ClosureProblem
@@ -45,7 +49,7 @@ from .terms import Objective
 
 _OWN = (
     *("model", "metric", "solver", "rule", "gram", "reduction", "output", "batch_dim"),
-    *("metric_batch", "_retract", "maximize", "memory"),
+    *("metric_batch", "_retract", "maximize", "memory", "_processes"),
 )
 
 
@@ -77,6 +81,9 @@ class NaturalGradient(Optimizer):
             dict, or a dict of functions by name.
         maximize: ascend instead of descend.
         memory: bytes that one matrix of the Gram may take.
+        group: the processes that train together, each with its own samples; by default those of a
+            `DistributedDataParallel` model. The loss is the mean of what their closures return, and
+            the metric the mean over all samples.
     """
 
     def __init__(
@@ -97,8 +104,11 @@ class NaturalGradient(Optimizer):
         retract: Any = None,
         maximize: bool = False,
         memory: int = 2**30,
+        group: Any = None,
     ) -> None:
         refuse_model(model)
+        refuse_sharded(model, "the exact Gram couples all of them")
+        self._processes = find_processes(model, group, type(self).__name__)
         reduction = reduction_of(likelihood) if reduction is None else reduction
         _one_of("gram", gram, FORMS)
         _one_of("reduction", reduction, ("mean", "sum"))
@@ -124,6 +134,17 @@ class NaturalGradient(Optimizer):
                 )
         self._schedule = self._first_schedule()
         super().__init__(params, {"lr": self.rule.initial_lr if lr is None else lr})
+        self._begin_together()
+
+    def _begin_together(self) -> None:
+        """All processes have the same options, and begin where the first one is."""
+        stages = ("metric", "solver", "rule", "gram", "reduction", "batch_dim", "maximize")
+        options = {n: re.sub(" at 0x[0-9a-f]+", "", repr(getattr(self, n))) for n in stages}
+        self._processes.same(
+            "their options", {**options, "parameters": [*self._names.values()]},
+            "Build the optimizer alike on all processes",
+        )  # fmt: skip
+        self._processes.adopt([*plain(self.model).parameters()])
 
     def _register(self) -> None:
         self._cache: dict[str, Any] = {}
@@ -244,6 +265,10 @@ class NaturalGradient(Optimizer):
         finally:
             problem.rollback()
 
+    def traffic(self) -> dict[str, Traffic]:
+        """What this process sent so far, by purpose; nothing where it is alone."""
+        return self._processes.traffic()
+
     def __repr__(self) -> str:
         stages = f"metric={self.metric!r}, solver={self.solver!r}, step={self.rule!r}"
         return f"{super().__repr__()[:-1]}    {stages}\n)"
@@ -256,7 +281,7 @@ class NaturalGradient(Optimizer):
         with torch.no_grad(), torch.autocast(problem.space.device.type, enabled=False):
             parts, system = self._system(problem, batch)
             local = self._local(problem, system)
-            move = self.rule.take(local)
+            move = self._agreed(self.rule.take(local), local.state)
             if move.accepted:
                 self._apply(problem, move)
             else:
@@ -265,26 +290,53 @@ class NaturalGradient(Optimizer):
         self._schedule["steps"] += 1
         return _record(problem, system, parts, move, self._sign)
 
+    def _agreed(self, move: Move, state: dict[str, Any]) -> Move:
+        """The first process's move, to the bit; all have computed the same one to round-off."""
+        processes = self._processes
+        if processes.alone:
+            return move
+        numbers = {k: v for k, v in state.items() if isinstance(v, (int, float))}
+        rates = [float(group["lr"]) for group in self.param_groups]
+        found = processes.values((move.size, move.accepted, numbers, rates))
+        if any(own[3] != rates for own in found):
+            raise PullbackError(
+                "The processes differ in their learning rates",
+                f"they are {', '.join(str(own[3]) for own in found)}",
+                "Step a scheduler on every process, or on none",
+            )
+        size, accepted, numbers, _ = found[0]
+        state.update(numbers)
+        processes.adopt([direction := move.direction.clone()], "moves")
+        return replace(move, direction=direction, size=size, accepted=accepted)
+
     def _system(self, problem: Problem, batch: Any) -> tuple[list[Part], System]:
         """Pull the metric back; once more, if the model's structure is not what it was."""
-        parts, system = self._pull(problem, batch)
-        if not problem.proven and not explains(system, parts, problem):
+        parts, system, explained = self._pull(problem, batch)
+        if not problem.proven and not explained:
             self._cache.pop("plans", None)
-            parts, system = self._pull(problem, batch)
+            parts, system, _ = self._pull(problem, batch)
         return parts, system
 
-    def _pull(self, problem: Problem, batch: Any) -> tuple[list[Part], System]:
+    def _pull(self, problem: Problem, batch: Any) -> tuple[list[Part], System, bool]:
+        """The rows of this process, the system of all, and whether autograd agrees with it."""
         # the replayed forward pass keeps the closure's own arithmetic: a last bit may flip a ReLU
-        parts, white = problem.parts(self.metric, batch)
-        entries = sum(part.count for part in parts) * problem.space.size
-        with full_precision(problem.space.device, entries):
-            gram = assemble(parts, self.gram, self.memory, self.solver.prefers)
-        return parts, System.of(gram, problem, white)
+        parts, own = problem.parts(self.metric, batch)
+        space, rows, white = problem.space, sum(part.count for part in parts), own
+        stages = self.gram, self.memory, self.solver.prefers
+        with full_precision(space.device, rows * space.size):
+            if self._processes.alone:
+                gram = assemble(parts, *stages)
+            else:
+                stack = Stack(parts, space, self._processes, problem.model)
+                gram, white = assemble_stack(stack, own, *stages)
+                rows = stack.count
+        explained = problem.proven or explains(gram, parts, problem, own)
+        return parts, System.of(gram, problem, white, rows), explained
 
     def _problem(self, closure: Any, objective: Any) -> Problem:
         active = self._active()
         if closure is None:
-            return ObjectiveProblem(active, objective, self.reduction)
+            return ObjectiveProblem(active, objective, self.reduction, self._processes)
         return ClosureProblem(
             active,
             self.model,
@@ -293,6 +345,7 @@ class NaturalGradient(Optimizer):
             output=self.output,
             batch_dim=self.batch_dim,
             memory=self._cache,
+            processes=self._processes,
         )
 
     @property
@@ -410,7 +463,7 @@ def _record(
         damping=solution.damping,
         rank=solution.rank,
         gram=form,
-        rows=gram.count,
+        rows=system.rows,
         parameters=gram.size,
         whitened=system.white is not None and system.extra is None,
         status=system.status if solution.status is Status.OK else solution.status,

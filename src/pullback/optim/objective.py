@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.func import vmap
 
 from .._core.errors import PullbackError, reraise_fatal
+from .._core.processes import Processes
 from .._core.state import RandomState
 from ..grams import Part
 from ..maps import ObjectiveMap
@@ -36,12 +37,14 @@ class ObjectiveProblem(Problem):
         params: dict[str, nn.Parameter],
         objective: Objective | Callable[..., Any],
         reduction: str,
+        processes: Processes | None = None,
     ) -> None:
-        super().__init__(params)
+        super().__init__(params, processes)
         self._random = RandomState(self.space.device)
         self._reduction = reduction
         if not isinstance(objective, Objective):
-            objective = Objective([Squares(ObjectiveMap(self._repeatable(objective), reduction))])
+            source = self._averaged(self._repeatable(objective))
+            objective = Objective([Squares(source)] if source.rows else [], shared=True)
         self._objective, self._terms = objective, objective.terms
         self._loss = objective.loss
 
@@ -55,39 +58,57 @@ class ObjectiveProblem(Problem):
 
         return repeated
 
+    def _averaged(self, function: Callable[..., Any]) -> ObjectiveMap:
+        """The residuals of this process; a mean is one over the samples of all processes."""
+        source = ObjectiveMap(function, self._reduction)
+        if not self.processes.alone:
+            with self.processes.together(), torch.no_grad():
+                own = source.samples(self.params)
+            found: dict[str, int] = {}
+            for counts in self.processes.values(own):
+                for name, n in counts.items():
+                    found[name] = found.get(name, 0) + n
+            source = ObjectiveMap(function, self._reduction, found, rows=sum(own.values()))
+        return source
+
     def evaluate(self) -> str:
         with torch.autocast(self.space.device.type, enabled=False):
             return self._evaluate()
 
     def _evaluate(self) -> str:
-        linears = [term.map.linearize(self.params) for term in self._terms]
-        pairs = list(zip(self._terms, linears, strict=True))
-        # carried forward, one trial is work enough for a core
-        self._apart = self.space.device.type == "cpu" and all(x.structured for x in linears)
-        self._footprint = sum(getattr(x, "footprint", 64 * x.value.numel()) for x in linears)
-        total = torch.stack([term.loss(x.value) for term, x in pairs]).sum()
-        self.loss = float(total)
+        with self.processes.together():
+            linears = [term.map.linearize(self.params) for term in self._terms]
+            pairs = list(zip(self._terms, linears, strict=True))
+            # carried forward, one trial is work enough for a core
+            self._apart = self.space.device.type == "cpu" and all(x.structured for x in linears)
+            self._footprint = sum(getattr(x, "footprint", 64 * x.value.numel()) for x in linears)
+            own = _sum([term.loss(x.value) for term, x in pairs], self.space.zeros())
+        self.loss = float(self.summed(own)[0])
         if not math.isfinite(self.loss):
             return self.broken()
-        if self._apart and self._footprint <= _RECORDED:
-            self._loss = self._objective.recorded(self.params, total)
-        self._parts = [Part(x, term.factor(x.value)) for term, x in pairs]
-        shares = []
-        for (term, x), part in zip(pairs, self._parts, strict=True):
-            slope = term.slope(x.value)
-            # where rows cost no more than a reverse pass, the gradient comes from them
-            rows = x.structured and term.whitened
-            shares.append(part.lift(slope.flatten()) if rows else x.vjp(slope))
-        self.gradient = torch.stack(shares).sum(0)
-        white = [share for term, share in zip(self._terms, shares, strict=True) if term.whitened]
-        self._pulled = torch.stack(white).sum(0) if white else None
+        with self.processes.together():
+            if self._apart and self._footprint <= _RECORDED:
+                self._loss = self._objective.recorded(self.params, own)
+            self._parts = [Part(x, term.factor(x.value)) for term, x in pairs]
+            shares = []
+            for (term, x), part in zip(pairs, self._parts, strict=True):
+                slope = term.slope(x.value)
+                # where rows cost no more than a reverse pass, the gradient comes from them
+                rows = x.structured and term.whitened
+                shares.append(part.lift(slope.flatten()) if rows else x.vjp(slope))
+            zero = self.space.zeros(self.space.size)
+            white = [x for term, x in zip(self._terms, shares, strict=True) if term.whitened]
+            gradient, pulled = _sum(shares, zero), _sum(white, zero)
+        # r is used where a term of any process has one
+        self._whitened = not self.processes.agree(not white)
+        self.gradient, self._pulled = self.summed(gradient, pulled)
         if not bool(self.gradient.any()) and self.loss != 0:
             self._refuse_constant()
         return self.broken()
 
     def _refuse_constant(self) -> None:
         ones = torch.ones_like(self.gradient)
-        if not any(bool(part.linear.jvp(ones).any()) for part in self._parts):
+        if self.processes.agree(not any(bool(part.linear.jvp(ones).any()) for part in self._parts)):
             raise PullbackError(
                 "The objective does not depend on the parameters",
                 "its residuals have no gradient",
@@ -96,10 +117,11 @@ class ObjectiveProblem(Problem):
 
     def parts(self, metric: Metric, batch: Any) -> tuple[list[Part], Tensor | None]:
         if batch is not None:
-            values = ObjectiveMap(self._repeatable(batch), self._reduction)
-            linear = values.linearize(self.params)
-            return [Part(linear, metric.factor(linear.value))], None
-        if self._pulled is None:
+            values = self._averaged(self._repeatable(batch))
+            with self.processes.together():
+                linears = [values.linearize(self.params)] if values.rows else []
+                return [Part(x, metric.factor(x.value)) for x in linears], None
+        if not self._whitened:
             return self._parts, None
         white = [
             part.linear.value.flatten()
@@ -107,15 +129,22 @@ class ObjectiveProblem(Problem):
             else torch.zeros(part.count, dtype=self.space.dtype, device=self.space.device)
             for term, part in zip(self._terms, self._parts, strict=True)
         ]
-        return self._parts, torch.cat(white)
+        return self._parts, torch.cat([self.space.zeros(0), *white])
 
     def pulled(self) -> Tensor:
-        return self.gradient if self._pulled is None else self._pulled
+        return self._pulled
 
     def losses(self, moves: Tensor, place: Place) -> Tensor:
+        with self.processes.together():
+            own = self._losses(moves, place)
+        return self.summed(own)[0]
+
+    def _losses(self, moves: Tensor, place: Place) -> Tensor:
         def loss(move: Tensor) -> Tensor:
             return self._loss(place(self.params, move))
 
+        if not self._terms:
+            return moves.new_zeros(len(moves))
         if self._apart:
             with torch.no_grad():
                 return torch.stack([loss(move) for move in moves])
@@ -130,3 +159,7 @@ class ObjectiveProblem(Problem):
 
     def rollback(self) -> None:
         self._random.restore()
+
+
+def _sum(tensors: list[Tensor], zero: Tensor) -> Tensor:
+    return torch.stack(tensors).sum(0) if tensors else zero

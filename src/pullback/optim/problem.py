@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .._core.errors import Status
+from .._core.processes import Processes
 from .._core.space import ParameterSpace
 from ..grams import Part
 from ..metrics import Metric
@@ -19,13 +20,21 @@ Place = Callable[[Mapping[str, Tensor], Tensor], Mapping[str, Tensor]]
 
 
 class Problem(ABC):
-    """L and its local picture at the current parameters."""
+    """L and its local picture at the current parameters.
+
+    On several processes L, its gradient and Jᵀ∂L/∂z are those of all of them; parts and r are this
+    process's own, and its parts may be none.
+    """
 
     #: whether the rows were checked against autograd elsewhere
     proven: bool = False
 
-    def __init__(self, params: dict[str, nn.Parameter]) -> None:
+    #: whose layers the rows may refer to
+    model: nn.Module | None = None
+
+    def __init__(self, params: dict[str, nn.Parameter], processes: Processes | None = None) -> None:
         self.params = params
+        self.processes = Processes() if processes is None else processes
         self.space = ParameterSpace(params)
         self.loss = float("nan")
         self.gradient = self.space.zeros(0)
@@ -51,6 +60,10 @@ class Problem(ABC):
     @abstractmethod
     def rollback(self) -> None:
         """Undo what evaluating the loss disturbed."""
+
+    def summed(self, *tensors: Tensor) -> list[Tensor]:
+        """The tensors, added up over all processes."""
+        return self.processes.sum(tensors, "gradients")
 
     def broken(self) -> str:
         """Why neither loss nor gradient can be used, or nothing."""

@@ -29,9 +29,11 @@ class System:
     extra: Tensor | None = None
     #: why r is missing, where it should be there
     status: Status = Status.OK
+    #: rows of A; a Gram may hold fewer
+    rows: int = 0
 
     @classmethod
-    def of(cls, gram: Gram, problem: Problem, white: Tensor | None) -> System:
+    def of(cls, gram: Gram, problem: Problem, white: Tensor | None, rows: int) -> System:
         """Use r where A is at hand; e is p.grad minus what the recorded outputs explain.
 
         Both were computed by the same arithmetic, so that without a regularizer they agree to
@@ -39,16 +41,17 @@ class System:
         """
         gradient = problem.gradient
         if white is None or not isinstance(gram, FactoredGram):
-            return cls(gram, gradient, status=problem.whitening)
+            return cls(gram, gradient, status=problem.whitening, rows=rows)
         pulled = problem.pulled()
         extra = gradient - pulled
         limit = 100 * torch.finfo(gradient.dtype).eps * (gradient.norm() + pulled.norm())
-        return cls(gram, gradient, white, extra if bool(extra.norm() > limit) else None)
+        extra = extra if bool(extra.norm() > limit) else None
+        return cls(gram, gradient, white, extra, rows=rows)
 
     def __neg__(self) -> System:
         white = None if self.white is None else -self.white
         extra = None if self.extra is None else -self.extra
-        return System(self.gram, -self.gradient, white, extra, self.status)
+        return replace(self, gradient=-self.gradient, white=white, extra=extra)
 
     def precisely(self) -> Any:
         """A decorator under which products with this system's matrices are exact in float32."""
@@ -90,26 +93,35 @@ class System:
         return replace(path, gamma=path.gamma + beside.gamma, beyond=outside)
 
 
-def explains(system: System, parts: Sequence[Part], problem: Problem) -> bool:
+def explains(gram: Gram, parts: Sequence[Part], problem: Problem, white: Tensor | None) -> bool:
     """Whether cᵀ(AAᵀ)c is ‖Aᵀc‖², with Aᵀc by autograd: the layers' formulas at a glance."""
-    gram = system.gram
-    if gram.structure.holds == "operator" or not all(part.used_structure for part in parts):
+    processes, space = problem.processes, problem.space
+    if gram.structure.holds == "operator":
+        return True
+    if not processes.agree(all(part.used_structure for part in parts)):
         return True
     counts = [part.count for part in parts]
-    if system.white is None:
+    if white is None:
         c = torch.ones(sum(counts), dtype=gram.dtype, device=gram.device)
         c[::2] = -1
-        pulled = sum_of(part.pull(x) for part, x in zip(parts, c.split(counts), strict=True))
     else:
-        c, pulled = system.white, problem.pulled()
+        c = white
+    pieces = list(zip(parts, c.split(counts) if counts else (), strict=True))
+
+    def summed(vectors: Iterable[Tensor]) -> Tensor:
+        return problem.summed(sum_of([*vectors] or [space.zeros(space.size)]))[0]
+
+    pulled = problem.pulled() if white is not None else summed(x.pull(y) for x, y in pieces)
+    every = processes.gather([c])[0]
     if isinstance(gram, FactoredGram) and gram.structure.holds == "kernel":
-        energy, scale = c @ (gram.kernel() @ c), c.square() @ gram.kernel().diagonal()
+        energy, scale = every @ (gram.kernel() @ every), every.square() @ gram.kernel().diagonal()
     else:
-        lifted = sum_of(part.lift(x) for part, x in zip(parts, c.split(counts), strict=True))
-        energy, scale = lifted.square().sum(), c.square().sum() * gram.trace() / len(c)
-    graph = getattr(parts[0].linear, "graph", c)
-    limit = tolerance(graph.dtype, 10) * (scale + energy)
-    return bool((energy - pulled.square().sum()).abs() <= limit)
+        lifted = summed(x.lift(y) for x, y in pieces)
+        energy = lifted.square().sum()
+        scale = every.square().sum() * gram.trace() / len(every)
+    own = getattr(parts[0].linear, "graph", c).dtype if parts else gram.dtype
+    limit = tolerance(own, 10) * (scale + energy)
+    return processes.agree(bool((energy - pulled.square().sum()).abs() <= limit))
 
 
 def sum_of(vectors: Iterable[Tensor]) -> Tensor:

@@ -87,11 +87,18 @@ class Energy(Term):
 
 
 class Objective:
-    """A loss Σ_k ℓ_k(φ_k(w)) as terms whose maps know their own structure."""
+    """A loss Σ_k ℓ_k(φ_k(w)) as terms whose maps know their own structure.
 
-    def __init__(self, terms: Sequence[Term]) -> None:
+    On several processes the loss is the sum of their objectives'.
+
+    Args:
+        terms: ℓ_k with φ_k.
+        shared: whether other processes have terms too, so that here may be none.
+    """
+
+    def __init__(self, terms: Sequence[Term], *, shared: bool = False) -> None:
         self.terms = tuple(terms)
-        if not self.terms:
+        if not self.terms and not shared:
             raise PullbackError("The objective has no terms", "there is no loss", "Pass some")
         self._record: Callable[..., Tensor] | None = None
         self._asked, self._records = 0, 0

@@ -77,29 +77,20 @@ def refuse_shape(problem: Problem, network: nn.Module, like: Tensor) -> None:
             )
 
 
-def refuse_broken(
-    conditions: Sequence[Condition],
-    terms: Sequence[Term],
-    sites: Mapping[str, Sites],
-    params: Mapping[str, Tensor],
-    reason: str,
+def refuse_infinite(
+    terms: Sequence[tuple[Condition, Sites, Term]], params: Mapping[str, Tensor]
 ) -> None:
     """Say which condition is not finite, and where."""
-    for condition, item in zip(conditions, terms, strict=True):
+    for condition, sites, item in terms:
         with torch.no_grad():
             z = item.map(params)
             bad = ~torch.isfinite(z).all(1)
             if not bool(bad.any()):
                 bad = ~torch.isfinite(item.slope(z)).all(1)
         if bool(bad.any()):
-            where = sites[condition.name][0].x[bad.cpu()][0].tolist()
+            where = sites[0].x[bad][0].tolist()
             raise PullbackError(
                 f"The residual of {condition.name!r} is not finite",
                 f"at {int(bad.sum())} of {len(bad)} points, such as {where}",
                 "Check the residual there (division, logarithm, root), or move the points",
             )
-    raise PullbackError(
-        "The loss has no finite gradient",
-        f"the residuals are finite, but {reason}",
-        "Check the network and the residuals for roots and divisions at zero",
-    )

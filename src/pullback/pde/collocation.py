@@ -8,7 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..optim import Objective
+from .._core.errors import PullbackError
+from .._core.processes import Processes
+from .._core.space import ParameterSpace
+from ..optim import Objective, Term
+from .checks import refuse_infinite
+from .conditions import Condition, Energy
 from .discretize import Sites, Trial, fingerprint, nested, term
 from .plan import Plan
 from .problem import Problem
@@ -18,7 +23,7 @@ _SPECTRUM = 2**22  # entries of A up to which its singular values are reported
 
 
 class Collocation:
-    """Points of every condition, and the objective on them.
+    """Points of every condition, and the objective on this process's share of them.
 
     Args:
         problem: what must hold.
@@ -26,17 +31,27 @@ class Collocation:
         plan: which points at which step.
         like: precision and device of the solve.
         single: steps in float32 first.
+        processes: among which the points are shared.
 
     Attributes:
         sites: the points now, by condition; in float64, rounded ones would lie beside the boundary.
-        objective: on these points, None until the first step.
+        objective: on the share of these points, None until the first step.
     """
 
     def __init__(
-        self, problem: Problem, trial: Trial, plan: Plan, like: Tensor, single: int
+        self,
+        problem: Problem,
+        trial: Trial,
+        plan: Plan,
+        like: Tensor,
+        single: int,
+        processes: Processes,
     ) -> None:
         self._problem, self._trial, self._plan = problem, trial, plan
+        self._processes = processes
+        self._terms: list[tuple[Condition, Sites, Term]] = []
         self._dtype, self._device, self._single = like.dtype, like.device, single
+        self._like = like.detach().new_empty(0)
         self.sites: dict[str, Sites] = plan.draw(plan.at(0))
         self.objective: Objective | None = None
         self._drawn, self._refined = plan.at(0), None
@@ -55,7 +70,7 @@ class Collocation:
         if drawn != self._drawn:
             self.sites, self._drawn, new = self._plan.draw(drawn), drawn, True
         elif refine is not None and refine.due(step) and self._refined != step:
-            self.sites, new = self._plan.refined(self.sites, self._trial, step), True
+            self.sites, new = self._refined_sites(step), True
             self._refined = step  # an interrupted step finds its points as they were
         if step == self._single or (step == 0 and self._single):
             new = True
@@ -64,11 +79,18 @@ class Collocation:
         assert self.objective is not None
         return self.objective
 
+    def _refined_sites(self, step: int) -> dict[str, Sites]:
+        """The points that the first process moves, on all of them."""
+        first = self._processes.rank == 0
+        with self._processes.together():
+            moved = self._plan.refined(self.sites, self._trial, step) if first else self.sites
+        return self._processes.share(moved)
+
     def settled(self, step: int) -> bool:
         """Whether losses from this step on compare: same points, same precision, squares."""
         refine = self._plan.refine
         still = refine is None or refine.over(step)
-        squares = self.objective is None or all(t.whitened for t in self.objective.terms)
+        squares = not any(isinstance(c, Energy) for c in self._problem.conditions)
         # an energy does not go to zero: a share of it says nothing about what is left
         return step >= self._single and self._plan.resample is None and still and squares
 
@@ -88,7 +110,20 @@ class Collocation:
         if self.objective is None:
             return float("nan")
         params = {n: p.detach() for n, p in self._trial.named_parameters()}
-        return sum(float(t.loss(t.map(params))) for t in self.objective.terms)
+        own = sum(float(t.loss(t.map(params))) for t in self.objective.terms)
+        found = torch.tensor([own], dtype=torch.float64, device=self._processes.device)
+        return float(self._processes.sum([found])[0])
+
+    def refuse_broken(self, reason: str) -> None:
+        """Say which condition is not finite, and where; any process may have found it."""
+        params = {n: p.detach() for n, p in self._trial.named_parameters()}
+        with self._processes.together():
+            refuse_infinite(self._terms, params)
+        raise PullbackError(
+            "The loss has no finite gradient",
+            f"the residuals are finite, but {reason}",
+            "Check the network and the residuals for roots and divisions at zero",
+        )
 
     def spectrum(self) -> Tensor | None:
         """Singular values of the whitened Jacobian, where it is small."""
@@ -96,10 +131,13 @@ class Collocation:
             return None
         params = dict(self._trial.named_parameters())
         linears = [item.map.linearize(params) for item in self.objective.terms]
-        entries = sum(x.value.numel() for x in linears) * linears[0].space.size
-        if entries > _SPECTRUM or any(not t.whitened for t in self.objective.terms):
+        size = ParameterSpace(params).size
+        own = torch.tensor([sum(x.value.numel() for x in linears)], device=self._processes.device)
+        entries = int(self._processes.sum([own])[0]) * size
+        if entries > _SPECTRUM or any(isinstance(c, Energy) for c in self._problem.conditions):
             return None
-        return torch.linalg.svdvals(torch.cat([x.rows() for x in linears]).cpu())
+        rows = torch.cat([self._like.new_zeros(0, size), *(x.rows() for x in linears)])
+        return torch.linalg.svdvals(self._processes.gather([rows])[0].cpu())
 
     def state(self) -> dict[str, Any]:
         """Where the points are."""
@@ -118,8 +156,12 @@ class Collocation:
             self.objective = self._build(self._dtype)
 
     def _build(self, dtype: torch.dtype) -> Objective:
-        terms = []
+        processes, self._terms = self._processes, []
         for c in self._problem.conditions:
             sites = tuple(p.to(dtype, self._device) for p in self.sites[c.name])
-            terms.append(term(self._problem, c, self._trial, sites))
-        return Objective(terms)
+            total = sites[0].weights.sum()
+            if not processes.alone:
+                sites = tuple(p.share(processes.rank, processes.size) for p in sites)
+            if len(sites[0]):
+                self._terms.append((c, sites, term(self._problem, c, self._trial, sites, total)))
+        return Objective([item for *_, item in self._terms], shared=not processes.alone)

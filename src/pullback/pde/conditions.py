@@ -222,7 +222,7 @@ class Data(Condition):
         return PointSet(self._x, names=domain.names)
 
     def residual(self, view: View) -> Tensor:
-        return view.field(self.field).value - self._values.to(view.points.x)
+        return view.field(self.field).value - view.points.own(self._values).to(view.points.x)
 
 
 class Energy(Condition):

@@ -66,13 +66,22 @@ def coefficients(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {n.removeprefix(start): p for n, p in params.items() if n.startswith(start)}
 
 
-def term(problem: Problem, condition: Condition, trial: Trial, sites: Sites) -> Term:
-    """The condition at these points; its derivatives are found by a dry run."""
+def term(
+    problem: Problem,
+    condition: Condition,
+    trial: Trial,
+    sites: Sites,
+    total: Tensor | None = None,
+) -> Term:
+    """The condition at these points; its derivatives are found by a dry run.
+
+    `total` is the sum of the weights, where these are not all points.
+    """
     points = sites[0]
     n = len(points)
     request, _ = _dry_run(problem, condition, sites)
     scheme = request.scheme(problem.coordinates)
-    q = condition.weight * points.weights / points.weights.sum()
+    q = condition.weight * points.weights / (points.weights.sum() if total is None else total)
     x = torch.stack([p.x for p in sites])
     columns = problem.columns(points.x)
 

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from .._core.errors import PullbackError
+from .._core.processes import Processes
 from ..optim import KFAC, NaturalGradient, Objective, StepInfo
 from ..solvers import PseudoInverse
 from ..steps import TargetRatio
@@ -16,16 +18,26 @@ from .settings import Settings
 _CUT = 5e-14  # singular values below this share of the largest are noise, in float64
 
 
-def optimizer(trial: Trial, settings: Settings, dtype: torch.dtype) -> Optimizer:
+def optimizer(
+    trial: Trial, settings: Settings, dtype: torch.dtype, processes: Processes
+) -> Optimizer:
     """The settings' optimizer, or a natural gradient of their stages."""
     if settings.optimizer is not None:
-        return settings.optimizer(trial)
+        found = settings.optimizer(trial)
+        if isinstance(found, KFAC) and not processes.alone:
+            raise PullbackError(
+                "K-FAC cannot solve on several processes",
+                "its statistics of a PDE are those of one process's points",
+                "Leave optimizer= out, or solve on one process",
+            )
+        return found
     return NaturalGradient(
         trial,
         solver=settings.solver or _spectral(dtype),
         step=settings.step or TargetRatio(),
         gram=settings.gram,
         memory=settings.memory,
+        group=processes.group,
     )
 
 
@@ -38,7 +50,9 @@ def _spectral(dtype: torch.dtype) -> PseudoInverse:
     return PseudoInverse(rcond=_CUT if dtype == torch.float64 else None, double=True)
 
 
-def stepped(optimizer: Optimizer, objective: Objective, trial: Trial) -> StepInfo:
+def stepped(
+    optimizer: Optimizer, objective: Objective, trial: Trial, processes: Processes
+) -> StepInfo:
     """One step, whatever the optimizer wants to be given."""
     if isinstance(optimizer, NaturalGradient):
         return optimizer.step(objective=objective)
@@ -49,8 +63,14 @@ def stepped(optimizer: Optimizer, objective: Objective, trial: Trial) -> StepInf
 
     def closure() -> Any:  # torch's closures return a float
         optimizer.zero_grad()
-        value = objective.loss(dict(trial.named_parameters()))
+        params = dict(trial.named_parameters())
+        value = objective.loss(params) if objective.terms else next(iter(params.values())).sum() * 0
         value.backward()
-        return value.detach()
+        found = [p for p in params.values() if p.requires_grad]
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in found]
+        value, *grads = processes.sum([value.detach(), *grads], "gradients")
+        for p, g in zip(found, grads, strict=True):
+            p.grad = g
+        return value
 
     return StepInfo(float(optimizer.step(closure)), accepted=True)

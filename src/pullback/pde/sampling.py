@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -27,11 +27,14 @@ class Points:
         x: points, (N, d).
         weights: (N,); they sum to the measure of the region.
         normals: outward unit normals on a boundary, (N, d).
+        part: which these are of `whole` points, where other processes have the rest.
     """
 
     x: Tensor
     weights: Tensor
     normals: Tensor | None = None
+    part: slice | None = None
+    whole: int = 0
 
     def __len__(self) -> int:
         return self.x.shape[0]
@@ -42,7 +45,19 @@ class Points:
         """The same points in another dtype or on another device."""
         x, w = (t.to(device=device, dtype=dtype) for t in (self.x, self.weights))
         n = self.normals
-        return Points(x, w, None if n is None else n.to(device=device, dtype=dtype))
+        normals = None if n is None else n.to(device=device, dtype=dtype)
+        return replace(self, x=x, weights=w, normals=normals)
+
+    def share(self, rank: int, size: int) -> Points:
+        """Every `size`-th point from number `rank` on."""
+        part = slice(rank, None, size)
+        normals = None if self.normals is None else self.normals[part]
+        return Points(self.x[part], self.weights[part], normals, part, len(self))
+
+    def own(self, values: Tensor) -> Tensor:
+        """Values at these points, from those at the whole."""
+        given = self.part is not None and values.ndim and len(values) == self.whole
+        return values[self.part] if given else values
 
     @staticmethod
     def cat(parts: Sequence[Points]) -> Points:

@@ -48,6 +48,7 @@ class Settings:
     device: str | torch.device | None
     progress: bool
     optimizer: Callable[[nn.Module], Optimizer] | None = None
+    group: Any = None
 
     def __post_init__(self) -> None:
         self._check_length()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -46,6 +47,7 @@ def solve(
     device: str | torch.device | None = None,
     progress: bool = True,
     optimizer: Callable[[nn.Module], Optimizer] | None = None,
+    group: Any = None,
 ) -> Solution:
     """Fit the network to the problem's conditions; its parameters change in place.
 
@@ -74,10 +76,13 @@ def solve(
         progress: show a line on the terminal.
         optimizer: instead of solver and step, a function that makes the optimizer of a module,
             `lambda module: KFAC(module, ...)` say, or one of torch's.
+        group: the processes that solve together, each with a share of the points; by default all
+            that `torch.distributed` knows. Callbacks run on every process, and any of them stops
+            all; the first process shows progress and reads and writes the checkpoint.
     """
     settings = Settings(
         steps, points, sampler, seed, resample, refine, solver, step, gram, memory,
-        single, tol, patience, budget, measure, callbacks, device, progress, optimizer,
+        single, tol, patience, budget, measure, callbacks, device, progress, optimizer, group,
     )  # fmt: skip
     if not isinstance(slabs, int) or slabs < 1:
         raise PullbackError("The number of slabs is not usable", f"got slabs={slabs!r}", "Use ≥ 1")

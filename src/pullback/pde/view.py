@@ -64,6 +64,7 @@ class View:
                 f"{what} is no number", f"got {found!r}", "Return a tensor"
             ) from error
         found = found[:, 0] if found.ndim == 2 and found.shape[1] == 1 else found
+        found = self.points.own(found)
         if found.ndim and found.shape != (len(self.points),):
             raise PullbackError(
                 f"{what} is not one number per point",

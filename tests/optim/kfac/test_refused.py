@@ -69,7 +69,7 @@ BUILT: dict[str, tuple[Callable[[], Any], str]] = {
     "loss": (lambda: built(likelihood=F.l1_loss), "no likelihood|l1_loss|Categorical()"),
     "list": (lambda: kfac([net()]), "needs the model itself|list|Pass an nn.Module"),
     "nothing": (lambda: kfac(nn.ReLU()), "nothing to optimize|no parameters|Pass a model"),
-    "parallel": (lambda: kfac(nn.DataParallel(net())), "DataParallel|several|model.module"),
+    "parallel": (lambda: kfac(nn.DataParallel(net())), "DataParallel|hides|Distributed"),
     "script": (lambda: kfac(torch.jit.script(net())), "ScriptModule|watched|torch.compile"),
     "lazy": (lambda: kfac(nn.LazyLinear(3)), "'weight' cannot be optimized|lazy|Run one forward"),
     "complex": (lambda: linear(dtype=torch.cfloat), "cannot be optimized|complex|view_as_real"),

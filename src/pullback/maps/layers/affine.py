@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,6 +52,10 @@ class AffineBlock(Sided):
         self.looks = {} if looks is None else looks
         self.names = tuple(n for n in (weight, bias) if n is not None)
         self._inputs_of, self.shape, self._delta = inputs, shape, delta
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but what is found anew."""
+        return {k: v for k, v in vars(self).items() if k not in ("_pooled", "_separated")}
 
     def _inputs(self) -> Tensor:
         return self._inputs_of(slice(0, self.shape[0]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import repeat
 from math import prod
 from typing import Any
@@ -40,14 +41,11 @@ class Conv(Layer):
         return 1 + len(module.kernel_size)
 
     def block(self, names: Mapping[str, str | None], uses: Sequence[Use]) -> Block:
-
-        def inputs(some: slice) -> Tensor:
-            return joined([_input(u, u.input[some]) for u in uses], 2)
-
         delta = joined([_delta(u) for u in uses], 3)
         n, _, g, t, _ = delta.shape
         module = uses[0].module
         width = module.in_channels // module.groups * prod(module.kernel_size)
+        inputs = partial(_inputs, [(u.module, u.features, u.input) for u in uses])
         return AffineBlock(names["weight"], names["bias"], inputs, (n, g, t, width), delta)
 
     def counted(self, module: Any, x: Tensor, delta: Tensor, keep: Tensor) -> Tensor:
@@ -157,10 +155,15 @@ def _places(module: Any, x: Tensor) -> list[int]:
     ]
 
 
-def _input(use: Use, x: Tensor) -> Tensor:
+def _inputs(seen: Sequence[tuple[Any, int, Tensor]], some: slice) -> Tensor:
+    """The patches (N, G, T, I) of a slice of samples, from modules, feature axes and inputs."""
+    return joined([_input(module, dims, x[some]) for module, dims, x in seen], 2)
+
+
+def _input(module: Any, dims: int, x: Tensor) -> Tensor:
     """(N, *calls, C, *space) -> (N, G, T, I)."""
-    n, dims = x.shape[0], use.features
-    x = patches(use.module, x.reshape(-1, *x.shape[-dims:]))
+    n = x.shape[0]
+    x = patches(module, x.reshape(-1, *x.shape[-dims:]))
     x = x.unflatten(0, (n, -1))  # (N, calls, G, places, I)
     return x.transpose(1, 2).flatten(2, 3)
 

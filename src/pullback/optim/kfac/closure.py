@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ..._core.capture import Call, Capture, Selector, first_input
 from ..._core.errors import PullbackError
+from ..._core.processes import Processes
 from ..._core.state import Snapshot
 from ...grams import Part
 from ...maps import ModuleMap
@@ -67,6 +68,8 @@ class Output:
     reduction: str
     #: what was established about the model's derivatives, kept between steps
     plans: dict[Any, Any]
+    #: which evaluate the closure together; the loss is the mean of theirs
+    processes: Processes
 
 
 class ClosureSource(Source):
@@ -97,8 +100,15 @@ class ClosureSource(Source):
             with Capture(self._output.model, self._output.selector, self._device) as capture:
                 loss = self._closure()
             self._calls = capture.calls
-        self.loss = loss_of(loss)
+        self.loss = self._mean(loss_of(loss))
         return loss
+
+    def _mean(self, loss: float) -> float:
+        """Return the mean of the processes' losses, whose gradient is the mean of theirs."""
+        own, processes = torch.tensor(loss, dtype=torch.float64), self._output.processes
+        if processes.alone:
+            return loss
+        return float(processes.sum([own.to(processes.device)], "losses")[0]) / processes.size
 
     def restore(self) -> None:
         if self._before is not None:
@@ -113,7 +123,7 @@ class ClosureSource(Source):
                 p.grad = None
             self._before.restore()
             with torch.enable_grad(), self._unwatched():
-                return loss_of(self._closure())
+                return self._mean(loss_of(self._closure()))
         finally:
             after.restore()
             for p, g in grads:
@@ -121,12 +131,14 @@ class ClosureSource(Source):
 
     def products(self, span: Sequence[Point]) -> list[list[Tensor]]:
         params = {n: p for n, p in self._params.items() if p.requires_grad and n in span[0]}
-        total, samples = torch.zeros(()), 0.0
+        total = next(iter(span[0].values())).new_zeros((len(span), len(span)), dtype=torch.float64)
+        samples = total.new_zeros(())
         for call in self._calls:
             white, count = _whitened(self._output, call, params, span)
             rows = [torch.stack([(a * b).sum() for b in white]) for a in white]
             total, samples = total + torch.stack(rows), samples + count
-        scale = 1.0 if self._output.reduction == "sum" else 1 / max(samples, 1.0)
+        total, samples = self._output.processes.sum([total, samples], "losses")
+        scale = 1.0 if self._output.reduction == "sum" else 1 / samples.clamp(min=1.0)
         return [list(row) for row in total * scale]
 
 

@@ -5,24 +5,28 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from math import isfinite
+from math import isfinite, isnan
 from random import Random
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from ..._core.capture import Selector, plain
 from ..._core.errors import PullbackError
 from ..._core.flags import Verdict, finite
+from ..._core.processes import Traffic, find_processes, group_of, unwrapped
+from ..._core.shards import Shards, local, reshard
 from ...grams.kronecker import Kronecker
 from ...grams.kronecker.packed import Side, memory
 from ...likelihoods import Likelihood, reduction_of
 from ...maps.layers.moments import Sharing
 from ...metrics import Metric
 from ...steps import QuadraticModel
-from ..checks import dense_gradients, own_group, refuse_model, warn_growth
+from ..checks import dense_gradients, own_group, refuse_model, refuse_sparse, warn_growth
 from ..terms import Objective
 from . import options
 from .closure import (
@@ -38,6 +42,7 @@ from .closure import (
 from .factors.average import block_of, guardable
 from .factors.damping import Damping, refuse_reference
 from .factors.factor import SPECTRUM, BlockKey, Factor, block_shape, describe, to_block
+from .factors.placement import Placement
 from .factors.preconditioner import Preconditioner
 from .report import Coverage, Degenerate, KFACInfo, Row, degenerate_sides
 from .rules.natural import Natural
@@ -53,6 +58,7 @@ from .statistics.capture import StatisticsCapture, averaged, averaged_parts
 from .statistics.coupling import refuse_options
 from .statistics.covectors import Recipe
 from .statistics.plan import Forecast, forecast
+from .statistics.sync import join_layouts, join_partners, layouts_of, sum_pool, sum_sides
 from .update import (
     AdamShare,
     Share,
@@ -63,10 +69,22 @@ from .update import (
 )
 
 #: what belongs to hooks, or to the model's objects
-_UNSAVED = ("_capture", "_names", "_by_name", "_verdict", "_plans")
+_UNSAVED = ("_capture", "_names", "_by_name", "_like", "_shards", "_verdict", "_plans")
 _NOT_FINITE = "a gradient is not finite"
 #: a parameter's own tensors: momentum, or Adam's moments
 _BUFFERS = ("momentum", "first", "second")
+
+
+def _gatherer(shards: Shards, params: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
+    """Return a function that gathers sharded parameters, as leaves of a graph of their own."""
+    shapes = {n: p.shape for n, p in params.items()}
+
+    def gather() -> dict[str, Tensor]:
+        with torch.no_grad():
+            found = shards.gather({n: local(p) for n, p in params.items()}, shapes, "parameters")
+        return {n: t.detach().requires_grad_(params[n].requires_grad) for n, t in found.items()}
+
+    return gather
 
 
 class KFAC(Optimizer):
@@ -140,6 +158,10 @@ class KFAC(Optimizer):
         step: `QuadraticModel()` finds learning rate and momentum from the exact quadratic model
             (`lr` multiplies them); needs `step(closure)`.
         seed: of the draws, which follow from it and the number of the step.
+        group: the processes that train together, by default those of the model's wrapper. Where a
+            model is not wrapped, its gradients are averaged over them in `step`.
+        workers: how many of the processes hold an inverse, a divisor of their number; by default
+            all. With fewer, directions are sent instead.
     """
 
     def __init__(
@@ -171,10 +193,14 @@ class KFAC(Optimizer):
         grad_scaler: Any = None,
         step: QuadraticModel | None = None,
         seed: int = 0,
+        group: ProcessGroup | None = None,
+        workers: int | None = None,
     ) -> None:
-        refuse_model(
-            model, "KFAC", "its hooks see one process alone, and samples live on several of them"
-        )
+        refuse_model(model, "KFAC")
+        self._processes = find_processes(model, group, "KFAC")
+        #: whether a wrapper averages the gradients
+        self._wrapped = group_of(model) is not None
+        model = unwrapped(model)
         reduction = reduction_of(likelihood) if reduction is None else reduction
         self._rule = options.rule_of(
             rule, betas, model, likelihood=likelihood, metric=metric, fisher=fisher,
@@ -204,6 +230,16 @@ class KFAC(Optimizer):
             draws, output, batch_dim, ekfac, reduction, scaled, self._rule.inputs,
             self._rule.matrices,
         )  # fmt: skip
+        self._placement = Placement(self._processes, workers)
+        if ekfac and not self._placement.across.alone:
+            raise PullbackError(
+                "workers= does not go with ekfac=True",
+                "all processes measure in the eigenbases",
+                "Leave workers out, so that all of them hold these",
+            )
+        # averages are linear: where nobody reads them between inversions, processes hold shares
+        lazy = not (self._processes.alone or ekfac or self.damping.referenced or self._controlled)
+        self._lazy, self._shared = lazy and self.kl_clip is None, False
         self._closed, self._warned = False, False
         self._info, self._skipped = KFACInfo(), False
         self._growth: list[Any] = []  # the first loss of a closure, and steps far above it
@@ -212,10 +248,42 @@ class KFAC(Optimizer):
         given = list(plain(model).parameters() if params is None else params)
         options.refuse_unready(model, given)
         self._register()
+        if self._shards and self._controlled:
+            raise PullbackError(
+                "A controlled step does not go with a sharded model",
+                "Adaptive damping and QuadraticModel look at whole parameters",
+                "Leave them out, or wrap the model in DistributedDataParallel",
+            )
         defaults = {"lr": own.lr, "weight_decay": weight_decay}
         defaults |= {"betas": betas, "rule": None} if self._rule.matrices else {}
         defaults |= {} if self._rule.matrices else {"momentum": own.momentum}
         super().__init__(given, defaults)
+        self._meet(own, betas, sharing, joint, max_factor, draws, batch_dim, workers)
+
+    def _meet(self, own: Any, *rest: object) -> None:
+        """Raise where processes differ in model or options; begin at the same parameters."""
+        if self._processes.alone:
+            return
+        options = {**vars(own), "metric": self.metric, "rule": self._rule, "seed": self.seed}
+        options |= {"step": self.quadratic, "reduction": self.reduction, "ekfac": self.ekfac}
+        names = ("betas", "sharing", "joint", "max_factor", "draws", "batch_dim", "workers")
+        options |= dict(zip(names, rest, strict=True))
+        shapes = {n: (tuple(p.shape), p.dtype) for n, p in self._by_name.items()}
+        self._processes.same("their model", shapes, "Build the same model in every process")
+        self._processes.same("the options of KFAC", options, "Give all of them the same options")
+        self._processes.same("the options of KFAC", self._rates(), "Give all the same param groups")
+        if not self._wrapped:
+            held = [p.data for p in self._by_name.values()]
+            self._processes.exchange(held, [0] * len(held), "parameters")
+
+    def _rates(self) -> dict[str, Any]:
+        """What param groups and schedule say, without numbers on a device."""
+        out: dict[str, Any] = {}
+        for i, group in enumerate(self.param_groups):
+            own = {n: v for n, v in group.items() if not isinstance(v, Tensor)}
+            own["params"] = [self._names[id(p)] for p in group["params"]]
+            out |= {f"{name} of param group {i}": v for name, v in own.items()}
+        return out | {f"the schedule's {n}": v for n, v in self._held.schedule.items()}
 
     def _empty_state(self, schedule: dict[str, Any]) -> KFACState:
         if type(self._rule) is not Natural:
@@ -236,11 +304,22 @@ class KFAC(Optimizer):
         self._by_name = dict(plain(self.model).named_parameters())
         self._names = {id(p): n for n, p in self._by_name.items()}
         self._shapes = {n: p.shape for n, p in self._by_name.items()}
+        self._shards = Shards(self._by_name, self._processes)
+        #: what shows the parameters' shapes
+        self._like = {
+            n: torch.zeros((), dtype=p.dtype, device=p.device).expand(p.shape)
+            if n in self._shards
+            else p
+            for n, p in self._by_name.items()
+        }
+        rank = f" {self._processes.rank}" if self._processes.rank else ""
         seed, schedule = self.seed, self._held.schedule  # not the optimizer, which holds the hooks
         self._capture = StatisticsCapture(
             self.model,
             self._recipe,
-            lambda: Random(f"{seed} {schedule['step']}").getrandbits(32),
+            lambda: Random(f"{seed} {schedule['step']}{rank}").getrandbits(32),
+            several=not self._processes.alone,
+            whole=_gatherer(self._shards, self._by_name) if self._shards else None,
         )
         self._verdict: Verdict | None = None
         self._plans: dict[Any, Any] = {}
@@ -261,7 +340,7 @@ class KFAC(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Take up more of the model's parameters."""
         held = {id(p) for group in self.param_groups for p in group["params"]}
-        group = own_group(param_group, self._names, held)
+        group = own_group(param_group, self._names, held, sharded=True)
         options.check_group(group, self.defaults)
         super().add_param_group(group)
         self._choose()
@@ -297,6 +376,8 @@ class KFAC(Optimizer):
     def _forecast(self, *, frozen: bool = True) -> Forecast:
         """The blocks that are expected, with or without parameters that are frozen now."""
         given = {*self._measured}
+        if self._shards:
+            reshard(plain(self.model))
         some = {n: p for n, p in self._by_name.items() if n in given}
         some = {n: p for n, p in some.items() if frozen or p.requires_grad}
         sharing, joint = self._recipe.sharing, self._recipe.joint
@@ -355,11 +436,25 @@ class KFAC(Optimizer):
             self._resume()
 
     def state_dict(self) -> dict[str, Any]:
-        """Param groups, and under each parameter momentum, averages, inverses and schedule."""
+        """Param groups, and under each parameter momentum, averages, inverses and schedule.
+
+        Where processes hold shares of it (`workers` fewer than all, or no `kl_clip`), all of them
+        call this together.
+        """
         self._settle()
+        self._whole()
+        own = self._held.preconditioner
+        spread = not self._placement.across.alone
+        if spread:
+            self._placement.collect(own)
         self._held.take_memory()
         self._publish()
-        return super().state_dict()
+        out = super().state_dict()
+        if spread:
+            out["state"] = {number: dict(held) for number, held in out["state"].items()}
+            self._placement.release(own)
+            self._publish()
+        return out
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Resume to the same bits; a state that cannot be used changes nothing."""
@@ -382,7 +477,8 @@ class KFAC(Optimizer):
                 fresh.reserve(key, average.value)  # of parameters that were frozen when saved
         self._held.schedule.update(fresh.schedule)  # the dict itself is shared
         fresh.schedule = self._held.schedule
-        self._held = fresh
+        self._held, self._shared = fresh, False
+        self._place()
         for name, own in saved.items():
             p = self._by_name[name]
             for part in _BUFFERS:
@@ -429,18 +525,24 @@ class KFAC(Optimizer):
         """
         options.refuse_inference()
         options.check_rates(self.param_groups)
-        told = self._capture.due
+        told, wanted = self._capture.due, self._capture.wanted
         self._settle()
         rule = self._rule if self._rule.matrices else None
         refuse_sources(closure, objective, controlled=self._controlled, rule=rule)
+        if objective is not None and not self._processes.alone:
+            raise PullbackError(
+                "An objective does not go with several processes",
+                "its terms have counts of their own, which are not joined",
+                "Use NaturalGradient or pde.solve on several processes",
+            )
         source = self._source(closure, objective)
         # the forward pass was not told that statistics are due, where the last step was rejected
         owing = closure is None and objective is None and not told and self._due()
         if not self._controlled:
-            return self._take(source, owing)
+            return self._take(source, owing, wanted)
         undo = self._undo()
         try:
-            return self._take(source, owing)
+            return self._take(source, owing, wanted)
         except BaseException:
             source.restore()
             undo.restore()
@@ -462,7 +564,7 @@ class KFAC(Optimizer):
             return Source()
         recipe = self._recipe
         own = (recipe.output, recipe.batch_dim, self.reduction, self._plans)
-        output = Output(self.model, self.metric, *own)
+        output = Output(self.model, self.metric, *own, self._processes)
         unwatched = self._capture.unwatched
         return ClosureSource(output, self._by_name, closure, self._controlled, unwatched)
 
@@ -473,15 +575,18 @@ class KFAC(Optimizer):
         learning = due or bool(self._held.schedule["retry"])
         return Undo(self._held, every, buffers, learning=learning)
 
-    def _take(self, source: Source, owing: bool) -> Any:
+    def _take(self, source: Source, owing: bool, wanted: bool) -> Any:
         """Statistics → averages → inverses → directions → update, as far as each is due."""
         loss = source.evaluate()
+        self._average_gradients()
         gradients = self._gradients()
         if self._idle(gradients):
             return loss
         if source.loss is not None and not isfinite(source.loss):
             return self._reject(f"the loss is {source.loss}", loss)
         self._watch_growth(loss)
+        if not self._processes.alone and (wanted or self._capture.pool.calls) and not owing:
+            self._join(gradients)
         found = self._statistics(source, owing)
         if self._deferrable(found, gradients):
             self._take_unseen(found, gradients, owing)
@@ -533,7 +638,8 @@ class KFAC(Optimizer):
         learned = good
         if found:
             new = [memory(t) for own in found.values() for t in own.values()]
-            learned = good & finite(new)
+            learned = good & self._everywhere(finite(new))
+            self._split()
             self._held.update(found, self.ema, (~learned).float())
         self._skipped = False
         self._finish(bool(found), owing, Outcome(damping=self._held.schedule["damping"]))
@@ -561,7 +667,12 @@ class KFAC(Optimizer):
 
     def _gradients(self) -> dict[str, Tensor]:
         """The gradients at hand, by name."""
-        return dense_gradients(self.param_groups, self._names, self._shapes)
+        found = dense_gradients(self.param_groups, self._names, self._shapes)
+        if not self._shards:
+            return found
+        return self._shards.gather(
+            {n: local(g) for n, g in found.items()}, self._shapes, "gradients"
+        )
 
     def _due(self) -> bool:
         if self._closed or self._held.schedule["step"] % self.statistics_every:
@@ -591,22 +702,108 @@ class KFAC(Optimizer):
         pool = self._capture.take()
         self._skipped = not pool.sums and not pool.samples > 0  # nothing finite was met
         scale = 1.0 if self.grad_scaler is None else float(self.grad_scaler.get_scale())
+        scale *= self._processes.size  # gradients are averaged over processes, cotangents not yet
         found = averaged(pool, self._recipe, scale)
         matrices = self._rule.matrices  # what is no matrix after all follows AdamW
         return {k: own for k, own in found.items() if k.kronecker or not matrices}
+
+    # --- several processes ----------------------------------------------------------------------
+
+    def _average_gradients(self) -> None:
+        """Average the gradients of a model that no wrapper does it for."""
+        if self._processes.alone or self._wrapped or self._capture.wrapped:
+            return
+        params = [p for p in self._chosen.values() if p.requires_grad and p.numel()]
+        given = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
+        for p, g in zip(params, given, strict=True):
+            refuse_sparse(self._names[id(p)], g)
+        some = torch.tensor([p.grad is not None for p in params], device=params[0].device)
+        *total, counts = self._processes.sum([*given, some.double()], "gradients")
+        for p, g, count in zip(params, total, counts.tolist(), strict=True):
+            p.grad = g.div_(self._processes.size) if count else None
+
+    def _join(self, gradients: Mapping[str, Tensor]) -> None:
+        """Make the pooled sums those of all processes; raise on all where they contradict."""
+        pool, structure, processes = self._capture.pool, self._capture.structure, self._processes
+        broken = isinstance(pool.samples, float) and isnan(pool.samples)
+        layouts = {} if broken else layouts_of(pool)
+        told = [repr((layouts, sorted(structure.partners.items()))), repr([*gradients])]
+        codes = [crc32(text.encode()) for text in (*told, repr(self._rates()))]
+        signed = [*codes, *(-code for code in codes)]
+        *found, whole, called = processes.least([*signed, int(not broken), -int(pool.calls > 0)])
+        alike = [low == -high for low, high in zip(found[:3], found[3:], strict=True)]
+        if not alike[2]:
+            remedy = "Change param groups and load states in all of them alike"
+            processes.same("the options of KFAC", self._rates(), remedy)
+        if not alike[1]:
+            given = {f"that of {n}": "there" if n in gradients else None for n in self._chosen}
+            remedy = "Wrap the model in DistributedDataParallel(find_unused_parameters=True)"
+            processes.same("their gradients", given, remedy)
+        if not called:
+            return
+        if not alike[0] and whole:
+            every = processes.values((layouts, dict(structure.partners)))
+            layouts = join_layouts([own for own, _ in every])
+            structure.partners = join_partners([own for _, own in every])
+        pool.calls = max(pool.calls, 1)
+        if whole:
+            sum_pool(pool, layouts, self._by_name, processes, not self._lazy)
+        else:
+            pool.sums, pool.samples = {}, torch.nan
+
+    def _everywhere(self, flag: Tensor) -> Tensor:
+        """Whether the flag is true on all processes, of what only their sum makes the same."""
+        return self._processes.agree(flag) if self._lazy else flag
+
+    def _split(self) -> None:
+        """Let averages be shares, whose sum over all processes is the average."""
+        if self._lazy and not self._shared:
+            self._shared = True
+            if self._processes.rank:
+                averages = self._held.averages.values()
+                torch._foreach_zero_([memory(t) for a in averages for t in a.value.values()])
+
+    def _whole(self) -> None:
+        """Make averages whole, where they are shares; all processes call it."""
+        if not self._shared:
+            return
+        held = self._held
+        keys = sorted(held.learned, key=lambda key: key.names)
+        sides = [held.averages[k].value[f] for k in keys for f in sorted(held.averages[k].value)]
+        totals = sum_sides(sides, self._processes, [True] * len(sides))
+        for side, total in zip(sides, totals, strict=True):
+            memory(side).copy_(memory(total))
+        self._shared = False
+
+    def _place(self) -> None:
+        """Give new blocks an owner."""
+        if self._processes.alone:
+            return
+        own, held = self._held.preconditioner, self._held
+        self._placement.assign(own, held.averages.keys() - held.reserved)
+        self._placement.release(own)
+
+    def traffic(self) -> dict[str, Traffic]:
+        """What this process sent so far, by purpose; nothing where it is alone."""
+        return self._processes.traffic()
+
+    # --- statistics, averages, inverses, directions ---------------------------------------------
 
     def _learn(self, found: Mapping[BlockKey, dict[Factor, Side]]) -> bool:
         """Take up statistics, if all are finite."""
         if not found:
             return False
-        if not bool(finite([memory(t) for own in found.values() for t in own.values()])):
+        every = [memory(t) for own in found.values() for t in own.values()]
+        if not bool(self._everywhere(finite(every))):
             self._skipped = True
             return False
         refuse_reference(self.damping, found)
         held, value = self._held, self._held.schedule["damping"]
         if held.make_room(found):
+            self._place()
             self._publish()
         spectra = {k: own.pop(SPECTRUM) for k, own in found.items() if SPECTRUM in own}
+        self._split()
         held.update(found, self.ema, None)
         if spectra:
             held.preconditioner.correct(spectra, self.ema, value)
@@ -644,7 +841,9 @@ class KFAC(Optimizer):
             keys = [k for k in keys if k not in held.preconditioner.ready]
         schedule["retry"] = 0
         if keys:
-            held.preconditioner.renew(held.averages, keys, schedule["damping"])
+            self._whole()
+            own = held.preconditioner
+            self._placement.renew(own, held.averages, keys, schedule["damping"])
 
     def _directions(
         self, gradients: Mapping[str, Tensor], good: Tensor | None = None
@@ -653,10 +852,11 @@ class KFAC(Optimizer):
         own = self._held.preconditioner
         self._held.follow(self._by_name)
         if not own.stacked:
-            own.stack(self._by_name)
+            own.stack(self._like)
             self._publish()
             self._show_bases()
         found, stacks = own.directions(gradients, good)
+        found, stacks = self._placement.complete(own, found, stacks, gradients)
         if not self._rule.matrices:  # without a block the gradient is followed
             stacks += [g for n, g in gradients.items() if n not in found]
             found = {n: found.get(n, g) for n, g in gradients.items()}
@@ -674,11 +874,15 @@ class KFAC(Optimizer):
         for group in self.param_groups:
             params: list[Any] = [p for p in group["params"] if self._names[id(p)] in rest]
             if params:
-                given = [gradients[self._names[id(p)]] for p in params]
-                first, second = ([self._buffer(p, part) for p in params] for part in _BUFFERS[1:])
+                names = [self._names[id(p)] for p in params]
+                given = [self._shards.cut(n, gradients[n]) for n in names]
+                first, second = (
+                    [local(self._buffer(p, part)) for p in params] for part in _BUFFERS[1:]
+                )
+                own = [local(p) for p in params]
                 lr = group["lr"] if group["rule"] else self._rule.rest * group["lr"]
                 betas, decay = group["betas"], float(group["weight_decay"])
-                shares.append(AdamShare(params, given, first, second, lr, betas, decay))
+                shares.append(AdamShare(own, given, first, second, lr, betas, decay))
         return shares
 
     def _show_bases(self) -> None:
@@ -696,10 +900,12 @@ class KFAC(Optimizer):
                 names = [self._names[id(p)] for p in params]
                 momentum, lr = float(group.get("momentum", 0.0)), group["lr"]
                 buffered = momentum or self.quadratic is not None
-                buffers = [self._buffer(p) for p in params] if buffered else []
+                buffers = [local(self._buffer(p)) for p in params] if buffered else []
                 if isinstance(lr, Tensor) and not lr.is_cuda:
                     lr = float(lr)
-                own = [like_parameter(directions[n], p) for n, p in zip(names, params, strict=True)]
+                params = [local(p) for p in params]
+                cut = [self._shards.cut(n, directions[n]) for n in names]
+                own = [like_parameter(d, p) for d, p in zip(cut, params, strict=True)]
                 decay = float(group["weight_decay"])
                 shares.append(Share(names, params, own, buffers, lr, momentum, decay))
         return shares
@@ -725,12 +931,15 @@ class KFAC(Optimizer):
 
     def squared_length(self, move: Mapping[str, Tensor]) -> Tensor:
         """xᵀF̂x for a move x by parameter name, with F̂ as it is averaged now."""
+        self._whole()
+        if self._shards:  # of which each process moves a piece
+            move = self._shards.gather(move, self._shapes, "moves")
         held, total = self._held, []
         for key in sorted(held.learned, key=lambda key: key.names):
             if move.keys().isdisjoint(key.names):
                 continue
             average = held.averages[key]
-            some = [move[n] if n in move else torch.zeros_like(self._by_name[n]) for n in key.names]
+            some = [move[n] if n in move else torch.zeros_like(self._like[n]) for n in key.names]
             shape = block_shape(key, average.value)
             v = to_block(key, [t.to(average.mass.dtype) for t in some], shape)
             block = held.preconditioner.block(key, average)
@@ -841,6 +1050,7 @@ class KFAC(Optimizer):
     def gram(self) -> Kronecker:
         """F̂ without damping, over the parameters that have a block, in the model's order."""
         self._settle()
+        self._whole()
         held = self._held
         keys = [k for k in held.averages if k in held.learned]
         if not keys:
@@ -863,12 +1073,14 @@ class KFAC(Optimizer):
     def average(self) -> dict[BlockKey, dict[Factor, Tensor]]:
         """The averages as they are, to serve as an `Invariant` damping's reference."""
         self._settle()
+        self._whole()
         held = self._held
         return {k: a.corrected() for k, a in held.averages.items() if k in held.learned}
 
     def degenerate(self) -> list[Degenerate]:
         """Blocks on which F̂ is no metric, and why: directions that change nothing."""
         self._settle()
+        self._whole()
         held = self._held
         found = [(k, a) for k, a in held.averages.items() if k in held.learned]
         return [d for k, a in found for d in degenerate_sides(k, block_of(k, a.corrected()))]

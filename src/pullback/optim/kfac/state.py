@@ -136,7 +136,8 @@ class KFACState:
         spectra = [t for s in own.spectra.values() for t in s.tensors()]
         held = [k for k in self.averages if k not in self.reserved]
         averages = [t for k in held for t in self.averages[k].tensors()]
-        inverses = [t for k in held for t in own.inverses[k].tensors().values()]
+        present = [k for k in held if k not in own.absent]
+        inverses = [t for k in present for t in own.inverses[k].tensors().values()]
         return {
             "averages": sum(t.nbytes for t in averages + spectra),
             "inverses": sum(t.nbytes for t in inverses),
@@ -319,7 +320,7 @@ class Undo:
     ) -> None:
         own = self._preconditioner = state.preconditioner
         held: list[Any] = [state.schedule, state.averages, state.learned, state.reserved]
-        held += [own.inverses, own.spectra, own.ready, own.notes]
+        held += [own.inverses, own.spectra, own.ready, own.notes, own.absent]
         self._collections = [(one, copy(one)) for one in held]
         self._tensors = [(t, t.detach().clone()) for t in (*params, *buffers)]
         records = [*state.averages.values(), *own.spectra.values(), *own.inverses.values()]

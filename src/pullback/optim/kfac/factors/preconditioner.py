@@ -57,6 +57,8 @@ class Preconditioner:
         self.spectra: dict[BlockKey, Average] = {}
         #: what went wrong or was left out in the last renewal, by block
         self.notes: dict[BlockKey, str] = {}
+        #: blocks whose inverses are held by other processes
+        self.absent: set[BlockKey] = set()
         self._groups: list[_Group] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -114,7 +116,18 @@ class Preconditioner:
         for held in (self.inverses, self.spectra, self.notes):
             held.pop(key, None)
         self.ready.discard(key)
+        self.absent.discard(key)
         self._groups = None
+
+    @property
+    def shapes(self) -> Mapping[BlockKey, tuple[int, ...]]:
+        """The shapes of the blocks' coordinates."""
+        return self._shapes
+
+    @property
+    def untouched(self) -> tuple[str, ...]:
+        """What a renewal leaves as it was: all moments, but those that turn with a basis."""
+        return MOMENTS[1:] if self._rule.needs == "basis" else MOMENTS
 
     def regroup(self) -> None:
         """Build stacks again when they are next needed: inverses were replaced."""
@@ -395,7 +408,7 @@ class Preconditioner:
         """Bring inverses of one kind, for parameters of one shape, into one piece of memory."""
         kinds: dict[Any, dict[BlockKey, Inverse]] = {}
         for key, inverse in self.inverses.items():
-            if key in self.ready:
+            if key in self.ready and key not in self.absent:
                 shapes = tuple(like[n].shape for n in key.names) if key.kronecker else ()
                 shape = self._shapes[key][1:]
                 kind = (shape, key.kind, key.bias, len(key.names), shapes, *inverse.kind)

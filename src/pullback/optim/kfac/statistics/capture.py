@@ -24,6 +24,7 @@ from ...._core.capture import Watch, picked, plain, samples_first, select
 from ...._core.errors import PullbackError
 from ...._core.flags import Verdict
 from ...._core.graph import below_casts, on_second_pass, reaches_parameters, refuse_reentrant
+from ...._core.processes import active_wrapper
 from ...._core.space import compute_dtype
 from ....grams import Part
 from ....grams.kronecker.packed import packed
@@ -93,11 +94,23 @@ class PendingPass:
 class StatisticsCapture:
     """Watches a model and, when statistics are due, adds up what the recipe asks for.
 
-    `counter` gives a number that is another one at each step, for the random draws.
+    `counter` gives a number that is another one at each step, for the random draws. Where there are
+    `several` processes, one of them may have no samples. Where parameters are sharded, `whole`
+    gathers them: then every pass is repeated with these.
     """
 
-    def __init__(self, model: nn.Module, recipe: Recipe, counter: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        recipe: Recipe,
+        counter: Callable[[], int],
+        several: bool = False,
+        whole: Callable[[], dict[str, Tensor]] | None = None,
+    ) -> None:
         self.model, self.recipe, self._counter = model, recipe, counter
+        self._several, self._gather = several, whole
+        #: whether `DistributedDataParallel` made the last call, and averages the gradients
+        self.wrapped = False
         self.pool, self.structure = Pool(), Structure(recipe)
         self.choose(name for name, _ in plain(model).named_parameters())
         self._open: weakref.WeakSet[PendingPass] = weakref.WeakSet()
@@ -168,6 +181,7 @@ class StatisticsCapture:
 
     def begin_call(self, args: Any, kwargs: Any, compiled: bool) -> Any:
         """Record the layers of a forward pass, if it can give statistics."""
+        self.wrapped = active_wrapper() is not None
         if not self.wanted:
             return None
         stack = contextlib.ExitStack()
@@ -177,8 +191,8 @@ class StatisticsCapture:
             except RuntimeError:
                 compiled = True  # by the caller, whose code was left for the hook
         with stack:
-            sites, reason = self._sites.sites(), ""
-            if sites is None or peek_interpreter_stack() is not None:
+            sites, reason = None if self._gather else self._sites.sites(), ""
+            if (sites is None and not self._gather) or peek_interpreter_stack() is not None:
                 reason = MISSED[1]
             elif not torch.is_grad_enabled():
                 reason = MISSED[2]
@@ -188,7 +202,9 @@ class StatisticsCapture:
                 self.pool.miss(reason)
                 return None
             tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-            if compiled:
+            if self._gather is not None:
+                self._begun = RepeatedCall(self.model, args, kwargs, self._gather()), tensors
+            elif compiled:
                 self._begun = RepeatedCall(self.model, args, kwargs), tensors
             else:
                 record = ForwardRecord(plain(self.model), self._sites.leaves(), sites)
@@ -202,6 +218,8 @@ class StatisticsCapture:
         if begun is None:
             return
         z = picked(output, self.recipe.output)
+        if self._several and not z.numel():
+            return
         samples_first(z, self.recipe.batch_dim)  # refuses what no metric is of
         if not z.requires_grad:
             self.pool.miss(MISSED[4])
@@ -225,8 +243,15 @@ class StatisticsCapture:
     @torch._disable_dynamo
     def receive(self, pending: PendingPass, cotangent: Tensor) -> None:
         """Take the statistics of a pass, whose output has received its gradient."""
+        source = pending.source
+        with source.whole() if isinstance(source, RepeatedCall) else contextlib.nullcontext():
+            self._measure(pending, cotangent)
+
+    def _measure(self, pending: PendingPass, cotangent: Tensor) -> None:
         leaves, root = self._sites.leaves(), pending.root()
-        if not reaches_parameters(leaves):  # a gradient by the inputs alone: a penalty, an attack
+        if self._gather is None and not reaches_parameters(
+            leaves
+        ):  # a gradient by the inputs alone: a penalty, an attack
             refuse_reentrant(root)
             self._note_derivative()
             return
@@ -236,10 +261,12 @@ class StatisticsCapture:
         alone = empirical and isinstance(record, ForwardRecord) and not record.compounds
         alone = alone and isinstance(root, GradientEdge) and not torch.is_grad_enabled()
         if isinstance(record, RepeatedCall):
+            if record.params is not None:
+                leaves = {n: record.params[n] for n in leaves}
             call, record = record, ForwardRecord(plain(self.model), leaves)
             with self.unwatched(), torch.compiler.set_stance("force_eager"):
                 root = select(call(record), self.recipe.output)
-            z = [root.detach()]
+            z, cotangent = [root.detach()], cotangent.to(root.dtype)
         else:
             z = [pending.value()]
         pending.clear()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from ...._core.capture import Call, detached, plain
 from ...._core.graph import walk
+from ...._core.shards import unhooked
 from ...._core.state import RandomState
 from ....maps.layers import Compound, Layer, find
 from ....maps.layers.compound import tensors_of
@@ -229,11 +231,21 @@ class ParameterSites:
 
 
 class RepeatedCall:
-    """A forward pass in compiled code, repeated outside of it with its buffers and randomness."""
+    """A forward pass in compiled code, repeated outside of it with its buffers and randomness.
 
-    def __init__(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+    That of a sharded model is repeated with its whole parameters, `params`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        args: Any,
+        kwargs: Any,
+        params: Mapping[str, Tensor] | None = None,
+    ) -> None:
         device = next((p.device for p in plain(model).parameters()), torch.device("cpu"))
         kind, self._model = device.type, model
+        self.params = params
         self._call = Call(detached(args), detached(kwargs), random=RandomState(device))
         self._call.output = torch.empty(0, device=device)
         if torch.is_autocast_enabled(kind):
@@ -246,3 +258,13 @@ class RepeatedCall:
         buffers = _reparametrize_module(module, self._buffers, tie_weights=True)
         with torch.enable_grad(), call.replaying(), buffers, record:
             return self._model(*call.args, **call.kwargs)
+
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[None]:
+        """Let a sharded model hold its whole parameters, as plain modules do."""
+        module = plain(self._model)
+        if self.params is None:
+            yield
+            return
+        with unhooked(module), _reparametrize_module(module, dict(self.params), tie_weights=True):
+            yield

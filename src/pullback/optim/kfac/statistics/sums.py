@@ -69,6 +69,8 @@ class Pool:
     samples: Tensor | float = 0.0
     calls: int = 0
     missed: str = MISSED[0]
+    #: of what is known without measuring: 1, or what this process adds to the sum over all
+    share: float = 1.0
 
     def of(self, key: BlockKey) -> Sums:
         """Return a block's sums, empty ones at first."""
@@ -99,11 +101,12 @@ def means(pool: Pool, scale: Tensor | float) -> dict[BlockKey, dict[Factor, Side
         for t in map(memory, held.values.values()):
             values.setdefault((t.device, t.dtype), []).append(t)
         if BIAS[1] in own:
-            own[BIAS[0]] = memory(own[BIAS[1]]).new_ones(own[BIAS[1]].shape[0], 1)
+            ones = memory(own[BIAS[1]]).new_ones(own[BIAS[1]].shape[0], 1)
+            own[BIAS[0]] = ones * pool.share
         roles = {factor.role for factor in held.values}
         for factor, m in held.inputs.items():
             if factor.role in roles:
-                for side, t in _sums(m, key.joint).items():
+                for side, t in _sums(m, key.joint, pool.share).items():
                     own[Factor(factor.role, side or factor.side)] = t
                     if isinstance(m.places, Tensor):  # one per group, perhaps
                         memory(t).div_(m.places.view(-1, *[1] * (len(t.shape) - 1)))
@@ -119,11 +122,11 @@ def means(pool: Pool, scale: Tensor | float) -> dict[BlockKey, dict[Factor, Side
     return out
 
 
-def _sums(m: Moments, joint: bool) -> dict[str, Side]:
+def _sums(m: Moments, joint: bool, share: float) -> dict[str, Side]:
     """Σaaᵀ and, in a joint block, Σa beside it as "mean"; of its diagonal that of (a, 1)."""
     if not joint:
         return {"": packed(m.second)}
     if len(m.second.shape) == 3:
         return {"": packed(m.second), "mean": m.first}
     counts = m.places.view(-1, 1) if isinstance(m.places, Tensor) else m.places
-    return {"": torch.cat([m.second, torch.ones_like(m.second[:, :1]) * counts], 1)}
+    return {"": torch.cat([m.second, torch.ones_like(m.second[:, :1]) * counts * share], 1)}

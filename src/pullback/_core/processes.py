@@ -1,0 +1,353 @@
+"""Several processes that act as one: a `torch.distributed` group, and what is sent in it.
+
+Every method but the constructor is collective: all processes of the group call it, in the same
+order. With one process each of them returns what it was given, and nothing is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from time import perf_counter
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .errors import PullbackError
+
+T = TypeVar("T")
+
+
+@dataclass
+class Traffic:
+    """What one process sent: calls, bytes, and the seconds that the host spent in them.
+
+    Bytes are those of ring algorithms: 2(n−1)/n of a summed buffer, (n−1)/n of a gathered one, and
+    a broadcast one as it is. Decisions of a few numbers are counted as calls alone.
+    """
+
+    calls: int = 0
+    bytes: float = 0.0
+    seconds: float = 0.0
+
+
+class Processes:
+    """The processes of a group; none at all, or a group of one, is this process alone."""
+
+    def __init__(
+        self, group: dist.ProcessGroup | None = None, traffic: dict[str, Traffic] | None = None
+    ) -> None:
+        self.group = group
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.size = 1 if group is None else dist.get_world_size(group)
+        self._traffic: dict[str, Traffic] = {} if traffic is None else traffic
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Processes:
+        return self  # a group is a connection, which cannot be copied
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # a pickle finds the default group of the process that reads it
+        return _default, (self.size > 1,)
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is no other process."""
+        return self.size == 1
+
+    @property
+    def device(self) -> torch.device:
+        """Where numbers that belong to no tensor are sent from."""
+        if self.group is None or "cpu" in dist.get_backend_config(self.group):
+            return torch.device("cpu")
+        return torch.device("cuda", torch.cuda.current_device())
+
+    def traffic(self) -> dict[str, Traffic]:
+        """Return what this process sent so far, by purpose."""
+        return {what: replace(sent) for what, sent in self._traffic.items()}
+
+    def within(self, group: dist.ProcessGroup) -> Processes:
+        """Return the processes of another group, whose traffic counts here too."""
+        return Processes(group, self._traffic)
+
+    def divide(self, parts: Sequence[Sequence[int]]) -> Processes:
+        """Return that of these parts to which this process belongs, whose traffic counts here too.
+
+        All processes of the program take part where a group has to be made.
+        """
+        own = next(ranks for ranks in parts if self.rank in ranks)
+        if len(own) in (1, self.size):
+            return self if len(own) == self.size else Processes()
+        if self.size != dist.get_world_size():
+            raise PullbackError(
+                "The group cannot be divided",
+                f"it has {self.size} of {dist.get_world_size()} processes, and the others would "
+                "have to take part",
+                "Let all processes train together, or leave workers out",
+            )
+        every = dist.get_process_group_ranks(self.group)
+        made = {tuple(ranks): dist.new_group([every[rank] for rank in ranks]) for ranks in parts}
+        group: Any = made[tuple(own)]
+        return self.within(group)
+
+    # --- tensors --------------------------------------------------------------------------------
+
+    def sum(self, tensors: Sequence[Tensor], what: str = "sums") -> list[Tensor]:
+        """Return the sums of the tensors over all processes, the same bits everywhere."""
+        if self.alone:
+            return list(tensors)
+        out: list[Any] = [None] * len(tensors)
+        for places in _by_kind(tensors):
+            some = [tensors[i] for i in places]
+            flat = _packed(some)
+            share = 2 * (self.size - 1) / self.size
+            self._send(what, share * flat.nbytes, lambda t=flat: self._reduce(t))
+            for i, t in zip(places, _unpacked(flat, some), strict=True):
+                out[i] = t
+        return out
+
+    def gather(self, tensors: Sequence[Tensor], what: str = "gathered") -> list[Tensor]:
+        """Return every tensor joined along its first axis, whose length may differ by process."""
+        return [torch.cat(parts) for parts in self.parts(tensors, what)]
+
+    def parts(self, tensors: Sequence[Tensor], what: str = "gathered") -> list[list[Tensor]]:
+        """Return every tensor as all processes have it, in the order of their ranks.
+
+        Dtypes and further axes are the same everywhere.
+        """
+        if self.alone:
+            return [[t] for t in tensors]
+        lengths = torch.tensor([len(t) for t in tensors], device=self.device)
+        every = self._gather(lengths, what).view(self.size, len(tensors)).tolist()
+        out: list[list[Tensor]] = [[] for _ in tensors]
+        for places in _by_kind(tensors):
+            some = [tensors[i] for i in places]
+            shapes = [
+                [torch.Size((rank[i], *tensors[i].shape[1:])) for i in places] for rank in every
+            ]
+            longest = max(sum(shape.numel() for shape in own) for own in shapes)
+            flat = some[0].new_zeros(longest)
+            own = _packed(some)
+            flat[: len(own)] = own
+            for part, sizes in zip(
+                self._gather(flat, what).view(self.size, -1), shapes, strict=True
+            ):
+                for i, t in zip(places, _split(part, sizes), strict=True):
+                    out[i].append(t)
+        return out
+
+    def exchange(
+        self, tensors: Sequence[Tensor], owners: Sequence[int], what: str = "exchanged"
+    ) -> None:
+        """Copy every tensor from the process that owns it to all others, in place.
+
+        Shapes, dtypes and owners are the same everywhere.
+        """
+        if self.alone:
+            return
+        for places in _by_kind(tensors):
+            by_rank = [[tensors[i] for i in places if owners[i] == r] for r in range(self.size)]
+            lengths = [sum(t.numel() for t in own) for own in by_rank]
+            like = tensors[places[0]]
+            if (self.size - 1) * max(lengths) > sum(lengths):  # mostly padding
+                every = [like.new_empty(n) for n in lengths]
+                if lengths[self.rank]:
+                    every[self.rank] = _packed(by_rank[self.rank])
+                for rank in [rank for rank, n in enumerate(lengths) if n]:
+                    self._broadcast(every[rank], rank, what)
+            else:
+                flat = like.new_zeros(max(lengths))
+                if own := by_rank[self.rank]:
+                    flat[: lengths[self.rank]] = _packed(own)
+                every = list(self._gather(flat, what).view(self.size, -1))
+            for rank, own in enumerate(by_rank):
+                if own and rank != self.rank:
+                    torch._foreach_copy_(own, _split(every[rank], [t.shape for t in own]))
+
+    def adopt(self, tensors: Sequence[Tensor], what: str = "adopted") -> None:
+        """Copy the tensors of the first process to all others, in place."""
+        if self.alone:
+            return
+        for places in _by_kind(tensors):
+            some = [tensors[i].detach() for i in places]
+            flat = _packed(some)
+            first = {"group": self.group, "group_src": 0}
+            self._send(what, flat.nbytes, lambda t=flat, a=first: dist.broadcast(t, **a))
+            torch._foreach_copy_(some, _unpacked(flat, some))
+
+    # --- decisions ------------------------------------------------------------------------------
+
+    def least(self, numbers: Sequence[int], what: str = "decisions") -> list[int]:
+        """Return the least of each number over all processes."""
+        if self.alone:
+            return list(numbers)
+        own = torch.tensor(numbers, dtype=torch.int64, device=self.device)
+        self._send(what, 0.0, lambda: self._reduce(own, "MIN"))
+        return own.tolist()
+
+    def agree(self, flag: bool | Tensor, what: str = "decisions") -> Any:
+        """Return whether the flag is true on all processes; a tensor stays on its device."""
+        if self.alone:
+            return flag
+        if isinstance(flag, Tensor):
+            own = flag.to(torch.int32)
+            self._send(what, 0.0, lambda: self._reduce(own, "MIN"))
+            return own.bool()
+        return bool(self.agree(torch.tensor(flag, device=self.device), what))
+
+    def share(self, value: T, what: str = "decisions") -> T:
+        """Return the first process's value, any object that can be pickled."""
+        if self.alone:
+            return value
+        held: list[Any] = [value]
+        first = {"group": self.group, "group_src": 0}
+        self._send(what, 0.0, lambda: dist.broadcast_object_list(held, **first))
+        return held[0]
+
+    def values(self, value: T, what: str = "decisions") -> list[T]:
+        """Return every process's value, any object that can be pickled."""
+        if self.alone:
+            return [value]
+        held: list[Any] = [None] * self.size
+        self._send(what, 0.0, lambda: dist.all_gather_object(held, value, self.group))
+        return held
+
+    def same(self, what: str, values: Mapping[str, object], remedy: str) -> None:
+        """Raise on all processes where they do not have the same values, naming those."""
+        if self.alone:
+            return
+        every = self.values({name: repr(value) for name, value in values.items()})
+        names = dict.fromkeys(name for own in every for name in own)
+        for name in names:
+            found = [own.get(name, "nothing") for own in every]
+            if len({*found}) > 1:
+                other = next(i for i, value in enumerate(found) if value != found[0])
+                raise PullbackError(
+                    f"The processes differ in {what}",
+                    f"{name} is {found[0]} on process 0 and {found[other]} on process {other}",
+                    remedy,
+                )
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Raise on all processes where the body, in which nothing is sent, raised on one."""
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as own:
+            error = own
+            if self.alone:
+                raise
+        if self.agree(error is None):
+            return
+        found = self.values(None if error is None else f"{error}")
+        if error is not None:
+            raise error
+        rank, said = next((i, text) for i, text in enumerate(found) if text is not None)
+        raise PullbackError(
+            f"Process {rank} could not go on", said.rstrip("."), "Mend what it says; see its error"
+        )
+
+    # --- the group ------------------------------------------------------------------------------
+
+    def _reduce(self, t: Tensor, operation: str = "SUM") -> None:
+        dist.all_reduce(t, getattr(dist.ReduceOp, operation), self.group)
+
+    def _broadcast(self, t: Tensor, rank: int, what: str) -> None:
+        given = {"group": self.group, "group_src": rank}
+        self._send(what, t.nbytes, lambda: dist.broadcast(t, **given))
+
+    def _gather(self, t: Tensor, what: str) -> Tensor:
+        out = t.new_empty(self.size * t.numel())
+        sent = (self.size - 1) * t.nbytes
+        parts = list(out.view(self.size, -1).unbind())
+        self._send(what, sent, lambda: dist.all_gather(parts, t.reshape(-1), self.group))
+        return out
+
+    def _send(self, what: str, sent: float, call: Callable[[], Any]) -> None:
+        own, start = self._traffic.setdefault(what, Traffic()), perf_counter()
+        call()
+        own.calls += 1
+        own.bytes += sent
+        own.seconds += perf_counter() - start
+
+
+def _default(several: bool) -> Processes:
+    return Processes(dist.group.WORLD if several and dist.is_initialized() else None)
+
+
+# --- which group --------------------------------------------------------------------------------
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the module that `DistributedDataParallel` calls, or the model itself."""
+    outer = model
+    while (inner := getattr(outer, "_orig_mod", None)) is not None:  # behind torch.compile
+        outer = inner
+    return outer.module if isinstance(outer, nn.parallel.DistributedDataParallel) else model
+
+
+def active_wrapper() -> Any:
+    """Return the `DistributedDataParallel` whose forward pass is under way, if there is one."""
+    return getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
+
+
+def group_of(model: nn.Module) -> dist.ProcessGroup | None:
+    """Return the group of a wrapper: DistributedDataParallel's own, or that of a mesh of shards."""
+    if not dist.is_available():
+        return None
+    while (inner := getattr(model, "_orig_mod", None)) is not None:  # behind torch.compile
+        model = inner
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        return model.process_group
+    for p in model.parameters():
+        if (mesh := getattr(p, "device_mesh", None)) is not None:
+            return (mesh if mesh.ndim == 1 else mesh._flatten()).get_group()
+    return None
+
+
+def find_processes(model: nn.Module, group: dist.ProcessGroup | None, who: str) -> Processes:
+    """Return the processes of a given group, else those of the model's wrapper.
+
+    Raise where several processes run that nobody told of: replicas would drift apart.
+    """
+    group = group_of(model) if group is None else group
+    if group is None and dist.is_available() and dist.is_initialized():
+        if dist.get_world_size() > 1:
+            raise PullbackError(
+                f"{who} was not told how the {dist.get_world_size()} processes work together",
+                "the model is not wrapped, so that replicas would drift apart",
+                f"Wrap the model first, {who}(DistributedDataParallel(model), ...); or give "
+                "group=torch.distributed.group.WORLD and average the gradients yourself; or "
+                "group=torch.distributed.new_group([rank]) where each process trains by itself",
+            )
+        return Processes()
+    return Processes(group)
+
+
+# --- flat buffers -------------------------------------------------------------------------------
+
+
+def _by_kind(tensors: Sequence[Tensor]) -> Iterable[list[int]]:
+    """Yield the places of tensors of one dtype and device."""
+    kinds: dict[Any, list[int]] = {}
+    for i, t in enumerate(tensors):
+        kinds.setdefault((t.dtype, t.device), []).append(i)
+    return kinds.values()
+
+
+def _packed(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([t.detach().reshape(-1) for t in tensors])
+
+
+def _unpacked(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    return _split(flat, [t.shape for t in like])
+
+
+def _split(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
+    """Return views of these shapes; what is left over is padding."""
+    counts = [shape.numel() for shape in shapes]
+    parts = flat[: sum(counts)].split(counts)
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]

@@ -1,0 +1,120 @@
+"""Parameters that `fully_shard` has cut into pieces: gathered, and cut again."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .errors import PullbackError
+from .processes import Processes
+
+
+def is_sharded(p: object) -> bool:
+    """Whether a tensor lies on several processes."""
+    return type(p).__name__ == "DTensor" or type(getattr(p, "data", None)).__name__ == "DTensor"
+
+
+def local(t: Tensor) -> Tensor:
+    """Return this process's piece of a tensor, in its own memory."""
+    whole: Any = t.detach()
+    return whole.to_local() if is_sharded(t) else t
+
+
+class Shards:
+    """How the parameters of a model are cut: each along one axis, over the processes of a mesh."""
+
+    def __init__(self, params: Mapping[str, Tensor], processes: Processes) -> None:
+        #: by name: the axis, and the processes that have the pieces
+        self._cuts: dict[str, tuple[int, Processes]] = {}
+        groups: dict[Any, Processes] = {}
+        for name, p in params.items():
+            if not is_sharded(p):
+                continue
+            given: Any = p
+            cuts = [(i, at) for i, at in enumerate(given.placements) if not at.is_replicate()]
+            if len(cuts) != 1 or type(cuts[0][1]).__name__ != "Shard":
+                raise PullbackError(
+                    f"Parameter {name!r} cannot be gathered",
+                    f"its placements are {given.placements}",
+                    "Shard it by fully_shard alone, over one dimension of the mesh",
+                )
+            (dimension, at), mesh = cuts[0], given.device_mesh
+            if (mesh, dimension) not in groups:
+                groups[mesh, dimension] = processes.within(mesh.get_group(dimension))
+            self._cuts[name] = at.dim, groups[mesh, dimension]
+
+    def __bool__(self) -> bool:
+        return bool(self._cuts)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._cuts
+
+    def cut(self, name: str, whole: Tensor) -> Tensor:
+        """Return this process's piece of a parameter's gradient or direction."""
+        if name not in self._cuts:
+            return whole
+        axis, processes = self._cuts[name]
+        return self._pieces(name, whole)[processes.rank].movedim(0, axis)
+
+    def _pieces(self, name: str, whole: Tensor) -> list[Tensor]:
+        """Return all pieces as views, cut axis first; the last ones may be short or empty."""
+        axis, processes = self._cuts[name]
+        moved, size = whole.movedim(axis, 0), processes.size
+        length = -(-len(moved) // size)
+        ends = [min(len(moved), length * rank) for rank in range(size + 1)]
+        return [moved[ends[rank] : ends[rank + 1]] for rank in range(size)]
+
+    def gather(
+        self, pieces: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], what: str
+    ) -> dict[str, Tensor]:
+        """Return whole tensors from the pieces of all processes, all of them at once."""
+        out = dict(pieces)
+        sent: dict[Processes, tuple[list[Tensor], list[int]]] = {}
+        for name, piece in pieces.items():
+            if name not in self._cuts:
+                continue
+            axis, processes = self._cuts[name]
+            out[name] = whole = piece.new_empty(shapes[name])
+            every = self._pieces(name, whole)
+            every[processes.rank].copy_(piece.movedim(axis, 0))
+            tensors, owners = sent.setdefault(processes, ([], []))
+            tensors += every
+            owners += range(processes.size)
+        for processes, (tensors, owners) in sent.items():
+            processes.exchange(tensors, owners, what)
+        return out
+
+
+@contextlib.contextmanager
+def unhooked(model: nn.Module) -> Iterator[None]:
+    """Let modules run without the hooks by which `fully_shard` gathers and frees parameters."""
+    changed: list[tuple[Any, Any]] = []
+    for module in model.modules():
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            kept = {n: h for n, h in hooks.items() if "fsdp" not in _home(h)}
+            if len(kept) < len(hooks):
+                changed.append((hooks, dict(hooks)))
+                hooks.clear()
+                hooks.update(kept)
+    try:
+        yield
+    finally:
+        for hooks, before in changed:
+            hooks.clear()
+            hooks.update(before)
+
+
+def _home(hook: Any) -> str:
+    return getattr(hook, "__module__", None) or ""
+
+
+def reshard(model: nn.Module) -> None:
+    """Let every module hold its pieces, and no gathered parameters."""
+    for module in model.modules():
+        if any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__):
+            own: Any = module
+            own.reshard()

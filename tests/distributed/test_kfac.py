@@ -1,0 +1,214 @@
+"""K-FAC on N processes is K-FAC of one process on the joined batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import pullback as pb
+
+from .training import MODELS, STEPS, batch, model_of, train
+from .world import World
+
+CATEGORICAL = pb.likelihoods.Categorical()
+NATURAL: dict[str, Any] = {"likelihood": CATEGORICAL, "fisher": "exact"}
+UNEVEN = (15, 8, 13)
+
+
+#: a loop that is not compared with one process
+Result = tuple[Tensor, dict[str, Any]]
+
+
+def equal(
+    world: World, kind: str, options: dict[str, Any], counts: tuple[int, ...] = UNEVEN, **how: Any
+) -> None:
+    """The processes' parameters are the same bits, and those of one process to round-off."""
+    found = world.run(_train, kind, counts, options, how, size=len(counts))
+    want = train(0, 1, kind, counts, options, **how)
+    for name, p in want.items():
+        for other in found[1:]:
+            assert torch.equal(found[0][name], other[name]), name
+        torch.testing.assert_close(found[0][name], p, rtol=1e-10, atol=1e-10)
+
+
+def _train(
+    rank: int, size: int, kind: str, counts: Any, options: Any, how: dict[str, Any]
+) -> dict[str, torch.Tensor]:
+    return train(rank, size, kind, counts, options, **how)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_layers(world: World, kind: str) -> None:
+    equal(world, kind, NATURAL)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "clip": {**NATURAL, "kl_clip": 1e-3},
+    "no clip": {**NATURAL, "kl_clip": None},
+    "every step": {**NATURAL, "kl_clip": None, "statistics_every": 1, "invert_every": 1},
+    "exact damping": {**NATURAL, "damping": pb.optim.kfac.Exact(1e-2)},
+    "invariant damping": {**NATURAL, "damping": pb.optim.kfac.Invariant(1e-2)},
+    "no damping": {**NATURAL, "damping": 0.0, "kl_clip": 1e-3},
+    "adaptive damping": {**NATURAL, "damping": pb.optim.kfac.Adaptive(1e-2), "lr": 0.5},
+    "quadratic model": {**NATURAL, "step": pb.steps.QuadraticModel(), "lr": 1.0},
+    "empirical": {"likelihood": CATEGORICAL, "fisher": "empirical"},
+    "ekfac": {**NATURAL, "ekfac": True},
+    "apart": {**NATURAL, "joint": False, "kl_clip": None},
+    "diagonals": {**NATURAL, "max_factor": 10, "kl_clip": None},
+    "reduce": {**NATURAL, "sharing": "reduce"},
+    "eigenbasis": {"rule": "eigenbasis", "lr": 3e-3},
+    "spectral": {"rule": "spectral", "lr": 6e-3, "ema": 0.8},
+    "decay": {**NATURAL, "weight_decay": 0.1, "momentum": 0.5},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(world: World, name: str) -> None:
+    singular = name in ("no damping", "invariant damping")  # which magnify round-off
+    equal(world, "small" if singular else "dense", OPTIONS[name], steps=4 if singular else STEPS)
+
+
+@pytest.mark.parametrize("name", ["clip", "no clip", "eigenbasis", "spectral"])
+def test_workers(world: World, name: str) -> None:
+    """One process for each inverse; the others receive directions."""
+    equal(world, "convolutions", {**OPTIONS[name], "workers": 1})
+
+
+def test_empty_batches(world: World) -> None:
+    equal(world, "dense", OPTIONS["no clip"], (20, 0, 15))
+    equal(world, "convolutions", OPTIONS["clip"], (0, 20, 15))
+
+
+def test_accumulation(world: World) -> None:
+    equal(world, "dense", OPTIONS["clip"], (14, 16, 6), micro=2)
+
+
+def test_clipped_gradients(world: World) -> None:
+    equal(world, "dense", OPTIONS["clip"], clip=0.1)
+
+
+def test_plain_module(world: World) -> None:
+    """With `group=` the optimizer averages the gradients itself."""
+    equal(world, "dense", OPTIONS["clip"], plain=True)
+    equal(world, "experts", OPTIONS["clip"], plain=True)
+
+
+@pytest.mark.parametrize("name", ["clip", "no clip", "one worker", "eigenbasis", "spectral"])
+def test_checkpoints(world: World, tmp_path: Path, name: str) -> None:
+    """Saved by two processes, a run goes on with three or with one as if nothing had happened."""
+    options = {**OPTIONS.get(name, OPTIONS["eigenbasis"])}
+    if name == "one worker":
+        options["workers"] = 1
+    how = {"save": str(tmp_path / "two"), "steps": 5}
+    world.run(_train, "convolutions", (20, 16), options, how, size=2)
+    want = train(0, 1, "convolutions", (36,), {**options, "workers": None})
+    how = {"load": str(tmp_path / "two"), "start": 5}
+    found = world.run(_train, "convolutions", UNEVEN, options, how)
+    found.append(train(0, 1, "convolutions", (36,), {**options, "workers": None}, **how))
+    for parameter, p in want.items():
+        for other in found:
+            torch.testing.assert_close(other[parameter], p, rtol=1e-10, atol=1e-10)
+
+
+def _loop(rank: int, size: int, kind: str) -> Result:
+    """A plain loop in float32 on batches of its own, with what people put around a model."""
+    model: Any = model_of("dense").float()
+    scaler = torch.amp.GradScaler("cpu", enabled=kind == "scaler")
+    if kind == "compiled inside":
+        net: Any = DistributedDataParallel(torch.compile(model, backend="eager"))
+    elif kind == "compiled outside":
+        net = torch.compile(DistributedDataParallel(model), backend="eager")
+    else:
+        net = DistributedDataParallel(model)
+    given = {"group": torch.distributed.group.WORLD} if kind == "built before" else {}
+    options: dict[str, Any] = {"statistics_every": 2, "invert_every": 4, **given}
+    if kind == "eigenbasis":
+        opt = pb.KFAC(net, **options)
+    else:
+        fisher = "empirical" if kind == "scaler" else "mc"
+        scaled = {"grad_scaler": scaler} if kind == "scaler" else {}
+        options |= {"likelihood": CATEGORICAL, "fisher": fisher, **scaled}
+        opt = pb.KFAC(model if given else net, 0.05, **options)
+    scheduler = torch.optim.lr_scheduler.StepLR(opt, 3)
+    for step in range(6):
+        x, y = batch(10 * step + rank, 8, "dense")
+        opt.zero_grad()
+        loss = F.cross_entropy(net(x.float()), y)
+        scaler.scale(loss).backward()
+        if kind == "scaler":
+            scaler.unscale_(opt)
+            nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        scaler.step(opt)
+        scaler.update()
+        scheduler.step()
+    sent = {what: (t.calls, t.bytes) for what, t in opt.traffic().items()}
+    return nn.utils.parameters_to_vector(model.parameters()).detach(), sent
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["plain", "eigenbasis", "scaler", "compiled inside", "compiled outside", "built before"],
+)
+def test_replicas_are_equal_to_the_bit(world: World, kind: str) -> None:
+    (first, sent), *rest = world.run(_loop, kind)
+    assert bool(torch.isfinite(first).all())
+    assert all(torch.equal(first, p) and sent == other for p, other in rest)
+    if kind == "built before":  # the wrapper that calls the model averages its gradients
+        assert "gradients" not in sent
+
+
+def test_traffic(world: World) -> None:
+    """Triangles are sent with statistics, inverses with inversions, and nothing between."""
+    (_, sent), *_ = world.run(_loop, "plain")
+    calls, size = sent["factors"]
+    sides = [(6, 20), (20, 17), (17, 4)]
+    thin = [n * (n + 1) // 2 if n >= 16 else n * n for pair in sides for n in pair]
+    means = [columns for columns, _ in sides]
+    assert calls == 3
+    assert size == pytest.approx(3 * 4 * (sum(thin) + sum(means)) * 2 * 2 / 3)
+    assert sent["counts"][0] == 3
+    assert sent["inverses"][0] == 3  # the first, second and third statistics
+
+
+def test_lazy_sums(world: World) -> None:
+    """Without a clip averages are summed before inversions alone."""
+    found = world.run(_sent, {**NATURAL, "kl_clip": None, "invert_every": 8})
+    assert found[0]["factors"].calls == 4  # first, second, fourth statistics, and eighth step
+    assert found[0]["counts"].calls == 5
+
+
+def _sent(rank: int, size: int, options: dict[str, Any]) -> Any:
+    net = DistributedDataParallel(model_of("dense"))
+    opt = pb.KFAC(net, 0.05, statistics_every=2, **options)
+    for step in range(10):
+        x, y = batch(10 * step + rank, 8, "dense")
+        opt.zero_grad()
+        F.cross_entropy(net(x), y).backward()
+        opt.step()
+    return opt.traffic()
+
+
+def _memory(rank: int, size: int) -> Any:
+    net = DistributedDataParallel(model_of("dense"))
+    held = []
+    for workers in (None, 1):
+        opt = pb.KFAC(net, 0.05, likelihood=CATEGORICAL, workers=workers)
+        x, y = batch(rank, 8, "dense")
+        F.cross_entropy(net(x), y).backward()
+        opt.step()
+        held.append(opt.memory()["inverses"])
+        opt.close()
+    return held
+
+
+def test_memory(world: World) -> None:
+    """With one worker the inverses are held once, by all processes together."""
+    every, alone = zip(*world.run(_memory), strict=True)
+    assert len({*every}) == 1
+    assert sum(alone) == every[0]

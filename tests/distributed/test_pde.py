@@ -1,0 +1,257 @@
+"""pde.solve on several processes: points by rank, the solution of one process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from time import perf_counter
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import pullback as pb
+from pullback import pde
+
+from .checks import Checks, same_everywhere
+from .world import World
+
+CHECKS = Checks(__name__)
+
+
+def network(inputs: int = 2) -> nn.Module:
+    return pde.mlp(inputs, 8, 1, seed=0)
+
+
+def flat(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def mine(rank: int) -> Any:
+    return dist.new_group([rank], use_local_synchronization=True)
+
+
+def compare(rank: int, problem: pde.Problem, tol: float = 1e-10, **options: Any) -> None:
+    """The same problem by each process alone, and by all together."""
+    options = {"steps": 10, "progress": False, "points": 50, **options}
+    inputs = problem.domain.dim
+    one, many = network(inputs), network(inputs)
+    start = flat(one)
+    want = pde.solve(problem, one, group=mine(rank), **options)
+    with torch.no_grad():
+        many[-1].bias += rank  # pyright: ignore  # the first process's network counts
+    found = pde.solve(problem, many, **options)
+    off = (flat(one) - flat(many)).norm() / (flat(one) - start).norm()
+    assert off <= tol, float(off)
+    losses = torch.tensor([want.history.loss, found.history.loss])
+    assert (losses[0] - losses[1]).abs().max() <= tol * losses[0].abs().max()
+    assert want.history.trials == found.history.trials
+    assert want.stopped == found.stopped
+    assert abs(want.loss - found.loss) <= tol * max(abs(want.loss), 1e-3)
+    assert set(want.unknowns) == set(found.unknowns)
+    for name, value in want.unknowns.items():
+        assert abs(value - found.unknowns[name]) <= tol
+    if want.spectrum is not None:
+        assert (want.spectrum - found.spectrum).abs().max() <= tol * want.spectrum.max()
+    same_everywhere(flat(many))
+
+
+@CHECKS.add
+def more_rows_than_parameters(rank: int, size: int) -> None:
+    compare(rank, pde.Poisson(dim=2))
+
+
+@CHECKS.add
+def more_parameters_than_rows(rank: int, size: int) -> None:
+    compare(rank, pde.Poisson(dim=2), points=12)
+
+
+@CHECKS.add
+def fewer_points_than_processes(rank: int, size: int) -> None:
+    compare(rank, pde.Poisson(dim=2), points={"equation": 2, "dirichlet": 1}, sampler="uniform")
+
+
+@CHECKS.add
+def points_that_move(rank: int, size: int) -> None:
+    compare(rank, pde.Heat(1), refine=pde.Refine(every=3), sampler="sobol")
+    compare(rank, pde.Heat(1), resample=4)
+
+
+@CHECKS.add
+def measured_values_and_unknowns(rank: int, size: int) -> None:
+    x = torch.linspace(0, 1, 13, dtype=torch.float64)[:, None]
+    problem = pde.Problem(
+        pde.Interval(0, 1),
+        [
+            pde.Equation(lambda u, k: k * u.xx + 1),
+            pde.Data(x, x[:, 0] * (1 - x[:, 0])),
+            pde.Dirichlet(torch.zeros(2), points=2),
+        ],
+        unknowns={"k": 1.0},
+    )
+    compare(rank, problem, steps=6)  # later ones amplify a permutation of the points to 2e-8
+
+
+@CHECKS.add
+def energies(rank: int, size: int) -> None:
+    problem = pde.Problem(
+        pde.Interval(0, 1),
+        [pde.Energy(lambda u: 0.5 * u.x**2 - u), pde.Dirichlet(0.0, weight=50.0)],
+    )
+    compare(rank, problem, step=pb.steps.GridLineSearch(20), solver=pb.solvers.Cholesky(1e-3))
+
+
+@CHECKS.add
+def other_optimizers(rank: int, size: int) -> None:
+    compare(rank, pde.Poisson(2), optimizer=lambda m: torch.optim.Adam(m.parameters(), 1e-2))
+    with pytest.raises(pb.PullbackError, match="not told"):
+        pde.solve(pde.Poisson(2), network(), optimizer=pb.NaturalGradient, progress=False)
+
+
+@CHECKS.add
+def any_process_stops_all(rank: int, size: int) -> None:
+    def stop(run: Any, info: Any) -> bool:
+        return rank == 1 and len(run.history) == 3
+
+    found = pde.solve(pde.Poisson(2), network(), points=40, callbacks=[stop], progress=False)
+    assert found.stopped == "a callback asked for it"
+    assert len(found.history) == 3
+    found = pde.solve(pde.Poisson(2), network(), points=40, budget=1e-6, progress=False)
+    same_everywhere(torch.tensor(found.history.seconds))
+    assert len(found.history) == 1
+
+
+@CHECKS.add
+def what_is_not_finite_is_named_everywhere(rank: int, size: int) -> None:
+    """A residual that is not finite at the point which process 1 has."""
+    problem = pde.Problem(
+        pde.Interval(0, 1),
+        [pde.Equation(lambda u, x: u.xx + 1 / (x - x1)), pde.Dirichlet()],
+    )
+    points = problem.conditions[0].region(problem.domain).sample(12, "grid").x
+    x1 = float(points[1, 0])
+    with pytest.raises(pb.PullbackError, match="'equation' is not finite"):
+        pde.solve(problem, network(1), points=12, sampler="grid", progress=False)
+
+
+@CHECKS.add
+def checkpoints(rank: int, size: int) -> None:
+    """The first process writes; another number of processes goes on to the same solution."""
+    problem = pde.Poisson(2)
+    options: Any = {"points": 40, "progress": False}
+    whole = network()
+    pde.solve(problem, whole, steps=8, **options)
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "run.pt"  # every process has a folder of its own
+        pde.solve(problem, network(), steps=5, checkpoint=path, **options)
+        assert path.exists() == (rank == 0)
+        again = network()
+        found = pde.solve(problem, again, steps=8, checkpoint=path, **options)
+        assert len(found.history) == 8
+        assert torch.equal(flat(again), flat(whole))
+        same_everywhere(flat(again))
+        path = Path(folder) / "other.pt"
+        pde.solve(problem, network(), steps=5, checkpoint=path, **options)
+        if rank == 0:
+            alone = network()
+            pde.solve(problem, alone, steps=8, checkpoint=path, group=mine(0), **options)
+            assert (flat(alone) - flat(whole)).norm() <= 1e-10 * flat(whole).norm()
+    dist.barrier()
+
+
+@CHECKS.add
+def signals(rank: int, size: int) -> None:
+    """Ctrl-C or SIGTERM on one process stops all after the same step, which is saved."""
+    for number, error in ((signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)):
+
+        def interrupt(run: Any, info: Any, number: int = number) -> None:
+            if rank == 1 and len(run.history) == 3:
+                os.kill(os.getpid(), number)
+
+        net = network()
+        with TemporaryDirectory() as folder:
+            path = Path(folder) / "run.pt"
+            options: Any = {"points": 40, "progress": False, "checkpoint": path}
+            with pytest.raises(error):
+                pde.solve(pde.Poisson(2), net, callbacks=[interrupt], **options)
+            same_everywhere(flat(net))
+            assert path.exists() == (rank == 0)
+            if rank == 0:
+                state = torch.load(path, weights_only=True)
+                assert len(state["history"]["loss"]) == 3
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@CHECKS.add
+def all_must_solve_the_same(rank: int, size: int) -> None:
+    with pytest.raises(pb.PullbackError, match="differ in what they solve"):
+        pde.solve(pde.Poisson(2), network(), points=40 + rank, progress=False)
+
+
+@pytest.mark.parametrize("name", CHECKS.functions)
+def test_all_processes(world: World, name: str) -> None:
+    CHECKS.run(world, name)
+
+
+def _killed(rank: int, size: int) -> None:
+    def kill(run: Any, info: Any) -> None:
+        if rank == 1 and len(run.history) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    pde.solve(pde.Poisson(2), network(), points=40, callbacks=[kill], progress=False)
+
+
+def test_a_lost_process_is_an_error() -> None:
+    own, start = World(2, seconds=20.0), perf_counter()
+    try:
+        first, second = own.errors(_killed)
+    finally:
+        own.close()
+    assert first is not None
+    assert second is not None
+    assert perf_counter() - start < 60
+
+
+def test_processes_that_were_not_introduced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(pb.PullbackError, match="init_process_group"):
+        pde.solve(pde.Poisson(2), network(), progress=False)
+
+
+SCRIPT = """
+import sys
+import torch.distributed as dist
+from pullback import pde
+
+def tell(run, info):
+    if len(run.history) == 3:
+        print("three", flush=True)
+
+dist.init_process_group("gloo")
+network = pde.mlp(2, 8, 1, seed=0)
+options = {"points": 40, "patience": None, "progress": False, "checkpoint": sys.argv[1]}
+pde.solve(pde.Poisson(2), network, steps=100_000, callbacks=[tell], **options)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_torchrun_is_interrupted(tmp_path: Path, number: int) -> None:
+    script, saved = tmp_path / "script.py", tmp_path / "run.pt"
+    script.write_text(SCRIPT)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = [*launcher, "--nproc-per-node", "2", str(script), str(saved)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as run:
+        assert run.stdout is not None
+        assert run.stdout.readline() == "three\n"
+        run.send_signal(number)
+        start = perf_counter()
+        assert run.wait(60) != 0
+        assert perf_counter() - start < 25  # torchrun kills after 30 seconds
+    assert len(torch.load(saved, weights_only=True)["history"]["loss"]) >= 3

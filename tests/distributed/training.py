@@ -1,0 +1,183 @@
+"""Models and loops that run in one process on the joined batch, or in several on parts of it."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+import pullback as pb
+
+from .world import GROUPS
+
+STEPS, IGNORED = 10, -100
+
+
+class Dense(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.last = nn.Linear(6, 20), nn.Linear(20, 17), nn.Linear(17, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.two(torch.tanh(self.one(x[:, 0])))))
+
+
+class Convolutions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Conv2d(1, 4, 3), nn.Conv2d(4, 6, 3, groups=2, bias=False)
+        self.norm, self.last = nn.GroupNorm(2, 6), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.two(torch.tanh(self.one(x[:, None])))
+        return self.last(torch.tanh(self.norm(h)).mean((2, 3)))
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(7, 6), nn.LayerNorm(6)
+        self.mix, self.last = nn.MultiheadAttention(6, 2, batch_first=True), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(self.embed((3 * x[..., 0]).abs().long() % 7))
+        return self.last(h + self.mix(h, h, h, need_weights=False)[0])
+
+
+class Recurrence(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.last = nn.LSTM(6, 5, batch_first=True), nn.Linear(5, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.cell(x)[0][:, -1])
+
+
+class Experts(nn.Module):
+    """Samples whose first entry is positive go to one layer, the others to another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.high, self.low = nn.Linear(6, 5), nn.Linear(5, 5), nn.Linear(5, 5)
+        self.last = nn.Linear(5, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x[:, 0]
+        up, h = x[:, 0] > 0, torch.tanh(self.first(x))
+        out = torch.zeros_like(h)
+        for rows, layer in ((up, self.high), (~up, self.low)):
+            if bool(rows.any()):
+                out = out.index_put((rows,), layer(h[rows]))
+        return self.last(torch.tanh(out) + h)
+
+
+#: those with well-conditioned factors are named small
+MODELS: dict[str, Any] = {
+    "dense": Dense,
+    "small": lambda: nn.Sequential(nn.Flatten(), nn.Linear(36, 3), nn.Tanh(), nn.Linear(3, 4)),
+    "convolutions": Convolutions,
+    "attention": Attention,
+    "recurrence": Recurrence,
+    "experts": Experts,
+}
+
+
+def model_of(kind: str) -> nn.Module:
+    torch.manual_seed(1)
+    return MODELS[kind]().double()
+
+
+def batch(step: int, samples: int, kind: str) -> tuple[Tensor, Tensor]:
+    random = torch.Generator().manual_seed(step)
+    x = torch.randn(samples, 6, 6, generator=random, dtype=torch.float64)
+    shape = (samples, 6) if kind == "attention" else (samples,)
+    y = torch.randint(0, 4, shape, generator=random)
+    if kind == "attention":  # padding
+        y[torch.rand(shape, generator=random) < 0.2] = IGNORED
+    return x, y
+
+
+def share(counts: tuple[int, ...], rank: int) -> slice:
+    start = sum(counts[:rank])
+    return slice(start, start + counts[rank])
+
+
+def train(
+    rank: int,
+    size: int,
+    kind: str,
+    counts: tuple[int, ...],
+    options: dict[str, Any],
+    steps: int = STEPS,
+    **how: Any,
+) -> dict[str, Tensor]:
+    """Train on this process's samples; the loss is weighted such that its mean is the joint one."""
+    model = model_of(kind)
+    net: Any = model
+    unused = kind == "experts"
+    if size > 1 and not how.get("plain"):
+        net = DistributedDataParallel(
+            model, process_group=GROUPS[size], find_unused_parameters=unused
+        )
+    options = {"lr": 0.05, "statistics_every": 2, "invert_every": 4, **options}
+    group = GROUPS[size] if how.get("plain") and size > 1 else None
+    opt = pb.KFAC(net, group=group, **options)
+    if path := how.get("load"):
+        load(net, opt, path, size)
+    controlled = opt.damping.controlled or opt.quadratic is not None
+    micro = how.get("micro", 1)
+    for step in range(how.get("start", 0), steps):
+        x, y = batch(step, sum(counts), kind)
+        total = (y != IGNORED).sum()
+        rows = share(counts, rank) if size > 1 else slice(None)
+
+        def closure(x: Tensor = x[rows], y: Tensor = y[rows], total: Tensor = total) -> Tensor:
+            opt.zero_grad()
+            out = torch.zeros((), dtype=torch.float64)
+            pieces = list(zip(x.chunk(micro), y.chunk(micro), strict=True))
+            for i, (some, target) in enumerate(pieces):
+                last = i == len(pieces) - 1 or size == 1
+                with contextlib.nullcontext() if last or net is model else net.no_sync():
+                    z = net(some)
+                    z = z.flatten(0, -2)
+                    parts = F.cross_entropy(z, target.flatten(), reduction="sum")
+                    loss = parts / total * size
+                    loss.backward()
+                out = out + loss.detach()
+            if clip := how.get("clip"):
+                nn.utils.clip_grad_norm_(net.parameters(), clip)
+            return out
+
+        if controlled:
+            opt.step(closure)
+        else:
+            closure()
+            opt.step()
+    if path := how.get("save"):
+        save(net, opt, path, size)
+    return {n: p.detach().clone() for n, p in model.named_parameters()}
+
+
+def save(net: nn.Module, opt: Any, path: str, size: int) -> None:
+    """Write a checkpoint."""
+    state = {"model": get_model_state_dict(net), "opt": get_optimizer_state_dict(net, opt)}
+    dcp.save(state, checkpoint_id=path, process_group=GROUPS.get(size), no_dist=size == 1)
+
+
+def load(net: nn.Module, opt: Any, path: str, size: int) -> None:
+    """Take up a checkpoint that any number of processes has written."""
+    state = {"model": get_model_state_dict(net), "opt": get_optimizer_state_dict(net, opt)}
+    dcp.load(state, checkpoint_id=path, process_group=GROUPS.get(size), no_dist=size == 1)
+    set_model_state_dict(net, state["model"])
+    set_optimizer_state_dict(net, opt, state["opt"])
