@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
@@ -216,3 +218,36 @@ def test_processes_that_were_not_introduced(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(pb.PullbackError, match="init_process_group"):
         pde.solve(pde.Poisson(2), network(), progress=False)
+
+
+SCRIPT = """
+import sys
+import torch.distributed as dist
+from pullback import pde
+
+def tell(run, info):
+    if len(run.history) == 3:
+        print("three", flush=True)
+
+dist.init_process_group("gloo")
+network = pde.mlp(2, 8, 1, seed=0)
+options = {"points": 40, "patience": None, "progress": False, "checkpoint": sys.argv[1]}
+pde.solve(pde.Poisson(2), network, steps=100_000, callbacks=[tell], **options)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_torchrun_is_interrupted(tmp_path: Path, number: int) -> None:
+    script, saved = tmp_path / "script.py", tmp_path / "run.pt"
+    script.write_text(SCRIPT)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = [*launcher, "--nproc-per-node", "2", str(script), str(saved)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as run:
+        assert run.stdout is not None
+        assert run.stdout.readline() == "three\n"
+        run.send_signal(number)
+        start = perf_counter()
+        assert run.wait(60) != 0
+        assert perf_counter() - start < 25  # torchrun kills after 30 seconds
+    assert len(torch.load(saved, weights_only=True)["history"]["loss"]) >= 3

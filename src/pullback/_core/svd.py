@@ -88,7 +88,7 @@ def svd(a: Tensor, *, polar: bool | None = None) -> Svd:
     if tall.shape[0] == tall.shape[1]:
         q, triangle = None, tall
     else:
-        q, triangle = _qr(tall)
+        q, triangle = qr(tall)
     u, sigma, v = polar_svd(triangle) if polar else _plain(triangle)
     return Svd(v, sigma, u, q, wide) if wide else Svd(u, sigma, v, q, wide)
 
@@ -103,7 +103,7 @@ def _plain(r: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return u, sigma, vt.T
 
 
-def _qr(a: Tensor) -> tuple[Orthonormal, Tensor]:
+def qr(a: Tensor) -> tuple[Orthonormal, Tensor]:
     """A = QR. On CUDA Q is formed: there many small reflections cost more than one product."""
     if a.is_cuda:
         q, r = torch.linalg.qr(a)

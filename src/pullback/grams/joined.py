@@ -1,7 +1,8 @@
 r"""The Gram of rows that live on several processes, A = (A_0; A_1; …), held alike by all of them.
 
-    parameter space   A_k = Q_k R_k on each process; the stacked R_k have the Gram and the spectrum
-                      of A, and Q_kᵀr_k stands for r_k (tall-skinny QR)
+    parameter space   where the solver wants AᵀA, Σ_k A_kᵀA_k is summed; where it wants rows,
+                      A_k = Q_k R_k on each process: the stacked R_k have the Gram and the
+                      spectrum of A, and Q_kᵀr_k stands for r_k (tall-skinny QR)
     sample space      what A_k is made of (inputs a, cotangents δ) is gathered, tiles A_k A_jᵀ of
                       the kernel are shared out, and Aᵀc = Σ_k A_kᵀc_k is summed
 
@@ -19,10 +20,12 @@ from torch import Tensor, nn
 from .._core.errors import PullbackError
 from .._core.parcels import gather_objects
 from .._core.processes import Processes
+from .._core.products import gram
 from .._core.space import ParameterSpace
+from .._core.svd import qr
 from ..maps import Pulled
 from .assemble import Part, choose, dense, squares
-from .base import Gram
+from .base import FactoredGram, Gram, Structure
 from .forms import Dense, Kernel, Operator, Rows
 
 
@@ -69,15 +72,21 @@ class Stack:
                 share += getattr(part, by)(piece)
         return self.processes.sum([shares])[0].view(*c.shape[:-1], self.space.size)
 
+    def own_rows(self) -> Tensor:
+        """A_k, (n_k, p)."""
+        with self.processes.together():
+            rows = [part.rows() for part in self.parts]
+            return torch.cat([self.space.zeros(0, self.space.size), *rows])
+
     def triangle(self, white: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The stacked R_k, and the Q_kᵀr_k; rows as they are where a process has few."""
+        a = self.own_rows()
         with self.processes.together():
-            a = torch.cat([self.space.zeros(0, self.space.size), *(x.rows() for x in self.parts)])
             if len(a) > self.space.size:
                 # rounding R in the end is all that single precision loses
-                q, r = torch.linalg.qr(a.double())
-                a = r.to(a.dtype)
-                white = None if white is None else (q.T @ white.double()).to(white.dtype)
+                q, triangle = qr(a.double())
+                a = triangle.to(a.dtype)
+                white = None if white is None else q.transposed(white.double()).to(white.dtype)
         if white is None:
             return self.processes.gather([a], "rows")[0], None
         rows, values = self.processes.gather([a, white], "rows")
@@ -139,11 +148,42 @@ class Stack:
         """Σ_k A_kᵀA_k, (p, p)."""
         with self.processes.together():
             own = dense(self.parts, self.space, budget)
-        return self.processes.sum([own], "rows")[0]
+        return self.processes.sum([own], "gram")[0]
 
     def squares(self, budget: int) -> Tensor:
         """The diagonal of AᵀA."""
         return self.processes.sum([squares(self.parts, self.space, budget)])[0]
+
+
+class StackedRows(FactoredGram):
+    """G = Σ_k A_kᵀA_k, where every process holds its own rows."""
+
+    def __init__(self, stack: Stack) -> None:
+        self._stack, self.count, self.size = stack, stack.count, stack.space.size
+        self.dtype, self.device = stack.space.dtype, stack.space.device
+        self.structure = Structure("rows", factored=True, low_rank=self.count < self.size)
+        self._a = stack.own_rows()
+
+    def project(self, v: Tensor) -> Tensor:
+        return self._stack.processes.gather([self._a @ v])[0]
+
+    def lift(self, c: Tensor) -> Tensor:
+        return self._sum(self._a.T @ c[self._stack.places[self._stack.processes.rank]])
+
+    def rows(self) -> Tensor:
+        return self._stack.processes.gather([self._a], "rows")[0]
+
+    def row_norms(self) -> Tensor:
+        return self._stack.processes.gather([self._a.norm(dim=1)])[0]
+
+    def dense(self) -> Tensor:
+        return self._sum(gram(self._a.T), "gram")
+
+    def diagonal(self) -> Tensor:
+        return self._sum(self._a.norm(dim=0).square())
+
+    def _sum(self, x: Tensor, what: str = "sums") -> Tensor:
+        return self._stack.processes.sum([x], what)[0]
 
 
 class StackedKernel(Kernel):
@@ -176,12 +216,12 @@ def assemble_stack(
     _refuse(stack)
     if form == "auto":
         form = choose(n, p, torch.finfo(space.dtype).bits // 8, budget, prefers)
-    if form == "rows" and p <= n:
+    if form == "rows" and p <= n and prefers != "small":
         a, white = stack.triangle(white)
         return Rows(a), white
     white = stack.gather(white)
     if form == "rows":
-        return Rows(stack.rows()), white
+        return StackedRows(stack) if p <= n else Rows(stack.rows()), white
     if form == "dense":
         return Dense(stack.dense(budget), n), white
     if form == "kernel":

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from .._core.errors import PullbackError
+from .._core.processes import Processes
 from ..maps import Linearization
 from .change import FunctionChange
 from .checks import refuse_no_tensor
@@ -73,8 +74,10 @@ class NTK(TangentKernel):
         layout: str = "full",
         chunk: int | None = None,
         memory: int | None = None,
+        processes: Processes | None = None,
     ) -> Tensor:
-        return assembled(self.tangent, x, _other(x, x2), as_layout(layout), chunk, memory)
+        form = as_layout(layout)
+        return assembled(self.tangent, x, _other(x, x2), form, chunk, memory, processes)
 
 
 class FeatureKernel(TangentKernel):
@@ -140,6 +143,7 @@ def ntk(
     params: Mapping[str, Tensor] | None = None,
     chunk: int | None = None,
     memory: int | None = None,
+    group: Any = None,
 ) -> Tensor:
     r"""The empirical neural tangent kernel Θ = J(x) J(x2)ᵀ, without J where layers have structure.
 
@@ -157,6 +161,8 @@ def ntk(
         chunk: samples pulled back at a time; by default what fits the memory.
         memory: bytes for temporaries, beside the kernel itself; by default 1 GiB, on a GPU up to a
             quarter of what J would take or of what is free.
+        group: processes that share the tiles; all call this with the same inputs and parameters,
+            and all get the whole kernel.
 
     >>> model = torch.nn.Linear(2, 3)
     >>> x = torch.tensor([[1.0, 0.0], [0.0, 2.0]])
@@ -165,7 +171,8 @@ def ntk(
             [ 3., 15.]]))
     """
     tangent = as_tangent(model, params, copy=False)
-    return NTK(tangent)(x, x2, layout=layout, chunk=chunk, memory=memory)
+    processes = Processes(group)
+    return NTK(tangent)(x, x2, layout=layout, chunk=chunk, memory=memory, processes=processes)
 
 
 def ntk_operator(

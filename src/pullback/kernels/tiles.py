@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from .._core.errors import PullbackError
+from .._core.processes import Processes
 from .._core.products import SPLIT_ABOVE, full_precision
 from ..maps import Pulled
+from .checks import norms
 from .layouts import Full, Layout
 from .tangent import Tangent, arguments
 
@@ -41,6 +43,10 @@ class Batch:
         self._keep = 2 * self.count * held <= memory
         # two chunks at a time
         self._step = max(1, min(self.count, memory // (4 * held))) if chunk is None else chunk
+
+    def divide(self, parts: int) -> None:
+        """Take chunks so small that there are this many."""
+        self._step = min(self._step, -(-self.count // parts))
 
     def large(self) -> bool:
         """Whether pulling a chunk back has products that pay to be split."""
@@ -91,9 +97,19 @@ def check_sizes(chunk: int | None, memory: int | None = None) -> None:
 
 
 def tiles(
-    tangent: Tangent, x: Any, x2: Any, layout: Layout, chunk: int | None, memory: int | None
+    tangent: Tangent,
+    x: Any,
+    x2: Any,
+    layout: Layout,
+    chunk: int | None,
+    memory: int | None,
+    processes: Processes | None = None,
 ) -> Iterator[tuple[slice, slice, Tensor]]:
-    """(rows, columns, K of these samples); with x2 = None only those on and below the diagonal."""
+    """(rows, columns, K of these samples); with x2 = None only those on and below the diagonal.
+
+    On several processes, those in the rows of this one.
+    """
+    processes = Processes() if processes is None else processes
     check_sizes(chunk, memory)
     device = tangent.space.device
     with full_precision(device, watched=False):
@@ -108,9 +124,12 @@ def tiles(
     memory = room(device, max(one.jacobian, two.jacobian)) if memory is None else memory
     for batch in (one, two):
         batch.fit(chunk, memory)
+        batch.divide(2 * processes.size if processes.size > 1 else 1)
     watched = one.large() or two.large()
     with torch.no_grad(), full_precision(device, watched=watched):
-        for rows in one.slices():
+        for i, rows in enumerate(one.slices()):
+            if owner(i, processes.size) != processes.rank:
+                continue
             left = one.pull(rows)
             for some in two.slices():
                 if two is one and some.start > rows.start:
@@ -119,14 +138,73 @@ def tiles(
                 yield rows, some, layout.tile(left, right, memory)
 
 
+def owner(row: int, processes: int) -> int:
+    """The process of a row of tiles: to and fro, since rows below the diagonal grow longer.
+
+    >>> [owner(i, 3) for i in range(8)]
+    [0, 1, 2, 2, 1, 0, 0, 1]
+    """
+    turn = row % (2 * processes)
+    return min(turn, 2 * processes - 1 - turn)
+
+
+def gathered(
+    tangent: Tangent,
+    x: Any,
+    x2: Any,
+    layout: Layout,
+    chunk: int | None,
+    memory: int | None,
+    processes: Processes,
+) -> Iterator[tuple[slice, slice, Tensor]]:
+    """All tiles, each from the process that multiplied it."""
+    if processes.alone:
+        yield from tiles(tangent, x, x2, layout, chunk, memory)
+        return
+    _refuse_others(tangent, x, x2, processes)
+    with processes.together():
+        own = list(tiles(tangent, x, x2, layout, chunk, memory, processes))
+        places = [(a.start, a.stop, b.start, b.stop, tuple(tile.shape)) for a, b, tile in own]
+        empty = tangent.space.zeros(0)
+        flat = torch.cat([empty, *(tile.reshape(-1) for *_, tile in own)])
+    found = processes.parts([flat], "kernel")[0]
+    for several, values in zip(processes.values(places), found, strict=True):
+        at = 0
+        for a, b, c, d, shape in several:
+            size = torch.Size(shape).numel()
+            yield slice(a, b), slice(c, d), values[at : at + size].view(shape)
+            at += size
+
+
+def _refuse_others(tangent: Tangent, x: Any, x2: Any, processes: Processes) -> None:
+    """Raise where processes have other inputs or parameters."""
+    batches = arguments(x), () if x2 is None else arguments(x2)
+    named = {f"x{i or ''}[{j}]": a for i, args in enumerate(batches) for j, a in enumerate(args)}
+    named |= tangent.params
+    sizes = norms([*named.values()])
+    seen = {
+        name: (tuple(t.shape), f"{size:.9e}")
+        for (name, t), size in zip(named.items(), sizes, strict=True)
+    }
+    remedy = "Pass the same inputs on all processes, and broadcast the model's parameters"
+    processes.same("the kernel's inputs or parameters (shape, norm)", seen, remedy)
+
+
 def assembled(
-    tangent: Tangent, x: Any, x2: Any, layout: Layout, chunk: int | None, memory: int | None
+    tangent: Tangent,
+    x: Any,
+    x2: Any,
+    layout: Layout,
+    chunk: int | None,
+    memory: int | None,
+    processes: Processes | None = None,
 ) -> Tensor:
     """The tiles as one tensor; a single tile is not copied."""
+    processes = Processes() if processes is None else processes
     n = len(arguments(x)[0])
     n2 = n if x2 is None else len(arguments(x2)[0])
     out: Tensor | None = None
-    for rows, some, tile in tiles(tangent, x, x2, layout, chunk, memory):
+    for rows, some, tile in gathered(tangent, x, x2, layout, chunk, memory, processes):
         if rows == slice(0, n) and some == slice(0, n2):
             return tile
         if out is None:

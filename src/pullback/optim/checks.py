@@ -21,12 +21,8 @@ _WRAPPERS = ("FullyShardedDataParallel", "DataParallel")
 _GROWTH_STEPS = 20  # of a loss above ten times the first, after which that is said
 
 
-def refuse_model(
-    model: nn.Module,
-    optimizer: str = "NaturalGradient",
-    reason: str = "the exact Gram couples all samples, which live on several processes",
-) -> None:
-    """Raise for objects that are no module, and for distributed wrappers."""
+def refuse_model(model: nn.Module, optimizer: str = "NaturalGradient") -> None:
+    """Raise for objects that are no module, and for wrappers that hide its layers."""
     if not isinstance(model, nn.Module):
         raise PullbackError(
             f"{optimizer} needs the model itself",

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from .._core.capture import Selector, plain
 from .._core.errors import PullbackError, Status
-from .._core.processes import find_processes
+from .._core.processes import Traffic, find_processes
 from .._core.products import full_precision
 from ..grams import FORMS, Part, Stack, assemble, assemble_stack, coverage
 from ..likelihoods import Likelihood, reduction_of
@@ -264,6 +264,10 @@ class NaturalGradient(Optimizer):
                 return self._local(problem, system).direction()
         finally:
             problem.rollback()
+
+    def traffic(self) -> dict[str, Traffic]:
+        """What this process sent so far, by purpose; nothing where it is alone."""
+        return self._processes.traffic()
 
     def __repr__(self) -> str:
         stages = f"metric={self.metric!r}, solver={self.solver!r}, step={self.rule!r}"

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from .._core.capture import plain
 from .._core.errors import PullbackError
-from ..optim.checks import own_group, refuse_model, refuse_sparse
+from ..optim.checks import own_group, refuse_model, refuse_sharded, refuse_sparse
 from ..steps.memory import shared_numbers
 from .descent.directions import GRADIENTS, direction
 from .descent.keeper import Keeper, idle, scalings_of
@@ -55,7 +55,8 @@ class SliceSGD(Optimizer):
     out.
 
     Args:
-        model: the network; its parameters are moved onto the slice now.
+        model: the network; its parameters are moved onto the slice now. As SGD it follows p.grad
+            alone: under `DistributedDataParallel` all processes take the same steps.
         lr: the learning rate.
         momentum: weight of the past in the buffer.
         weight_decay: as in torch's SGD.
@@ -91,7 +92,8 @@ class SliceSGD(Optimizer):
         sweeps: int | None = None,
         captured: int | None = None,
     ) -> None:
-        refuse_model(model, "SliceSGD", "its parameters are scaled here, on one process")
+        refuse_model(model, "SliceSGD")
+        refuse_sharded(model, "a unit's incoming and outgoing weights are scaled together")
         _one_of("group", group, ("neuron", "layer"))
         _one_of("gradient", gradient, GRADIENTS)
         for name, value in (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay)):

@@ -1,0 +1,85 @@
+"""Steps in the quotient under DistributedDataParallel are those of one process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import pullback as pb
+
+from .checks import Checks, same_everywhere
+from .world import World
+
+CHECKS = Checks(__name__)
+CUTS = (0, 7, 7, 12)  # process 1 has no samples
+
+
+def model() -> nn.Module:
+    torch.manual_seed(1)
+    layers = nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3)
+    return nn.Sequential(*layers)
+
+
+def compare(rank: int, size: int, make: Callable[[nn.Module, Any], Any]) -> None:
+    g = torch.Generator().manual_seed(2)
+    x, y = torch.randn(12, 4, generator=g), torch.randint(0, 3, (12,), generator=g)
+    own = slice(CUTS[rank], CUTS[rank + 1])
+    first = model()
+    alone, shared = copy.deepcopy(first), copy.deepcopy(first)
+    one = make(alone, dist.new_group([rank], use_local_synchronization=True))
+    wrapped = DDP(shared)
+    many = make(wrapped, dist.group.WORLD)
+    for _ in range(10):
+        for opt, net, some, scale in (
+            (one, alone, slice(0, 12), 1 / 12),
+            (many, wrapped, own, size / 12),
+        ):
+            opt.zero_grad()
+            (F.cross_entropy(net(x[some]), y[some], reduction="sum") * scale).backward()
+            opt.step()
+    flat: list[Tensor] = [
+        torch.cat([p.detach().flatten() for p in net.parameters()])
+        for net in (first, alone, shared)
+    ]
+    assert (flat[1] - flat[2]).norm() <= 1e-10 * (flat[1] - flat[0]).norm()
+    same_everywhere(flat[2])
+
+
+@CHECKS.add
+def slice_sgd(rank: int, size: int) -> None:
+    for options in (
+        {"momentum": 0.9, "weight_decay": 0.01},
+        {"group": "layer", "gradient": "gtk-orthonormal"},
+    ):
+        compare(rank, size, lambda m, g, o=options: pb.SliceSGD(m, 0.1, **o))
+
+
+@CHECKS.add
+def sliced(rank: int, size: int) -> None:
+    def adam(m: nn.Module, group: Any) -> Any:
+        return pb.symmetry.Sliced(torch.optim.Adam(m.parameters(), 1e-2), m)
+
+    compare(rank, size, adam)
+
+
+@CHECKS.add
+def sliced_kfac(rank: int, size: int) -> None:
+    def kfac(m: nn.Module, group: Any) -> Any:
+        likelihood, every = pb.likelihoods.Categorical(), {"statistics_every": 2, "invert_every": 4}
+        opt = pb.KFAC(m, 0.05, likelihood=likelihood, fisher="exact", group=group, **every)
+        return pb.symmetry.Sliced(opt)
+
+    compare(rank, size, kfac)
+
+
+@pytest.mark.parametrize("name", CHECKS.functions)
+def test_all_processes(world: World, name: str) -> None:
+    CHECKS.run(world, name)
