@@ -27,8 +27,11 @@ def plain(model: nn.Module) -> nn.Module:
 
 
 def select(output: Any, selector: Selector) -> Tensor:
-    """The tensor z that the metric sees, from whatever the model returned."""
-    if callable(selector):
+    """The tensor z that the metric sees, from whatever the model returned; by default its logits."""
+    if selector is None and not isinstance(output, Tensor):
+        found = output.get("logits") if isinstance(output, Mapping) else None
+        output = getattr(output, "logits", output) if found is None else found
+    elif callable(selector):
         output = selector(output)
     elif selector is not None:
         try:

@@ -66,7 +66,7 @@ class Layer(ABC):
     def form(self, module: Any) -> tuple[int, int, int]:
         """Groups, rows and columns of the weight's matrices, as the parameter holds them."""
         weight, groups = self.parameters(module)["weight"], self.groups(module)
-        if weight is None or not weight.numel():
+        if weight is None or not weight.numel() or not weight.ndim:
             return groups, 0, 0
         return groups, len(weight) // groups, weight.numel() // len(weight)
 
