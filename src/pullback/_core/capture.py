@@ -27,10 +27,10 @@ def plain(model: nn.Module) -> nn.Module:
 
 
 def select(output: Any, selector: Selector) -> Tensor:
-    """The tensor z that the metric sees, from whatever the model returned; by default its logits."""
+    """The tensor z that the metric sees, from what the model returned; its logits by default."""
     if selector is None and not isinstance(output, Tensor):
-        found = output.get("logits") if isinstance(output, Mapping) else None
-        output = getattr(output, "logits", output) if found is None else found
+        named = isinstance(output, Mapping) and "logits" in output
+        output = output["logits"] if named else getattr(output, "logits", output)
     elif callable(selector):
         output = selector(output)
     elif selector is not None:

@@ -92,9 +92,7 @@ class Tangent:
         self._unseen = []
         return linear
 
-    def _run(
-        self, answer: Callable[[Arguments], Answer], args: Arguments
-    ) -> Answer:
+    def _run(self, answer: Callable[[Arguments], Answer], args: Arguments) -> Answer:
         """What the model says, if it can be asked and depends on no random numbers."""
         refuse_inference()
         random = RandomState(self.space.device)
@@ -108,9 +106,9 @@ class Tangent:
                 "Pass what the model takes, samples first, in its own dtype and on its device",
             ) from error
         if not random.unchanged():
-            again: Any = answer(args)  # with other numbers
+            both: Any = found, answer(args)  # with other numbers
             random.restore()
-            if torch.equal(getattr(again, "value", again), getattr(found, "value", found)):
+            if torch.equal(*(getattr(one, "value", one) for one in both)):
                 return found
             raise PullbackError(
                 "The model draws random numbers",

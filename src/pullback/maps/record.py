@@ -13,6 +13,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from .._core.capture import Call
+from . import uses  # noqa: F401  (what is noted of each function)
 from .functions import FunctionMode
 from .layers import Layer, find
 

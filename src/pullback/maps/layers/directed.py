@@ -30,25 +30,35 @@ class Directed(nn.Module):
     where it is -1.
     """
 
+    inner: nn.Module
+    length: Tensor
+    dim: int
+
     def __init__(self, inner: nn.Module, length: Tensor, dim: int) -> None:
         super().__init__()
         self.__dict__.update(_parameters=inner._parameters, inner=inner, length=length, dim=dim)
 
     @property
+    def direction(self) -> Tensor:
+        """v."""
+        held: Any = self._parameters
+        return held["weight"].detach()
+
+    @property
     def sizes(self) -> tuple[int, int, int]:
         """The axes of v: before `dim`, `dim`, and after it."""
-        shape = self.inner._parameters["weight"].shape
+        shape = self.direction.shape
         if self.dim < 0:
             return 1, 1, shape.numel()
         return prod(shape[: self.dim]), shape[self.dim], prod(shape[self.dim + 1 :])
 
     def scale(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """c, (slices,), and v̂ (before, slices, after)."""
-        v = self.inner._parameters["weight"].detach().to(like).reshape(self.sizes)
+        v = self.direction.to(like).reshape(self.sizes)
         norm = torch.linalg.vector_norm(v, dim=(0, 2))
         return self.length.detach().to(like).flatten() / norm, v / norm[:, None]
 
-    def turned(self, rows: Tensor) -> Tensor:
+    def through(self, rows: Tensor) -> Tensor:
         """Rows (..., numel) for W as rows for v; this is its own adjoint."""
         c, unit = self.scale(rows)
         rows = rows.unflatten(-1, self.sizes)
@@ -81,7 +91,7 @@ class DirectedLayer(Layer):
         if module.dim <= 0:
             return found
         before, slices, after = module.sizes
-        rows = module.inner._parameters["weight"].shape[0]
+        rows = len(module.direction)
         c = module.scale(found.first)[0]
         c = c[:, None].expand(before // rows, slices, after).flatten()
         dense = len(found.second.shape) == 3
@@ -107,22 +117,13 @@ class DirectedBlock(Block):
 
     def __init__(self, weight: str | None, module: Directed, inner: Block) -> None:
         self._weight, self._module, self._inner = weight, module, inner
-        self.names = inner.names
-
-    @property
-    def looks(self) -> dict[str, bool]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Those of the rows for W."""
-        return self._inner.looks
-
-    @looks.setter
-    def looks(self, value: dict[str, bool]) -> None:
-        self._inner.looks = value
+        self.names, self.looks = inner.names, {}
 
     def narrow(self, start: int, stop: int) -> Block:
         return DirectedBlock(self._weight, self._module, self._inner.narrow(start, stop))
 
     def _of(self, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        turn = self._module.turned
+        turn = self._module.through
         return {n: turn(t) if n == self._weight else t for n, t in found.items()}
 
     def rows(self) -> dict[str, Tensor]:

@@ -1,7 +1,7 @@
 r"""Products with a stack of matrices that a parameter holds, whoever multiplies.
 
-A parameter may hold G matrices W_g, each as (O, I) or *turned*, (I, O). A use multiplies places a by
-the matrices that it picks,
+A parameter may hold G matrices W_g, each as (O, I) or *turned*, (I, O). A use multiplies places a
+by the matrices that it picks,
 
     z = W_g(t) a_t + b_g(t),        row = Σ_t e_g(t) ⊗ δ_t ⊗ a_t.
 

@@ -289,10 +289,8 @@ class KFAC(Optimizer):
                 }
                 dense = [n for n, sides in read.items() if {*sides} == {("right", 3)}]
             # what no module of a known kind holds may turn out to be one, by what is done with it
-            dense += [
-                n for n, p in self._by_name.items() if n not in every.kinds and min(p.shape[-2:]) > 1
-                and p.ndim > 1
-            ]  # fmt: skip
+            unknown = {n: p for n, p in self._by_name.items() if n not in every.kinds}
+            dense += [n for n, p in unknown.items() if p.ndim > 1 and min(p.shape[-2:]) > 1]
             head = set() if self._rule.head else {every.last}
             adam = {self._names[id(p)] for g in self.param_groups if g["rule"] for p in g["params"]}
             self._measured = [n for n in dense if n in given and n not in {*head, *adam}]
