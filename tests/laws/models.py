@@ -86,14 +86,15 @@ class SharedWeight(nn.Module):
 
 
 class Outside(nn.Module):
-    """A layer's weight that is also used by hand, transposed."""
+    """A layer's weight that is also used by hand, transposed; or a multiple of it, which hides."""
 
-    def __init__(self, d: int, m: int) -> None:
+    def __init__(self, d: int, m: int, multiple: float | None = None) -> None:
         super().__init__()
-        self.one, self.head = nn.Linear(d, d), nn.Linear(d, m)
+        self.one, self.head, self.multiple = nn.Linear(d, d), nn.Linear(d, m), multiple
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.one(x)) @ self.one.weight)
+        weight = self.one.weight if self.multiple is None else self.multiple * self.one.weight
+        return self.head(torch.tanh(self.one(x)) @ weight)
 
 
 class Norms(nn.Module):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pullback as pb
@@ -71,8 +72,11 @@ def test_fallbacks_are_named_with_their_reason() -> None:
 
     tied = covered(BY_NAME["tied embedding"].make())
     assert tied["embedding.weight"] == ("rows", "known layer")
-    assert tied["position"][0] == "rows by vmap"
+    assert tied["position"] == ("hadamard", "known layer")
     assert tied["mix.weight"][0] in ("hadamard", "materialized")
+
+    by_hand = covered(BY_NAME["weight used by hand"].make())
+    assert by_hand["one.weight"] == ("rows", "known layer")
 
     outside = covered(BY_NAME["weight used outside"].make())
     assert outside["one.weight"][1] == "it is also used outside its layer"
@@ -96,7 +100,7 @@ class Gain(nn.Module):
         self.head = nn.Linear(3, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.sin(self.gain * self.drop(x)))
+        return self.head(torch.sin(self.gain.exp() * self.drop(x)))
 
 
 @pytest.mark.parametrize("batch_dim", [0, 1])
@@ -127,7 +131,7 @@ def test_rows_come_from_the_mask_that_the_loss_saw(batch_dim: int) -> None:
 def test_a_subclass_with_its_own_forward_is_not_trusted() -> None:
     class Doubled(nn.Linear):
         def forward(self, input: Tensor) -> Tensor:
-            return 2 * super().forward(input)
+            return F.linear(input, 2 * self.weight, self.bias)
 
     class Plain(nn.Linear):
         """Keeps forward: it is a Linear."""
@@ -136,6 +140,7 @@ def test_a_subclass_with_its_own_forward_is_not_trusted() -> None:
     model = nn.Sequential(Doubled(3, 4), nn.Tanh(), Plain(4, 2)).double()
     found = covered(Built(model, (torch.randn(4, 3).double(),), {}))
     assert found["0.weight"][1] == "no layer with known structure uses it"
+    assert found["0.bias"][1] == "known layer"
     assert found["2.weight"][1] == "known layer"
 
 

@@ -220,7 +220,7 @@ def test_the_proofs_hold_under_autocast() -> None:
             self.a = nn.Linear(8, 8)
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.a(x) + F.linear(x.roll(1, -1), self.a.weight)
+            return self.a(x) + F.linear(x.roll(1, -1), 1.5 * self.a.weight)
 
     torch.manual_seed(0)
     model, x, y = Twice(), torch.randn(6, 8), torch.randint(0, 8, (6,))

@@ -33,8 +33,11 @@ def plain(model: nn.Module) -> nn.Module:
 
 
 def select(output: Any, selector: Selector) -> Tensor:
-    """The tensor z that the metric sees, from whatever the model returned."""
-    if callable(selector):
+    """The tensor z that the metric sees, from what the model returned; its logits by default."""
+    if selector is None and not isinstance(output, Tensor):
+        named = isinstance(output, Mapping) and "logits" in output
+        output = output["logits"] if named else getattr(output, "logits", output)
+    elif callable(selector):
         output = selector(output)
     elif selector is not None:
         try:

@@ -77,6 +77,14 @@ def walk(start: Any, following: Callable[[Any], Sequence[Any]] | None = None) ->
     return seen
 
 
+def arithmetic(z: Tensor) -> torch.dtype:
+    """The dtype whose round-off z has: float32 where a double was computed in it on the way."""
+    if z.dtype != torch.float64:
+        return z.dtype
+    met = {m.dtype for node in walk(z.grad_fn) for m in node._input_metadata}
+    return torch.float32 if torch.float32 in met else z.dtype
+
+
 def pull(
     root: Root, covector: Tensor, targets: Sequence[GradientEdge | Tensor]
 ) -> tuple[Tensor | None, ...]:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._core.capture import Selector
 from .._core.errors import PullbackError
 from .._core.processes import Processes
 from ..maps import Linearization
@@ -141,6 +142,7 @@ def ntk(
     *,
     layout: str = "full",
     params: Mapping[str, Tensor] | None = None,
+    output: Selector = None,
     chunk: int | None = None,
     memory: int | None = None,
     group: Any = None,
@@ -152,12 +154,13 @@ def ntk(
     Args:
         model: a module with one output per sample, of any shape (m entries), or a function of
             (parameter dict, inputs) with `params`.
-        x: inputs, samples first; a tuple for models of several arguments.
+        x: inputs, samples first; a tuple for models of several arguments, a dict for named ones.
         x2: other inputs, by default x itself: then half of the work is done, and K is symmetric.
         layout: "full" (N, N2, m, m), "diagonal" (N, N2, m), or "trace" (N, N2), the sum over
             outputs, not divided by m.
         params: the parameters to differentiate by, and where; by default those that require
             gradients.
+        output: which tensor of a structured output is the function's value; by default its logits.
         chunk: samples pulled back at a time; by default what fits the memory.
         memory: bytes for temporaries, beside the kernel itself; by default 1 GiB, on a GPU up to a
             quarter of what J would take or of what is free.
@@ -170,7 +173,7 @@ def ntk(
     (torch.Size([2, 2, 3, 3]), tensor([[ 6.,  3.],
             [ 3., 15.]]))
     """
-    tangent = as_tangent(model, params, copy=False)
+    tangent = as_tangent(model, params, copy=False, output=output)
     processes = Processes(group)
     return NTK(tangent)(x, x2, layout=layout, chunk=chunk, memory=memory, processes=processes)
 

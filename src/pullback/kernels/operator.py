@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .._core.errors import PullbackError
-from .tangent import Tangent, arguments, part
+from .tangent import Arguments, Tangent, arguments, part
 from .tiles import check_sizes
 
 
@@ -80,6 +80,6 @@ class KernelOperator:
         return self.matvec(u)
 
 
-def _parts(args: tuple[Tensor, ...], chunk: int) -> list[tuple[Tensor, ...]]:
+def _parts(args: Arguments, chunk: int) -> list[Arguments]:
     check_sizes(chunk)
     return [part(args, a, a + chunk) for a in range(0, len(args[0]), chunk)]

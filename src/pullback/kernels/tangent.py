@@ -2,8 +2,9 @@ r"""The tangent space T_fΦ of a model at its parameters: J(x) = dφ_w at any in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -81,20 +82,18 @@ class Tangent:
         self.output, self._plans = output, {}
 
     def at(self, x: Any) -> Linearization:
-        """J at inputs x: one tensor, or a tuple of the model's arguments, samples first."""
+        """J at inputs x: one tensor, a tuple or a dict of the model's arguments, samples first."""
         return self._at(arguments(x), None)
 
-    def _at(self, args: tuple[Tensor, ...], alone: Tensor | None) -> Linearization:
+    def _at(self, args: Arguments, alone: Tensor | None) -> Linearization:
         """The same, whose first values must be `alone`, (few, *event)."""
         linear = self._run(self._linearize, args)
         refuse_broken(linear, args[0], alone, self._unseen)
         self._unseen = []
         return linear
 
-    def _run(
-        self, answer: Callable[[tuple[Tensor, ...]], Answer], args: tuple[Tensor, ...]
-    ) -> Answer:
-        """What the model says, if it can be asked and draws no random numbers."""
+    def _run(self, answer: Callable[[Arguments], Answer], args: Arguments) -> Answer:
+        """What the model says, if it can be asked and depends on no random numbers."""
         refuse_inference()
         random = RandomState(self.space.device)
         try:
@@ -107,7 +106,10 @@ class Tangent:
                 "Pass what the model takes, samples first, in its own dtype and on its device",
             ) from error
         if not random.unchanged():
+            both: Any = found, answer(args)  # with other numbers
             random.restore()
+            if torch.equal(*(getattr(one, "value", one) for one in both)):
+                return found
             raise PullbackError(
                 "The model draws random numbers",
                 "every call is another function, so that two batches have no common tangent space",
@@ -115,10 +117,10 @@ class Tangent:
             )
         return found
 
-    def _linearize(self, args: tuple[Tensor, ...]) -> Linearization:
+    def _linearize(self, args: Arguments) -> Linearization:
         model = self.model
         if isinstance(model, nn.Module):
-            source = ModuleMap(model, Call.of(*args), output=self.output, plans=self._plans)
+            source = ModuleMap(model, args.call(), output=self.output, plans=self._plans)
             linear = source.linearize(self.params)
             if (plans := shared_plans(linear)) is not None:
                 source.plans = plans
@@ -126,24 +128,25 @@ class Tangent:
             return linear
 
         def function(params: dict[str, Tensor]) -> Tensor:
-            z = model(params, *args)
+            call = args.call()
+            z = model(params, *call.args, **call.kwargs)
             return z.unsqueeze(-1) if z.ndim == 1 else z
 
         return FunctionLinearization(function, self.params)
 
-    def _evaluate(self, args: tuple[Tensor, ...]) -> Tensor:
+    def _evaluate(self, args: Arguments) -> Tensor:
         assert isinstance(self.model, nn.Module)
-        return ModuleMap(self.model, Call.of(*args), output=self.output).evaluate(self.params)
+        return ModuleMap(self.model, args.call(), output=self.output).evaluate(self.params)
 
-    def _remember(self, args: tuple[Tensor, ...], linear: Any) -> None:
+    def _remember(self, args: Arguments, linear: Any) -> None:
         costs = _COSTS.setdefault(linear.map.model, {})
         if len(costs) >= _KEPT:
             costs.clear()
         n = len(args[0])
         costs[self._kind(args)] = Cost(linear.footprint // n or self.space.size, linear.widest / n)
 
-    def _kind(self, args: tuple[Tensor, ...]) -> Any:
-        return self.space.names, tuple((a.shape[1:], a.dtype) for a in args)
+    def _kind(self, args: Arguments) -> Any:
+        return self.space.names, args.names, tuple((a.shape[1:], a.dtype) for a in args)
 
     def probe(self, x: Any) -> Probe:
         """What a few samples show when they are run by themselves."""
@@ -156,7 +159,7 @@ class Tangent:
             return Probe(self._run(self._evaluate, few), known)
         return Probe(self._at(few, None).value, _COSTS[self.model][self._kind(args)])
 
-    def chunk(self, args: tuple[Tensor, ...], start: int, stop: int, probe: Probe) -> Linearization:
+    def chunk(self, args: Arguments, start: int, stop: int, probe: Probe) -> Linearization:
         """J at the samples in [start, stop); the first chunk must have the values of the probe.
 
         Where they differ the model couples the samples of a batch.
@@ -175,15 +178,50 @@ class Tangent:
 
 
 def as_tangent(
-    model: Model | Tangent, params: Mapping[str, Tensor] | None = None, *, copy: bool = True
+    model: Model | Tangent,
+    params: Mapping[str, Tensor] | None = None,
+    *,
+    copy: bool = True,
+    output: Selector = None,
 ) -> Tangent:
     """The tangent space itself, or that of a model."""
-    return model if isinstance(model, Tangent) else Tangent(model, params, copy=copy)
+    if isinstance(model, Tangent):
+        return model
+    return Tangent(model, params, copy=copy, output=output)
 
 
-def arguments(x: Any) -> tuple[Tensor, ...]:
-    """The model's arguments, each with one entry per sample on its first axis."""
-    args = tuple(x) if isinstance(x, (tuple, list)) else (x,)
+class Arguments(tuple[Tensor, ...]):
+    """The tensors of a call, samples first: the last ones by these names, and other constants."""
+
+    names: tuple[str, ...] = ()
+    constants: Mapping[str, Any] = MappingProxyType({})
+
+    def like(self, tensors: Iterable[Tensor]) -> Arguments:
+        """Other tensors in the same places."""
+        out = Arguments(tensors)
+        out.names, out.constants = self.names, self.constants
+        return out
+
+    def call(self) -> Call:
+        """The call that they are the arguments of."""
+        by_place = len(self) - len(self.names)
+        named = dict(zip(self.names, self[by_place:], strict=True))
+        return Call.of(*self[:by_place], **named, **self.constants)
+
+
+def arguments(x: Any) -> Arguments:
+    """The model's arguments, each with one entry per sample on its first axis.
+
+    A dict gives them by name; what is no tensor there is a constant.
+    """
+    if isinstance(x, Arguments):
+        return x
+    args = Arguments(x if isinstance(x, (tuple, list)) else (x,))
+    if isinstance(x, Mapping):
+        named = {n: t for n, t in x.items() if isinstance(t, Tensor)}
+        args = Arguments(named.values())
+        args.names = tuple(named)
+        args.constants = {n: value for n, value in x.items() if n not in named}
     if not args or not all(isinstance(a, Tensor) and a.ndim for a in args):
         raise PullbackError(
             "The inputs are not usable",
@@ -197,12 +235,12 @@ def arguments(x: Any) -> tuple[Tensor, ...]:
             "Pass at least one sample, and as many in every argument",
         )
     # a tensor made in inference mode cannot be part of a graph
-    return tuple(a.clone() if a.is_inference() else a.detach() for a in args)
+    return args.like(a.clone() if a.is_inference() else a.detach() for a in args)
 
 
-def part(args: tuple[Tensor, ...], start: int, stop: int) -> tuple[Tensor, ...]:
+def part(args: Arguments, start: int, stop: int) -> Arguments:
     """The samples in [start, stop)."""
-    return tuple(a[start:stop] for a in args)
+    return args.like(a[start:stop] for a in args)
 
 
 def _parameters(model: Any, params: Mapping[str, Tensor] | None, copy: bool) -> dict[str, Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from .._core.capture import Call
+from . import uses  # noqa: F401  (what is noted of each function)
+from .functions import FunctionMode
 from .layers import Layer, find
 
 
@@ -28,6 +30,8 @@ class Site:
     held: tuple[Tensor | None, ...]
     #: what tells it from others
     mark: tuple[Any, ...]
+    #: whether the module stands for a function that was called
+    function: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -98,6 +102,8 @@ class Sites:
         #: hooks for the recorder that is in `now`
         self.hooks: list[tuple[nn.Module, Any]] = []
         self.now: list[Any] = []
+        #: whether functions are listened to: not after a pass in which modules showed every use
+        self.listening = True
 
     @property
     def current(self) -> bool:
@@ -125,9 +131,26 @@ class Sites:
                 return None
             return self._known.setdefault(place, found)
 
+    def function(self, key: Any, make: Callable[[], nn.Module]) -> Site:
+        """The module that stands for a function, with the parameters that it uses."""
+        if key is not None and key in self._known:
+            return self._known[key]
+        module = make()
+        layer = find(module)
+        held = layer.parameters(module)
+        names = {r: self._names.get(id(t)) for r, t in held.items()}
+        path = next(n for n in names.values() if n is not None)
+        mark = (path, layer, *names.items())
+        found = Site(path, module, layer, names, (*held.values(),), mark, function=True)
+        if key is not None:
+            self._known[key] = found
+        return found
+
 
 class Recorder:
-    """A context in which every known layer with a trainable parameter is written down.
+    """A context in which every use of a trainable parameter by a known layer is written down.
+
+    Modules of known kinds show their uses by hooks, all others by the functions that they call.
 
     The output is remembered as a gradient edge and not as a tensor: an activation that
     works in place changes the tensor, but not the edge.
@@ -140,6 +163,16 @@ class Recorder:
         self._sites = Sites(model, self.kind) if sites is None else sites
         self._names = self._sites.names(leaves)
         self._number = -1
+        self._mode: FunctionMode | None = None
+
+    @property
+    def listening(self) -> bool:
+        """Whether functions were listened to in this pass, or are to be in the next one."""
+        return self._sites.listening
+
+    @listening.setter
+    def listening(self, value: bool) -> None:
+        self._sites.listening = value
 
     @staticmethod
     def kind(module: nn.Module) -> Any:
@@ -156,9 +189,16 @@ class Recorder:
             hooks[self._number] = hook
             hooks.move_to_end(self._number, last=False)  # first of all
             module._forward_hooks_with_kwargs[self._number] = True
+        if sites.listening:
+            self._mode = FunctionMode(self)
+            self._mode.__enter__()
         return self
 
     def __exit__(self, *exc: object) -> None:
+        if self._mode is not None:
+            self._mode.__exit__(*exc)
+            self._mode = None
+            self.listening = any(e.site.function for e in self.entries)
         self._sites.now.clear()
         for module, _ in self._sites.hooks:
             module._forward_hooks.pop(self._number, None)
@@ -183,7 +223,33 @@ class Recorder:
         site = self._sites.site(path, module, layer)
         if site is None:
             return None
+        last = self.entries[-1] if self.entries else None
+        if last is not None and last.site.function and output.grad_fn is not None:
+            shown = {*filter(None, last.names.values())}
+            if shown > {*filter(None, site.names.values())} and last.edge.node is output.grad_fn:
+                return None  # the function shows what the module's weight was made of
+        own = type(layer).__module__.startswith(__package__ or "")  # which calls one function
+        self.forget(site.names.values(), 1 if own else None)
         entry, output = self._entry(site, x, output)
+        self.entries.append(entry)
+        return output
+
+    def forget(self, names: Collection[str | None], count: int | None = None) -> None:
+        """Strike out the last functions that use these parameters alone: a module shows them."""
+        last = len(self.entries) if count is None else count
+        while last and self.entries and self.entries[-1].site.function:
+            if not {*self.entries[-1].names.values()} <= {*names, None}:
+                return
+            self.entries.pop()
+            last -= 1
+
+    def parameter(self, t: Tensor) -> bool:
+        """Whether it is a parameter that takes part."""
+        return id(t) in self._names
+
+    def note(self, key: Any, make: Callable[[], nn.Module], x: Tensor, output: Tensor) -> Tensor:
+        """Write down a use by a function, of the module that stands for it."""
+        entry, output = self._entry(self._sites.function(key, make), x, output)
         self.entries.append(entry)
         return output
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.func import vmap
 
 from .._core.errors import reraise_fatal
+from .._core.graph import arithmetic
 from .._core.space import tolerance
 from .layers.layout import Layout
 from .replay import Replay
@@ -83,7 +84,7 @@ def vectorizes(linear: Replay, edges: list[Any], u: Tensor, truth: Sequence[Tens
     except (RuntimeError, UserWarning, NotImplementedError) as error:
         reraise_fatal(error)
         return False
-    limit = tolerance(linear.graph.dtype)
+    limit = tolerance(arithmetic(linear.graph))
     for got, want in zip(found, truth, strict=False):
         if got is None or want is None or not want.numel():
             continue

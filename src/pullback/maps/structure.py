@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._core.graph import arithmetic
 from .._core.space import tolerance
 from .base import Covered, Pulled
 from .layers import Block, RowsBlock, Use
@@ -54,11 +55,11 @@ class Structure:
         scaled = linear.gradients(u * c.view(-1, *[1] * (u.ndim - 1)), edges) if edges else ()
         truth = dict(zip(leaves, found[len(edges) :], strict=True))
 
-        layouts, reasons = {}, {}
+        layouts, reasons, exact = {}, {}, arithmetic(linear.graph)
         for i, (entry, one, two) in enumerate(zip(recorder.entries, found, scaled, strict=False)):
             layout = None
             if one is not None and two is not None:
-                layout = detect(one, two, c, entry.features)
+                layout = detect(one, two, c, entry.features, exact)
             if layout is not None:
                 layouts[i] = layout
             else:
@@ -79,7 +80,7 @@ class Structure:
     ) -> None:
         """Keep the parameters whose layer formula reproduces autograd's gradient."""
         ones = linear.value.new_ones(linear.value.shape[0], 1)
-        proof = Proof(tolerance(linear.graph.dtype, 10))
+        proof = Proof(tolerance(arithmetic(linear.graph), 10))
         for block in blocks:
             proof.add(block.lift(ones), 0.0, 0.0, 0)
         # a parameter that the layers reach and the graph does not has the gradient zero

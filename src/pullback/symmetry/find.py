@@ -6,12 +6,13 @@ from typing import Any, Literal
 
 from torch import nn
 
-from .._core.capture import plain
+from .._core.capture import Selector, plain
 from .._core.errors import PullbackError
 from .actions.action import Action
 from .actions.directed import Directed, in_parameters, with_weights
 from .actions.folding import Folding, Norm
 from .actions.scaling import Scaling
+from .actions.turned import turned_back, with_transposes
 from .candidates.exchanges import exchanges
 from .candidates.mixings import mixings
 from .candidates.propose import shifts
@@ -43,8 +44,12 @@ RULE_BOOKS = (
 
 Group = Literal["neuron", "layer"]
 
+SPECIALIZED = "the model looks at the values of its inputs: the graph is that of the example's"
 
-def find(model: nn.Module, example: Any = None, *, group: Group = "neuron") -> Symmetry:
+
+def find(
+    model: nn.Module, example: Any = None, *, group: Group = "neuron", output: Selector = None
+) -> Symmetry:
     r"""The continuous symmetries of w ↦ model(example) that the model's graph shows.
 
     Positive scalings of units through homogeneous activations (incoming weights and bias by α,
@@ -58,9 +63,12 @@ def find(model: nn.Module, example: Any = None, *, group: Group = "neuron") -> S
         example: an input, a tuple of arguments or a dict of keyword arguments. Without one,
             random numbers of the shape that the first layer suggests.
         group: "neuron" scales each unit by itself, "layer" all units of a layer alike.
+        output: which tensor of a structured output counts; by default all of them.
 
     Raises:
-        PullbackError: if the operations that run depend on the values of tensors.
+        PullbackError: if the operations that run depend on the values of parameters or of what is
+            computed from them. Where they depend on the example's, `.notes` says that the
+            symmetries are those of such inputs.
 
     >>> import torch
     >>> net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 2))
@@ -72,12 +80,13 @@ def find(model: nn.Module, example: Any = None, *, group: Group = "neuron") -> S
             f"group={group!r} is not known", "units or layers are scaled", "Use 'neuron' or 'layer'"
         )
     model = plain(model)
-    run = Example(model, guessed(model) if example is None else example)
+    run = Example(model, guessed(model) if example is None else example, output)
     if not run.params:
         return Symmetry(run, [], [], ["no parameter requires a gradient"])
-    walk = Walk()
-    walk.run(trace(run))
-    return build(run, candidates(walk, run), group, walk.notes)
+    walk, traced = Walk(), trace(run)
+    walk.run(traced)
+    notes = [SPECIALIZED, *walk.notes] if traced.specialized else walk.notes
+    return build(run, candidates(walk, run), group, notes)
 
 
 def candidates(walk: Walk, run: Example) -> list[Action]:
@@ -86,8 +95,8 @@ def candidates(walk: Walk, run: Example) -> list[Action]:
         Norm(f.gain, f.shift, run.fixed[f.mean], (run.fixed[f.variance] + f.eps).rsqrt())
         for f in walk.folds
     ]
-    known = walk.directions
-    params = with_weights(run.params, known)
+    known, held = walk.directions, walk.turned
+    params = with_transposes(with_weights(run.params, known), held)
     mixed = mixings(walk)  # first: their scales are not counted again
     found = [
         *scalings(walk, fixed),
@@ -97,7 +106,8 @@ def candidates(walk: Walk, run: Example) -> list[Action]:
         *exchanges(walk.ledger),
     ]
     radial = [direction.radial(run.params) for direction in known.values()]
-    return [*(in_parameters(action, known) for action in found), *radial]
+    own = (turned_back(in_parameters(action, known), held) for action in found)
+    return [*own, *radial]
 
 
 def build(run: Example, actions: list[Action], group: Group, notes: list[str]) -> Symmetry:

@@ -161,7 +161,7 @@ class Odd(nn.Module):
         self.scale, self.unused = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))
 
     def forward(self, x: Tensor) -> Tensor:
-        h = F.linear(torch.tanh(self.fc(x)), self.fc.weight.T)
+        h = F.linear(torch.tanh(self.fc(x)), 2 * self.fc.weight.T)
         return self.mine(h * self.scale)
 
 
@@ -178,9 +178,10 @@ def test_parameters_in_odd_places_have_simpler_blocks_and_the_reason_is_told(hea
     assert rows["fc.weight"].block == "diagonal"
     assert "used outside its layer" in rows["fc.weight"].reason
     assert "kronecker" in rows["fc.bias"].block
-    for name in ("mine.weight", "mine.bias", "scale"):
-        assert rows[name].block == "diagonal"
-        assert "no layer with known structure" in rows[name].reason
+    for name in ("mine.weight", "mine.bias"):
+        assert rows[name].block == "kronecker (4 ⊗ 4)"
+        assert rows[name].reason == "used as by Linear"
+    assert (rows["scale"].block, rows["scale"].reason) == ("units", "used as by Gain")
     assert (rows["unused"].block, "no output" in rows["unused"].reason) == ("gradient", True)
     assert torch.equal(start.unused, model[0].unused)
     assert not torch.equal(start.scale, model[0].scale)

@@ -51,7 +51,7 @@ class Uses(nn.Module):
         h = self.inner(x)
         self.extra = self.inner(10 * x + 1).mean() if mode == "beside" else 0.0
         if mode == "outside":
-            h = h + F.linear(x.square(), self.inner.weight)
+            h = h + F.linear(x.square(), 2 * self.inner.weight)
         return self.last(torch.tanh(h.detach() if mode == "detached" else h))
 
 
@@ -103,7 +103,7 @@ class Outside(nn.Module):
         y, z = self.one(h), self.two(h)
         if self.mixed:
             y, z = y + z, z - y
-        return torch.cat([y, z + 3 * F.linear(h.square(), self.one.weight)], -1)
+        return torch.cat([y, z + F.linear(h.square(), 3 * self.one.weight)], -1)
 
 
 @pytest.mark.parametrize("mixed", [False, True])

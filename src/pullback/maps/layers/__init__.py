@@ -1,6 +1,17 @@
 """Layers whose structure is known. A new kind is one file with `@register` and a line here."""
 
-from . import attention, conv, embedding, linear, recurrent, scale, transposed
+from . import (
+    attention,
+    conv,
+    directed,
+    embedding,
+    gain,
+    linear,
+    product,
+    recurrent,
+    scale,
+    transposed,
+)
 from .affine import AffineBlock
 from .base import Block, RowsBlock
 from .compound import Compound, Tap
@@ -17,9 +28,12 @@ __all__ = [
     "Use",
     "attention",
     "conv",
+    "directed",
     "embedding",
     "find",
+    "gain",
     "linear",
+    "product",
     "recurrent",
     "register",
     "scale",

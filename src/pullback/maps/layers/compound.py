@@ -50,6 +50,14 @@ class Tap:
     #: the axis of a grid that counts samples
     batch_dim: int = 0
 
+    @property
+    def form(self) -> tuple[int, int, int]:
+        """Groups, rows and columns of the weight."""
+        if self.weight is None:
+            return 1, 0, 0
+        groups = self.outputs[0].shape[0]
+        return groups, len(self.weight) // groups, self.weight.shape[-1]
+
 
 class Compound(ABC):
     """A kind of layer with affine maps inside, entered by `register`.

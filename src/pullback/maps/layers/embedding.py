@@ -28,6 +28,9 @@ class Embedding(Layer):
     def parameters(self, module: Any) -> dict[str, Tensor | None]:
         return {"weight": module._parameters.get("weight")}
 
+    def form(self, module: Any) -> tuple[int, int, int]:
+        return 1, module.num_embeddings, module.embedding_dim
+
     def block(self, names: Mapping[str, str | None], uses: Sequence[Use]) -> Block:
         module = uses[0].module
         index = joined([u.input[:, None].flatten(1) for u in uses], 1)

@@ -60,8 +60,12 @@ def candidates(lead: tuple[int, ...], samples: int) -> Iterator[Layout]:
         yield Layout("whole", samples)
 
 
-def detect(base: Tensor, scaled: Tensor, scales: Tensor, features: int) -> Layout | None:
+def detect(
+    base: Tensor, scaled: Tensor, scales: Tensor, features: int, dtype: torch.dtype | None = None
+) -> Layout | None:
     """The layout under which `scaled` is `base` with sample n multiplied by scales[n].
+
+    `dtype` is that of the arithmetic on the way, by default the cotangents' own.
 
     The two are the layer's cotangents for outputs u and scales∘u: they agree exactly when
     the samples do not interact and are read from the right axis. A layer that met nothing has none.
@@ -69,7 +73,8 @@ def detect(base: Tensor, scaled: Tensor, scales: Tensor, features: int) -> Layou
     if not base.numel():
         return None
     lead = tuple(base.shape[: base.ndim - features])
-    bound = tolerance(base.dtype) * base.abs().max()
+    dtype = base.dtype if dtype is None or base.dtype != torch.float64 else dtype
+    bound = tolerance(dtype) * base.abs().max()
     for layout in candidates(lead, len(scales)):
         one, two = layout(base), layout(scaled)
         c = scales.to(one.dtype).view(-1, *[1] * (one.ndim - 1))

@@ -43,6 +43,8 @@ class Layer(ABC):
     curvature: str = "rows"
     #: whether the weight's rows belong to the layer's input, as an embedding's do
     input_first: bool = False
+    #: whether the weight is the transpose of an affine layer's, to be held like one where it can
+    turned: bool = False
     #: whether weight and bias meet the same cotangents, so that they may share a block
     joint: bool = True
     #: whether inputs are indices, whose second moment is a diagonal
@@ -60,6 +62,13 @@ class Layer(ABC):
     def groups(self, module: Any) -> int:
         """How many groups of channels have a weight of their own."""
         return getattr(module, "groups", 1)
+
+    def form(self, module: Any) -> tuple[int, int, int]:
+        """Groups, rows and columns of the weight's matrices, as the parameter holds them."""
+        weight, groups = self.parameters(module)["weight"], self.groups(module)
+        if weight is None or not weight.numel() or not weight.ndim:
+            return groups, 0, 0
+        return groups, len(weight) // groups, weight.numel() // len(weight)
 
     @abstractmethod
     def block(self, names: Mapping[str, str | None], uses: Sequence[Use]) -> Block:

@@ -71,6 +71,7 @@ from .update import (
 #: what belongs to hooks, or to the model's objects
 _UNSAVED = ("_capture", "_names", "_by_name", "_like", "_shards", "_verdict", "_plans")
 _NOT_FINITE = "a gradient is not finite"
+_DIAGONAL = 0.1  # of the parameters that may go without a layer's block
 #: a parameter's own tensors: momentum, or Adam's moments
 _BUFFERS = ("momentum", "first", "second")
 
@@ -368,6 +369,9 @@ class KFAC(Optimizer):
                     n: [(f.side, own[f].ndim) for f in [*own][::2]] for n, own in weights.items()
                 }
                 dense = [n for n, sides in read.items() if {*sides} == {("right", 3)}]
+            # what no module of a known kind holds may turn out to be one, by what is done with it
+            unknown = {n: p for n, p in self._by_name.items() if n not in every.kinds}
+            dense += [n for n, p in unknown.items() if p.ndim > 1 and min(p.shape[-2:]) > 1]
             head = set() if self._rule.head else {every.last}
             adam = {self._names[id(p)] for g in self.param_groups if g["rule"] for p in g["params"]}
             self._measured = [n for n in dense if n in given and n not in {*head, *adam}]
@@ -704,8 +708,14 @@ class KFAC(Optimizer):
         scale = 1.0 if self.grad_scaler is None else float(self.grad_scaler.get_scale())
         scale *= self._processes.size  # gradients are averaged over processes, cotangents not yet
         found = averaged(pool, self._recipe, scale)
-        matrices = self._rule.matrices  # what is no matrix after all follows AdamW
-        return {k: own for k, own in found.items() if k.kronecker or not matrices}
+        return {k: own for k, own in found.items() if self._follows(k, own)}
+
+    def _follows(self, key: BlockKey, factors: Mapping[Factor, Side]) -> bool:
+        """Whether a block follows the rule: what is no matrix after all follows AdamW."""
+        if not self._rule.matrices:
+            return True
+        read = [t for f, t in factors.items() if f.side == "right" or not self._rule.inputs]
+        return key.kronecker and not key.bias and all(len(t.shape) == 3 for t in read)
 
     # --- several processes ----------------------------------------------------------------------
 
@@ -808,6 +818,7 @@ class KFAC(Optimizer):
         if spectra:
             held.preconditioner.correct(spectra, self.ema, value)
         self._warn_unmeasured()
+        self._warn_diagonal()
         return True
 
     def _warn_unmeasured(self) -> None:
@@ -823,6 +834,23 @@ class KFAC(Optimizer):
                 f"The loss reaches {', '.join(lost)}, on which the measured output does not "
                 "depend: their gradient is followed as it is. Measure their output too (output=), "
                 "or give them to another optimizer.",
+                RuntimeWarning,
+                stacklevel=5,
+            )
+
+    def _warn_diagonal(self) -> None:
+        """Say once that more than a tenth of what is trained has no block of its layer."""
+        if self._held.schedule["taken"] != 1:
+            return
+        sizes = {n: p.numel() for n, p in self._chosen.items() if p.requires_grad}
+        plain = {n: why for n, why in self._capture.structure.plain.items() if n in sizes}
+        share = sum(sizes[n] for n in plain) / max(1, sum(sizes.values()))
+        if share > _DIAGONAL:
+            most = max(plain, key=sizes.__getitem__)
+            what = "follow AdamW" if self._rule.matrices else "are held as a diagonal"
+            warnings.warn(
+                f"{100 * share:.0f} % of the trained parameters {what}, {most} among them: "
+                f"{plain[most]}. coverage() says what is known of each.",
                 RuntimeWarning,
                 stacklevel=5,
             )
@@ -1041,7 +1069,7 @@ class KFAC(Optimizer):
                 block = "gradient"
                 reason = "no output seen so far depended on it; its gradient is followed as it is"
             elif name not in guess:
-                reason = "plain parameter: squares of sampled gradients"
+                reason = "plain parameter: the first statistics show what is done with it"
             rows.append(Row(name, tuple(p.shape), block, reason, rule))
         out = Coverage(rows)
         out.forecast = not held.learned

@@ -32,6 +32,7 @@ from .factors.factor import SPECTRUM, BlockKey, Factor, Factors, block_shape
 from .factors.preconditioner import Preconditioner
 from .statistics.plan import Forecast
 
+_ALONE = BlockKey("kronecker", ("",))
 _SCHEDULE = ("step", "taken", "damping", "retry")
 
 
@@ -202,11 +203,13 @@ def restore(
 ) -> None:
     """Fill an empty state with what `publish` wrote, by name; partners are as `expected`."""
     held = state.preconditioner
+    # those without factors of their own share the block of a weight
+    shared = [n for n, own in saved.items() if not _factors(own["average"], params[n])]
     for name, own in saved.items():
         p, factors = params[name], _factors(own["average"], params[name])
         if not factors:
             continue
-        key = _key_of(name, p, factors, expected)
+        key = _key_of(name, params, factors, expected, shared)
         size, wanted = prod(block_shape(key, factors)), sum(params[n].numel() for n in key.names)
         if size != wanted:
             names = " and ".join(key.names)
@@ -243,9 +246,21 @@ def _moments(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
     return {n: t.shape for n, t in tensors.items() if n in MOMENTS}
 
 
-def _key_of(name: str, p: Tensor, factors: Factors, expected: Forecast) -> BlockKey:
+def _key_of(
+    name: str,
+    params: Mapping[str, Tensor],
+    factors: Factors,
+    expected: Forecast,
+    shared: Sequence[str],
+) -> BlockKey:
     """Return the block whose first parameter this is, from the roles and shapes of its factors."""
-    roles, partner = {f.role for f in factors}, expected.partners.get(name)
+    p, roles, partner = params[name], {f.role for f in factors}, expected.partners.get(name)
+    sided = roles.isdisjoint({"diagonal", "units", "bias"})
+    if partner is None and sided and (more := prod(block_shape(_ALONE, factors)) - p.numel()) > 0:
+        near = name.rpartition(".")[0]  # what functions add beside it, mostly of the same module
+        fitting = [n for n in shared if params[n].numel() == more]
+        own = [n for n in fitting if n.rpartition(".")[0] == near]
+        partner = next(iter([*own, *fitting]), None)
     names = (name,) if partner is None else (name, partner)
     if roles == {"diagonal"}:
         return BlockKey("diagonal", (name,))
@@ -254,9 +269,9 @@ def _key_of(name: str, p: Tensor, factors: Factors, expected: Forecast) -> Block
         return BlockKey("units", names if joint else (name,), bias=name in expected.biases)
     if roles == {"bias"}:
         return BlockKey("kronecker", (name,), bias=True)
-    width = p.numel() // max(1, len(p))
-    joint = block_shape(BlockKey("kronecker", (name,)), factors)[2] > width
-    return BlockKey("kronecker", names if joint else (name,))
+    joint = prod(block_shape(_ALONE, factors)) > p.numel()
+    turned = roles == {"TurnedMatrices"}  # elsewhere it is held as the parameter is
+    return BlockKey("kronecker", names if joint else (name,), turned=turned)
 
 
 def saved_by_name(

@@ -12,13 +12,20 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, functionalize
 from torch.fx import Graph
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.proxy_tensor import (
+    disable_proxy_modes_tracing,
+    get_proxy_mode,
+    get_proxy_slot,
+    make_fx,
+)
 from torch.nn.modules import transformer
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..._core.attention import unfused_attention
-from ..._core.capture import plain
+from ..._core.capture import Selector, plain, select
 from ..._core.errors import PullbackError, reraise_fatal
+from ..._core.graph import walk
 from ...maps.module import in_every_slot
 
 BY_HAND = "Name the pairs by hand: symmetry.by_hand(model, [('fc1', 'fc2'), ...], example)"
@@ -33,11 +40,12 @@ class Example:
     Args:
         model: any module.
         args: a tensor, a tuple of positional or a dict of keyword arguments.
+        output: which tensor of a structured output counts; by default all of them.
     """
 
-    def __init__(self, model: nn.Module, args: Any) -> None:
+    def __init__(self, model: nn.Module, args: Any, output: Selector = None) -> None:
         _refuse(model)
-        self.model = plain(model)
+        self.model, self._output = plain(model), output
         given: tuple[tuple[Any, ...], dict[str, Any]]
         if isinstance(args, Mapping):
             given = (), dict(args)
@@ -61,8 +69,7 @@ class Example:
             out = functional_call(
                 self.model, tensors, args, kwargs, tie_weights=False, strict=False
             )
-        found = [t for t in pytree.tree_leaves(out) if isinstance(t, Tensor)]
-        found = [t for t in found if t.is_floating_point()]
+        found = [t for t in self.selected(out) if t.is_floating_point()]
         if not found:
             raise PullbackError(
                 "The model has no outputs to differentiate",
@@ -70,6 +77,12 @@ class Example:
                 "Let it return logits or features, not classes",
             )
         return found
+
+    def selected(self, out: Any) -> list[Tensor]:
+        """The tensors that count in what the model returned."""
+        if self._output is not None:
+            return [select(out, self._output)]
+        return [t for t in pytree.tree_leaves(out) if isinstance(t, Tensor)]
 
     def __call__(self, params: Mapping[str, Tensor]) -> Tensor:
         return torch.cat([t.flatten() for t in self.outputs(params)])[None]
@@ -90,10 +103,15 @@ class Traced:
     graph: Graph
     params: tuple[str, ...]
     fixed: tuple[str, ...]
+    #: whether it holds for the given inputs alone, at whose values the model looked
+    specialized: bool = False
 
 
 def trace(example: Example) -> Traced:
     """The graph of the call, with composite operations taken apart and none in place.
+
+    Where the model looks at values of its inputs (a mask that masks nothing), the graph is that of
+    these inputs.
 
     Raises:
         PullbackError: where which operations run depends on the values of tensors.
@@ -120,14 +138,16 @@ def _tries(example: Example) -> Iterator[tuple[Any, Any]]:
 
 def _trace(example: Example, inputs: tuple[Any, Any]) -> Traced:
     names, fixed = tuple(example.params), tuple(example.fixed)
+    reading = _Reading(len(names))
 
     def call(params: list[Tensor], buffers: list[Tensor], inputs: Any) -> list[Tensor]:
         tensors = dict(zip(fixed, buffers, strict=True)) | dict(zip(names, params, strict=True))
         slots = in_every_slot(example.model, tensors)
-        out = functional_call(
-            example.model, slots, inputs[0], inputs[1], tie_weights=False, strict=False
-        )
-        return [t for t in pytree.tree_leaves(out) if isinstance(t, Tensor)]
+        with reading:
+            out = functional_call(
+                example.model, slots, inputs[0], inputs[1], tie_weights=False, strict=False
+            )
+        return example.selected(out)
 
     values = [example.params[n] for n in names], [example.fixed[n].clone() for n in fixed]
     # cuDNN's recurrent layers would be one operation each
@@ -143,7 +163,38 @@ def _trace(example: Example, inputs: tuple[Any, Any]) -> Traced:
     ):
         warnings.simplefilter("ignore")
         module = make_fx(functionalize(call, remove="mutations"))(*values, inputs)
-    return Traced(module.graph, names, fixed)
+    return Traced(module.graph, names, fixed, reading.looked)
+
+
+class _Reading(TorchDispatchMode):
+    """Lets a traced model look at values on which no parameter has an influence.
+
+    The parameters are the graph's first `count` placeholders.
+    """
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.count, self.looked = count, False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        known = func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
+        if known and not any(self._depends(t) for t in args):
+            self.looked = True
+            with disable_proxy_modes_tracing():
+                return func(*args)
+        return func(*args, **(kwargs or {}))
+
+    def _depends(self, t: Tensor) -> bool:
+        """Whether a parameter enters a tensor."""
+        mode = get_proxy_mode()
+        slot = None if mode is None else get_proxy_slot(t, mode.tracer, None)
+        if slot is None:
+            return False
+        node = slot.proxy.node
+        placed = [n for n in node.graph.nodes if n.op == "placeholder"]
+        return not walk(node, lambda n: n.all_input_nodes).isdisjoint(placed[: self.count])
 
 
 def _refuse(model: Any) -> None:

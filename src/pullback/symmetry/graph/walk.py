@@ -55,6 +55,7 @@ class Walk:
         notes: what was given up, and why.
         folds: batch norms with fixed statistics.
         directions: weights g v/‖v‖ of weight normalization, by the names that stand for them.
+        turned: weights held as (in, out), by the names that stand for their transposes.
         names: of the constants behind the graph's placeholders.
     """
 
@@ -64,6 +65,7 @@ class Walk:
     notes: list[str] = field(default_factory=list)
     folds: list[Any] = field(default_factory=list)
     directions: dict[str, Any] = field(default_factory=dict)
+    turned: dict[str, str] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
 
     def run(self, traced: Traced) -> None:
@@ -77,7 +79,7 @@ class Walk:
                 name, shape = next(places, None), _shape(node)
                 if name is None:
                     self.names[node.name] = next(constants, "")
-                values[node] = Act.constant(shape) if name is None else Ref.whole(name, shape)
+                values[node] = Act.constant(shape) if name is None else self._held(name, node)
             elif node.op == "get_attr":
                 values[node] = Act.constant(_shape(node))
             elif node.op == "output":
@@ -92,6 +94,15 @@ class Walk:
                 remaining[used] -= 1
                 if not remaining[used]:
                     values.pop(used, None)
+
+    def _held(self, name: str, node: Node) -> Ref:
+        """A parameter; of a matrix that only multiplies from the right, the transpose is held."""
+        shape = _shape(node)
+        if len(shape) != 2 or not node.users or not all(_multiplies(u, node) for u in node.users):
+            return Ref.whole(name, shape)
+        transpose = f"{name}, transposed"
+        self.turned[transpose] = name
+        return Ref.whole(transpose, shape[::-1]).moved(lambda t: t.mT)
 
     def _call(self, node: Node, values: dict[Node, Any]) -> Any:
         args, kwargs = _filled(node.args, values), _filled(node.kwargs, values)
@@ -164,6 +175,13 @@ class Walk:
         dims = [d for d in range(labels.ndim) if d < lead or shape[d - lead] == 1]
         merged = self.scales.merge(labels, dims) if dims else labels
         return merged.reshape(merged.shape[lead:]) if lead else merged
+
+
+def _multiplies(user: Node, matrix: Node) -> bool:
+    """Whether a matrix is the right factor of a product, and nothing else there."""
+    name = str(getattr(user.target, "_opname", user.target))
+    right = {"mm": 1, "addmm": 2}.get(name)
+    return right is not None and [i for i, a in enumerate(user.args) if a is matrix] == [right]
 
 
 def _filled(tree: Any, values: dict[Node, Any]) -> Any:

@@ -38,12 +38,14 @@ class BlockKey:
     """The parameters of one block, and what is held for them.
 
     `kind` is "kronecker" (weight and perhaps bias, or a bias alone), "units" (gain and shift of
-    every unit) or "diagonal" (single entries).
+    every unit) or "diagonal" (single entries). A `turned` weight is held as (G, I, O), and its
+    coordinates are those of its transpose.
     """
 
     kind: str
     names: tuple[str, ...]
     bias: bool = False
+    turned: bool = False
 
     def __hash__(self) -> int:
         return hash(self.names)  # few blocks share a parameter
@@ -74,11 +76,11 @@ def to_block(key: BlockKey, tensors: Sequence[Tensor], shape: tuple[int, ...]) -
     if not key.kronecker:
         v = torch.stack([t.flatten() for t in tensors], 1)
     else:
-        groups, first = shape[0], tensors[0]
-        rows = first.numel() if key.bias else len(first)  # a bias may be (1, 1, O)
-        v = first.reshape(groups, rows // groups, -1)
-        if key.joint:
-            v = torch.cat([v, tensors[1].reshape(groups, -1, 1)], 2)
+        groups, rows, columns = shape[0], shape[1], shape[-1] - key.joint
+        v = tensors[0]
+        if v.numel() == groups * rows * columns:
+            v = v.reshape(groups, -1, rows).mT if key.turned else v.reshape(groups, rows, -1)
+            v = torch.cat([v, tensors[1].reshape(groups, -1, 1)], 2) if key.joint else v
     if tuple(v.shape) != tuple(shape):
         raise PullbackError(
             f"Parameter {key.names[0]!r} changed its shape",

@@ -411,7 +411,8 @@ class Preconditioner:
             if key in self.ready and key not in self.absent:
                 shapes = tuple(like[n].shape for n in key.names) if key.kronecker else ()
                 shape = self._shapes[key][1:]
-                kind = (shape, key.kind, key.bias, len(key.names), shapes, *inverse.kind)
+                kind = (shape, key.kind, key.bias, key.turned, len(key.names), shapes)
+                kind += tuple(inverse.kind)
                 kinds.setdefault(kind, {})[key] = inverse
         self._groups = [_Group(some, kind[0], like) for kind, some in kinds.items()]
 
@@ -431,6 +432,7 @@ class _Group:
         self._roles = [list(names) for names in zip(*(key.names for key in keys), strict=True)]
         self._units, self._like, self._members = not keys[0].kronecker, like, members
         self._rows, self._columns = shape[0], shape[-1] - keys[0].joint
+        self._turned = keys[0].turned
         self._stack = every[0]
         if len(every) > 1:
             stacked = {n: torch.cat([getattr(m, n) for m in every]) for n in every[0].tensors()}
@@ -453,15 +455,20 @@ class _Group:
             pairs = zip(chain(*self._roles), flat, strict=True)
             return {n: part.view(self._like[n].shape) for n, part in pairs}, found
         widths = [(self._rows, self._columns), (self._rows,)]
+        if self._turned:
+            widths[0] = (self._columns, self._rows)
         stacks = [
             (g[0] if len(g) == 1 else torch.stack(g)).reshape(-1, *width)
             for g, width in zip(given, widths, strict=False)
         ]
+        if self._turned:
+            stacks[0] = stacks[0].mT.contiguous()
         out: dict[str, Tensor] = {}
         found = rule.directions(self._stack, stacks, good)
         for moment, before in kept:
             moment.copy_(before)
-        for names, stack in zip(self._roles, found, strict=True):
+        weights = [found[0].mT, *found[1:]] if self._turned else found
+        for names, stack in zip(self._roles, weights, strict=True):
             each = stack.reshape(len(names), *self._like[names[0]].shape).unbind()
             out |= zip(names, each, strict=True)
         return out, found

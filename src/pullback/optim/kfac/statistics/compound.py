@@ -47,7 +47,7 @@ class CompoundReplays:
     def uses(self) -> list[LayerUse]:
         """The maps, as a plan of blocks sees them."""
         taps = [tap for *_, maps in self._found for tap, _ in maps]
-        return [LayerUse(self._names(tap), "kronecker", True) for tap in taps]
+        return [LayerUse(self._names(tap), "kronecker", True, tap.form) for tap in taps]
 
     @property
     def remarks(self) -> dict[str, str]:
@@ -91,12 +91,12 @@ class CompoundReplays:
         if keep is not None:  # which places of the output count, in its layout
             keep = keep.movedim(min(sharing.batch_dim, keep.ndim - 1), 0)
         for call, _, maps in self._found:
-            inputs, outputs = factors_of(call.compound)
             for tap, delta in maps:
                 if not any(tap.places):
                     continue
                 names, second = self._names(tap), packed(second_moment(delta, sharing))
                 if (key := plan.weight_block(names)) is not None:
+                    inputs, outputs = factors_of(call.compound, key)
                     if self._way.inputs:
                         mask = None if keep is None else _counted(tap, delta, keep)
                         pool.of(key).add_inputs(inputs, tap_moments(tap, sharing, mask))

@@ -23,6 +23,7 @@ from ....grams.kronecker.inverse import Inverse
 from ....grams.kronecker.packed import Side, packed, packed_together, whole
 from ....maps.layers import AffineBlock, Block, Use
 from ....maps.layers.moments import Moments, Sharing
+from ....maps.layers.product import ProductBlock
 from ....maps.layers.registry import Layer, Seen
 from ....maps.layers.scale import Scale
 from ....maps.layers.units import UnitSums, second_moments
@@ -192,7 +193,7 @@ class CotangentPass:
                     pool.of(key).add(UNITS, own.units if every else own.units[:, at][:, :, at])
                 continue
             if own.outputs is not None and (key := plan.weight_block(names)) is not None:
-                held, (inputs, outputs) = pool.of(key), factors_of(own.entry.layer)
+                held, (inputs, outputs) = pool.of(key), factors_of(own.entry.layer, key)
                 if own.inputs is not None:
                     held.add_inputs(inputs, own.inputs)
                 held.add(outputs, own.outputs)
@@ -256,7 +257,9 @@ def _block_of_use(
 def _squares_in(basis: Inverse, own: UseMoments, delta: Tensor) -> Tensor | None:
     """Second moments of a use's gradients in these eigenbases."""
     assert own.basis is not None
-    block, _ = _block_of_use(own.entry, delta, own.sharing, own.basis.names)
+    block: Any = _block_of_use(own.entry, delta, own.sharing, own.basis.names)[0]
+    if isinstance(block, ProductBlock) and block.turned == own.basis.turned:
+        block = block.inner
     if not isinstance(block, AffineBlock):
         return None
     like, sides = (delta.device, compute_dtype(delta.dtype)), (basis.left, basis.right)

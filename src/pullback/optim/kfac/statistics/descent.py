@@ -154,3 +154,9 @@ def unknown_layouts(entries: Sequence[Entry], layouts: Sequence[str]) -> dict[st
     """What `UNKNOWN` means for the parameters of such uses."""
     uses = [e for e, at in zip(entries, layouts, strict=True) if at == UNKNOWN]
     return {n: f"{type(e.module).__name__}; {_REMARK}" for e in uses for n in e.names.values() if n}
+
+
+def used_by_functions(entries: Sequence[Entry]) -> dict[str, str]:
+    """What functions do with parameters that no module of a known kind showed."""
+    used = [e for e in entries if e.site.function]
+    return {n: f"used as by {type(e.module).__name__}" for e in used for n in e.names.values() if n}

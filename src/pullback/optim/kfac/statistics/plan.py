@@ -26,6 +26,26 @@ class LayerUse(NamedTuple):
     curvature: str
     #: whether weight and bias may share a block
     joint: bool
+    #: groups, rows and columns of the weight as the parameter holds it
+    form: tuple[int, int, int]
+    #: whether the weight is held transposed
+    turned: bool = False
+
+
+def use_of(layer: Layer, module: nn.Module, names: Names) -> LayerUse:
+    """Return a module's use of its parameters."""
+    return LayerUse(names, layer.curvature, layer.joint, layer.form(module), layer.turned)
+
+
+def different_forms(uses: Sequence[LayerUse]) -> dict[str, str]:
+    """Return the weights that are used as matrices of several shapes, which have no block."""
+    forms: dict[str, set[tuple[int, int, int] | str]] = {}
+    for use in uses:
+        kind = use.form if use.curvature == "kronecker" else use.curvature
+        if (name := use.names.get("weight")) is not None:
+            forms.setdefault(name, set()).add(kind)
+    why = "it is used as matrices of several shapes"
+    return {name: why for name, found in forms.items() if len(found) > 1}
 
 
 class BlockPlan:
@@ -46,20 +66,23 @@ class BlockPlan:
         #: what `coverage` says of a parameter
         self.reasons = {**(remarks or {}), **{n: why for n, why in self.plain.items() if why}}
         partners: dict[str | None, set[str | None]] = {}
-        for names, _, together in uses:
+        straight = {use.names.get("weight") for use in uses if not use.turned}
+        for names, _, together, _, turned in uses:
             weight, bias = names.get("weight"), names.get("bias")
+            together = together and not (turned and weight in straight)
             for one, other in ((weight, bias), (bias, weight)):
                 partners.setdefault(one, set()).add(other if together and joint else None)
         self._blocks: dict[str, BlockKey] = {}
-        for names, curvature, _ in uses:
+        for names, curvature, _, _, turned in uses:
             weight, bias = names.get("weight"), names.get("bias")
+            turned = turned and weight not in straight
             given = [n for n in (weight, bias) if n is not None and n not in self.plain]
             kind = "units" if curvature == "units" else "kronecker"
             both = partners[weight] == {bias} and partners[bias] == {weight}
             for name in given:
-                key = BlockKey(kind, (name,), bias=name == bias)
+                key = BlockKey(kind, (name,), bias=name == bias, turned=turned and name == weight)
                 if len(given) == 2 and both:
-                    key = BlockKey(kind, tuple(given))
+                    key = BlockKey(kind, tuple(given), turned=turned)
                 self._blocks.setdefault(name, key)
         for name in self.plain:
             self._blocks[name] = BlockKey("diagonal", (name,))
@@ -135,9 +158,9 @@ def forecast(
         if (key := plan.weight_block(use.names)) is not None:
             w, one_hot = held["weight"], getattr(layer, "one_hot", False)
             rows, columns = len(w) // groups, w.numel() // max(1, len(w))
-            for factor, thin in zip(factors_of(layer), (one_hot, False), strict=True):
+            for factor, thin in zip(factors_of(layer, key), (one_hot, False), strict=True):
                 n = rows if factor.side == "left" else columns
-                thin = thin or n > sharing.longest or (flat and factor == factors_of(layer)[1])
+                thin = thin or n > sharing.longest or (flat and factor == factors_of(layer, key)[1])
                 bordered = key.joint and factor.side == "right"
                 shape = (groups, n + bordered) if thin else (groups, n, n)
                 factors[key][factor] = _empty(w, shape)
@@ -166,14 +189,14 @@ def _uses(
     if isinstance(found, Layer) and found.curvature != "rows":
         own = {r: names.get(id(p)) for r, p in found.parameters(module).items()}
         if any(n is not None for n in own.values()):
-            use = LayerUse(own, found.curvature, found.joint)
-            yield use, found, found.groups(module), kind
+            yield use_of(found, module, own), found, found.groups(module), kind
     elif isinstance(found, Compound):
         note = found.note(module)
         text = f"{kind}, replayed" + (f" without {note}" if note else "")
         for weight, bias, groups in found.maps(module):
             own = {"weight": names.get(id(weight)), "bias": names.get(id(bias))}
-            yield LayerUse(own, "kronecker", True), found, groups, text
+            form = (groups, 0, 0) if weight is None else (groups, len(weight), weight.shape[-1])
+            yield LayerUse(own, "kronecker", True, form), found, groups, text
 
 
 def _empty(like: Tensor, shape: tuple[int, ...]) -> Tensor:

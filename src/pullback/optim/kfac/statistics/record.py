@@ -117,6 +117,7 @@ class ForwardRecord(Recorder):
         def keep(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
             if not now or not torch.is_grad_enabled():
                 return None
+            now[0].forget({now[0].name(p) for p in module.parameters()})
             output = _separate(output, compound.outputs(module, output))
             tensors = compound.outputs(module, output)
             edges = [edge_of(t) if t.requires_grad else None for t in tensors]

@@ -19,8 +19,8 @@ from ..factors.factor import DIAGONAL, BlockKey
 from .compound import CompoundReplays, tap_moments
 from .cotangents import CotangentPass, UseMoments, form_inputs
 from .covectors import Covectors, NotFinite, Recipe
-from .descent import Descent, unknown_layouts
-from .plan import BlockPlan, LayerUse
+from .descent import Descent, unknown_layouts, used_by_functions
+from .plan import BlockPlan, different_forms, use_of
 from .record import ForwardRecord
 from .sums import Pool, factors_of
 from .user_pass import AllSums, UserPass, alike, passes, tells
@@ -56,6 +56,8 @@ class Structure:
         self.bases: Mapping[BlockKey, Inverse] = {}
         #: why a parameter is held as a diagonal
         self.reasons: dict[str, str] = {}
+        #: those parameters by the last proof, with the reason
+        self.plain: dict[str, str] = {}
         #: the parameters that share a block with this one
         self.partners: dict[str, tuple[str, ...]] = {}
         self._routes: dict[Any, Route] = {}
@@ -151,12 +153,13 @@ class Structure:
             name = names["weight"]
             if moments is None or name is None:
                 continue
-            held, (inputs, outputs) = pool.of(BlockKey("kronecker", (name,))), factors_of(layer)
+            key = BlockKey("kronecker", (name,), turned=getattr(layer, "turned", False))
+            held, (inputs, outputs) = pool.of(key), factors_of(layer, key)
             held.add_inputs(inputs, moments)
-            groups = moments.second.shape[0]
+            groups, width = moments.second.shape[0], moments.second.shape[-1]
             if outputs not in held.values:
-                ones = moments.first.new_ones(groups, len(leaves[name]) // groups)
-                held.values[outputs] = ones
+                rows = leaves[name].numel() // (groups * width)
+                held.values[outputs] = moments.first.new_ones(groups, rows)
         self.partners = {n: (n,) for n in leaves}
         return pool
 
@@ -205,10 +208,12 @@ class Structure:
             refuse_sparse(name, gradient)
         if not all(torch.isfinite(n) for n in _norms(down.gradients)):
             raise NotFinite
-        uses = [LayerUse(e.names, e.layer.curvature, e.layer.joint) for e in entries]
-        remarks = replays.remarks | unknown_layouts(entries, layouts)
-        plain = {**proof.unexplained(down.gradients), **way.unrelated}
-        plan = BlockPlan([*uses, *replays.uses], plain, self._joint, remarks)
+        uses = [use_of(e.layer, e.module, e.names) for e in entries] + replays.uses
+        remarks = used_by_functions(entries) | replays.remarks | unknown_layouts(entries, layouts)
+        plain = {**different_forms(uses), **proof.unexplained(down.gradients), **way.unrelated}
+        if any(plain.values()) and not way.record.listening:
+            way.record.listening = True  # a function may use what no module showed
+        plan = BlockPlan(uses, plain, self._joint, remarks)
         ends = last_edges(way.root, way.edges[: len(entries)])
         replays.add_to(pool, plan)
         self._add(down, plan, pool)
@@ -220,6 +225,7 @@ class Structure:
         """Add what was measured to its blocks, and note what holds for the parameters from now."""
         if plan is not self._plan:
             self._plan = plan
+            self.plain = {n: why for n, why in plan.plain.items() if why}
             unused = {n for n, why in plan.plain.items() if not why and n in self.partners}
             new = {n: key.names for key in plan.keys for n in key.names if n not in unused}
             kept = {n: names for n, names in self.partners.items() if not new.keys() & {*names}}

@@ -18,10 +18,10 @@ from ..factors.factor import BlockKey, Factor
 BIAS = Factor("bias", "right"), Factor("bias", "left")
 
 
-def factors_of(layer: Layer | Compound) -> tuple[Factor, Factor]:
-    """Return the factors of inputs and outputs of a layer's weight."""
-    role = type(layer).__name__
-    one, two = ("left", "right") if layer.input_first else ("right", "left")
+def factors_of(layer: Layer | Compound, key: BlockKey) -> tuple[Factor, Factor]:
+    """Return the factors of inputs and outputs of a layer's weight, in the block's coordinates."""
+    role, first = type(layer).__name__, layer.input_first and not key.turned
+    one, two = ("left", "right") if first else ("right", "left")
     return Factor(role, one), Factor(role, two)
 
 
@@ -109,7 +109,7 @@ def means(pool: Pool, scale: Tensor | float) -> dict[BlockKey, dict[Factor, Side
                 for side, t in _sums(m, key.joint, pool.share).items():
                     own[Factor(factor.role, side or factor.side)] = t
                     if isinstance(m.places, Tensor):  # one per group, perhaps
-                        memory(t).div_(m.places.view(-1, *[1] * (len(t.shape) - 1)))
+                        _divide(memory(t), m.places.view(-1, *[1] * (len(t.shape) - 1)))
                         continue
                     some, counts = inputs.setdefault(memory(t).device, ([], []))
                     some.append(memory(t))
@@ -120,6 +120,15 @@ def means(pool: Pool, scale: Tensor | float) -> dict[BlockKey, dict[Factor, Side
     for some, counts in inputs.values():
         torch._foreach_div_(some, counts)
     return out
+
+
+def _divide(total: Tensor, places: Tensor) -> None:
+    """Divide sums over places by their number; a group without any takes the mean of all."""
+    if len(places) == 1:
+        total.div_(places)
+        return
+    pooled = total.sum(0, keepdim=True) / places.sum()
+    total.copy_(torch.where(places == 0, pooled, total / places))
 
 
 def _sums(m: Moments, joint: bool, share: float) -> dict[str, Side]:

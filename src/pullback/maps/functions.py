@@ -1,0 +1,323 @@
+"""What functions do with a parameter, written down as the layer that torch has for it.
+
+`F.linear(x, w)` is a use of a linear layer whoever calls it, and so are `x @ w.T`, an `einsum` or a
+`bmm` with a stack of experts. A `FunctionMode` sees the calls of a forward pass, recognizes views
+and copies of parameters by where their entries lie, and gives every use to the recorder with a
+module that stands for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from .layers.directed import Directed
+from .layers.product import Product, TurnedProduct
+
+#: what is noted of a call, by the function's name
+USES: dict[str, Callable[..., Tensor | None]] = {}
+
+
+def use(*names: str) -> Callable[[Any], Any]:
+    """Enter what is noted of calls of these functions: (mode, result, *arguments) -> result."""
+
+    def enter(function: Any) -> Any:
+        for name in names:
+            USES[name] = function
+        return function
+
+    return enter
+
+
+@dataclass(frozen=True)
+class Entries:
+    """The entries of a parameter that a tensor holds: entry i is at offset + Σ stride·i."""
+
+    parameter: Tensor
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int = 0
+    #: a gathered tensor: which slice of the parameter each place of axis 0 has
+    index: Tensor | None = None
+
+    @classmethod
+    def of(cls, parameter: Tensor) -> Entries:
+        """All of them."""
+        size = tuple(parameter.shape)
+        return cls(parameter, size, _contiguous(size))
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is the parameter, perhaps with other axes of length 1 or axes merged."""
+        same = self.offset == 0 and prod(self.size) == self.parameter.numel()
+        return same and self.index is None and self.dense
+
+    @property
+    def dense(self) -> bool:
+        """Whether the entries lie one after the other."""
+        pairs = zip(self.size, self.stride, _contiguous(self.size), strict=True)
+        return all(n == 1 or one == two for n, one, two in pairs)
+
+
+@dataclass(frozen=True)
+class Direction:
+    """What weight normalization makes of v and g: g v/‖v‖, with a length per slice along `dim`."""
+
+    direction: Tensor
+    length: Tensor
+    dim: int
+
+
+def _contiguous(size: Sequence[int]) -> tuple[int, ...]:
+    return tuple(prod(size[i + 1 :]) for i in range(len(size)))
+
+
+class Listener(Protocol):
+    """Who writes uses down."""
+
+    def parameter(self, t: Tensor) -> bool:
+        """Whether it is a parameter that takes part."""
+        ...
+
+    def note(self, key: Any, make: Callable[[], nn.Module], x: Tensor, output: Tensor) -> Tensor:
+        """Write down a use of the module that stands for it; return the output to go on with.
+
+        Uses with the same `key` share the module; None is a key of its own each time.
+        """
+        ...
+
+
+class FunctionMode(TorchFunctionMode):
+    """Gives the uses of parameters by functions to a listener."""
+
+    def __init__(self, listener: Listener) -> None:
+        super().__init__()
+        self.listener = listener
+        #: copies and the like with their version, held so that no others get their place in memory
+        self._derived: dict[int, tuple[Tensor, int, Entries | Direction]] = {}
+
+    def __exit__(self, *exc: Any) -> None:
+        self._derived.clear()
+        super().__exit__(*exc)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        noted = USES.get(getattr(func, "__name__", ""))
+        if noted is None or not isinstance(out, Tensor) or not out.requires_grad:
+            return out
+        found = noted(self, out, *args, **kwargs)
+        return out if found is None else found
+
+    # --- parameters -------------------------------------------------------------------------
+
+    def entries(self, t: Any) -> Entries | None:
+        """Which entries of a parameter a tensor holds, or None."""
+        if not isinstance(t, Tensor) or not t.requires_grad:
+            return None
+        if self.listener.parameter(t):
+            return Entries.of(t)
+        if (known := self._known(t)) is not None:
+            return known if isinstance(known, Entries) else None
+        if t._base is None or not t._base.is_contiguous():
+            return None
+        base = self.entries(t._base)
+        if base is None or not base.dense or base.index is not None:
+            return None
+        offset = base.offset + int(t.storage_offset() - t._base.storage_offset())
+        return Entries(base.parameter, tuple(t.shape), t.stride(), offset)
+
+    def whole(self, t: Any) -> Tensor | None:
+        """The parameter that a tensor is, or None."""
+        found = self.entries(t)
+        return found.parameter if found is not None and found.whole else None
+
+    def weight(self, t: Any) -> Tensor | Direction | None:
+        """The same, or what weight normalization made it of."""
+        known = self._known(t)
+        return known if isinstance(known, Direction) else self.whole(t)
+
+    def derive(self, out: Tensor, source: Entries | Direction) -> None:
+        """Note a tensor that holds these entries, or was made of a direction."""
+        self._derived[id(out)] = out, out._version, source
+
+    def _known(self, t: Any) -> Entries | Direction | None:
+        """What a tensor was derived from, unless it was changed since."""
+        _, version, source = self._derived.get(id(t), (None, None, None))
+        return source if source is not None and version == t._version else None
+
+    # --- uses -------------------------------------------------------------------------------
+
+    def note(
+        self,
+        kind: type[nn.Module],
+        x: Tensor,
+        out: Tensor,
+        held: Mapping[str, Any],
+        **settings: Any,
+    ) -> Tensor:
+        """Write down a use of a module of torch's own with these parameters and settings."""
+        own, known = held.get("weight"), dict(held)
+        turned = own if isinstance(own, Direction) else None
+        if turned is not None:
+            known["weight"] = turned.direction
+
+        def make() -> nn.Module:
+            module = kind.__new__(kind)
+            nn.Module.__init__(module)
+            module.__dict__.update(settings, _parameters=known)
+            return module if turned is None else Directed(module, turned.length, turned.dim)
+
+        key = (kind, *map(id, known.values()), turned is None, *settings.values())
+        try:
+            hash(key)
+        except TypeError:  # settings with tensors
+            key = None
+        return self.listener.note(key, make, x, out)
+
+    def product(
+        self,
+        out: Tensor,
+        weight: Any,
+        x: Any,
+        letters: tuple[str, str, str],
+        bias: Any = None,
+        index: Tensor | None = None,
+    ) -> Tensor | None:
+        """Note out = Σ weight · x (+ bias), by the letters of weight, x and out as in `einsum`."""
+        entries = self.entries(weight)
+        if entries is None or not isinstance(x, Tensor) or self.entries(x) is not None:
+            return None
+        given = Multiplication.read(entries, letters, index)
+        if given is None:
+            return None
+        shift = self.entries(bias)
+        own, many = entries.parameter, given.form[0]
+        held: dict[str, Tensor | None] = {"weight": own, "bias": None}
+        if shift is not None and shift.dense and shift.parameter.numel() == many * given.form[1]:
+            start = given.first * given.form[1]
+            fits = prod(shift.size) == given.used * given.form[1] and shift.offset == start
+            held["bias"] = shift.parameter if fits and given.index is None else None
+        if given.plain and entries.whole and own.ndim == 2:
+            return self.note(nn.Linear, x, out, held)
+        kind = TurnedProduct if given.turned else Product
+
+        def make() -> nn.Module:
+            return kind(
+                held, given.form, first=given.first, used=given.used, order=given.order,
+                axes=given.axes, index=given.index,
+            )  # fmt: skip
+
+        key = None
+        if given.index is None:
+            key = (kind, *map(id, held.values()), given.form, given.first, given.order, given.axes)
+        return self.listener.note(key, make, given.arranged(x).detach(), out)
+
+
+@dataclass(frozen=True)
+class Multiplication:
+    """A product with matrices in a parameter: which ones, and where the axes of x and out go."""
+
+    form: tuple[int, int, int]
+    first: int
+    used: int
+    turned: bool
+    order: tuple[int, ...]
+    axes: tuple[int, int]
+    index: Tensor | None
+    #: axes of x that are added up; then its axes (lead, places, matrices, features), by count
+    summed: tuple[int, ...]
+    x_order: tuple[int, ...]
+    counts: tuple[int, int, int, int]
+    #: whether the output's features come last, and those of x
+    plain: bool
+
+    @classmethod
+    def read(
+        cls, entries: Entries, letters: tuple[str, str, str], index: Tensor | None
+    ) -> Multiplication | None:
+        """Read a product off; None where a parameter is used in another way than by matrices."""
+        w, x, z = letters
+        if any(len({*some}) < len(some) for some in letters):
+            return None
+        axes = dict(zip(w, zip(entries.size, entries.stride, strict=True), strict=True))
+        if index is not None or entries.index is not None:  # axis 0 is picked by place
+            index = entries.index if index is None else index
+            if entries.index is not None and w[0] not in z[:1]:
+                return None
+            axes.pop(w[0])
+        shared = {a for a, (n, s) in axes.items() if a in x and a in z and (n == 1 or s == 0)}
+        axes = {a: pair for a, pair in axes.items() if a not in shared}  # expanded to these
+        if any(a not in x and a not in z for a in axes):
+            return None
+        picked = sorted((a for a in axes if a in x and a in z), key=lambda a: -axes[a][1])
+        outer = sorted((a for a in axes if a not in x), key=lambda a: -axes[a][1])
+        inner = sorted((a for a in axes if a not in z), key=lambda a: -axes[a][1])
+        found = _matrices(entries, *([axes[a] for a in some] for some in (picked, outer, inner)))
+        if found is None:
+            return None
+        form, first, used, turned = found
+        if index is not None and (first or picked):
+            return None
+        lead = 0
+        while lead < len(z) and z[lead] in x and z[lead] not in axes:
+            lead += 1
+        rest = [a for a in z[lead:] if a not in axes]
+        if any(a not in x for a in rest):  # the weight was expanded along it
+            return None
+        tail = [*rest, *picked, *outer]
+        order = tuple(z.index(a) - len(z) for a in tail)
+        x_order = tuple(x.index(a) for a in [*z[:lead], *rest, *picked, *inner])
+        summed = tuple(i for i, a in enumerate(x) if a not in z and a not in axes)
+        counts = (lead, len(rest), len(picked), len(inner))
+        plain = not turned and form[0] == 1 and index is None
+        plain = plain and order == (-1,) and x_order == tuple(range(len(x)))
+        if index is not None and len(rest) + lead > 1:
+            index = index.view(-1, *[1] * (len(rest) + lead - 1))
+        return cls(form, first, used, turned, order, (len(picked), len(outer)), index, summed,
+                   x_order, counts, plain)  # fmt: skip
+
+    def arranged(self, x: Tensor) -> Tensor:
+        """Bring x to (*lead, places, matrices, features)."""
+        if self.summed:
+            x = x.sum(self.summed, keepdim=True)
+        x = x.permute(*self.x_order, *self.summed)
+        sizes, (lead, rest, picked, _) = x.shape, self.counts
+        t, m = prod(sizes[lead : lead + rest]), prod(sizes[lead + rest : lead + rest + picked])
+        return x.reshape(*sizes[:lead], t, m, -1)
+
+
+def _matrices(
+    entries: Entries, picked: Sequence[Any], outer: Sequence[Any], inner: Sequence[Any]
+) -> tuple[tuple[int, int, int], int, int, bool] | None:
+    """Form (G, O, I), first matrix, how many, and whether turned; None if they are no matrices."""
+    merged = [_merged(some) for some in (picked, outer, inner)]
+    if any(m is None for m in merged):
+        return None
+    (used, apart), (o, down), (i, along) = merged  # pyright: ignore[reportGeneralTypeIssues]
+    if (i == 1 or along == 1) and (o == 1 or down == i):
+        turned = False
+    elif (o == 1 or down == 1) and (i == 1 or along == o):
+        turned = True
+    else:
+        return None
+    size, total = o * i, entries.parameter.numel()
+    if not size or (used > 1 and apart != size) or entries.offset % size or total % size:
+        return None
+    return (total // size, o, i), entries.offset // size, used, turned
+
+
+def _merged(axes: Sequence[tuple[int, int]]) -> tuple[int, int] | None:
+    """Length and stride of several axes as one."""
+    axes = [pair for pair in axes if pair[0] != 1]
+    if any(s != n * t for (_, s), (n, t) in pairwise(axes)):
+        return None
+    return (prod(n for n, _ in axes), axes[-1][1]) if axes else (1, 1)

@@ -1,0 +1,343 @@
+"""The functions that use parameters, by name, and the modules that stand for them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+from string import ascii_letters
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .functions import Direction, FunctionMode, Multiplication, use
+from .layers.gain import Gain
+
+#: functions whose result has the same entries
+_COPIES = ("to", "contiguous", "clone", "float", "double", "half", "bfloat16", "type", "type_as")
+_CONVS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+_TRANSPOSED = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
+
+
+@use(*_COPIES)
+def _copy(mode: FunctionMode, out: Tensor, source: Any, *args: Any, **kwargs: Any) -> None:
+    entries = mode.entries(source)
+    if entries is not None and out is not source and out.shape == source.shape:
+        mode.derive(out, entries)
+
+
+@use("linear")
+def _linear(
+    mode: FunctionMode, out: Tensor, input: Tensor, weight: Tensor, bias: Any = None
+) -> Tensor | None:
+    if weight.ndim == 2 and mode.entries(weight) is not None:
+        lead = ascii_letters[2 : 1 + input.ndim]
+        return mode.product(out, weight, input, ("ab", f"{lead}b", f"{lead}a"), bias)
+    own, shift = mode.weight(weight), mode.whole(bias)
+    if own is None and shift is None:
+        return None
+    return mode.note(nn.Linear, input, out, {"weight": weight if own is None else own,
+                                             "bias": shift})  # fmt: skip
+
+
+@use("_weight_norm")
+def _weight_norm(mode: FunctionMode, out: Tensor, v: Tensor, g: Tensor, dim: int = 0) -> None:
+    own, length = mode.whole(v), mode.whole(g)
+    if own is not None and own is v and length is not None:
+        mode.derive(out, Direction(own, length, dim))
+
+
+@use("matmul", "mm", "bmm", "__matmul__")
+def _matmul(mode: FunctionMode, out: Tensor, input: Any, mat2: Any = None, **names: Any) -> Any:
+    return _times(mode, out, input, names.get("other", mat2))
+
+
+def _times(mode: FunctionMode, out: Tensor, one: Any, two: Any, bias: Any = None) -> Tensor | None:
+    """Note a product of matrices, of which one is a parameter."""
+    if not isinstance(one, Tensor) or not isinstance(two, Tensor) or min(one.ndim, two.ndim) < 2:
+        return None
+    batch = ascii_letters[3 : 1 + max(one.ndim, two.ndim)]
+    letters = [batch[len(batch) + 2 - t.ndim :] for t in (one, two)]
+    result = f"{batch}ac"
+    if mode.entries(two) is not None:
+        given = (f"{letters[1]}bc", f"{letters[0]}ab", result)
+        return mode.product(out, two, *_spread(two, one, given), bias)
+    if mode.entries(one) is not None:
+        given = (f"{letters[0]}ab", f"{letters[1]}bc", result)
+        return mode.product(out, one, *_spread(one, two, given))
+    return None
+
+
+def _spread(
+    w: Tensor, x: Tensor, letters: tuple[str, str, str]
+) -> tuple[Tensor, tuple[str, str, str]]:
+    """Expand x along the axes of w that it lacks: every matrix then has the same places."""
+    sizes = dict(zip(letters[0], w.shape, strict=True))
+    lacking = [a for a in letters[0][:-2] if a not in letters[1] and sizes[a] > 1]
+    x = x.expand(*(sizes[a] for a in lacking), *x.shape)
+    names = "".join(lacking) + letters[1]
+    x = x.expand(*(sizes.get(a, n) if n == 1 and a in letters[0][:-2] else n
+                   for a, n in zip(names, x.shape, strict=True)))  # fmt: skip
+    return x, (letters[0], names, letters[2])
+
+
+@use("addmm", "baddbmm")
+def _addmm(
+    mode: FunctionMode, out: Tensor, input: Any, one: Any = None, two: Any = None, **names: Any
+) -> Tensor | None:
+    if names.get("beta", 1) != 1 or names.get("alpha", 1) != 1:
+        return None
+    one = names.get("mat1", names.get("batch1", one))
+    two = names.get("mat2", names.get("batch2", two))
+    return _times(mode, out, one, two, input)
+
+
+@use("einsum")
+def _einsum(mode: FunctionMode, out: Tensor, equation: Any, *operands: Any) -> Tensor | None:
+    if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
+        operands = (*operands[0],)
+    if not isinstance(equation, str) or len(operands) != 2:
+        return None
+    left, arrow, result = equation.replace(" ", "").partition("->")
+    names = left.split(",")
+    if not arrow or len(names) != 2:
+        return None
+    free = [a for a in ascii_letters if a not in equation]
+    for k, (name, t) in enumerate(zip(names, operands, strict=True)):
+        more = t.ndim - len(name.replace("...", ""))
+        names[k] = name.replace("...", "".join(free[:more]))
+        if "..." in name:
+            result = result.replace("...", "".join(free[:more]))
+    if any(len(n) != t.ndim for n, t in zip(names, operands, strict=True)):
+        return None
+    for k in (1, 0):
+        entries = mode.entries(operands[k])
+        if entries is not None:
+            w, x = operands[k], operands[1 - k]
+            given = (names[k], names[1 - k], result)
+            sizes = dict(zip(names[k], entries.size, strict=True))
+            if Multiplication.read(entries, given, None) is None:  # all matrices meet all
+                first = names[k][0]
+                if first in result and first not in names[1 - k]:
+                    x = x.expand(sizes[first], *x.shape)
+                    given = (names[k], first + names[1 - k], result)
+            return mode.product(out, w, x, given)
+    return None
+
+
+@use("grouped_mm", "_grouped_mm")
+def _grouped(
+    mode: FunctionMode, out: Tensor, mat_a: Tensor, mat_b: Tensor, *args: Any, **names: Any
+) -> Tensor | None:
+    offsets = names.get("offs", args[0] if args else None)
+    if offsets is None or mat_a.ndim != 2 or mat_b.ndim != 3:
+        return None
+    rows = torch.arange(len(mat_a), device=mat_a.device, dtype=offsets.dtype)
+    index = torch.searchsorted(offsets, rows, right=True).clamp(max=len(mat_b) - 1)
+    return mode.product(out, mat_b, mat_a, ("abc", "db", "dc"), index=index)
+
+
+@use("grouped_mm_fallback")
+def _grouped_fallback(
+    mode: FunctionMode, out: Tensor, input: Tensor, weight: Tensor, offs: Tensor
+) -> Tensor | None:
+    return _grouped(mode, out, input, weight, offs)
+
+
+@use("conv1d", "conv2d", "conv3d")
+def _conv(
+    mode: FunctionMode, out: Tensor, input: Tensor, weight: Tensor, bias: Any = None,
+    stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1,
+) -> Tensor | None:  # fmt: skip
+    own, shift = mode.weight(weight), mode.whole(bias)
+    if own is None and shift is None:
+        return None
+    dims, kernel = weight.ndim - 2, tuple(weight.shape[2:])
+    stride, dilation = (_each(v, dims) for v in (stride, dilation))
+    if padding == "same":
+        sides = [(d * (k - 1) // 2, d * (k - 1) - d * (k - 1) // 2)
+                 for k, d in zip(kernel, dilation, strict=True)]  # fmt: skip
+    else:
+        sides = [(p, p) for p in _each(0 if padding == "valid" else padding, dims)]
+    return mode.note(
+        _CONVS[dims], input, out, {"weight": weight if own is None else own, "bias": shift},
+        kernel_size=kernel, stride=stride, dilation=dilation, groups=groups, padding_mode="zeros",
+        padding=padding if isinstance(padding, str) else _each(padding, dims),
+        in_channels=weight.shape[1] * groups, out_channels=weight.shape[0],
+        _reversed_padding_repeated_twice=tuple(p for side in sides[::-1] for p in side),
+    )  # fmt: skip
+
+
+@use("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+def _conv_transpose(
+    mode: FunctionMode, out: Tensor, input: Tensor, weight: Tensor, bias: Any = None,
+    stride: Any = 1, padding: Any = 0, output_padding: Any = 0, groups: int = 1, dilation: Any = 1,
+) -> Tensor | None:  # fmt: skip
+    own = mode.whole(weight)
+    if own is None:
+        return None
+    dims = weight.ndim - 2
+    return mode.note(
+        _TRANSPOSED[dims], input, out, {"weight": own, "bias": mode.whole(bias)},
+        kernel_size=tuple(weight.shape[2:]), stride=_each(stride, dims), groups=groups,
+        padding=_each(padding, dims), dilation=_each(dilation, dims), padding_mode="zeros",
+        output_padding=_each(output_padding, dims), in_channels=weight.shape[0],
+        out_channels=weight.shape[1] * groups,
+    )  # fmt: skip
+
+
+def _each(value: Any, dims: int) -> tuple[int, ...]:
+    return (value,) * dims if isinstance(value, int) else tuple(value) * (dims // len(value))
+
+
+@use("embedding")
+def _embedding(
+    mode: FunctionMode, out: Tensor, input: Tensor, weight: Tensor, padding_idx: int | None = None,
+    *args: Any, **names: Any,
+) -> Tensor | None:  # fmt: skip
+    if input.is_floating_point():  # torch.embedding has them the other way round
+        input, weight = weight, input
+    own = mode.whole(weight)
+    scaled = any(args[2:]) or names.get("scale_grad_by_freq") or names.get("sparse")
+    if own is None or scaled:
+        return None
+    if padding_idx is not None and padding_idx < 0:
+        padding_idx += len(weight)
+    return _look_up(mode, out, own, input, padding_idx)
+
+
+def _look_up(
+    mode: FunctionMode, out: Tensor, own: Tensor, index: Tensor, padding: int | None = None
+) -> Tensor:
+    """Note rows of a table that are looked up."""
+    width = out.shape[-1]
+    return mode.note(
+        nn.Embedding, index, out, {"weight": own}, num_embeddings=own.numel() // max(1, width),
+        embedding_dim=width, padding_idx=padding,
+    )  # fmt: skip
+
+
+@use("__getitem__", "index_select")
+def _gather(
+    mode: FunctionMode, out: Tensor, source: Tensor, index: Any, *rest: Any
+) -> Tensor | None:
+    if rest:  # index_select(source, dim, index)
+        if index != 0:
+            return None
+        index = rest[0]
+    index = index[0] if isinstance(index, tuple) and len(index) == 1 else index
+    entries = mode.entries(source) if isinstance(index, Tensor) else None
+    if entries is None or not isinstance(index, Tensor) or index.is_floating_point():
+        return None
+    if index.dtype == torch.bool or not index.ndim or not entries.whole or source.ndim < 2:
+        return None
+    if source.shape != entries.parameter.shape:
+        return None
+    if source.ndim == 2:
+        return _look_up(mode, out, entries.parameter, index)
+    if index.ndim == 1:  # matrices, for products to come
+        mode.derive(out, replace(entries, size=tuple(out.shape), index=index))
+    return None
+
+
+@use("layer_norm")
+def _layer_norm(
+    mode: FunctionMode, out: Tensor, input: Tensor, normalized_shape: Any, weight: Any = None,
+    bias: Any = None, eps: float = 1e-5,
+) -> Tensor | None:  # fmt: skip
+    shape = tuple(normalized_shape)
+    return _norm(mode, nn.LayerNorm, input, out, weight, bias, normalized_shape=shape, eps=eps)
+
+
+@use("rms_norm")
+def _rms_norm(
+    mode: FunctionMode, out: Tensor, input: Tensor, normalized_shape: Any, weight: Any = None,
+    eps: float | None = None,
+) -> Tensor | None:  # fmt: skip
+    shape = tuple(normalized_shape)
+    return _norm(mode, nn.RMSNorm, input, out, weight, None, normalized_shape=shape, eps=eps)
+
+
+@use("group_norm")
+def _group_norm(
+    mode: FunctionMode, out: Tensor, input: Tensor, num_groups: int, weight: Any = None,
+    bias: Any = None, eps: float = 1e-5,
+) -> Tensor | None:  # fmt: skip
+    return _norm(mode, nn.GroupNorm, input, out, weight, bias, num_groups=num_groups, eps=eps)
+
+
+@use("batch_norm")
+def _batch_norm(
+    mode: FunctionMode, out: Tensor, input: Tensor, running_mean: Any, running_var: Any,
+    weight: Any = None, bias: Any = None, training: bool = False, momentum: float = 0.1,
+    eps: float = 1e-5, *args: Any,
+) -> Tensor | None:  # fmt: skip
+    return _norm(
+        mode, nn.BatchNorm2d, input, out, weight, bias, running_mean=running_mean,
+        running_var=running_var, training=training, eps=eps,
+    )  # fmt: skip
+
+
+def _norm(
+    mode: FunctionMode, kind: type[nn.Module], x: Tensor, out: Tensor, weight: Any, bias: Any,
+    **settings: Any,
+) -> Tensor | None:  # fmt: skip
+    own = {"weight": mode.whole(weight), "bias": mode.whole(bias)}
+    if all(t is None for t in own.values()):
+        return None
+    return mode.note(kind, x, out, own, **settings)
+
+
+@use("mul", "multiply")
+def _mul(mode: FunctionMode, out: Tensor, one: Any, two: Any = None, **names: Any) -> Tensor | None:
+    return _elementwise(mode, out, one, names.get("other", two), "weight")
+
+
+@use("add", "add_")
+def _add(
+    mode: FunctionMode, out: Tensor, one: Any, two: Any = None, *, alpha: Any = 1, **names: Any
+) -> Tensor | None:
+    two = names.get("other", two)
+    scalar = next((t for t in (one, two) if isinstance(t, (int, float))), None)
+    if scalar is not None:  # a gain 1 + g has the derivatives of g
+        source = one if isinstance(one, Tensor) else two
+        if alpha == 1 and out is not source and (found := mode.entries(source)) is not None:
+            mode.derive(out, found)
+        return None
+    return _elementwise(mode, out, one, two, "bias") if alpha == 1 else None
+
+
+def _elementwise(mode: FunctionMode, out: Tensor, one: Any, two: Any, role: str) -> Tensor | None:
+    """Note a gain or a shift."""
+    for g, x in ((one, two), (two, one)):
+        own = mode.whole(g)
+        if own is None or not isinstance(x, Tensor) or mode.entries(x) is not None:
+            continue
+        shape = tuple(g.shape)
+        while shape and shape[0] == 1:
+            shape = shape[1:]
+        if out.ndim <= len(shape):  # nothing counts samples
+            return None
+        if role == "bias" and any(
+            n != m for n, m in zip(shape[::-1], out.shape[::-1], strict=False)
+        ):
+            return _gain(mode, out, x, own, shape, role)
+        if role == "bias" and len(shape) == 1:
+            blank = out.new_zeros(()).detach().expand(*out.shape[:-1], 1)
+            return mode.note(nn.Linear, blank, out, {"weight": None, "bias": own})
+        if role == "bias" and len(shape) > 1:  # positions that are looked up
+            rows = torch.arange(prod(shape[:-1]), device=out.device).view(shape[:-1])
+            return _look_up(mode, out, own, rows.expand(out.shape[:-1]))
+        return _gain(mode, out, x, own, shape, role)
+    return None
+
+
+def _gain(
+    mode: FunctionMode, out: Tensor, x: Tensor, own: Tensor, shape: tuple[int, ...], role: str
+) -> Tensor:
+    def make() -> nn.Module:
+        return Gain(role, own, shape)
+
+    seen = x.detach() if role == "weight" else out.new_zeros(()).detach()
+    seen = seen.expand(out.shape)
+    return mode.listener.note((Gain, role, id(own), shape), make, seen, out)
