@@ -169,14 +169,9 @@ def tiny(experiment: Training, monkeypatch: pytest.MonkeyPatch) -> Training:
 @pytest.mark.parametrize(
     ("experiment", "methods"), [(FULL, METHODS[:2]), (HUNDRED, METHODS[5:])], ids=["10", "100"]
 )
-def test_quick_training(
-    experiment: Training,
-    methods: Sequence[Method],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_quick_training(experiment: Training, methods: Sequence[Method], tmp_path: Path) -> None:
     shown = {part: [m.name for m in methods] for part in experiment.figures}
-    experiment = replace(tiny(experiment, monkeypatch), methods=methods, figures=shown)
+    experiment = replace(experiment.smoke(), methods=methods, figures=shown)
     done = experiment.run(True, None, tmp_path, quiet())
     assert done.status == 0
     assert done.done == len(experiment.methods)

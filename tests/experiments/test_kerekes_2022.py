@@ -175,7 +175,7 @@ def test_the_flow_reaches_the_margins() -> None:
     assert float(found.abs().sum()) < 1.02 * truth.norm  # as slow as 1/log(β/α²)
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("depth", [1, 3])
 def test_samples_of_no_weight_do_not_bend_the_path(
     depth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
