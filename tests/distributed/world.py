@@ -25,7 +25,10 @@ class World:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         context = mp.get_context("forkserver")  # torch is imported once
-        context.set_forkserver_preload(["pullback", "torch.distributed", __name__])
+        context.set_forkserver_preload([
+            "pullback", "torch.distributed", "torch._dynamo", "torch.distributed.fsdp",
+            "torch.distributed.checkpoint.state_dict", __name__,
+        ])  # fmt: skip
         self.size, self.pipes, self.processes = size, [], []
         for rank in range(size):
             here, there = context.Pipe()
