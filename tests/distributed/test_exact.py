@@ -210,6 +210,12 @@ def greedy(rank: int, size: int) -> None:
 
 
 @CHECKS.add
+def sketches(rank: int, size: int) -> None:
+    solver = pb.solvers.Sketched(rows=20, damping=1e-2)
+    compare(rank, mlp(16), natural(solver, gram="kernel"), batch(), number=4)
+
+
+@CHECKS.add
 def accumulated_calls(rank: int, size: int) -> None:
     """Two forward calls in a closure, of which the last process makes none."""
     x, y = batch()

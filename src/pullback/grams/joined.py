@@ -197,6 +197,10 @@ class StackedKernel(Kernel):
             stack.space.size,
             lambda: stack.squares(budget),
         )
+        self._stack = stack
+
+    def rows(self) -> Tensor:
+        return self._stack.rows()
 
     def lift_rows(self, c: Tensor) -> Tensor:
         return self._lift(c)

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from .._core.errors import PullbackError
 from .._core.processes import Processes
 from ..optim import KFAC, NaturalGradient, Objective, StepInfo
 from ..solvers import PseudoInverse
@@ -23,14 +22,7 @@ def optimizer(
 ) -> Optimizer:
     """The settings' optimizer, or a natural gradient of their stages."""
     if settings.optimizer is not None:
-        found = settings.optimizer(trial)
-        if isinstance(found, KFAC) and not processes.alone:
-            raise PullbackError(
-                "K-FAC cannot solve on several processes",
-                "its statistics of a PDE are those of one process's points",
-                "Leave optimizer= out, or solve on one process",
-            )
-        return found
+        return settings.optimizer(trial)
     return NaturalGradient(
         trial,
         solver=settings.solver or _spectral(dtype),
