@@ -56,4 +56,4 @@ def main(folder: str = "", steps: int = 100) -> float:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(*sys.argv[1:2])

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import pullback as pb
+from benchmarks.traffic import count
 
 from .training import MODELS, STEPS, batch, model_of, train
 from .world import World
@@ -174,6 +175,10 @@ def test_traffic(world: World) -> None:
     assert size == pytest.approx(3 * 4 * (sum(thin) + sum(means)) * 2 * 2 / 3)
     assert sent["counts"][0] == 3
     assert sent["inverses"][0] == 3  # the first, second and third statistics
+    every: dict[str, Any] = {"statistics_every": 2, "invert_every": 4}
+    paper = count(model_of("dense").float(), {"likelihood": CATEGORICAL, **every}, 3, 3)
+    assert sent["factors"][1] == pytest.approx(3 * 2 * paper["factors"])
+    assert sent["inverses"][1] == pytest.approx(3 * 4 * paper["inverses"])
 
 
 def test_lazy_sums(world: World) -> None:
