@@ -35,6 +35,10 @@ class Status(Enum):
         "the iteration limit was reached before the tolerance; "
         "raise max_iterations, the damping, or pass a preconditioner"
     )
+    INACCURATE = (
+        "(G + damping) x differs from g by more than round-off: with only g known, sample space "
+        "loses digits as the damping falls; raise it, pass the whitened gradient, or hold rows"
+    )
     SINGULAR = (
         "the Gram is zero or not finite, so no direction could be found; "
         "check the model's outputs, or add damping"

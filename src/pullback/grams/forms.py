@@ -15,6 +15,17 @@ _EXACT_TRACE = 256  # rows up to which the trace of an operator is computed and 
 _PROBES = 32
 
 
+def _refuse_empty(count: int, size: int) -> tuple[int, int]:
+    """Raise for a Gram without rows or parameters, which no solver has a direction for."""
+    if not count or not size:
+        raise PullbackError(
+            "The Gram is empty",
+            f"it has {count} rows and {size} parameters",
+            "Leave out empty batches, and parameters without entries",
+        )
+    return count, size
+
+
 class Rows(FactoredGram):
     """G = AᵀA held as the matrix A.
 
@@ -31,7 +42,7 @@ class Rows(FactoredGram):
                 "Pass A of shape (rows, parameters)",
             )
         self._a = a
-        self.count, self.size = a.shape
+        self.count, self.size = _refuse_empty(*a.shape)
         self.dtype, self.device = a.dtype, a.device
         self.structure = Structure("rows", factored=True, low_rank=self.count < self.size)
 
@@ -74,7 +85,7 @@ class Dense(Gram):
                 "Pass G of shape (p, p)",
             )
         self._g = g
-        self.size = len(g)
+        self.size = _refuse_empty(1, len(g))[1]
         self.count = self.size if count is None else count
         self.dtype, self.device = g.dtype, g.device
         self.structure = Structure("dense", factored=False, low_rank=self.count < self.size)
@@ -98,7 +109,7 @@ class Operator(FactoredGram):
         device: torch.device,
     ) -> None:
         self._project, self._lift = project, lift
-        self.count, self.size = shape
+        self.count, self.size = _refuse_empty(*shape)
         self.dtype, self.device = dtype, device
         self.structure = Structure("operator", factored=True, low_rank=self.count < self.size)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -55,6 +55,21 @@ def resolve(damping: Damping, gram: Gram) -> float:
     if isinstance(damping, Relative):
         return damping.value * float(gram.trace()) / gram.size
     return _checked(damping)
+
+
+def measured(solution: Solution, gram: Gram, rhs: Tensor) -> Solution:
+    """The solution with its residual, and a status that says so where it is large."""
+    left = gram.matvec(solution.x) + solution.damping * solution.x - rhs
+    residual = float(left.norm() / rhs.norm().clamp(min=torch.finfo(rhs.dtype).tiny))
+    good = residual <= torch.finfo(rhs.dtype).eps ** 0.5
+    loses = not good and solution.status is Status.OK
+    status = Status.INACCURATE if loses else solution.status
+    return replace(solution, residual=residual, status=status)
+
+
+def delicate(damping: float, top: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a division by the damping may lose the digits of a Gram with this eigenvalue."""
+    return damping <= torch.finfo(dtype).eps ** 0.5 * float(top)
 
 
 class Solver(ABC):

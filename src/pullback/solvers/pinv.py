@@ -12,7 +12,7 @@ from torch import Tensor
 from .._core.errors import PullbackError, Status
 from .._core.svd import svd
 from ..grams import FactoredGram, Gram
-from .base import Damping, Path, Solution, Solver, resolve
+from .base import Damping, Path, Solution, Solver, delicate, measured, resolve
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,11 @@ class PseudoInverse(Solver):
             x = path.combine(path.gamma / path.eigenvalues)
         else:
             x = path.at(torch.full_like(path.gamma[0], value))
-        return Solution(x.to(rhs.dtype), value, state.rank)
+        found = Solution(x.to(rhs.dtype), value, state.rank)
+        blind = state.gram.structure.holds == "kernel" and whitened is None
+        if blind and value > 0 and delicate(value, state.top.square(), rhs.dtype):
+            return measured(found, state.gram, rhs)
+        return found
 
     def path(self, state: Spectrum, rhs: Tensor, whitened: Tensor | None = None) -> Path:
         """γ from r where that keeps the digits, else from g; g⊥ is what the directions miss."""

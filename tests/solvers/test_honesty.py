@@ -1,0 +1,61 @@
+"""Solutions that lost their digits say so, and empty Grams are refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import pullback as pb
+from pullback._core.errors import Status
+
+
+def ill(n: int = 12, p: int = 40) -> tuple[Tensor, Tensor]:
+    """Rows with singular values from 1 to 1e-6, and a gradient in their span and beside it."""
+    torch.manual_seed(0)
+    u, v = (torch.linalg.qr(torch.randn(k, n, dtype=torch.float64))[0] for k in (n, p))
+    a = (u * torch.logspace(0, -6, n, dtype=torch.float64)) @ v.T
+    return a, torch.randn(p, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("solver", [pb.solvers.Cholesky(), pb.solvers.PseudoInverse()], ids=repr)
+@pytest.mark.parametrize("damping", [1e-4, 1e-10, 1e-13, 1e-15])
+def test_a_kernel_with_g_alone_reports_what_it_lost(
+    solver: pb.solvers.Solver, damping: float
+) -> None:
+    a, g = ill()
+    gram = pb.grams.Kernel(a @ a.T, lambda v: a @ v, lambda c: a.T @ c, a.shape[1])
+    found = solver.solve(solver.init(gram), g, damping)
+    truth = ((a.T @ a) @ found.x + found.damping * found.x - g).norm() / g.norm()
+    if damping >= 1e-4:
+        assert (found.residual, found.status) == (None, Status.OK)
+        assert truth < 1e-6
+        return
+    assert found.residual is not None
+    assert abs(found.residual - float(truth)) <= 1e-3 * float(truth) + 1e-12
+    if truth > 1e-6:
+        assert found.status is Status.INACCURATE
+        assert "damping" in found.status.value
+
+
+def test_with_r_nothing_is_lost_and_nothing_is_asked() -> None:
+    a, _ = ill()
+    r = torch.ones(len(a), dtype=torch.float64)
+    gram = pb.grams.Kernel(a @ a.T, lambda v: a @ v, lambda c: a.T @ c, a.shape[1])
+    solver = pb.solvers.Cholesky()
+    found = solver.solve(solver.init(gram), a.T @ r, 1e-10, whitened=r)
+    assert found.status is Status.OK
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (3, 0), (0, 0)])
+def test_an_empty_gram_is_refused(shape: tuple[int, int]) -> None:
+    a = torch.zeros(shape)
+    makers = [
+        lambda: pb.grams.Rows(a),
+        lambda: pb.grams.Kernel(a @ a.T, lambda v: a @ v, lambda c: a.T @ c, shape[1]),
+    ]
+    for make in makers:
+        with pytest.raises(pb.PullbackError, match="empty"):
+            make()
+    with pytest.raises(pb.PullbackError, match="empty"):
+        pb.grams.Dense(torch.zeros(0, 0))
