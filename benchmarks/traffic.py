@@ -23,6 +23,7 @@ from pullback.optim.kfac.factors.placement import Placement
 from pullback.optim.kfac.statistics.sync import sum_sides
 
 from .kfac_models import GPT, resnet50
+from .timing import environment
 
 RESULTS = Path(__file__).parent / "results"
 MODELS: dict[str, Callable[[], nn.Module]] = {"ResNet-50": resnet50, "GPT-2": lambda: GPT(depth=12)}
@@ -109,7 +110,8 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
                     f"  {rule:17} workers {workers}: {total / 1e6:7.2f} MB per step, "
                     f"{total / gradients:6.1%} of the gradients ({parts})"
                 )
-    options.out.write_text(json.dumps({"results": results}, indent=1) + "\n")
+    record = {"environment": environment(torch.device("cpu")), "results": results}
+    options.out.write_text(json.dumps(record, indent=1) + "\n")
     return results
 
 

@@ -32,8 +32,9 @@ def plain(model: nn.Module) -> nn.Module:
         model = inner
 
 
-def select(output: Any, selector: Selector) -> Tensor:
+def select(given: Any, selector: Selector) -> Tensor:
     """The tensor z that the metric sees, from what the model returned; its logits by default."""
+    output: Any = given
     if selector is None and not isinstance(output, Tensor):
         named = isinstance(output, Mapping) and "logits" in output
         output = output["logits"] if named else getattr(output, "logits", output)

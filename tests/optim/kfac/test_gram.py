@@ -83,7 +83,7 @@ def layers() -> dict[str, tuple[nn.Module, tuple[int, ...]]]:
         "words in and out": (pair(embed(5, 3), nn.Linear(3, 5, bias=False), True), (2, 3)),
         "words in and out, biased": (pair(embed(5, 3), nn.Linear(3, 5), True), (2, 3)),
         "experts": (Experts(), (2, 3, 3)),
-        "a parameter of no layer": (mlp(Gain(4)), (4, 3)),
+        "a gain by hand": (mlp(Gain(4)), (4, 3)),
         "LayerNorm": (mlp(nn.LayerNorm(4)), (3, 3)),
         "LayerNorm of two axes": (places(nn.LayerNorm([4, 3]), nn.Tanh()), (2, 4, 3)),
         "LayerNorm without bias": (mlp(nn.LayerNorm(4, bias=False)), (2, 3, 3)),
@@ -115,7 +115,7 @@ def agree(opt: pb.KFAC, model: nn.Module, want: Tensor, law: str, tol: float = 1
     assert_close(o.part(got, model, known), o.part(want, model, known), tol, law)
     assert float(torch.linalg.eigvalsh(got)[0]) >= -1e-10 * float(got.norm())
     for row in opt.coverage():
-        kind = "diagonal" if row.name.endswith("gain") else ("kronecker", "units")
+        kind = "units" if row.name.endswith("gain") else ("kronecker", "units")
         assert row.block.startswith(kind if row.name in o.index(model) else "none"), row
 
 
