@@ -32,9 +32,8 @@ def plain(model: nn.Module) -> nn.Module:
         model = inner
 
 
-def select(given: Any, selector: Selector) -> Tensor:
+def select(output: Any, selector: Selector) -> Tensor:
     """The tensor z that the metric sees, from what the model returned; its logits by default."""
-    output: Any = given
     if selector is None and not isinstance(output, Tensor):
         named = isinstance(output, Mapping) and "logits" in output
         output = output["logits"] if named else getattr(output, "logits", output)
@@ -43,7 +42,8 @@ def select(given: Any, selector: Selector) -> Tensor:
     elif selector is not None:
         try:
             keyed = isinstance(output, Mapping) or not hasattr(output, str(selector))
-            output = output[selector] if keyed else getattr(output, str(selector))
+            given: Any = output
+            output = given[selector] if keyed else getattr(given, str(selector))
         except (AttributeError, IndexError, KeyError, TypeError) as error:
             raise PullbackError(
                 f"The model's output has no entry {selector!r}",
