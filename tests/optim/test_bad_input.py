@@ -543,7 +543,7 @@ class Returning(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("pack", "kind"), [(lambda z: (z, z), "tuple"), (lambda z: {"logits": z}, "dict")]
+    ("pack", "kind"), [(lambda z: (z, z), "tuple"), (lambda z: {"scores": z}, "dict")]
 )
 def test_structured_outputs_without_a_selector(pack, kind: str) -> None:
     model, (x, y) = Returning(pack), data()

@@ -221,7 +221,7 @@ def test_where_samples_cannot_be_related_squares_are_unbiased() -> None:
     model, x = Mixture(), torch.randn(3, 2, 2)
     opt = stepped(model, x, PLAIN, fisher="mc", draws=250)
     rows = {r.name: r for r in opt.coverage()}
-    assert {r.block for r in rows.values()} == {"diagonal"}
+    assert {r.block for n, r in rows.items() if n != "gain"} == {"diagonal"}
     assert "inside RNN" in rows["rnn.weight_ih_l0"].reason
     assert "(6, 2)" in rows["folded.weight"].reason
     assert "index" in rows["kinds.weight"].reason
