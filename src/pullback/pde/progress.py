@@ -16,11 +16,12 @@ class Line:
     def __init__(self, progress: Progress | None, task: int) -> None:
         self._progress, self._task = progress, task
 
-    def __call__(self, step: int, loss: float, error: float) -> None:
+    def __call__(self, step: int, loss: float, fresh: float, error: float) -> None:
         """One more step."""
         if self._progress is not None:
-            shown = "" if math.isnan(error) else f"error {error:.1e}"
-            text = f"loss {loss:.1e}  {shown}"
+            numbers = {"loss": loss, "fresh": fresh, "error": error}
+            known = [f"{n} {v:.1e}" for n, v in numbers.items() if not math.isnan(v)]
+            text = "  ".join(known)
             self._progress.update(self._task, completed=step, state=text)  # pyright: ignore[reportArgumentType]
 
 

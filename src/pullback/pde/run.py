@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +25,13 @@ from .problem import Problem
 from .progress import shown
 from .settings import Settings
 from .solution import Solution
+from .validation import Validation
+from .verdict import Verdict
 
 _SAVE_EVERY = 60.0  # seconds between two checkpoints
 _REJECTED = 30  # steps rejected in a row that end a run
+_DRIFT = 2.0  # of losses at fresh and own points beyond which points move, before it is too late
+_RESTART = 1e-3  # of their terms: residuals at which a run that is stuck starts anew
 
 
 class Run:
@@ -64,10 +70,17 @@ class Run:
         )
         self.optimizer = optimizer(self._trial, settings, like.dtype)
         self._points = Collocation(problem, self._trial, plan, like, settings.single)
+        self._validation = Validation(
+            problem, self._trial, plan.counts, self._points.weights, settings.seed
+        )
+        self._adaptive = plan.adaptive
         self._path = None if checkpoint is None else Path(checkpoint)
         self.history = History()
         self._yardstick = Yardstick(problem, like) if problem.known else None
-        self._rejected = 0
+        self._rejected, self._stuck = 0, False
+        self._before = math.inf  # loss at fresh points when points were last redrawn
+        self._first = {n: p.detach().clone() for n, p in self._trial.named_parameters()}
+        self._best: dict[str, Any] | None = None  # of the runs before the last restart
         self._said = False
         #: seconds spent before this call, by a run that it goes on with
         self.begun = 0.0
@@ -99,7 +112,6 @@ class Run:
         self.begun = self.history.spent
         due = self.begun + _SAVE_EVERY
         self._record_error()
-        start = {n: p.detach().clone() for n, p in self._trial.named_parameters()}
         stopped = ""
         try:
             with shown(
@@ -107,7 +119,7 @@ class Run:
             ) as line:
                 while not (stopped := self._finished()):
                     info = self._step()
-                    line(len(self.history), info.loss, self.error)
+                    line(len(self.history), info.loss, self._fresh, self.error)
                     if any([call(self, info) is True for call in self._settings.callbacks]):
                         stopped = "a callback asked for it"
                         break
@@ -117,16 +129,21 @@ class Run:
         finally:
             self._points.full(len(self.history))
             if not len(self.history):  # refused, perhaps after rounding to single precision
-                self._put(start)
+                self._put(self._first)
             self._record_error()
             if self._path is not None and len(self.history):
                 self._save()
+        self._keep_best()
+        verdict = self._judge(stopped)
+        if verdict.alarming:
+            warnings.warn(f"{self.problem.name}: {verdict.text}", stacklevel=3)
         return Solution(
             self.problem,
             self.network,
             self.history,
             unknowns=self.unknowns,
-            stopped=stopped,
+            verdict=verdict,
+            weights=self._points.weights,
             loss=self._points.loss(),
             spectrum=self._points.spectrum(),
             nested=self._points.nested(),
@@ -144,25 +161,137 @@ class Run:
             return f"all {self._settings.steps} steps were taken"
         if self._settings.tol is not None:
             value = history.error[-1] if history.error else history.loss[-1] if history else None
-            if value is not None and value <= self._settings.tol:
+            if value is not None and value <= self._settings.tol and self._confirmed():
                 return f"the tolerance {self._settings.tol:g} was reached"
-        if self._rejected >= _REJECTED:
-            return f"{_REJECTED} steps in a row could not lower the loss"
-        wait = self._settings.patience
-        if wait is not None and self._points.settled(len(history) - wait - 1):
-            before = history.loss[-1 - wait]
-            if history.loss[-1] > before - 0.01 * abs(before):  # energies may be negative
-                return f"the loss fell by less than 1 % in {wait} steps"
         if (
             self._settings.budget is not None
             and history.spent - self.begun >= self._settings.budget
         ):
             return f"the budget of {self._settings.budget:g} s is spent"
+        reason = self._stagnation()
+        self._stuck = bool(reason) and not self._revived()
+        return reason if self._stuck else ""
+
+    def _confirmed(self) -> bool:
+        """Whether a loss that is small enough is so at fresh points, where no error is known."""
+        if self.history.error or not self._points.squares:
+            return True
+        assert self._settings.tol is not None
+        return self._validation.loss(len(self.history)) <= self._settings.tol
+
+    def _stagnation(self) -> str:
+        """Why no more is to be expected of these points, or nothing."""
+        if self._rejected >= _REJECTED:
+            return f"{_REJECTED} steps in a row could not lower the loss"
+        wait, history = self._settings.patience, self.history
+        if wait is not None and self._points.settled(len(history) - wait - 1):
+            before = history.loss[-1 - wait]
+            if history.loss[-1] > before - 0.01 * abs(before):  # energies may be negative
+                return f"the loss fell by less than 1 % in {wait} steps"
         return ""
+
+    def _revived(self) -> bool:
+        """Go on from stagnation with other points, or from other parameters, where that may help.
+
+        Points move where they were overfitted; they are drawn anew as long as that lowers the loss
+        at fresh ones; and a run that is far from a solution starts again.
+        """
+        number = len(self.history)
+        if not self._adaptive or not self._points.squares or self._settings.patience is None:
+            return False
+        own, fresh = self._points.loss(), self._validation.loss(number)
+        if not self._matters(fresh):
+            return False
+        if fresh > _DRIFT * own:
+            self._points.concentrate(number)
+        elif fresh < 0.5 * self._before:
+            self._before = fresh
+            self._points.redraw(number)
+        elif self._validation.relative(number) > _RESTART and self._restartable():
+            self._restart(fresh)
+            return True
+        else:
+            return False
+        self._rejected = 0
+        self.history.moved.append(number)
+        return True
+
+    def _matters(self, loss: float) -> bool:
+        """Whether a loss is more than round-off."""
+        noise = torch.finfo(next(self._trial.parameters()).dtype).eps ** 1.25
+        return loss > noise * self.history.loss[0]
+
+    def _restartable(self) -> bool:
+        """Whether enough steps are left for another try as long as the last."""
+        last = max(self.history.restarted, default=0)
+        taken, left = len(self.history) - last, self._settings.steps - len(self.history)
+        return left >= taken
+
+    def _restart(self, fresh: float) -> None:
+        """Start anew from the first parameters, shuffled within each tensor."""
+        self._remember(fresh)
+        number = len(self.history)
+        generator = torch.Generator().manual_seed(self._settings.seed + 7919 * number)
+        moved = {n for n, p in self._trial.network.named_parameters() if p.requires_grad}
+        start = {}
+        for name, p in self._first.items():
+            shuffled = name.removeprefix("network.") in moved
+            order = torch.randperm(p.numel(), generator=generator).to(p.device)
+            start[name] = p.flatten()[order].view_as(p) if shuffled else p
+        self._put(start)
+        self._points.redraw(number)
+        self.optimizer = optimizer(
+            self._trial, self._settings, next(self._trial.parameters()).dtype
+        )
+        self._rejected, self._before = 0, math.inf
+        self.history.restarted.append(number)
+
+    def _remember(self, fresh: float) -> None:
+        if self._best is None or fresh < self._best["fresh"]:
+            params = {n: p.detach().clone() for n, p in self._trial.named_parameters()}
+            self._best = {"fresh": fresh, "params": params, "points": self._points.state()}
+
+    def _keep_best(self) -> None:
+        """The best of several tries."""
+        if self._best is None or self._validation.loss(len(self.history)) <= self._best["fresh"]:
+            return
+        self._put(self._best["params"])
+        self._points.restore(self._best["points"], len(self.history))
+        self.history.measured, self.history.error, self.history.clock = (
+            x[: -1 if self.history.measured[-1] == len(self.history) else None]
+            for x in (self.history.measured, self.history.error, self.history.clock)
+        ) if self.history.measured else ([], [], [])
+        self._record_error()
+
+    def _judge(self, reason: str) -> Verdict:
+        """The verdict on the network as it is."""
+        number = len(self.history)
+        if not number or not self._points.squares:
+            return Verdict(reason, self._stuck, math.nan, math.nan, math.nan)
+        own, fresh = self._points.loss(), self._validation.loss(number)
+        self.history.validate(own, fresh)
+        return Verdict(reason, self._stuck, own, fresh, self._validation.relative(number))
+
+    @property
+    def _fresh(self) -> float:
+        return self.history.fresh[-1] if self.history.fresh else math.nan
+
+    def _validate(self, number: int) -> None:
+        """Look at fresh points, and move the run's own where they are overfitted."""
+        if not number or number % self._settings.measure or not self._points.squares:
+            return
+        if self.history.validated and self.history.validated[-1] == number:
+            return
+        own, fresh = self._points.loss(), self._validation.loss(number)
+        self.history.validate(own, fresh)
+        if self._adaptive and fresh > _DRIFT * own and self._matters(fresh):
+            self._points.concentrate(number)
+            self.history.moved.append(number)
 
     def _step(self) -> StepInfo:
         start = time.perf_counter()
         number = len(self.history)
+        self._validate(number)
         objective = self._points.at(number)
         info = stepped(self.optimizer, objective, self._trial)
         self._say_nested()
@@ -213,6 +342,9 @@ class Run:
                 "optimizer": self.optimizer.state_dict(),
                 "history": self.history.as_dict(),
                 "rejected": self._rejected,
+                "before": self._before,
+                "first": self._first,
+                "best": self._best,
                 "points": self._points.state(),
             },
         )
@@ -222,5 +354,6 @@ class Run:
         saved.restore(path, self._trial, state["trial"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.history = History.from_dict(state["history"])
-        self._rejected = state["rejected"]
+        self._rejected, self._before = state["rejected"], state["before"]
+        self._first, self._best = state["first"], state["best"]
         self._points.restore(state["points"], len(self.history))

@@ -60,7 +60,7 @@ def march(
         networks.append(here)
         spent += run.history.spent - run.begun
         history = history.joined(solved.history)
-        if solved.stopped.startswith(("the budget", "a callback")):
+        if solved.verdict.reason.startswith(("the budget", "a callback")):
             edges = torch.cat([edges[: i + 1], edges[-1:]])
             break
     assert solved is not None
@@ -70,7 +70,8 @@ def march(
         whole,
         history,
         unknowns=solved.unknowns,
-        stopped=solved.stopped,
+        verdict=solved.verdict,
+        weights=solved.weights,
         loss=solved.loss,
         nested=solved.nested,
     )

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import math
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +13,18 @@ import torch
 from torch import Tensor, nn
 
 from .._core.errors import PullbackError
+from ..maps import Scheme
 from . import checkpoint
+from .check import Check, estimate
+from .discretize import Trial, derivatives
 from .history import History
 from .measure import Yardstick
 from .networks import Slabs
 from .problem import Problem
+from .validation import Residual, Validation
+from .verdict import Verdict
 
+_FRESH, _SEED = 2000, 104_729  # points that the solution is checked at
 
 class Solution:
     """What `solve` found.
@@ -24,7 +33,8 @@ class Solution:
         problem, network: what was solved, and with what.
         history: losses, errors and times along the way.
         unknowns: the coefficients that were found.
-        stopped: why it ended.
+        verdict: how it ended.
+        weights: of the conditions in the loss.
         loss: of the network as it is, at the points of the last step.
         spectrum: singular values of the weighted residual Jacobian at the end, where computed.
         nested: why derivatives were nested instead of carried forward, or empty.
@@ -37,18 +47,44 @@ class Solution:
         history: History,
         *,
         unknowns: dict[str, float] | None = None,
-        stopped: str = "",
+        verdict: Verdict | None = None,
+        weights: dict[str, float] | None = None,
         loss: float = float("nan"),
         spectrum: Tensor | None = None,
         nested: str = "",
     ) -> None:
         self.problem, self.network, self.history = problem, network, history
         self.unknowns = dict(unknowns or {})
-        self.stopped, self.spectrum, self.nested, self.loss = stopped, spectrum, nested, loss
+        self.verdict = verdict or Verdict("", False, *[math.nan] * 3)
+        self.weights = dict(weights or {c.name: c.weight or 1.0 for c in problem.conditions})
+        self.spectrum, self.nested, self.loss = spectrum, nested, loss
+
+    @property
+    def stopped(self) -> str:
+        """How it ended, why, and what to try where that is not good enough."""
+        return self.verdict.text
 
     @torch.no_grad()
     def __call__(self, x: Tensor) -> Tensor:
         """u at points (N, d): (N, m)."""
+        return self.network(self._points(x))
+
+    def d(self, *names: str) -> Callable[[Tensor], Tensor]:
+        """A derivative as a function of points (N, d) that returns (N, m).
+
+        `solution.d("xx")(x)` is ∂²u/∂x² at x; `solution.d("x1", "x1")` spells the names out.
+        """
+        parse = self.problem.coordinates.parse
+        index = tuple(sorted(axis for name in names for axis in parse(name)))
+        scheme = Scheme.of([index])
+
+        def derivative(x: Tensor) -> Tensor:
+            channels = derivatives(self.network, self._points(x)[None], scheme)
+            return channels[scheme.position[index], 0]
+
+        return derivative
+
+    def _points(self, x: Tensor) -> Tensor:
         dim = self.problem.domain.dim
         if not isinstance(x, Tensor) or x.ndim != 2 or x.shape[1] != dim or x.is_complex():
             got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
@@ -57,7 +93,44 @@ class Solution:
                 f"got {got} in {dim} dimension{'s' * (dim > 1)}",
                 f"Pass a real tensor of shape (N, {dim})",
             )
-        return self.network(x.to(next(self.network.parameters())))
+        return x.to(next(self.network.parameters()))
+
+    @property
+    def residual(self) -> dict[str, Residual]:
+        """Every condition at fresh points, with the size of the terms that should cancel."""
+        return self._validation.residuals()
+
+    @property
+    def _validation(self) -> Validation:
+        counts = {c.name: _FRESH for c in self.problem.conditions}
+        return Validation(self.problem, self._trial, counts, self.weights, _SEED)
+
+    @property
+    def _trial(self) -> Trial:
+        return Trial(self.network, self.unknowns, next(self.network.parameters()))
+
+    def check(self, against: Solution | None = None) -> Check:
+        """A table to judge the solution by without knowing the true one.
+
+        Args:
+            against: another solution of the problem, by another seed or width, to compare with.
+        """
+        residuals = self.residual
+        trial, validation = self._trial, self._validation
+        whole = not isinstance(self.network, Slabs)  # whose pieces do not share tangents
+        return Check(
+            self.problem.name,
+            self.stopped,
+            residuals,
+            estimate(self.problem, trial, validation, residuals) if whole else None,
+            self.unknowns,
+            None if against is None else self._difference(against),
+            self.error if self.problem.known else None,
+        )
+
+    def _difference(self, other: Solution) -> float:
+        x = self.problem.domain.sample(_FRESH, "sobol", seed=_SEED).x
+        return float((self(x) - other(x)).norm() / self(x).norm())
 
     @property
     def error(self) -> float:
@@ -84,7 +157,8 @@ class Solution:
                 "network": self.network.state_dict(),
                 "history": self.history.as_dict(),
                 "unknowns": self.unknowns,
-                "stopped": self.stopped,
+                "verdict": asdict(self.verdict),
+                "weights": self.weights,
                 "loss": self.loss,
                 "edges": getattr(self.network, "edges", None),
                 "nested": self.nested,
@@ -108,7 +182,8 @@ class Solution:
             network,
             History.from_dict(state["history"]),
             unknowns=state["unknowns"],
-            stopped=state["stopped"],
+            verdict=Verdict(**state["verdict"]),
+            weights=state["weights"],
             loss=state["loss"],
             spectrum=state["spectrum"],
             nested=state["nested"],
