@@ -154,8 +154,8 @@ def balanced(problem: Problem, sites: Mapping[str, Sites]) -> dict[str, float]:
     """The weights of conditions: given ones, and else by how strongly an error would be seen.
 
     A wave with the domain's own lengths, ∂ᵢ ~ π/Lᵢ, has residuals of some size in the equation and
-    of another on the boundary. Their ratio squared, as a power of ten, is a boundary's weight: the
-    two then count an error of the solution about alike.
+    of another on the boundary. Their ratio is a boundary's weight, rounded down to a power of ten.
+    Squared it would count errors of the solution alike, and 1 counts residuals alike.
     """
     equations = [c for c in problem.conditions if isinstance(c, Equation) and c.on is None]
     seen = sum(_visibility(problem, c, sites[c.name]) * (c.weight or 1.0) for c in equations)
@@ -165,7 +165,7 @@ def balanced(problem: Problem, sites: Mapping[str, Sites]) -> dict[str, float]:
         if c.weight is None and c.balanced and equations:
             ratio = seen / _visibility(problem, c, sites[c.name])
             if math.isfinite(ratio) and ratio > 0:
-                power = math.floor(math.log10(ratio))
+                power = math.floor(math.log10(ratio) / 2)
                 out[c.name] = min(max(10.0**power, 1 / _HEAVIEST), _HEAVIEST)
     return out
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+import signal
+import threading
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +25,35 @@ from .measure import Yardstick
 from .method import optimizer, stepped
 from .plan import Plan
 from .problem import Problem
-from .progress import shown
+from .progress import Line, shown
 from .settings import Settings
 from .solution import Solution
 from .validation import Validation
-from .verdict import Verdict
+from .verdict import Verdict, overfitted
 
 _SAVE_EVERY = 60.0  # seconds between two checkpoints
 _REJECTED = 30  # steps rejected in a row that end a run
-_DRIFT = 2.0  # of losses at fresh and own points beyond which points move, before it is too late
+_DRIFT = 2.0  # of losses at fresh and own points beyond which points move
+_EARLY = 1e-8  # of the first loss, above which they do so
 _RESTART = 1e-3  # of their terms: residuals at which a run that is stuck starts anew
+
+
+@contextmanager
+def terminable(enabled: bool) -> Iterator[None]:
+    """Let SIGTERM end the process as an exception does, so that the run is saved first."""
+    usual = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if not enabled or not usual or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(number: int, frame: Any) -> None:
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 class Run:
@@ -114,12 +136,18 @@ class Run:
         self._record_error()
         stopped = ""
         try:
-            with shown(
-                self.problem.name, self._settings.steps, enabled=self._settings.progress
-            ) as line:
+            with (
+                terminable(self._path is not None),
+                shown(
+                    self.problem.name, self._settings.steps, enabled=self._settings.progress
+                ) as line,
+            ):
+                first = len(self.history)
                 while not (stopped := self._finished()):
                     info = self._step()
-                    line(len(self.history), info.loss, self._fresh, self.error)
+                    line(len(self.history), loss=info.loss, fresh=self._fresh, error=self.error)
+                    if len(self.history) == first + 1:
+                        self._announce(info, line)
                     if any([call(self, info) is True for call in self._settings.callbacks]):
                         stopped = "a callback asked for it"
                         break
@@ -148,6 +176,21 @@ class Run:
             spectrum=self._points.spectrum(),
             nested=self._points.nested(),
         )
+
+    def _announce(self, info: StepInfo, line: Line) -> None:
+        """Say what the run will take, and what its memory does not allow."""
+        kind = torch.finfo(next(self._trial.parameters()).dtype)
+        left = self._settings.steps - len(self.history)
+        seconds = self.history.spent - self.begun
+        line.forecast(left, seconds, info.rows * info.parameters, kind.bits // 8)
+        if info.gram == "dense" and self._settings.gram == "auto":
+            need = info.rows * info.parameters * kind.bits // 8
+            warnings.warn(
+                f"The Jacobian takes {need / 2**30:.2g} GiB, more than memory= allows: the Gram "
+                "matrix is formed instead, which squares the condition number and costs half of "
+                "the digits. Raise memory= or use fewer points",
+                stacklevel=5,
+            )
 
     @torch.no_grad()
     def _put(self, values: Mapping[str, Tensor]) -> None:
@@ -202,7 +245,7 @@ class Run:
         own, fresh = self._points.loss(), self._validation.loss(number)
         if not self._matters(fresh):
             return False
-        if fresh > _DRIFT * own:
+        if self._drifting(own, fresh):
             self._points.concentrate(number)
         elif fresh < 0.5 * self._before:
             self._before = fresh
@@ -215,6 +258,11 @@ class Run:
         self._rejected = 0
         self.history.moved.append(number)
         return True
+
+    def _drifting(self, own: float, fresh: float) -> bool:
+        """Whether points are being learned by heart: seen early, but not in the last digits."""
+        early = fresh > _DRIFT * own and fresh > _EARLY * self.history.loss[0]
+        return early or (overfitted(own, fresh) and self._matters(fresh))
 
     def _matters(self, loss: float) -> bool:
         """Whether a loss is more than round-off."""
@@ -268,6 +316,8 @@ class Run:
         number = len(self.history)
         if not number or not self._points.squares:
             return Verdict(reason, self._stuck, math.nan, math.nan, math.nan)
+        if tries := len(self.history.restarted):
+            reason += f" (the best of {tries + 1} tries from shuffled parameters)"
         own, fresh = self._points.loss(), self._validation.loss(number)
         self.history.validate(own, fresh)
         return Verdict(reason, self._stuck, own, fresh, self._validation.relative(number))
@@ -284,7 +334,7 @@ class Run:
             return
         own, fresh = self._points.loss(), self._validation.loss(number)
         self.history.validate(own, fresh)
-        if self._adaptive and fresh > _DRIFT * own and self._matters(fresh):
+        if self._adaptive and self._drifting(own, fresh):
             self._points.concentrate(number)
             self.history.moved.append(number)
 
