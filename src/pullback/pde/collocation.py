@@ -74,10 +74,9 @@ class Collocation:
         self.sites = self._plan.refined(self.sites, self._trial, step)
         self._refined, self.objective = step, self._build(next(self._trial.parameters()).dtype)
 
-    def redraw(self, step: int) -> None:
-        """Draw all points anew."""
-        self.sites = self._plan.draw(step)
-        self._refined, self.objective = step, self._build(next(self._trial.parameters()).dtype)
+    def unsettle(self, step: int) -> None:
+        """Let losses compare from this step on alone: the parameters were moved."""
+        self._refined = step
 
     def settled(self, step: int) -> bool:
         """Whether losses from this step on compare: same points, same precision, squares."""
@@ -186,4 +185,3 @@ def _visibility(problem: Problem, condition: Condition, sites: Sites) -> float:
     slopes = local.slopes({key: ones * size(key[2]) for key in local.keys})[1]
     total = sum(float(s.square().mean(0).sum()) * size(k[2]) ** 2 for k, s in slopes.items())
     return total if math.isfinite(total) and total > 0 else float("nan")
-

@@ -20,8 +20,8 @@ class History:
         validated: steps taken when the loss was measured at fresh points.
         own: the loss then at the run's own points.
         fresh: the loss then at fresh ones.
-        moved: steps before which points were moved because the run overfitted them, or was stuck.
-        restarted: steps before which the run started anew from other parameters.
+        moved: steps before which points were moved because the run overfitted them.
+        restarted: steps before which a stuck run went on from other parameters.
     """
 
     loss: list[float] = field(default_factory=list)
@@ -52,6 +52,12 @@ class History:
             self.measured.append(len(self))
             self.error.append(error)
             self.clock.append(self.spent)
+
+    def forget(self, step: int) -> None:
+        """Drop an error measured after this step: the parameters are others."""
+        if self.measured and self.measured[-1] == step:
+            for values in (self.measured, self.error, self.clock):
+                values.pop()
 
     def validate(self, own: float, fresh: float) -> None:
         """One more look at fresh points, after the steps taken so far."""

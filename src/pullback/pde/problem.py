@@ -18,6 +18,9 @@ from .fields import Coordinates, call
 from .kinds import is_number, require
 
 
+_OUTLINE = {"domain", "fields", "unknowns", "free", "name", "coordinates"}
+
+
 class Problem:
     """Fields u on a domain for which the conditions hold.
 
@@ -142,6 +145,14 @@ class Problem:
             free=self.free,
             name=self.name,
         )
+
+    def outline(self) -> Problem:
+        """Domain, fields and names, without the functions that make up the problem."""
+        out = copy.copy(self)
+        out.__class__ = Problem
+        out.__dict__ = {k: v for k, v in vars(self).items() if k in _OUTLINE}
+        out.conditions, out.exact, out.reference = (), None, None
+        return out
 
     @property
     def evolves(self) -> bool:

@@ -34,7 +34,9 @@ from .verdict import Verdict, overfitted
 _SAVE_EVERY = 60.0  # seconds between two checkpoints
 _REJECTED = 30  # steps rejected in a row that end a run
 _DRIFT = 2.0  # of losses at fresh and own points beyond which points move
-_EARLY = 1e-8  # of the first loss, above which they do so
+_EARLY = 1e-8  # of the first loss, above which they do so; below it the end is near
+_KICK = 0.01  # of the parameters' size
+_TRY = 40  # steps that a kick needs to pay
 _RESTART = 1e-3  # of their terms: residuals at which a run that is stuck starts anew
 
 
@@ -100,7 +102,6 @@ class Run:
         self.history = History()
         self._yardstick = Yardstick(problem, like) if problem.known else None
         self._rejected, self._stuck = 0, False
-        self._before = math.inf  # loss at fresh points when points were last redrawn
         self._first = {n: p.detach().clone() for n, p in self._trial.named_parameters()}
         self._best: dict[str, Any] | None = None  # of the runs before the last restart
         self._said = False
@@ -211,9 +212,12 @@ class Run:
             and history.spent - self.begun >= self._settings.budget
         ):
             return f"the budget of {self._settings.budget:g} s is spent"
-        reason = self._stagnation()
-        self._stuck = bool(reason) and not self._revived()
-        return reason if self._stuck else ""
+        wait = self._settings.patience
+        if wait is not None and self._stagnation(max(1, wait // 2), self._slow) and self._revived():
+            return ""
+        reason = self._stagnation(wait, 0.01)
+        self._stuck = bool(reason)
+        return reason
 
     def _confirmed(self) -> bool:
         """Whether a loss that is small enough is so at fresh points, where no error is known."""
@@ -222,42 +226,52 @@ class Run:
         assert self._settings.tol is not None
         return self._validation.loss(len(self.history)) <= self._settings.tol
 
-    def _stagnation(self) -> str:
-        """Why no more is to be expected of these points, or nothing."""
+    @property
+    def _slow(self) -> float:
+        """The share by which the loss falls where a run is stuck; near a solution it falls fast."""
+        history = self.history
+        return 0.5 if history and history.loss[-1] < _EARLY * history.loss[0] else 0.01
+
+    def _stagnation(self, wait: int | None, fall: float) -> str:
+        """Why no more is to be expected from here, or nothing: the loss did not fall by a share."""
         if self._rejected >= _REJECTED:
             return f"{_REJECTED} steps in a row could not lower the loss"
-        wait, history = self._settings.patience, self.history
+        history = self.history
         if wait is not None and self._points.settled(len(history) - wait - 1):
             before = history.loss[-1 - wait]
-            if history.loss[-1] > before - 0.01 * abs(before):  # energies may be negative
+            if history.loss[-1] > before - fall * abs(before):  # energies may be negative
                 return f"the loss fell by less than 1 % in {wait} steps"
         return ""
 
     def _revived(self) -> bool:
-        """Go on from stagnation with other points, or from other parameters, where that may help.
+        """Go on from stagnation with other points or parameters, where that may help.
 
-        Points move where they were overfitted; they are drawn anew as long as that lowers the loss
-        at fresh ones; and a run that is far from a solution starts again.
+        Points move where they are overfitted. Else the parameters are kicked, which leaves a narrow
+        valley, as long as that lowers the loss at fresh points; and a run that is far from a
+        solution starts anew. The best parameters are kept.
         """
-        number = len(self.history)
-        if not self._adaptive or not self._points.squares or self._settings.patience is None:
+        number, left = len(self.history), self._settings.steps - len(self.history)
+        if not self._adaptive or not self._points.squares:
             return False
         own, fresh = self._points.loss(), self._validation.loss(number)
         if not self._matters(fresh):
             return False
         if self._drifting(own, fresh):
             self._points.concentrate(number)
-        elif fresh < 0.5 * self._before:
-            self._before = fresh
-            self._points.redraw(number)
-        elif self._validation.relative(number) > _RESTART and self._restartable():
-            self._restart(fresh)
+            self._rejected = 0
+            self.history.moved.append(number)
             return True
-        else:
-            return False
-        self._rejected = 0
-        self.history.moved.append(number)
-        return True
+        best = math.inf if self._best is None else self._best["fresh"]
+        if left >= _TRY and fresh < 0.5 * best:
+            self._remember(fresh)
+            self._go_on_from(self._kicked())
+            return True
+        last = max(self.history.restarted, default=0)
+        if left >= number - last and self._validation.relative(number) > _RESTART:
+            self._remember(fresh)
+            self._go_on_from(self._shuffled())
+            return True
+        return False
 
     def _drifting(self, own: float, fresh: float) -> bool:
         """Whether points are being learned by heart: seen early, but not in the last digits."""
@@ -266,32 +280,39 @@ class Run:
 
     def _matters(self, loss: float) -> bool:
         """Whether a loss is more than round-off."""
-        noise = torch.finfo(next(self._trial.parameters()).dtype).eps ** 1.25
+        noise = torch.finfo(next(self._trial.parameters()).dtype).eps ** 1.3
         return loss > noise * self.history.loss[0]
 
-    def _restartable(self) -> bool:
-        """Whether enough steps are left for another try as long as the last."""
-        last = max(self.history.restarted, default=0)
-        taken, left = len(self.history) - last, self._settings.steps - len(self.history)
-        return left >= taken
+    def _kicked(self) -> dict[str, Tensor]:
+        """The parameters with a hundredth of their size in noise."""
+        generator = self._generator()
+        out = {}
+        for name, p in self._trial.named_parameters():
+            noise = torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p)
+            size = _KICK * p.detach().square().mean().sqrt()
+            out[name] = p.detach() + size * noise if p.requires_grad else p.detach().clone()
+        return out
 
-    def _restart(self, fresh: float) -> None:
-        """Start anew from the first parameters, shuffled within each tensor."""
-        self._remember(fresh)
-        number = len(self.history)
-        generator = torch.Generator().manual_seed(self._settings.seed + 7919 * number)
-        moved = {n for n, p in self._trial.network.named_parameters() if p.requires_grad}
-        start = {}
-        for name, p in self._first.items():
-            shuffled = name.removeprefix("network.") in moved
+    def _shuffled(self) -> dict[str, Tensor]:
+        """The first parameters, shuffled within each tensor."""
+        generator = self._generator()
+        out = {}
+        for name, p in self._trial.named_parameters():
+            first = self._first[name].to(p)
             order = torch.randperm(p.numel(), generator=generator).to(p.device)
-            start[name] = p.flatten()[order].view_as(p) if shuffled else p
-        self._put(start)
-        self._points.redraw(number)
-        self.optimizer = optimizer(
-            self._trial, self._settings, next(self._trial.parameters()).dtype
-        )
-        self._rejected, self._before = 0, math.inf
+            out[name] = first.flatten()[order].view_as(p) if p.requires_grad else first
+        return out
+
+    def _generator(self) -> torch.Generator:
+        return torch.Generator().manual_seed(self._settings.seed + 7919 * len(self.history))
+
+    def _go_on_from(self, params: Mapping[str, Tensor]) -> None:
+        number = len(self.history)
+        self._put(params)
+        self._points.unsettle(number)
+        dtype = next(self._trial.parameters()).dtype
+        self.optimizer = optimizer(self._trial, self._settings, dtype)
+        self._rejected = 0
         self.history.restarted.append(number)
 
     def _remember(self, fresh: float) -> None:
@@ -305,10 +326,7 @@ class Run:
             return
         self._put(self._best["params"])
         self._points.restore(self._best["points"], len(self.history))
-        self.history.measured, self.history.error, self.history.clock = (
-            x[: -1 if self.history.measured[-1] == len(self.history) else None]
-            for x in (self.history.measured, self.history.error, self.history.clock)
-        ) if self.history.measured else ([], [], [])
+        self.history.forget(len(self.history))
         self._record_error()
 
     def _judge(self, reason: str) -> Verdict:
@@ -317,7 +335,7 @@ class Run:
         if not number or not self._points.squares:
             return Verdict(reason, self._stuck, math.nan, math.nan, math.nan)
         if tries := len(self.history.restarted):
-            reason += f" (the best of {tries + 1} tries from shuffled parameters)"
+            reason += f" (the best of {tries + 1} tries)"
         own, fresh = self._points.loss(), self._validation.loss(number)
         self.history.validate(own, fresh)
         return Verdict(reason, self._stuck, own, fresh, self._validation.relative(number))
@@ -392,7 +410,6 @@ class Run:
                 "optimizer": self.optimizer.state_dict(),
                 "history": self.history.as_dict(),
                 "rejected": self._rejected,
-                "before": self._before,
                 "first": self._first,
                 "best": self._best,
                 "points": self._points.state(),
@@ -404,6 +421,7 @@ class Run:
         saved.restore(path, self._trial, state["trial"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.history = History.from_dict(state["history"])
-        self._rejected, self._before = state["rejected"], state["before"]
+        self._rejected = state["rejected"]
         self._first, self._best = state["first"], state["best"]
         self._points.restore(state["points"], len(self.history))
+        self._validation.weights = self._points.weights

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -16,7 +17,8 @@ from .._core.errors import PullbackError
 from ..maps import Scheme
 from . import checkpoint
 from .check import Check, estimate
-from .discretize import Trial, derivatives
+from .discretize import Trial, derivatives, draw, fingerprint
+from .domains import PointSet
 from .history import History
 from .measure import Yardstick
 from .networks import Slabs
@@ -25,6 +27,7 @@ from .validation import Residual, Validation
 from .verdict import Verdict
 
 _FRESH, _SEED = 2000, 104_729  # points that the solution is checked at
+
 
 class Solution:
     """What `solve` found.
@@ -153,7 +156,7 @@ class Solution:
         checkpoint.save(
             Path(path),
             {
-                "run": {"problem": self.problem.name},
+                "run": _identity(self.problem),
                 "network": self.network.state_dict(),
                 "history": self.history.as_dict(),
                 "unknowns": self.unknowns,
@@ -172,7 +175,7 @@ class Solution:
 
         A solution in slabs of time is given one of their networks, and copies it.
         """
-        state = checkpoint.load(Path(path), {"problem": problem.name})
+        state = checkpoint.load(Path(path), _identity(problem))
         if state["edges"] is not None:
             count = len(state["edges"]) - 1
             network = Slabs([copy.deepcopy(network) for _ in range(count)], state["edges"])
@@ -189,6 +192,14 @@ class Solution:
             nested=state["nested"],
         )
 
+    def __getstate__(self) -> dict[str, Any]:
+        """All, but of a problem with functions that cannot be pickled only what it is called."""
+        try:
+            pickle.dumps(self.problem)
+        except (pickle.PicklingError, AttributeError, TypeError):
+            return {**vars(self), "problem": self.problem.outline()}
+        return dict(vars(self))
+
     def __repr__(self) -> str:
         known = f", error {self.history.error[-1]:.2e}" if self.history.error else ""
         found = "".join(f", {n} = {v:.6g}" for n, v in self.unknowns.items())
@@ -196,3 +207,14 @@ class Solution:
             f"Solution({self.problem.name}: {len(self.history)} steps in "
             f"{self.history.spent:.1f} s, loss {self.loss:.2e}{known}{found}; {self.stopped})"
         )
+
+
+def _identity(problem: Problem) -> dict[str, Any]:
+    """What tells one problem from another: its name and what its conditions say at some points."""
+    found = {}
+    for c in problem.conditions:
+        region = c.region(problem.domain)
+        count = len(region) if isinstance(region, PointSet) else 64
+        sites = draw(problem, c, count, "sobol", 0, problem.domain)
+        found[c.name] = fingerprint(problem, c, sites)
+    return {"problem": problem.name, "domain": repr(problem.domain), "conditions": found}

@@ -91,9 +91,7 @@ class Validation:
         params = {n: p.detach() for n, p in self._trial.named_parameters()}
         total = 0.0
         for c in self._problem.conditions:
-            item = term(
-                self._problem, c, self._trial, self.points(c, number), self.weights[c.name]
-            )
+            item = term(self._problem, c, self._trial, self.points(c, number), self.weights[c.name])
             total += float(item.loss(item.map(params)))
         return total
 
@@ -140,9 +138,7 @@ class Validation:
         return out
 
 
-def _judged(
-    local: Local, c: Fields, sizes: Mapping[tuple[str, Index | None], float]
-) -> Residual:
+def _judged(local: Local, c: Fields, sizes: Mapping[tuple[str, Index | None], float]) -> Residual:
     values, slopes = local.slopes(c)
     source, size = values.clone(), 0.0
     for key, slope in slopes.items():
