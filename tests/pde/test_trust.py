@@ -160,10 +160,9 @@ def test_unknowns_have_standard_errors() -> None:
     with torch.no_grad():
         for p in network.parameters():
             p.zero_()
-        network[-1].bias.fill_(1.0)
-    for p in network[0].parameters():
-        p.requires_grad_(False)
-    network[-1].weight.requires_grad_(False)
+        network.get_parameter("2.bias").fill_(1.0)
+    for name, p in network.named_parameters():
+        p.requires_grad_(name == "2.bias")
     solution = pde.Solution(problem, network, pde.History(), unknowns=problem.unknowns)
     estimate = solution.check().estimate
     assert estimate is not None

@@ -102,7 +102,8 @@ def solve(
 ) -> None:
     """Solve a set-up: a table here; NAME.png, NAME.json and a checkpoint in the folder.
 
-    A file defines `problem` and, where it wants, `network` (of a seed) and `options`. Called again, the run goes on from its checkpoint.
+    A file defines `problem` and, where it wants, `network` (of a seed) and `options`.
+    Called again, the run goes on from its checkpoint.
     """
     from .commands.solving import solved
 

@@ -1,5 +1,6 @@
 """PDEs: state a problem, pick a network, and solve it by the natural gradient in function space."""
 
+from .check import Check, Estimate
 from .conditions import (
     Condition,
     Data,
@@ -24,7 +25,6 @@ from .domains import (
     SpaceTime,
     Union,
 )
-from .check import Check, Estimate
 from .history import History
 from .networks import (
     FourierFeatures,

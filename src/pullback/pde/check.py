@@ -90,7 +90,7 @@ def estimate(
     explains, r − A δ, adds at most its norm times max ‖T δ‖/‖A δ‖, the equation's stability as far
     as the tangents see it. None for energies and above 2000 parameters.
     """
-    params = {n: p for n, p in trial.named_parameters() if p.requires_grad}
+    params: dict[str, Tensor] = {n: p for n, p in trial.named_parameters() if p.requires_grad}
     size = sum(p.numel() for p in params.values())
     if size > _LARGEST or any(isinstance(c, Energy) for c in problem.conditions):
         return None

@@ -125,8 +125,8 @@ class Local:
         self._unknowns, self._columns = unknowns, problem.columns(sites[0].x)
         request, _ = _dry_run(problem, condition, sites)
         self.scheme = request.scheme(problem.coordinates)
-        wanted: list[Index | None] = sorted(request.indices, key=lambda i: (len(i), i))
-        wanted += [None] * request.laplacian
+        indices = sorted(request.indices, key=lambda i: (len(i), i))
+        wanted: list[Index | None] = [*indices, *([None] if request.laplacian else [])]
         places = range(len(sites))
         self.keys: list[Key] = [(s, f, i) for s in places for f in problem.fields for i in wanted]
 

@@ -16,7 +16,6 @@ from .domains.checks import check_seed
 from .fields import call
 from .kinds import is_integer, is_number, require
 
-
 if TYPE_CHECKING:
     from .problem import Problem
 

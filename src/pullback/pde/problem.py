@@ -17,7 +17,6 @@ from .domains import Domain, SpaceTime
 from .fields import Coordinates, call
 from .kinds import is_number, require
 
-
 _OUTLINE = {"domain", "fields", "unknowns", "free", "name", "coordinates"}
 
 
@@ -148,9 +147,8 @@ class Problem:
 
     def outline(self) -> Problem:
         """Domain, fields and names, without the functions that make up the problem."""
-        out = copy.copy(self)
-        out.__class__ = Problem
-        out.__dict__ = {k: v for k, v in vars(self).items() if k in _OUTLINE}
+        out = Problem.__new__(Problem)
+        vars(out).update({k: v for k, v in vars(self).items() if k in _OUTLINE})
         out.conditions, out.exact, out.reference = (), None, None
         return out
 

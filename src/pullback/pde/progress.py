@@ -90,7 +90,8 @@ def _written(numbers: dict[str, float]) -> str:
 
 
 def _spoken(seconds: float) -> str:
-    """
+    """Return a duration in a unit that fits it.
+
     >>> _spoken(40), _spoken(400), _spoken(10_000)
     ('40 s', '7 min', '2.8 h')
     """

@@ -114,7 +114,8 @@ class Validation:
 
     def _sizes(self, wanted: set[Index | None]) -> dict[tuple[str, Index | None], float]:
         """Mean squares over the domain of derivatives, by field; the Laplacian's is that of its
-        terms, which may cancel."""
+        terms, which may cancel.
+        """
         space = self._problem.coordinates.space
         pairs = [(i, i) for i in space[:_AXES]] if None in wanted else []
         scheme = Scheme.of({index for index in wanted if index is not None} | set(pairs))

@@ -79,7 +79,7 @@ def from_file(path: Path) -> pde.Setup:
             f"its name problem is {problem!r}",
             "Write problem = pde.Problem(...) in it",
         )
-    make = defined.get("network", lambda seed: pde.network_for(problem, seed=seed))
+    make: Any = defined.get("network", lambda seed: pde.network_for(problem, seed=seed))
     if not callable(make) or isinstance(make, nn.Module):
         raise PullbackError(
             f"The network of {path} is no function",

@@ -18,7 +18,7 @@ Function = Callable[[Any], Any]
 _PI = math.pi
 
 
-def Poisson(dim: int = 2, *, boundary_weight: float | None = None, hard: bool = False) -> Ready:
+def Poisson(dim: int = 2, *, boundary_weight: float = 1.0, hard: bool = False) -> Ready:
     """−Δu = f on [0, 1]^d, u = u* on the boundary.
 
     The solution u* depends on the dimension:

@@ -16,7 +16,7 @@ from .ready import Ready, bump, checked_dim, checked_positive, distance, written
 _PI = math.pi
 
 
-def Heat(dim: int = 1, *, boundary_weight: float | None = None, hard: bool = False) -> Ready:
+def Heat(dim: int = 1, *, boundary_weight: float = 1.0, hard: bool = False) -> Ready:
     """u_t = ¼Δu on [0, 1]^d × [0, 1].
 
         d = 1   u* = e^(−π²t/4) sin πx, zero boundary; hard: u = sin πx + 4x(1 − x)t · N

@@ -60,7 +60,7 @@ def AllenCahn(diffusion: float = 1e-4, reaction: float = 5.0, *, hard: bool = Fa
 
 
 def KdV(
-    eta: float = 1.0, mu: float = 0.022, *, initial_weight: float | None = None, hard: bool = False
+    eta: float = 1.0, mu: float = 0.022, *, initial_weight: float = 1.0, hard: bool = False
 ) -> Ready:
     """u_t + ηuu_x + μ²u_xxx = 0 on [−1, 1] × [0, 1], periodic, u(x, 0) = cos πx.
 
