@@ -44,7 +44,7 @@ def residual(problem: pde.Problem, network: nn.Module, at: int = -1) -> tuple[Te
     assert isinstance(found, Squares)
     z = found.map(dict(trial.named_parameters())).detach()
     w = sites[0].weights
-    q = condition.weight * w / w.sum()
+    q = (condition.weight or 1.0) * w / w.sum()
     return z / q.sqrt()[:, None], sites
 
 

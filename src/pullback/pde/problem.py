@@ -17,6 +17,8 @@ from .domains import Domain, SpaceTime
 from .fields import Coordinates, call
 from .kinds import is_number, require
 
+_OUTLINE = {"domain", "fields", "unknowns", "free", "name", "coordinates"}
+
 
 class Problem:
     """Fields u on a domain for which the conditions hold.
@@ -142,6 +144,13 @@ class Problem:
             free=self.free,
             name=self.name,
         )
+
+    def outline(self) -> Problem:
+        """Domain, fields and names, without the functions that make up the problem."""
+        out = Problem.__new__(Problem)
+        vars(out).update({k: v for k, v in vars(self).items() if k in _OUTLINE})
+        out.conditions, out.exact, out.reference = (), None, None
+        return out
 
     @property
     def evolves(self) -> bool:
