@@ -81,7 +81,8 @@ def term(
     where these are not all points.
     """
     points = sites[0]
-    request, _ = _dry_run(problem, condition, sites)
+    known: dict[int, Tensor] = {}
+    request, _ = _dry_run(problem, condition, sites, known)
     scheme = request.scheme(problem.coordinates)
     weight = (condition.weight or 1.0) if weight is None else weight
     q = weight * points.weights / (points.weights.sum() if total is None else total)
@@ -89,7 +90,7 @@ def term(
     columns = problem.columns(points.x)
 
     def view(channels: list[dict[str, Channel]], params: dict[str, Tensor]) -> View:
-        return _view(problem, sites, columns, channels, coefficients(params))
+        return _view(problem, sites, columns, channels, coefficients(params), known)
 
     if isinstance(condition, conditions.Energy):
         return _energy(problem, condition, trial, x, q, scheme, request, view)
@@ -243,12 +244,13 @@ def _view(
     columns: Mapping[str, Tensor],
     channels: list[dict[str, Channel]],
     unknowns: Any,
+    known: dict[int, Tensor] | None = None,
 ) -> View:
     fields = [
         {n: Field(c, problem.coordinates, p.normals) for n, c in here.items()}
         for here, p in zip(channels, sites, strict=True)
     ]
-    return View(fields, sites[0], columns, unknowns)
+    return View(fields, sites[0], columns, unknowns, {} if known is None else known)
 
 
 def fingerprint(problem: Problem, condition: Condition, sites: Sites) -> list[Any]:
@@ -258,8 +260,16 @@ def fingerprint(problem: Problem, condition: Condition, sites: Sites) -> list[An
     return [sorted(map(list, request.indices)), request.laplacian, condition.weight, *values]
 
 
-def _dry_run(problem: Problem, condition: Condition, sites: Sites) -> tuple[Request, Tensor]:
-    """Evaluate once with made-up values, to see which derivatives are asked for."""
+def _dry_run(
+    problem: Problem,
+    condition: Condition,
+    sites: Sites,
+    known: dict[int, Tensor] | None = None,
+) -> tuple[Request, Tensor]:
+    """Evaluate once with made-up values, to see which derivatives are asked for.
+
+    Values that do not depend on the network are left in `known`.
+    """
     request = Request()
     x = sites[0].x
     made_up = torch.linspace(0.3, 0.7, len(x), dtype=x.dtype, device=x.device)
@@ -273,7 +283,8 @@ def _dry_run(problem: Problem, condition: Condition, sites: Sites) -> tuple[Requ
 
     channels = [dict.fromkeys(problem.fields, asked) for _ in sites]
     unknowns = {n: x.new_tensor(v) for n, v in problem.unknowns.items()}
-    found = condition.residual(_view(problem, sites, problem.columns(x), channels, unknowns))
+    view = _view(problem, sites, problem.columns(x), channels, unknowns, known)
+    found = condition.residual(view)
     columns = _columns(condition, found, len(x))
     if not request.indices and not request.laplacian:
         raise PullbackError(

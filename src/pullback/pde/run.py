@@ -39,6 +39,7 @@ _REJECTED = 30  # steps rejected in a row that end a run
 _SIGNAL = "a process was interrupted"
 _DRIFT = 2.0  # of losses at fresh and own points beyond which points move
 _EARLY = 1e-8  # of the first loss, above which they do so; below it the end is near
+_LATE = 1e-12  # of the first loss, above which they do so where points are overfitted
 _KICK = 0.01  # of the parameters' size
 _TRY = 40  # steps that a kick needs to pay
 _RESTART = 1e-3  # of their terms: residuals at which a run that is stuck starts anew
@@ -292,8 +293,9 @@ class Run:
 
     def _drifting(self, own: float, fresh: float) -> bool:
         """Whether points are being learned by heart: seen early, but not in the last digits."""
-        early = fresh > _DRIFT * own and fresh > _EARLY * self.history.loss[0]
-        return early or (overfitted(own, fresh) and self._matters(fresh))
+        first = self.history.loss[0]
+        early = fresh > _DRIFT * own and fresh > _EARLY * first
+        return early or (overfitted(own, fresh) and fresh > _LATE * first)
 
     def _matters(self, loss: float) -> bool:
         """Whether a loss is more than round-off."""
@@ -356,7 +358,10 @@ class Run:
             reason += f" (the best of {tries + 1} tries)"
         own, fresh = self._points.loss(), self._validation.loss(number)
         self.history.validate(own, fresh)
-        return Verdict(reason, self._stuck, own, fresh, self._validation.relative(number))
+        relative = self._validation.relative(number)
+        if not self._matters(fresh):  # where the solution is zero its terms are round-off too
+            relative = min(relative, (fresh / self.history.loss[0]) ** 0.5)
+        return Verdict(reason, self._stuck, own, fresh, relative)
 
     @property
     def _fresh(self) -> float:
