@@ -86,7 +86,8 @@ def from_file(path: Path) -> pde.Setup:
             "Write problem = pde.Problem(...) in it",
         )
     make: Any = defined.get("network", lambda seed: pde.network_for(problem, seed=seed))
-    if not callable(make) or isinstance(make, nn.Module):
+    usable = callable(make) and not isinstance(make, nn.Module)
+    if not usable:
         raise PullbackError(
             f"The network of {path} is no function",
             f"got {make!r}",
