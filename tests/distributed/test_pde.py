@@ -292,7 +292,7 @@ import torch.distributed as dist
 from pullback import pde
 
 def tell(run, info):
-    if len(run.history) == 3:
+    if dist.get_rank() == 0 and len(run.history) == 3:
         print("three", flush=True)
 
 dist.init_process_group("gloo")

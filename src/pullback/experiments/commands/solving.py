@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -85,9 +86,10 @@ def from_file(path: Path) -> pde.Setup:
             f"its name problem is {problem!r}",
             "Write problem = pde.Problem(...) in it",
         )
-    make: Any = defined.get("network", lambda seed: pde.network_for(problem, seed=seed))
-    usable = callable(make) and not isinstance(make, nn.Module)
-    if not usable:
+    make: Callable[[int], nn.Module] = defined.get(
+        "network", lambda seed: pde.network_for(problem, seed=seed)
+    )
+    if isinstance(make, nn.Module) or not callable(make):
         raise PullbackError(
             f"The network of {path} is no function",
             f"got {make!r}",
