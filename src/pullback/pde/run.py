@@ -211,9 +211,10 @@ class Run:
         if not self._processes.alone:
             own = torch.tensor([int(calls), came.number], device=self._processes.device)
             every = self._processes.gather([own[None]], "decisions")[0].amax(0)
-            calls, came.number = bool(every[0]), int(every[1])
-        if came.number:
-            return _SIGNAL
+            calls = bool(every[0])
+            if every[1]:  # one that came since is shared after the next step
+                came.number = int(every[1])
+                return _SIGNAL
         return "a callback asked for it" if calls else ""
 
     def _finished(self) -> str:
