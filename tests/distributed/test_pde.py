@@ -95,7 +95,7 @@ def points_that_move(rank: int, size: int) -> None:
 @CHECKS.add
 def points_that_are_overfitted(rank: int, size: int) -> None:
     """All processes see that at the same step, and get the points that the first one moved."""
-    options: Any = {"points": 4, "measure": 2, "steps": 7, "progress": False}
+    options: Any = {"points": 4, "sampler": "sobol", "measure": 2, "steps": 7, "progress": False}
     compare(rank, pde.Heat(1), **options)
     net = network()
     found = pde.solve(pde.Heat(1), net, **options)

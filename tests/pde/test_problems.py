@@ -72,7 +72,7 @@ def residual(problem: Ready, condition: Condition, network: nn.Module) -> Tensor
     sites = drawn(problem, condition)
     trial = Trial(network, {}, next(network.parameters()))
     item = term(problem, condition, trial, sites)
-    q = (condition.weight or 1.0) * sites[0].weights / sites[0].weights.sum()
+    q = condition.weight * sites[0].weights / sites[0].weights.sum()
     out = item.map(dict(trial.named_parameters())) / q.sqrt()[:, None]
     assert not nested([item])
     return out.detach()

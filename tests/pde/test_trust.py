@@ -28,7 +28,7 @@ def poisson(scale: float = 1.0, **options: Any) -> pde.Problem:
 
     return pde.Problem(
         pde.Interval(0, 1),
-        [pde.Equation(equation), pde.Dirichlet(0.0)],
+        [pde.Equation(equation), pde.Dirichlet(0.0, weight=options.pop("weight", None))],
         **{"exact": lambda x: torch.sin(pi * x), **options},
     )
 
@@ -109,17 +109,21 @@ def test_points_move_where_they_are_overfitted() -> None:
     assert set(moved.history.moved) <= {10, 20, 30, 40}
 
 
-def test_weights_are_balanced_unless_given() -> None:
+def test_balanced_weights() -> None:
     """An equation that is a hundred times larger wants a boundary a hundred times heavier."""
-    plain, scaled = run(steps=1), run(steps=1, problem=poisson(100.0))
+    plain, scaled = (
+        run(steps=1, problem=poisson(scale, weight="balanced")) for scale in (1.0, 100.0)
+    )
     assert plain.weights["equation"] == 1.0
+    assert run(steps=1).weights["dirichlet"] == 1.0
     assert scaled.weights["dirichlet"] == 100 * plain.weights["dirichlet"]
     given = pde.Problem(
         pde.Interval(0, 1), [pde.Equation(lambda u: u.xx + 1), pde.Dirichlet(0.0, weight=3.0)]
     )
     assert run(steps=1, problem=given).weights["dirichlet"] == 3.0
     singular = pde.Problem(  # whose slopes are not finite
-        pde.Interval(0, 1), [pde.Equation(lambda u, x: u.xx + 0 * u / (0 * x)), pde.Dirichlet(0.0)]
+        pde.Interval(0, 1),
+        [pde.Equation(lambda u, x: u.xx + 0 * u / (0 * x)), pde.Dirichlet(0.0, weight="balanced")],
     )
     with pytest.raises(PullbackError, match="not finite"):
         run(steps=1, problem=singular)

@@ -192,18 +192,18 @@ class Collocation:
 
 
 def balanced(problem: Problem, sites: Mapping[str, Sites]) -> dict[str, float]:
-    """The weights of conditions: given ones, and else by how strongly an error would be seen.
+    """The weights of conditions; balanced ones by how strongly an error would be seen.
 
     A wave with the domain's own lengths, ∂ᵢ ~ π/Lᵢ, has residuals of some size in the equation and
     of another on the boundary. Their ratio is a boundary's weight, rounded down to a power of ten.
     Squared it would count errors of the solution alike, and 1 counts residuals alike.
     """
     equations = [c for c in problem.conditions if isinstance(c, Equation) and c.on is None]
-    seen = sum(_visibility(problem, c, sites[c.name]) * (c.weight or 1.0) for c in equations)
+    seen = sum(_visibility(problem, c, sites[c.name]) * c.weight for c in equations)
     out = {}
     for c in problem.conditions:
-        out[c.name] = 1.0 if c.weight is None else c.weight
-        if c.weight is None and c.balanced and equations:
+        out[c.name] = c.weight
+        if c.balanced and equations:
             ratio = seen / _visibility(problem, c, sites[c.name])
             if math.isfinite(ratio) and ratio > 0:
                 power = math.floor(math.log10(ratio) / 2)

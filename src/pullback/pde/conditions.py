@@ -23,33 +23,32 @@ class Condition(ABC):
 
     Args:
         on: the region, or a function of the domain; each kind has its own default.
-        weight: of the mean square in the loss; by default 1 for equations, energies and data, and
-            balanced against the equations for the others.
+        weight: of the mean square in the loss, 1 by default; "balanced" weighs a condition against
+            the equations.
         points: how many; by default `solve` decides.
         name: what reports call it.
 
     Attributes:
         paired: whether the points come in pairs, on opposite faces.
-        balanced: whether its weight is chosen by `solve` where none is given.
     """
 
     paired: ClassVar[bool] = False
-    balanced: ClassVar[bool] = True
 
     def __init__(
         self,
         *,
         on: Where = None,
-        weight: float | None = None,
+        weight: float | str | None = None,
         points: int | None = None,
         name: str | None = None,
     ) -> None:
-        usable = weight is None or (is_number(weight) and weight > 0)
-        require(usable, "The weight of a condition", weight, "Use a number > 0, or None")
+        usable = weight in (None, "balanced") or (is_number(weight) and weight > 0)
+        require(usable, "The weight of a condition", weight, 'Use a number > 0 or "balanced"')
         usable = name is None or isinstance(name, str)
         require(usable, "The name of a condition", name, "Use a string")
         self.on, self.points = on, points
-        self.weight = None if weight is None else float(weight)
+        self.balanced = weight == "balanced"
+        self.weight = 1.0 if weight in (None, "balanced") else float(weight)
         self.name = name or type(self).__name__.lower()
 
     @abstractmethod
@@ -80,8 +79,6 @@ class Equation(Condition):
     >>> Equation(lambda u: u.t + u * u.x - 0.01 * u.xx).name
     'equation'
     """
-
-    balanced = False
 
     def __init__(self, *residuals: Callable[..., Any], **options: Any) -> None:
         super().__init__(**options)
@@ -199,8 +196,6 @@ class Initial(Condition):
 class Data(Condition):
     """u = values at measured points (N, d)."""
 
-    balanced = False
-
     def __init__(
         self, points: Tensor, values: Tensor, *, field: str | None = None, **options: Any
     ) -> None:
@@ -239,8 +234,6 @@ class Energy(Condition):
     The density must be convex in the field and its derivatives; its second variation is the
     metric. The loss is the mean over the region: the integral divided by its measure.
     """
-
-    balanced = False
 
     def __init__(self, density: Callable[..., Any], **options: Any) -> None:
         super().__init__(**options)

@@ -77,14 +77,14 @@ def term(
 ) -> Term:
     """The condition at these points; its derivatives are found by a dry run.
 
-    Without a weight it has the condition's own, or 1. `total` is the sum of the points' weights,
+    Without a weight it has the condition's own. `total` is the sum of the points' weights,
     where these are not all points.
     """
     points = sites[0]
     known: dict[int, Tensor] = {}
     request, _ = _dry_run(problem, condition, sites, known)
     scheme = request.scheme(problem.coordinates)
-    weight = (condition.weight or 1.0) if weight is None else weight
+    weight = condition.weight if weight is None else weight
     q = weight * points.weights / (points.weights.sum() if total is None else total)
     x = torch.stack([p.x for p in sites])
     columns = problem.columns(points.x)
@@ -257,7 +257,8 @@ def fingerprint(problem: Problem, condition: Condition, sites: Sites) -> list[An
     """What tells one condition from another: derivatives, weight, and made-up residuals."""
     request, found = _dry_run(problem, condition, sites)
     values = [f"{v:.9e}" for v in found.double().mean(0).tolist()]
-    return [sorted(map(list, request.indices)), request.laplacian, condition.weight, *values]
+    weight = "balanced" if condition.balanced else condition.weight
+    return [sorted(map(list, request.indices)), request.laplacian, weight, *values]
 
 
 def _dry_run(

@@ -84,8 +84,7 @@ class Plan:
         #: whether points move where a run overfits them
         self.adaptive = refine == "auto" and resample is None
         dim = problem.domain.dim
-        # a grid does not see what oscillates with its spacing
-        self.sampler = sampler or ("grid" if dim == 1 and resample is None else "sobol")
+        self.sampler = sampler or ("grid" if dim <= 2 and resample is None else "sobol")
         if points is not None and not isinstance(points, Mapping):
             check_count(points, "points")
         if isinstance(points, Mapping):

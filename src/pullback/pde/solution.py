@@ -59,7 +59,7 @@ class Solution:
         self.problem, self.network, self.history = problem, network, history
         self.unknowns = dict(unknowns or {})
         self.verdict = verdict or Verdict("", False, *[math.nan] * 3)
-        self.weights = dict(weights or {c.name: c.weight or 1.0 for c in problem.conditions})
+        self.weights = dict(weights or {c.name: c.weight for c in problem.conditions})
         self.spectrum, self.nested, self.loss = spectrum, nested, loss
 
     @property

@@ -58,11 +58,11 @@ def solve(
         network: (N, d) ↦ (N, fields); its dtype is the precision of the solve.
         steps: at most this many.
         points: of the equations (others get a quarter), or by condition name.
-        sampler: "sobol", "grid", "gauss", "lhs", "uniform"; Sobol by default, a grid in 1D.
+        sampler: "grid", "gauss", "sobol", "lhs", "uniform"; a grid up to two dimensions by default.
         seed: of the points.
         resample: draw all points anew every so many steps.
         refine: a schedule that moves points to where the residual is large. By default that
-            happens whenever the loss at fresh points is ten times that at the run's own.
+            happens whenever the loss at fresh points is twice that at the run's own.
         solver, step, gram, memory: stages of the `NaturalGradient` underneath; by default every
             damped solution from one factorization, and the largest good trust radius.
         single: steps in float32 first.
