@@ -6,6 +6,8 @@ import os
 import signal
 import subprocess
 import sys
+import warnings
+from math import pi
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
@@ -18,6 +20,8 @@ from torch import Tensor, nn
 
 import pullback as pb
 from pullback import pde
+from pullback.pde.discretize import Trial
+from pullback.pde.validation import Validation
 
 from .checks import Checks, same_everywhere
 from .world import World
@@ -52,7 +56,12 @@ def compare(rank: int, problem: pde.Problem, tol: float = 1e-10, **options: Any)
     losses = torch.tensor([want.history.loss, found.history.loss])
     assert (losses[0] - losses[1]).abs().max() <= tol * losses[0].abs().max()
     assert want.history.trials == found.history.trials
-    assert want.stopped == found.stopped
+    assert want.verdict.name == found.verdict.name
+    assert want.verdict.reason == found.verdict.reason
+    for name in ("validated", "moved", "restarted"):
+        assert getattr(want.history, name) == getattr(found.history, name)
+    fresh = torch.tensor([want.history.fresh, found.history.fresh])
+    assert ((fresh[0] - fresh[1]).abs() <= tol * losses[0].abs().max()).all()
     assert abs(want.loss - found.loss) <= tol * max(abs(want.loss), 1e-3)
     assert set(want.unknowns) == set(found.unknowns)
     for name, value in want.unknowns.items():
@@ -81,6 +90,59 @@ def fewer_points_than_processes(rank: int, size: int) -> None:
 def points_that_move(rank: int, size: int) -> None:
     compare(rank, pde.Heat(1), refine=pde.Refine(every=3), sampler="sobol")
     compare(rank, pde.Heat(1), resample=4)
+
+
+@CHECKS.add
+def points_that_are_overfitted(rank: int, size: int) -> None:
+    """All processes see that at the same step, and get the points that the first one moved."""
+    options: Any = {"points": 4, "sampler": "sobol", "measure": 2, "steps": 7, "progress": False}
+    compare(rank, pde.Heat(1), **options)
+    net = network()
+    found = pde.solve(pde.Heat(1), net, **options)
+    assert found.history.moved == [4, 6]
+    same_everywhere(flat(net), torch.tensor(found.history.moved), torch.tensor([found.loss]))
+
+
+@CHECKS.add
+def runs_that_are_stuck(rank: int, size: int) -> None:
+    """All processes go on from the same kicked parameters, and keep the same best ones."""
+    problem = pde.Problem(
+        pde.Interval(0, 1),
+        [pde.Equation(lambda u, x: u.xx + pi**2 * torch.sin(pi * x)), pde.Dirichlet(0.0)],
+    )
+    options: Any = {"points": 40, "steps": 50, "patience": 2, "progress": False, "seed": 3}
+    net = pde.mlp(1, 3, 1, seed=0)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        found = pde.solve(problem, net, **options)
+    history, verdict = found.history, found.verdict
+    assert history.restarted
+    assert "tries" in found.stopped
+    same_everywhere(flat(net), torch.tensor(history.loss), torch.tensor(history.restarted))
+    same_everywhere(torch.tensor([verdict.own, verdict.fresh, verdict.relative]))
+    texts = [str(w.message) for w in said if issubclass(w.category, UserWarning)]
+    assert any(verdict.text in text for text in texts) == (verdict.alarming and rank == 0)
+
+    # one process measures what the verdict says, and another seed of the points something else
+    counts = {"equation": 40, "dirichlet": 10}
+    trial = Trial(net, {}, next(net.parameters()))
+    for seed, same in ((3, True), (4, False)):
+        alone = Validation(problem, trial, counts, found.weights, seed)
+        near = abs(alone.loss(len(history)) - verdict.fresh) <= 1e-12 * verdict.fresh
+        assert near == same
+        if same:
+            assert abs(alone.relative(len(history)) - verdict.relative) <= 1e-12
+
+    with TemporaryDirectory() as folder:
+        again, path = pde.mlp(1, 3, 1, seed=0), Path(folder) / "run.pt"
+        stop = history.restarted[0] + 2
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for last in (stop, 0):
+                calls = [lambda run, info, last=last: len(run.history) == last]
+                part = pde.solve(problem, again, checkpoint=path, callbacks=calls, **options)
+        assert part.history.loss == history.loss
+        assert torch.equal(flat(again), flat(net))
 
 
 @CHECKS.add
@@ -120,7 +182,7 @@ def any_process_stops_all(rank: int, size: int) -> None:
         return rank == 1 and len(run.history) == 3
 
     found = pde.solve(pde.Poisson(2), network(), points=40, callbacks=[stop], progress=False)
-    assert found.stopped == "a callback asked for it"
+    assert found.verdict.reason == "a callback asked for it"
     assert len(found.history) == 3
     found = pde.solve(pde.Poisson(2), network(), points=40, budget=1e-6, progress=False)
     same_everywhere(torch.tensor(found.history.seconds))
@@ -230,7 +292,7 @@ import torch.distributed as dist
 from pullback import pde
 
 def tell(run, info):
-    if len(run.history) == 3:
+    if dist.get_rank() == 0 and len(run.history) == 3:
         print("three", flush=True)
 
 dist.init_process_group("gloo")

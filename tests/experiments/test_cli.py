@@ -93,6 +93,26 @@ def test_solve_writes_and_goes_on(tmp_path: Path) -> None:
     assert third["history"]["loss"] == first["history"]["loss"][:2]
 
 
+def test_a_problem_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import torch\n"
+        "from pullback import pde\n"
+        "problem = pde.Problem(pde.Interval(0, 1), [pde.Equation(lambda u: u.xx + 1),\n"
+        "                      pde.Dirichlet(0.0)], name='Mine')\n"
+        "network = lambda seed: pde.mlp(1, 5, 1, seed=seed)\n"
+        "options = {'points': 20}\n"
+    )
+    done = run.invoke(app, ["solve", str(file), "--steps", "3", "--out", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    assert "Mine" in done.stdout
+    assert json.loads((tmp_path / "mine.json").read_text())["config"]["network"] == "1-5-1"
+    file.write_text("network = 3\n")
+    bad = run.invoke(app, ["solve", str(file), "--out", str(tmp_path)])
+    assert bad.exit_code == 1
+    assert "defines no problem" in bad.output
+
+
 def test_seconds_are_a_budget(tmp_path: Path) -> None:
     done = run.invoke(app, ["solve", "ritz", "--seconds", "0", "--out", str(tmp_path)])
     assert done.exit_code == 0

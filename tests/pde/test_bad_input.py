@@ -134,6 +134,7 @@ RUNS: dict[str, tuple[Callable[[], Any], str]] = {
             pde.Problem(pde.Box([(0, 1)] * 2), [pde.Equation(lambda u: u.x)]),
             pde.mlp(2, 3, 1),
             points=3,
+            sampler="grid",
         ),
         "no full grid",
     ),

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from scipy.interpolate import CubicSpline
 from torch import Tensor, nn
 
 from pullback import PullbackError, pde
@@ -44,7 +46,7 @@ def residual(problem: pde.Problem, network: nn.Module, at: int = -1) -> tuple[Te
     assert isinstance(found, Squares)
     z = found.map(dict(trial.named_parameters())).detach()
     w = sites[0].weights
-    q = condition.weight * w / w.sum()
+    q = (condition.weight or 1.0) * w / w.sum()
     return z / q.sqrt()[:, None], sites
 
 
@@ -216,3 +218,32 @@ def test_unusable_weights(weight: Any) -> None:
 def test_unusable_conditions(make: Any) -> None:
     with pytest.raises(PullbackError):
         make()
+
+
+def test_values_by_numpy_and_by_autograd() -> None:
+    """What does not depend on the network is evaluated outside of all transformations."""
+    spline = CubicSpline(np.linspace(0, 1, 30), np.sin(math.pi * np.linspace(0, 1, 30)))
+
+    def force(x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(torch.sin(math.pi * x).sum(), x, create_graph=True)
+        return -torch.autograd.grad(slope.sum(), x)[0]
+
+    problem = pde.Problem(
+        pde.Interval(0, 1),
+        [
+            pde.Equation(lambda u, f: u.xx + f),
+            pde.Dirichlet(lambda x: spline(x.numpy())),
+        ],
+        sources={"f": force},
+        exact=lambda x: torch.sin(math.pi * x),
+    )
+    solution = pde.solve(
+        problem, pde.mlp(1, 6, 1, seed=1), points=30, steps=80, tol=1e-3, measure=5, progress=False
+    )
+    assert solution.error < 1e-3
+    with pytest.raises(PullbackError, match="source 'f'"):
+        pde.Problem(pde.Interval(0, 1), [pde.Equation(lambda u: u.x)], sources={"f": 3})  # pyright: ignore[reportArgumentType]
+    twice = {"x": force}
+    with pytest.raises(PullbackError, match="stands for two things"):
+        pde.Problem(pde.Interval(0, 1), [pde.Equation(lambda u: u.x)], sources=twice)

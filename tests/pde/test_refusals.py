@@ -62,7 +62,7 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"device": "gpu"}, "device 'gpu' cannot be used"),
     ({"device": "meta"}, "no values"),
     ({"device": 1.5}, "device 1.5 cannot be used"),
-    ({"refine": 40}, "refine is not a Refine"),
+    ({"refine": 40}, "refinement is not usable"),
     ({"solver": pb.solvers.Cholesky}, "solver is not a Solver"),
     ({"step": "armijo"}, "step is not a Step"),
     ({"memory": 0}, "memory"),
@@ -110,7 +110,7 @@ CONDITIONS: Table = {
         "its points are its region",
     ),
     "name": (lambda: pde.Dirichlet(0.0, name=3), "name of a condition"),
-    "weight": (lambda: pde.Dirichlet(0.0, weight=None), "weight"),
+    "weight": (lambda: pde.Dirichlet(0.0, weight="heavy"), "weight"),
     "weight of True": (lambda: pde.Dirichlet(0.0, weight=True), "weight"),
     "weight per point": (lambda: pde.Dirichlet(0.0, weight=torch.ones(2)), "weight"),
 }

@@ -132,7 +132,7 @@ def test_resumed_slabs_reach_the_same_bits(options: dict[str, Any], tmp_path: Pa
     whole = run(**options)
     path = tmp_path / "run.pt"
     part, calls = run(checkpoint=path, budget=1e-9, **options), 1
-    while part.stopped.startswith("the budget") and calls < 30:
+    while "the budget" in part.stopped and calls < 30:
         part, calls = run(checkpoint=path, budget=1e-9, **options), calls + 1
     assert calls > 5
     assert part.history.loss == whole.history.loss
@@ -142,7 +142,7 @@ def test_resumed_slabs_reach_the_same_bits(options: dict[str, Any], tmp_path: Pa
 
 def test_budgets_and_callbacks_end_all_slabs() -> None:
     none = run(budget=0.0)
-    assert none.stopped.startswith("the budget")
+    assert "the budget" in none.stopped
     assert len(none.history) == 0
     x = torch.rand(5, 2).double()
     assert none(x).shape == (5, 1)

@@ -321,12 +321,12 @@ def test_budgets(tmp_path: Path) -> None:
     path = tmp_path / "run.pt"
     whole = run()
     part, calls = run(checkpoint=path, budget=1e-9), 1
-    while part.stopped.startswith("the budget") and calls < 40:
+    while "the budget" in part.stopped and calls < 40:
         part, calls = run(checkpoint=path, budget=1e-9), calls + 1
     assert calls > 5
-    assert part.stopped == "all 12 steps were taken"
+    assert "all 12 steps were taken" in part.stopped
     assert torch.equal(vector(part.network), vector(whole.network))
-    assert run(budget=0.0).stopped.startswith("the budget")
+    assert "the budget" in run(budget=0.0).stopped
     assert len(run(budget=0.0).history) == 0
 
 
@@ -355,7 +355,7 @@ def test_stops() -> None:
     seen: list[float] = []
     run(problem=poisson(exact=None), steps=1, callbacks=[lambda r, info: seen.append(r.error)])
     assert math.isnan(seen[0])
-    patient = run(steps=400, patience=3, points=8)
+    patient = run(steps=400, patience=3, points=8, refine=None)
     assert "1 %" in patient.stopped or "could not lower" in patient.stopped
     asked = run(callbacks=[lambda run, info: len(run.history) == 5])
     assert len(asked.history) == 5

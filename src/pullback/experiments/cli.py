@@ -101,7 +101,9 @@ def run(
 
 @app.command()
 def solve(
-    name: Annotated[str, typer.Argument(help="A set-up; `pullback list` shows them.")],
+    name: Annotated[
+        str, typer.Argument(help="A set-up (`pullback list` shows them), or a file my_problem.py.")
+    ],
     seed: Annotated[int, typer.Option(help="Of the network and the points.")] = 0,
     steps: Annotated[int | None, typer.Option(min=0, help="At most so many.")] = None,
     seconds: Annotated[float | None, typer.Option(min=0, help="Stop after so long.")] = None,
@@ -111,6 +113,7 @@ def solve(
 ) -> None:
     """Solve a set-up: a table here; NAME.png, NAME.json and a checkpoint in the folder.
 
+    A file defines `problem` and, where it wants, `network` (of a seed) and `options`.
     Called again, the run goes on from its checkpoint.
     """
     from .commands.solving import solved

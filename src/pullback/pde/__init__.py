@@ -1,5 +1,6 @@
 """PDEs: state a problem, pick a network, and solve it by the natural gradient in function space."""
 
+from .check import Check, Estimate
 from .conditions import (
     Condition,
     Data,
@@ -33,6 +34,7 @@ from .networks import (
     Sine,
     Symmetric,
     mlp,
+    network_for,
 )
 from .plan import Refine
 from .problem import Problem
@@ -59,6 +61,8 @@ from .run import Run
 from .sampling import Gauss, Grid, LatinHypercube, Points, Sampler, Sobol, Uniform
 from .solution import Solution
 from .solve import solve
+from .validation import Residual
+from .verdict import Verdict
 
 __all__ = [
     # where
@@ -95,6 +99,7 @@ __all__ = [
     "Refine",
     # with which network
     "mlp",
+    "network_for",
     "Hard",
     "FourierFeatures",
     "PeriodicEmbedding",
@@ -106,6 +111,10 @@ __all__ = [
     "Run",
     "Solution",
     "History",
+    "Verdict",
+    "Check",
+    "Residual",
+    "Estimate",
     # ready problems
     "Ready",
     "Poisson",

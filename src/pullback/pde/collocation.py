@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,13 +14,14 @@ from .._core.processes import Processes
 from .._core.space import ParameterSpace
 from ..optim import Objective, Term
 from .checks import refuse_infinite
-from .conditions import Condition, Energy
-from .discretize import Sites, Trial, fingerprint, nested, term
+from .conditions import Condition, Energy, Equation
+from .discretize import Local, Sites, Trial, fingerprint, nested, term
 from .plan import Plan
 from .problem import Problem
 from .sampling import Points
 
 _SPECTRUM = 2**22  # entries of A up to which its singular values are reported
+_HEAVIEST = 1e6
 
 
 class Collocation:
@@ -36,6 +38,7 @@ class Collocation:
     Attributes:
         sites: the points now, by condition; in float64, rounded ones would lie beside the boundary.
         objective: on the share of these points, None until the first step.
+        weights: of the conditions in the loss, by name.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class Collocation:
         self.sites: dict[str, Sites] = plan.draw(plan.at(0))
         self.objective: Objective | None = None
         self._drawn, self._refined = plan.at(0), None
+        self.weights = processes.share(balanced(problem, self.sites))
 
     def fingerprints(self) -> list[Any]:
         """What the conditions say on the points."""
@@ -79,6 +83,11 @@ class Collocation:
         assert self.objective is not None
         return self.objective
 
+    def concentrate(self, step: int) -> None:
+        """Move points of the equations to where their residuals are large."""
+        self.sites = self._refined_sites(step)
+        self._refined, self.objective = step, self._build(next(self._trial.parameters()).dtype)
+
     def _refined_sites(self, step: int) -> dict[str, Sites]:
         """The points that the first process moves, on all of them."""
         first = self._processes.rank == 0
@@ -86,13 +95,21 @@ class Collocation:
             moved = self._plan.refined(self.sites, self._trial, step) if first else self.sites
         return self._processes.share(moved)
 
+    def unsettle(self, step: int) -> None:
+        """Let losses compare from this step on alone: the parameters were moved."""
+        self._refined = step
+
     def settled(self, step: int) -> bool:
         """Whether losses from this step on compare: same points, same precision, squares."""
         refine = self._plan.refine
-        still = refine is None or refine.over(step)
-        squares = not any(isinstance(c, Energy) for c in self._problem.conditions)
+        still = refine.over(step) if refine is not None else step >= (self._refined or 0)
         # an energy does not go to zero: a share of it says nothing about what is left
-        return step >= self._single and self._plan.resample is None and still and squares
+        return step >= self._single and self._plan.resample is None and still and self.squares
+
+    @property
+    def squares(self) -> bool:
+        """Whether the loss is a sum of squares, which would vanish at a solution."""
+        return not any(isinstance(c, Energy) for c in self._problem.conditions)
 
     def full(self, steps: int) -> None:
         """The trial in its own precision, and the objective with it, after so many steps."""
@@ -134,7 +151,7 @@ class Collocation:
         size = ParameterSpace(params).size
         own = torch.tensor([sum(x.value.numel() for x in linears)], device=self._processes.device)
         entries = int(self._processes.sum([own])[0]) * size
-        if entries > _SPECTRUM or any(isinstance(c, Energy) for c in self._problem.conditions):
+        if entries > _SPECTRUM or not self.squares:
             return None
         rows = torch.cat([self._like.new_zeros(0, size), *(x.rows() for x in linears)])
         return torch.linalg.svdvals(self._processes.gather([rows])[0].cpu())
@@ -144,11 +161,17 @@ class Collocation:
         sites = {
             name: [(p.x, p.weights, p.normals) for p in sites] for name, sites in self.sites.items()
         }
-        return {"drawn": self._drawn, "refined": self._refined, "sites": sites}
+        return {
+            "drawn": self._drawn,
+            "refined": self._refined,
+            "sites": sites,
+            "weights": self.weights,
+        }
 
     def restore(self, state: Mapping[str, Any], steps: int) -> None:
         """The points of a `state`, after so many steps."""
         self._drawn, self._refined = state["drawn"], state["refined"]
+        self.weights = dict(state["weights"])
         self.sites = {
             name: tuple(Points(*parts) for parts in sites) for name, sites in state["sites"].items()
         }
@@ -163,5 +186,44 @@ class Collocation:
             if not processes.alone:
                 sites = tuple(p.share(processes.rank, processes.size) for p in sites)
             if len(sites[0]):
-                self._terms.append((c, sites, term(self._problem, c, self._trial, sites, total)))
+                item = term(self._problem, c, self._trial, sites, self.weights[c.name], total)
+                self._terms.append((c, sites, item))
         return Objective([item for *_, item in self._terms], shared=not processes.alone)
+
+
+def balanced(problem: Problem, sites: Mapping[str, Sites]) -> dict[str, float]:
+    """The weights of conditions; balanced ones by how strongly an error would be seen.
+
+    A wave with the domain's own lengths, ∂ᵢ ~ π/Lᵢ, has residuals of some size in the equation and
+    of another on the boundary. Their ratio is a boundary's weight, rounded down to a power of ten.
+    Squared it would count errors of the solution alike, and 1 counts residuals alike.
+    """
+    equations = [c for c in problem.conditions if isinstance(c, Equation) and c.on is None]
+    seen = sum(_visibility(problem, c, sites[c.name]) * c.weight for c in equations)
+    out = {}
+    for c in problem.conditions:
+        out[c.name] = c.weight
+        if c.balanced and equations:
+            ratio = seen / _visibility(problem, c, sites[c.name])
+            if math.isfinite(ratio) and ratio > 0:
+                power = math.floor(math.log10(ratio) / 2)
+                out[c.name] = min(max(10.0**power, 1 / _HEAVIEST), _HEAVIEST)
+    return out
+
+
+def _visibility(problem: Problem, condition: Condition, sites: Sites) -> float:
+    """Mean square of a condition's terms for a wave with the domain's own lengths."""
+    unknowns = {n: sites[0].x.new_tensor(v) for n, v in problem.unknowns.items()}
+    local = Local(problem, condition, sites, unknowns)
+    waves = (math.pi / (problem.domain.high - problem.domain.low)).tolist()
+    space = problem.coordinates.space
+
+    def size(index: Any) -> float:
+        if index is None:
+            return sum(waves[i] ** 2 for i in space)
+        return math.prod(waves[i] for i in index)
+
+    ones = torch.ones_like(sites[0].x[:, 0])
+    slopes = local.slopes({key: ones * size(key[2]) for key in local.keys})[1]
+    total = sum(float(s.square().mean(0).sum()) * size(k[2]) ** 2 for k, s in slopes.items())
+    return total if math.isfinite(total) and total > 0 else float("nan")

@@ -23,7 +23,8 @@ class Condition(ABC):
 
     Args:
         on: the region, or a function of the domain; each kind has its own default.
-        weight: of the mean square in the loss.
+        weight: of the mean square in the loss, 1 by default; "balanced" weighs a condition against
+            the equations.
         points: how many; by default `solve` decides.
         name: what reports call it.
 
@@ -37,15 +38,17 @@ class Condition(ABC):
         self,
         *,
         on: Where = None,
-        weight: float = 1.0,
+        weight: float | str | None = None,
         points: int | None = None,
         name: str | None = None,
     ) -> None:
-        usable = is_number(weight) and weight > 0
-        require(usable, "The weight of a condition", weight, "Use a number > 0")
+        usable = weight in (None, "balanced") or (is_number(weight) and weight > 0)
+        require(usable, "The weight of a condition", weight, 'Use a number > 0 or "balanced"')
         usable = name is None or isinstance(name, str)
         require(usable, "The name of a condition", name, "Use a string")
-        self.on, self.weight, self.points = on, float(weight), points
+        self.on, self.points = on, points
+        self.balanced = weight == "balanced"
+        self.weight = 1.0 if weight in (None, "balanced") else float(weight)
         self.name = name or type(self).__name__.lower()
 
     @abstractmethod

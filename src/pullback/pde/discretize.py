@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from .._core.errors import PullbackError
 from ..maps import OperatorMap, Scheme
-from ..maps.jets import Index
+from ..maps.jets import Index, Jet, Unsupported
+from ..maps.jets import nested as nested_derivatives
 from ..optim import Energy, Squares, Term
 from . import conditions
 from .conditions import Condition
@@ -71,22 +72,25 @@ def term(
     condition: Condition,
     trial: Trial,
     sites: Sites,
+    weight: float | None = None,
     total: Tensor | None = None,
 ) -> Term:
     """The condition at these points; its derivatives are found by a dry run.
 
-    `total` is the sum of the weights, where these are not all points.
+    Without a weight it has the condition's own. `total` is the sum of the points' weights,
+    where these are not all points.
     """
     points = sites[0]
-    n = len(points)
-    request, _ = _dry_run(problem, condition, sites)
+    known: dict[int, Tensor] = {}
+    request, _ = _dry_run(problem, condition, sites, known)
     scheme = request.scheme(problem.coordinates)
-    q = condition.weight * points.weights / (points.weights.sum() if total is None else total)
+    weight = condition.weight if weight is None else weight
+    q = weight * points.weights / (points.weights.sum() if total is None else total)
     x = torch.stack([p.x for p in sites])
     columns = problem.columns(points.x)
 
     def view(channels: list[dict[str, Channel]], params: dict[str, Tensor]) -> View:
-        return _view(problem, sites, columns, channels, coefficients(params))
+        return _view(problem, sites, columns, channels, coefficients(params), known)
 
     if isinstance(condition, conditions.Energy):
         return _energy(problem, condition, trial, x, q, scheme, request, view)
@@ -99,9 +103,88 @@ def term(
             }
             for s in range(len(sites))
         ]
-        return _columns(condition, condition.residual(view(getters, params)), n)
+        return _columns(condition, condition.residual(view(getters, params)), len(points))
 
     return Squares(OperatorMap(trial.apply_to, x, scheme, operator, q))
+
+
+#: (site, field, derivative), where None stands for the Laplacian
+Key = tuple[int, str, Index | None]
+Fields = Mapping[Key, Tensor]
+
+
+class Local:
+    """A residual F at points as a function of the fields' derivatives c there.
+
+    Attributes:
+        scheme: the derivatives that it needs.
+        keys: those that it asks for, by site and field.
+    """
+
+    def __init__(
+        self, problem: Problem, condition: Condition, sites: Sites, unknowns: Mapping[str, Tensor]
+    ) -> None:
+        self._problem, self._condition, self._sites = problem, condition, sites
+        self._unknowns, self._columns = unknowns, problem.columns(sites[0].x)
+        request, _ = _dry_run(problem, condition, sites)
+        self.scheme = request.scheme(problem.coordinates)
+        indices = sorted(request.indices, key=lambda i: (len(i), i))
+        wanted: list[Index | None] = [*indices, *([None] if request.laplacian else [])]
+        places = range(len(sites))
+        self.keys: list[Key] = [(s, f, i) for s in places for f in problem.fields for i in wanted]
+
+    def fields(self, trial: Trial) -> Fields:
+        """The derivatives of a network, (N,) each."""
+        found = derivatives(trial, torch.stack([p.x for p in self._sites]), self.scheme)
+        at = self._problem.fields.index
+        return {
+            (s, f, i): _picker(found, s, at(f), self.scheme, self._problem)(i)
+            for s, f, i in self.keys
+        }
+
+    def __call__(self, c: Fields) -> Tensor:
+        """F, (N, R)."""
+        getters = [
+            {f: (lambda i, s=s, f=f: c[s, f, i]) for f in self._problem.fields}
+            for s in range(len(self._sites))
+        ]
+        view = _view(self._problem, self._sites, self._columns, getters, self._unknowns)
+        return _columns(self._condition, self._condition.residual(view), len(self._sites[0]))
+
+    def slopes(self, c: Fields) -> tuple[Tensor, dict[Key, Tensor]]:
+        """F and ∂F/∂c, (N, R) by key."""
+        leaves = {k: v.detach().clone().requires_grad_() for k, v in c.items()}
+        with torch.enable_grad():
+            values = self(leaves)
+        columns = [_gradients(column, list(leaves.values())) for column in values.unbind(1)]
+        found = {k: torch.stack([x[i] for x in columns], 1) for i, k in enumerate(leaves)}
+        return values.detach(), found
+
+    def affine(self, c: Fields) -> bool:
+        """Whether the slopes at c are those at other values."""
+        other = {k: 1.7 * v + 0.3 * v.abs().mean() + 0.1 for k, v in c.items()}
+        here, there = self.slopes(c)[1], self.slopes(other)[1]
+        return all(torch.allclose(here[k], there[k]) for k in c)
+
+
+def _gradients(column: Tensor, leaves: list[Tensor]) -> list[Tensor]:
+    if not column.requires_grad:
+        return [torch.zeros_like(leaf) for leaf in leaves]
+    found = torch.autograd.grad(column.sum(), leaves, retain_graph=True, allow_unused=True)
+    return [
+        torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, found, strict=True)
+    ]
+
+
+@torch.no_grad()
+def derivatives(network: nn.Module, x: Tensor, scheme: Scheme) -> Tensor:
+    """The network's derivatives at places x (S, N, d), as channels (T, S, N, m)."""
+    points = x.flatten(0, 1)
+    try:
+        found = network(Jet.input(points, scheme)).full().stacked()
+    except (Unsupported, TypeError, AttributeError, AssertionError, ValueError, IndexError):
+        found = nested_derivatives(network, points, scheme)
+    return found.unflatten(1, x.shape[:2])
 
 
 def _energy(
@@ -161,23 +244,33 @@ def _view(
     columns: Mapping[str, Tensor],
     channels: list[dict[str, Channel]],
     unknowns: Any,
+    known: dict[int, Tensor] | None = None,
 ) -> View:
     fields = [
         {n: Field(c, problem.coordinates, p.normals) for n, c in here.items()}
         for here, p in zip(channels, sites, strict=True)
     ]
-    return View(fields, sites[0], columns, unknowns)
+    return View(fields, sites[0], columns, unknowns, {} if known is None else known)
 
 
 def fingerprint(problem: Problem, condition: Condition, sites: Sites) -> list[Any]:
     """What tells one condition from another: derivatives, weight, and made-up residuals."""
     request, found = _dry_run(problem, condition, sites)
     values = [f"{v:.9e}" for v in found.double().mean(0).tolist()]
-    return [sorted(map(list, request.indices)), request.laplacian, condition.weight, *values]
+    weight = "balanced" if condition.balanced else condition.weight
+    return [sorted(map(list, request.indices)), request.laplacian, weight, *values]
 
 
-def _dry_run(problem: Problem, condition: Condition, sites: Sites) -> tuple[Request, Tensor]:
-    """Evaluate once with made-up values, to see which derivatives are asked for."""
+def _dry_run(
+    problem: Problem,
+    condition: Condition,
+    sites: Sites,
+    known: dict[int, Tensor] | None = None,
+) -> tuple[Request, Tensor]:
+    """Evaluate once with made-up values, to see which derivatives are asked for.
+
+    Values that do not depend on the network are left in `known`.
+    """
     request = Request()
     x = sites[0].x
     made_up = torch.linspace(0.3, 0.7, len(x), dtype=x.dtype, device=x.device)
@@ -191,7 +284,8 @@ def _dry_run(problem: Problem, condition: Condition, sites: Sites) -> tuple[Requ
 
     channels = [dict.fromkeys(problem.fields, asked) for _ in sites]
     unknowns = {n: x.new_tensor(v) for n, v in problem.unknowns.items()}
-    found = condition.residual(_view(problem, sites, problem.columns(x), channels, unknowns))
+    view = _view(problem, sites, problem.columns(x), channels, unknowns, known)
+    found = condition.residual(view)
     columns = _columns(condition, found, len(x))
     if not request.indices and not request.laplacian:
         raise PullbackError(

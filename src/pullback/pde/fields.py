@@ -208,6 +208,15 @@ def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
     return found
 
 
+def names(function: Callable[..., Any]) -> set[str]:
+    """The names of its parameters, with "**" where it takes any."""
+    try:
+        parameters = _parameters(function)
+    except (TypeError, ValueError):  # `call` refuses it
+        return set()
+    return {"**" if p.kind is p.VAR_KEYWORD else p.name for p in parameters}
+
+
 def call(function: Callable[..., Any], offered: Mapping[str, Any], what: str) -> Any:
     """The function of those offered things that its parameters name."""
     try:

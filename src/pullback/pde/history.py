@@ -17,6 +17,11 @@ class History:
         measured: steps taken when the error was measured.
         error: relative L² error then.
         clock: seconds spent then.
+        validated: steps taken when the loss was measured at fresh points.
+        own: the loss then at the run's own points.
+        fresh: the loss then at fresh ones.
+        moved: steps before which points were moved because the run overfitted them.
+        restarted: steps before which a stuck run went on from other parameters.
     """
 
     loss: list[float] = field(default_factory=list)
@@ -27,6 +32,11 @@ class History:
     measured: list[int] = field(default_factory=list)
     error: list[float] = field(default_factory=list)
     clock: list[float] = field(default_factory=list)
+    validated: list[int] = field(default_factory=list)
+    own: list[float] = field(default_factory=list)
+    fresh: list[float] = field(default_factory=list)
+    moved: list[int] = field(default_factory=list)
+    restarted: list[int] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.loss)
@@ -42,6 +52,19 @@ class History:
             self.measured.append(len(self))
             self.error.append(error)
             self.clock.append(self.spent)
+
+    def forget(self, step: int) -> None:
+        """Drop an error measured after this step: the parameters are others."""
+        if self.measured and self.measured[-1] == step:
+            for values in (self.measured, self.error, self.clock):
+                values.pop()
+
+    def validate(self, own: float, fresh: float) -> None:
+        """One more look at fresh points, after the steps taken so far."""
+        if not self.validated or self.validated[-1] != len(self):
+            self.validated.append(len(self))
+            self.own.append(own)
+            self.fresh.append(fresh)
 
     def seconds_to(self, error: float) -> float | None:
         """Seconds until a measured error was at most this, None where it never was."""
@@ -71,4 +94,9 @@ class History:
             self.measured + [steps + m for m in other.measured],
             self.error + other.error,
             self.clock + [spent + c for c in other.clock],
+            self.validated + [steps + v for v in other.validated],
+            self.own + other.own,
+            self.fresh + other.fresh,
+            self.moved + [steps + m for m in other.moved],
+            self.restarted + [steps + r for r in other.restarted],
         )

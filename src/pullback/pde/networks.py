@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,9 @@ from .domains import Region
 from .domains.checks import check_seed
 from .fields import call
 from .kinds import is_integer, is_number, require
+
+if TYPE_CHECKING:
+    from .problem import Problem
 
 
 class Sine(nn.Module):
@@ -69,6 +72,22 @@ def mlp(
             layers += [_made(make)] if i else []
             layers.append(nn.Linear(a, b, dtype=dtype))
     return nn.Sequential(*layers)
+
+
+def network_for(problem: Problem, *, seed: int = 0, width: int | None = None) -> nn.Module:
+    """A network for a problem of which nothing else is known.
+
+    Coordinates are mapped to [−1, 1]. In up to three dimensions there are two hidden layers of 20,
+    beyond one of 64, which is cheaper for the smooth solutions that are feasible there; fields
+    share them.
+
+    >>> from pullback.pde import Poisson
+    >>> sum(p.numel() for p in network_for(Poisson(dim=2)).parameters())
+    501
+    """
+    dim, fields = problem.domain.dim, len(problem.fields)
+    hidden = [width or 20] * 2 if dim <= 3 else [width or 64]
+    return Rescaled(mlp(dim, *hidden, fields, seed=seed), problem.domain)
 
 
 def _made(make: Callable[[], nn.Module]) -> nn.Module:

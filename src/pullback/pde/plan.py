@@ -18,6 +18,7 @@ from .problem import Problem
 from .sampling import Points, Sampler
 
 _FEWEST, _MOST = 1000, 10_000
+_PER_PARAMETER = 4
 
 
 @dataclass(frozen=True)
@@ -70,14 +71,18 @@ class Plan:
         sampler: str | Sampler | None,
         seed: int,
         resample: int | None,
-        refine: Refine | None,
+        refine: Refine | str | None,
     ) -> None:
         self.problem, self.seed = problem, check_seed(seed)
         if resample is not None and (not isinstance(resample, int) or resample < 1):
             raise PullbackError(
                 "The resampling interval is not usable", f"got {resample!r}", "Use steps ≥ 1"
             )
-        self.resample, self.refine = resample, refine
+        self.resample = resample
+        #: the schedule of refinements, where there is one
+        self.refine = refine if isinstance(refine, Refine) else None
+        #: whether points move where a run overfits them
+        self.adaptive = refine == "auto" and resample is None
         dim = problem.domain.dim
         self.sampler = sampler or ("grid" if dim <= 2 and resample is None else "sobol")
         if points is not None and not isinstance(points, Mapping):
@@ -103,7 +108,7 @@ class Plan:
         inside = isinstance(condition, (Equation, Energy))
         if isinstance(points, int):
             return points if inside else max(points // 4, 1)
-        most = min(max(_FEWEST, 4 * parameters), _MOST)
+        most = max(_FEWEST, min(_PER_PARAMETER * parameters, max(_MOST, 2 * parameters)))
         return most if inside else most // 4
 
     def at(self, step: int) -> int:
@@ -126,28 +131,29 @@ class Plan:
 
     def refined(self, sites: dict[str, Sites], trial: Trial, step: int) -> dict[str, Sites]:
         """Some points of every equation moved to where its residual is large."""
-        assert self.refine is not None
+        rule = self.refine or Refine()
         out = dict(sites)
         for i, c in enumerate(self.problem.conditions):
             movable = not isinstance(c.region(self.problem.domain), PointSet)
             if isinstance(c, Equation) and movable and len(sites[c.name]) == 1:
                 seed = self.seed + 7_368_787 * (step + 1) + i
-                out[c.name] = (self._concentrated(c, sites[c.name][0], trial, seed),)
+                out[c.name] = (self._concentrated(c, sites[c.name][0], trial, seed, rule),)
         return out
 
     @torch.no_grad()
-    def _concentrated(self, c: Equation, old: Points, trial: Trial, seed: int) -> Points:
-        assert self.refine is not None
-        count = int(self.refine.candidates * len(old))
+    def _concentrated(
+        self, c: Equation, old: Points, trial: Trial, seed: int, rule: Refine
+    ) -> Points:
+        count = int(rule.candidates * len(old))
         drawn = draw(self.problem, c, count, "uniform", seed, self.problem.domain)
         candidates = drawn[0].to(old.x.dtype, old.x.device)
         like = next(trial.parameters())
         values = term(self.problem, c, trial, (candidates.to(like.dtype, like.device),))
         r = values.map(dict(trial.named_parameters())).norm(dim=1).cpu()
-        density = r.pow(self.refine.power)
-        density = density / density.mean().clamp(min=torch.finfo(r.dtype).tiny) + self.refine.floor
+        density = r.pow(rule.power)
+        density = density / density.mean().clamp(min=torch.finfo(r.dtype).tiny) + rule.floor
         generator = torch.Generator().manual_seed(seed)
-        new = max(1, int(self.refine.renew * len(old)))
+        new = max(1, int(rule.renew * len(old)))
         chosen = torch.multinomial(density, min(new, count), generator=generator)
         kept = torch.randperm(len(old), generator=generator)[: len(old) - len(chosen)]
         kept, chosen = kept.to(old.x.device), chosen.to(old.x.device)

@@ -17,6 +17,8 @@ from .domains import Domain, SpaceTime
 from .fields import Coordinates, call
 from .kinds import is_number, require
 
+_OUTLINE = {"domain", "fields", "unknowns", "free", "name", "coordinates"}
+
 
 class Problem:
     """Fields u on a domain for which the conditions hold.
@@ -26,6 +28,8 @@ class Problem:
         conditions: what must hold.
         fields: names of the network's outputs.
         unknowns: coefficients to find, with initial values; residuals take them by name.
+        sources: functions of coordinates by name (or `points`) that residuals take by these names.
+            They are evaluated once per set of points, so any code will do: numpy, scipy, autograd.
         exact: the solution, a function of coordinates by name (or `points`): (N,) for one field,
             a tuple for several.
         reference: the same as a function of points (N, d) that returns (N, m).
@@ -40,6 +44,7 @@ class Problem:
         *,
         fields: Sequence[str] = ("u",),
         unknowns: Mapping[str, float] | None = None,
+        sources: Mapping[str, Callable[..., Any]] | None = None,
         exact: Callable[..., Any] | None = None,
         reference: Callable[[Tensor], Tensor] | None = None,
         free: Sequence[str] = (),
@@ -50,6 +55,10 @@ class Problem:
         # copies: names are made unique here
         self.conditions = tuple(map(copy.copy, conditions))
         self.unknowns = _checked_unknowns({} if unknowns is None else unknowns)
+        self.sources = {} if sources is None else dict(sources)
+        for called, source in self.sources.items():
+            usable = _is_name(called) and callable(source)
+            require(usable, f"The source {called!r}", source, "Pass a function: sources={'f': f}")
         for what, known in {"exact": exact, "reference": reference}.items():
             usable = known is None or callable(known)
             require(usable, f"The solution {what}=", known, "Pass a function, or None")
@@ -78,7 +87,8 @@ class Problem:
                 f"its conditions are {', '.join(c.name for c in self.conditions)}",
                 "Add an Equation(...) or an Energy(...)",
             )
-        names = [*self.fields, *self.domain.names, *self.unknowns, "points", "normals"]
+        names = [*self.fields, *self.domain.names, *self.unknowns, *self.sources]
+        names += ["points", "normals"]
         twice = {n for n in names if names.count(n) > 1}
         if twice:
             raise PullbackError(
@@ -102,7 +112,7 @@ class Problem:
     def truth(self, x: Tensor) -> Tensor:
         """The known solution at points (N, d): (N, m)."""
         if self.exact is not None:
-            offered = {"points": x, **self.columns(x)}
+            offered = {"points": x, **self._coordinates(x)}
             found = call(self.exact, offered, "The exact solution")
             if isinstance(found, (tuple, list)):
                 each = [torch.as_tensor(f, dtype=x.dtype, device=x.device) for f in found]
@@ -127,8 +137,26 @@ class Problem:
         return found
 
     def columns(self, x: Tensor) -> dict[str, Tensor]:
-        """Coordinates by name, (N,) each."""
+        """Coordinates and sources by name, (N,) each."""
+        return {**self._coordinates(x), **{n: self._source(n, x) for n in self.sources}}
+
+    def _coordinates(self, x: Tensor) -> dict[str, Tensor]:
         return dict(zip(self.domain.names, x.unbind(-1), strict=True))
+
+    def _source(self, name: str, x: Tensor) -> Tensor:
+        """A source at points (N, d): (N,)."""
+        with torch.enable_grad():
+            x = x.detach()
+            offered = {"points": x, **self._coordinates(x)}
+            found = call(self.sources[name], offered, f"The source {name!r}")
+        found = torch.as_tensor(found, dtype=x.dtype, device=x.device).detach()
+        if found.ndim and found.shape != (len(x),):
+            raise PullbackError(
+                f"The source {name!r} is not one number per point",
+                f"got shape {tuple(found.shape)} for {len(x)} points",
+                "Return values of shape (N,)",
+            )
+        return found.expand(len(x))
 
     def restricted(self, domain: Domain, conditions: Sequence[Condition]) -> Problem:
         """The same problem on a part of the domain, with other conditions."""
@@ -137,11 +165,19 @@ class Problem:
             conditions,
             fields=self.fields,
             unknowns=self.unknowns,
+            sources=self.sources,
             exact=self.exact,
             reference=self.reference,
             free=self.free,
             name=self.name,
         )
+
+    def outline(self) -> Problem:
+        """Domain, fields and names, without the functions that make up the problem."""
+        out = Problem.__new__(Problem)
+        vars(out).update({k: v for k, v in vars(self).items() if k in _OUTLINE})
+        out.conditions, out.exact, out.reference, out.sources = (), None, None, {}
+        return out
 
     @property
     def evolves(self) -> bool:

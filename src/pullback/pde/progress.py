@@ -1,42 +1,83 @@
-"""A line that shows how a solve is getting on."""
+"""How a solve is getting on: a bar on terminals and in notebooks, else a line now and then."""
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.progress import Progress
+
+_EVERY = 10.0  # seconds between two plain lines
+_LONG = 30.0  # seconds of a run that is worth a forecast
 
 
 class Line:
-    """Updated after every step."""
+    """Updated after every step; this one shows nothing."""
 
-    def __init__(self, progress: Progress | None, task: int) -> None:
-        self._progress, self._task = progress, task
+    def __call__(self, step: int, **numbers: float) -> None:
+        """One more step, with what is known by name."""
 
-    def __call__(self, step: int, loss: float, error: float) -> None:
-        """One more step."""
-        if self._progress is not None:
-            shown = "" if math.isnan(error) else f"error {error:.1e}"
-            text = f"loss {loss:.1e}  {shown}"
-            self._progress.update(self._task, completed=step, state=text)  # pyright: ignore[reportArgumentType]
+    def say(self, text: str) -> None:
+        """One sentence."""
+
+    def forecast(self, steps: int, seconds: float, entries: int, itemsize: int) -> None:
+        """Say after the first step what so many more will take, where that is long."""
+        whole = steps * seconds
+        if whole >= _LONG:
+            size = f", {entries * itemsize / 2**30:.2g} GiB for the Jacobian" if entries else ""
+            self.say(f"{steps} steps of {seconds:.2g} s: about {_spoken(whole)}{size}")
+
+
+class Bar(Line):
+    """A bar with the time that is left."""
+
+    def __init__(self, progress: Progress, title: str, steps: int) -> None:
+        self._progress = progress
+        self._task = progress.add_task(title, total=steps, state="")
+
+    def __call__(self, step: int, **numbers: float) -> None:
+        self._progress.update(self._task, completed=step, state=_written(numbers))  # pyright: ignore[reportArgumentType]
+
+    def say(self, text: str) -> None:
+        self._progress.console.print(text, highlight=False, markup=False)
+
+
+class Log(Line):
+    """A plain line every ten seconds."""
+
+    def __init__(self, console: Console, title: str, steps: int) -> None:
+        self._console, self._title, self._steps = console, title, steps
+        self._start = self._last = time.monotonic()
+
+    def __call__(self, step: int, **numbers: float) -> None:
+        now = time.monotonic()
+        if now - self._last >= _EVERY:
+            self._last = now
+            spent = _spoken(now - self._start)
+            self.say(f"step {step}/{self._steps}  {_written(numbers)}  after {spent}")
+
+    def say(self, text: str) -> None:
+        line = f"{self._title}: {text}"
+        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 @contextmanager
 def shown(title: str, steps: int, *, enabled: bool) -> Iterator[Line]:
-    """A progress bar on the terminal's error stream, or none."""
+    """Progress on the error stream, or none."""
     if not enabled:
-        yield Line(None, 0)
+        yield Line()
         return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     console = Console(stderr=True)
-    if not console.is_terminal:
-        yield Line(None, 0)
+    if not console.is_terminal and not console.is_jupyter:
+        yield Log(console, title, steps)
         return
     with Progress(
         TextColumn("{task.description}"),
@@ -47,4 +88,19 @@ def shown(title: str, steps: int, *, enabled: bool) -> Iterator[Line]:
         console=console,
         transient=True,
     ) as progress:
-        yield Line(progress, progress.add_task(title, total=steps, state=""))
+        yield Bar(progress, title, steps)
+
+
+def _written(numbers: dict[str, float]) -> str:
+    return "  ".join(f"{n} {v:.1e}" for n, v in numbers.items() if not math.isnan(v))
+
+
+def _spoken(seconds: float) -> str:
+    """Return a duration in a unit that fits it.
+
+    >>> _spoken(40), _spoken(400), _spoken(10_000)
+    ('40 s', '7 min', '2.8 h')
+    """
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"

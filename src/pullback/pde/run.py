@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 import warnings
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +27,22 @@ from .measure import Yardstick
 from .method import optimizer, stepped
 from .plan import Plan
 from .problem import Problem
-from .progress import shown
+from .progress import Line, shown
 from .settings import Settings
-from .signals import Interruption, held_back
+from .signals import Interruption, held_back, terminable
 from .solution import Solution
+from .validation import Validation
+from .verdict import Verdict, overfitted
 
 _SAVE_EVERY = 60.0  # seconds between two checkpoints
 _REJECTED = 30  # steps rejected in a row that end a run
 _SIGNAL = "a process was interrupted"
+_DRIFT = 2.0  # of losses at fresh and own points beyond which points move
+_EARLY = 1e-8  # of the first loss, above which they do so; below it the end is near
+_LATE = 1e-12  # of the first loss, above which they do so where points are overfitted
+_KICK = 0.01  # of the parameters' size
+_TRY = 40  # steps that a kick needs to pay
+_RESTART = 1e-3  # of their terms: residuals at which a run that is stuck starts anew
 
 
 class Run:
@@ -76,10 +85,21 @@ class Run:
         self._points = Collocation(
             problem, self._trial, plan, like, settings.single, self._processes
         )
+        self._validation = Validation(
+            problem,
+            self._trial,
+            plan.counts,
+            self._points.weights,
+            settings.seed,
+            self._processes,
+        )
+        self._adaptive = plan.adaptive
         self._path = None if checkpoint is None else Path(checkpoint)
         self.history = History()
         self._yardstick = Yardstick(problem, like) if problem.known else None
-        self._rejected = 0
+        self._rejected, self._stuck = 0, False
+        self._first = {n: p.detach().clone() for n, p in self._trial.named_parameters()}
+        self._best: dict[str, Any] | None = None  # of the runs before the last restart
         self._said = False
         #: seconds spent before this call, by a run that it goes on with
         self.begun = 0.0
@@ -112,17 +132,19 @@ class Run:
         self.begun = self.history.spent
         due = self.begun + _SAVE_EVERY
         self._record_error()
-        start = {n: p.detach().clone() for n, p in self._trial.named_parameters()}
-        stopped, orderly = "", False
+        stopped, orderly = "", self._processes.alone
         show = self._settings.progress and self._processes.rank == 0
         try:
             with (
-                held_back(not self._processes.alone) as came,
+                self._interruptible() as came,
                 shown(self.problem.name, self._settings.steps, enabled=show) as line,
             ):
+                first = len(self.history)
                 while not (stopped := self._finished()):
                     info = self._step()
-                    line(len(self.history), info.loss, self.error)
+                    line(len(self.history), loss=info.loss, fresh=self._fresh, error=self.error)
+                    if len(self.history) == first + 1 and self._processes.rank == 0:
+                        self._announce(info, line)
                     if stopped := self._asked(info, came):
                         break
                     if self.history.spent >= due and self._path is not None:
@@ -133,25 +155,50 @@ class Run:
         finally:
             self._points.full(len(self.history))
             if not len(self.history):  # refused, perhaps after rounding to single precision
-                self._put(start)
-            self._record_error()
+                self._put(self._first)
+            if orderly:
+                self._record_error()
             if self._path is not None and len(self.history):
                 with self._processes.together() if orderly else nullcontext():
                     self._save()
         if stopped == _SIGNAL:
             came.end()
+        self._keep_best()
+        verdict = self._judge(stopped)
+        if verdict.alarming and self._processes.rank == 0:
+            warnings.warn(f"{self.problem.name}: {verdict.text}", stacklevel=3)
         solution = Solution(
             self.problem,
             self.network,
             self.history,
             unknowns=self.unknowns,
-            stopped=stopped,
+            verdict=verdict,
+            weights=self._points.weights,
             loss=self._points.loss(),
             spectrum=self._points.spectrum(),
             nested=self._points.nested(),
         )
         came.repeat()
         return solution
+
+    def _interruptible(self) -> AbstractContextManager[Interruption]:
+        """One process ends at SIGTERM with a checkpoint, several of them after the same step."""
+        return terminable(self._path is not None) if self._processes.alone else held_back()
+
+    def _announce(self, info: StepInfo, line: Line) -> None:
+        """Say what the run will take, and what its memory does not allow."""
+        kind = torch.finfo(next(self._trial.parameters()).dtype)
+        left = self._settings.steps - len(self.history)
+        seconds = self.history.spent - self.begun
+        line.forecast(left, seconds, info.rows * info.parameters, kind.bits // 8)
+        if info.gram == "dense" and self._settings.gram == "auto":
+            need = info.rows * info.parameters * kind.bits // 8
+            warnings.warn(
+                f"The Jacobian takes {need / 2**30:.2g} GiB, more than memory= allows: the Gram "
+                "matrix is formed instead, which squares the condition number and costs half of "
+                "the digits. Raise memory= or use fewer points",
+                stacklevel=5,
+            )
 
     @torch.no_grad()
     def _put(self, values: Mapping[str, Tensor]) -> None:
@@ -164,9 +211,10 @@ class Run:
         if not self._processes.alone:
             own = torch.tensor([int(calls), came.number], device=self._processes.device)
             every = self._processes.gather([own[None]], "decisions")[0].amax(0)
-            calls, came.number = bool(every[0]), int(every[1])
-        if came.number:
-            return _SIGNAL
+            calls = bool(every[0])
+            if every[1]:  # one that came since is shared after the next step
+                came.number = int(every[1])
+                return _SIGNAL
         return "a callback asked for it" if calls else ""
 
     def _finished(self) -> str:
@@ -176,25 +224,166 @@ class Run:
             return f"all {self._settings.steps} steps were taken"
         if self._settings.tol is not None:
             value = history.error[-1] if history.error else history.loss[-1] if history else None
-            if value is not None and value <= self._settings.tol:
+            if value is not None and value <= self._settings.tol and self._confirmed():
                 return f"the tolerance {self._settings.tol:g} was reached"
-        if self._rejected >= _REJECTED:
-            return f"{_REJECTED} steps in a row could not lower the loss"
-        wait = self._settings.patience
-        if wait is not None and self._points.settled(len(history) - wait - 1):
-            before = history.loss[-1 - wait]
-            if history.loss[-1] > before - 0.01 * abs(before):  # energies may be negative
-                return f"the loss fell by less than 1 % in {wait} steps"
         if (
             self._settings.budget is not None
             and history.spent - self.begun >= self._settings.budget
         ):
             return f"the budget of {self._settings.budget:g} s is spent"
+        wait = self._settings.patience
+        if wait is not None and self._stagnation(max(1, wait // 2), self._slow) and self._revived():
+            return ""
+        reason = self._stagnation(wait, 0.01)
+        self._stuck = bool(reason)
+        return reason
+
+    def _confirmed(self) -> bool:
+        """Whether a loss that is small enough is so at fresh points, where no error is known."""
+        if self.history.error or not self._points.squares:
+            return True
+        assert self._settings.tol is not None
+        return self._validation.loss(len(self.history)) <= self._settings.tol
+
+    @property
+    def _slow(self) -> float:
+        """The share by which the loss falls where a run is stuck; near a solution it falls fast."""
+        history = self.history
+        return 0.5 if history and history.loss[-1] < _EARLY * history.loss[0] else 0.01
+
+    def _stagnation(self, wait: int | None, fall: float) -> str:
+        """Why no more is to be expected from here, or nothing: the loss did not fall by a share."""
+        if self._rejected >= _REJECTED:
+            return f"{_REJECTED} steps in a row could not lower the loss"
+        history = self.history
+        if wait is not None and self._points.settled(len(history) - wait - 1):
+            before = history.loss[-1 - wait]
+            if history.loss[-1] > before - fall * abs(before):  # energies may be negative
+                return f"the loss fell by less than 1 % in {wait} steps"
         return ""
+
+    def _revived(self) -> bool:
+        """Go on from stagnation with other points or parameters, where that may help.
+
+        Points move where they are overfitted. Else the parameters are kicked, which leaves a narrow
+        valley, as long as that lowers the loss at fresh points; and a run that is far from a
+        solution starts anew. The best parameters are kept.
+        """
+        number, left = len(self.history), self._settings.steps - len(self.history)
+        if not self._adaptive or not self._points.squares:
+            return False
+        own, fresh = self._points.loss(), self._validation.loss(number)
+        if not self._matters(fresh):
+            return False
+        if self._drifting(own, fresh):
+            self._points.concentrate(number)
+            self._rejected = 0
+            self.history.moved.append(number)
+            return True
+        best = math.inf if self._best is None else self._best["fresh"]
+        if left >= _TRY and fresh < 0.5 * best:
+            self._remember(fresh)
+            self._go_on_from(self._kicked())
+            return True
+        last = max(self.history.restarted, default=0)
+        if left >= number - last and self._validation.relative(number) > _RESTART:
+            self._remember(fresh)
+            self._go_on_from(self._shuffled())
+            return True
+        return False
+
+    def _drifting(self, own: float, fresh: float) -> bool:
+        """Whether points are being learned by heart: seen early, but not in the last digits."""
+        first = self.history.loss[0]
+        early = fresh > _DRIFT * own and fresh > _EARLY * first
+        return early or (overfitted(own, fresh) and fresh > _LATE * first)
+
+    def _matters(self, loss: float) -> bool:
+        """Whether a loss is more than round-off."""
+        noise = torch.finfo(next(self._trial.parameters()).dtype).eps ** 1.3
+        return loss > noise * self.history.loss[0]
+
+    def _kicked(self) -> dict[str, Tensor]:
+        """The parameters with a hundredth of their size in noise."""
+        generator = self._generator()
+        out = {}
+        for name, p in self._trial.named_parameters():
+            noise = torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p)
+            size = _KICK * p.detach().square().mean().sqrt()
+            out[name] = p.detach() + size * noise if p.requires_grad else p.detach().clone()
+        return out
+
+    def _shuffled(self) -> dict[str, Tensor]:
+        """The first parameters, shuffled within each tensor."""
+        generator = self._generator()
+        out = {}
+        for name, p in self._trial.named_parameters():
+            first = self._first[name].to(p)
+            order = torch.randperm(p.numel(), generator=generator).to(p.device)
+            out[name] = first.flatten()[order].view_as(p) if p.requires_grad else first
+        return out
+
+    def _generator(self) -> torch.Generator:
+        return torch.Generator().manual_seed(self._settings.seed + 7919 * len(self.history))
+
+    def _go_on_from(self, params: Mapping[str, Tensor]) -> None:
+        number = len(self.history)
+        self._put(params)
+        self._processes.adopt([*self._trial.parameters()])
+        self._points.unsettle(number)
+        dtype = next(self._trial.parameters()).dtype
+        self.optimizer = optimizer(self._trial, self._settings, dtype, self._processes)
+        self._rejected = 0
+        self.history.restarted.append(number)
+
+    def _remember(self, fresh: float) -> None:
+        if self._best is None or fresh < self._best["fresh"]:
+            params = {n: p.detach().clone() for n, p in self._trial.named_parameters()}
+            self._best = {"fresh": fresh, "params": params, "points": self._points.state()}
+
+    def _keep_best(self) -> None:
+        """The best of several tries."""
+        if self._best is None or self._validation.loss(len(self.history)) <= self._best["fresh"]:
+            return
+        self._put(self._best["params"])
+        self._points.restore(self._best["points"], len(self.history))
+        self.history.forget(len(self.history))
+        self._record_error()
+
+    def _judge(self, reason: str) -> Verdict:
+        """The verdict on the network as it is."""
+        number = len(self.history)
+        if not number or not self._points.squares:
+            return Verdict(reason, self._stuck, math.nan, math.nan, math.nan)
+        if tries := len(self.history.restarted):
+            reason += f" (the best of {tries + 1} tries)"
+        own, fresh = self._points.loss(), self._validation.loss(number)
+        self.history.validate(own, fresh)
+        relative = self._validation.relative(number)
+        if not self._matters(fresh):  # where the solution is zero its terms are round-off too
+            relative = min(relative, (fresh / self.history.loss[0]) ** 0.5)
+        return Verdict(reason, self._stuck, own, fresh, relative)
+
+    @property
+    def _fresh(self) -> float:
+        return self.history.fresh[-1] if self.history.fresh else math.nan
+
+    def _validate(self, number: int) -> None:
+        """Look at fresh points, and move the run's own where they are overfitted."""
+        if not number or number % self._settings.measure or not self._points.squares:
+            return
+        if self.history.validated and self.history.validated[-1] == number:
+            return
+        own, fresh = self._points.loss(), self._validation.loss(number)
+        self.history.validate(own, fresh)
+        if self._adaptive and self._drifting(own, fresh):
+            self._points.concentrate(number)
+            self.history.moved.append(number)
 
     def _step(self) -> StepInfo:
         start = time.perf_counter()
         number = len(self.history)
+        self._validate(number)
         objective = self._points.at(number)
         info = stepped(self.optimizer, objective, self._trial, self._processes)
         self._say_nested()
@@ -232,9 +421,14 @@ class Run:
             )
 
     def _record_error(self) -> None:
-        if self._yardstick is not None:
-            with torch.no_grad():
-                self.history.measure(self._yardstick.error(self._evaluated))
+        """Measure the error on the first process, for all of them."""
+        if self._yardstick is None:
+            return
+        error = math.nan
+        with torch.no_grad(), self._processes.together():
+            if self._processes.rank == 0:
+                error = self._yardstick.error(self._evaluated)
+        self.history.measure(self._processes.share(error))
 
     def _evaluated(self, x: Tensor) -> Tensor:
         return self.network(x.to(next(self.network.parameters()).dtype))
@@ -251,6 +445,8 @@ class Run:
                 "optimizer": self.optimizer.state_dict(),
                 "history": self.history.as_dict(),
                 "rejected": self._rejected,
+                "first": self._first,
+                "best": self._best,
                 "points": self._points.state(),
             },
         )
@@ -267,7 +463,9 @@ class Run:
         self.optimizer.load_state_dict(state["optimizer"])
         self.history = History.from_dict(state["history"])
         self._rejected = state["rejected"]
+        self._first, self._best = state["first"], state["best"]
         self._points.restore(state["points"], len(self.history))
+        self._validation.weights = self._points.weights
 
 
 def _processes(group: Any) -> Processes:

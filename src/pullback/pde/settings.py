@@ -34,7 +34,7 @@ class Settings:
     sampler: str | Sampler | None
     seed: int
     resample: int | None
-    refine: Refine | None
+    refine: Refine | str | None
     solver: Solver | None
     step: Step | None
     gram: str
@@ -75,7 +75,7 @@ class Settings:
         require(usable, "The patience", patience, "Use an integer ≥ 1, or None")
 
     def _check_stages(self) -> None:
-        kinds = {"solver": Solver, "step": Step, "refine": Refine}
+        kinds = {"solver": Solver, "step": Step}
         for name, kind in kinds.items():
             found = getattr(self, name)
             if found is not None and not isinstance(found, kind):
@@ -84,6 +84,8 @@ class Settings:
                     f"got {found!r}",
                     f"Pass an instance of {kind.__name__}, or None for the default",
                 )
+        usable = self.refine in ("auto", None) or isinstance(self.refine, Refine)
+        require(usable, "The refinement", self.refine, 'Use Refine(…), "auto" or None')
         if self.optimizer is not None and (self.solver is not None or self.step is not None):
             raise PullbackError(
                 "solve() was given an optimizer and stages of another",

@@ -1,10 +1,10 @@
-"""Interruptions that all processes of a run must hear of before any of them stops."""
+"""Interruptions of a run: one process saves before it ends, several of them stop together."""
 
 from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
 
@@ -29,22 +29,46 @@ class Interruption:
 
 
 @contextmanager
-def held_back(enabled: bool) -> Iterator[Interruption]:
+def held_back() -> Iterator[Interruption]:
     """Note Ctrl-C and SIGTERM inside, where steps are in flight that other processes take part in.
 
-    Only the main thread can; elsewhere, and where it is not enabled, signals act as ever.
+    Only the main thread can; elsewhere signals act as ever.
     """
     came = Interruption()
-    if not enabled or threading.current_thread() is not threading.main_thread():
-        yield came
-        return
 
     def note(number: int, frame: object) -> None:
         came.number = number
 
-    before = {number: signal.signal(number, note) for number in _HEARD}
-    try:
+    with _handled(_HEARD, note):
         yield came
+
+
+@contextmanager
+def terminable(enabled: bool) -> Iterator[Interruption]:
+    """Let SIGTERM end the process as an exception does, so that the run is saved first.
+
+    A handler of somebody else stays.
+    """
+    came = Interruption()
+
+    def leave(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    usual = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    with _handled([signal.SIGTERM] if enabled and usual else [], leave):
+        yield came
+
+
+@contextmanager
+def _handled(
+    numbers: Sequence[signal.Signals], handler: Callable[[int, object], None]
+) -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, old in before.items():
+            signal.signal(number, old)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from .problem import Problem
 from .run import Run
 from .settings import Settings
 from .solution import Solution
+from .verdict import Verdict
 
 
 def march(
@@ -44,6 +46,7 @@ def march(
     _refuse_repeated(problem, domain)
     edges = torch.linspace(*domain.time, count + 1, dtype=torch.float64)
     networks: list[nn.Module] = []
+    verdicts: list[Verdict] = []
     history, budget, spent = History(), settings.budget, 0.0
     solved = None
     for i in range(count):
@@ -54,13 +57,25 @@ def march(
         here = copy.deepcopy(networks[-1] if networks else network)
         path = None if checkpoint is None else Path(f"{checkpoint}.{i}")
         if budget is not None:
-            settings = replace(settings, budget=max(0.0, budget - spent))
+            # a checkpoint's run goes on when called again; another must get to the end now
+            share = 1 if checkpoint is not None else count - i
+            settings = replace(settings, budget=max(0.0, budget - spent) / share)
         run = Run(problem.restricted(part, conditions), here, settings, path)
         solved = run.go()
         networks.append(here)
+        verdicts.append(solved.verdict)
         spent += run.history.spent - run.begun
         history = history.joined(solved.history)
-        if solved.stopped.startswith(("the budget", "a callback")):
+        reason = solved.verdict.reason
+        early = reason.startswith("the budget") and checkpoint is not None
+        if i + 1 < count and (early or reason.startswith("a callback")):
+            warnings.warn(
+                f"{problem.name} is solved up to t = {float(edges[i + 1]):.4g} alone, and "
+                "extrapolated beyond. Call again to go on from the checkpoint"
+                if early
+                else f"{problem.name} is solved up to t = {float(edges[i + 1]):.4g} alone",
+                stacklevel=3,
+            )
             edges = torch.cat([edges[: i + 1], edges[-1:]])
             break
     assert solved is not None
@@ -70,10 +85,21 @@ def march(
         whole,
         history,
         unknowns=solved.unknowns,
-        stopped=solved.stopped,
+        verdict=_overall(verdicts, count),
+        weights=solved.weights,
         loss=solved.loss,
         nested=solved.nested,
     )
+
+
+def _overall(verdicts: list[Verdict], count: int) -> Verdict:
+    """The verdict on the slab that went worst, or on the last one where the end was not reached."""
+    order = ["", "converged", "unfinished", "stalled", "overfitted"]
+    at = len(verdicts) - 1
+    if len(verdicts) == count and not verdicts[-1].reason.startswith(("the budget", "a callback")):
+        at = max(range(count), key=lambda i: (order.index(verdicts[i].name), i))
+    found = verdicts[at]
+    return replace(found, reason=f"{found.reason} in slab {at + 1} of {count}")
 
 
 def _refuse_repeated(problem: Problem, domain: SpaceTime) -> None:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import copy
+import math
+import pickle
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +14,19 @@ import torch
 from torch import Tensor, nn
 
 from .._core.errors import PullbackError
+from ..maps import Scheme
 from . import checkpoint
+from .check import Check, estimate
+from .discretize import Trial, derivatives, draw, fingerprint
+from .domains import PointSet
 from .history import History
 from .measure import Yardstick
 from .networks import Slabs
 from .problem import Problem
+from .validation import Residual, Validation
+from .verdict import Verdict
+
+_FRESH, _SEED = 2000, 104_729  # points that the solution is checked at
 
 
 class Solution:
@@ -24,7 +36,8 @@ class Solution:
         problem, network: what was solved, and with what.
         history: losses, errors and times along the way.
         unknowns: the coefficients that were found.
-        stopped: why it ended.
+        verdict: how it ended.
+        weights: of the conditions in the loss.
         loss: of the network as it is, at the points of the last step.
         spectrum: singular values of the weighted residual Jacobian at the end, where computed.
         nested: why derivatives were nested instead of carried forward, or empty.
@@ -37,18 +50,44 @@ class Solution:
         history: History,
         *,
         unknowns: dict[str, float] | None = None,
-        stopped: str = "",
+        verdict: Verdict | None = None,
+        weights: dict[str, float] | None = None,
         loss: float = float("nan"),
         spectrum: Tensor | None = None,
         nested: str = "",
     ) -> None:
         self.problem, self.network, self.history = problem, network, history
         self.unknowns = dict(unknowns or {})
-        self.stopped, self.spectrum, self.nested, self.loss = stopped, spectrum, nested, loss
+        self.verdict = verdict or Verdict("", False, *[math.nan] * 3)
+        self.weights = dict(weights or {c.name: c.weight for c in problem.conditions})
+        self.spectrum, self.nested, self.loss = spectrum, nested, loss
+
+    @property
+    def stopped(self) -> str:
+        """How it ended, why, and what to try where that is not good enough."""
+        return self.verdict.text
 
     @torch.no_grad()
     def __call__(self, x: Tensor) -> Tensor:
         """u at points (N, d): (N, m)."""
+        return self.network(self._points(x))
+
+    def d(self, *names: str) -> Callable[[Tensor], Tensor]:
+        """A derivative as a function of points (N, d) that returns (N, m).
+
+        `solution.d("xx")(x)` is ∂²u/∂x² at x; `solution.d("x1", "x1")` spells the names out.
+        """
+        parse = self.problem.coordinates.parse
+        index = tuple(sorted(axis for name in names for axis in parse(name)))
+        scheme = Scheme.of([index])
+
+        def derivative(x: Tensor) -> Tensor:
+            channels = derivatives(self.network, self._points(x)[None], scheme)
+            return channels[scheme.position[index], 0]
+
+        return derivative
+
+    def _points(self, x: Tensor) -> Tensor:
         dim = self.problem.domain.dim
         if not isinstance(x, Tensor) or x.ndim != 2 or x.shape[1] != dim or x.is_complex():
             got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
@@ -57,7 +96,44 @@ class Solution:
                 f"got {got} in {dim} dimension{'s' * (dim > 1)}",
                 f"Pass a real tensor of shape (N, {dim})",
             )
-        return self.network(x.to(next(self.network.parameters())))
+        return x.to(next(self.network.parameters()))
+
+    @property
+    def residual(self) -> dict[str, Residual]:
+        """Every condition at fresh points, with the size of the terms that should cancel."""
+        return self._validation.residuals()
+
+    @property
+    def _validation(self) -> Validation:
+        counts = {c.name: _FRESH for c in self.problem.conditions}
+        return Validation(self.problem, self._trial, counts, self.weights, _SEED)
+
+    @property
+    def _trial(self) -> Trial:
+        return Trial(self.network, self.unknowns, next(self.network.parameters()))
+
+    def check(self, against: Solution | None = None) -> Check:
+        """A table to judge the solution by without knowing the true one.
+
+        Args:
+            against: another solution of the problem, by another seed or width, to compare with.
+        """
+        residuals = self.residual
+        trial, validation = self._trial, self._validation
+        whole = not isinstance(self.network, Slabs)  # whose pieces do not share tangents
+        return Check(
+            self.problem.name,
+            self.stopped,
+            residuals,
+            estimate(self.problem, trial, validation, residuals) if whole else None,
+            self.unknowns,
+            None if against is None else self._difference(against),
+            self.error if self.problem.known else None,
+        )
+
+    def _difference(self, other: Solution) -> float:
+        x = self.problem.domain.sample(_FRESH, "sobol", seed=_SEED).x
+        return float((self(x) - other(x)).norm() / self(x).norm())
 
     @property
     def error(self) -> float:
@@ -80,11 +156,12 @@ class Solution:
         checkpoint.save(
             Path(path),
             {
-                "run": {"problem": self.problem.name},
+                "run": _identity(self.problem),
                 "network": self.network.state_dict(),
                 "history": self.history.as_dict(),
                 "unknowns": self.unknowns,
-                "stopped": self.stopped,
+                "verdict": asdict(self.verdict),
+                "weights": self.weights,
                 "loss": self.loss,
                 "edges": getattr(self.network, "edges", None),
                 "nested": self.nested,
@@ -98,7 +175,7 @@ class Solution:
 
         A solution in slabs of time is given one of their networks, and copies it.
         """
-        state = checkpoint.load(Path(path), {"problem": problem.name})
+        state = checkpoint.load(Path(path), _identity(problem))
         if state["edges"] is not None:
             count = len(state["edges"]) - 1
             network = Slabs([copy.deepcopy(network) for _ in range(count)], state["edges"])
@@ -108,11 +185,20 @@ class Solution:
             network,
             History.from_dict(state["history"]),
             unknowns=state["unknowns"],
-            stopped=state["stopped"],
+            verdict=Verdict(**state["verdict"]),
+            weights=state["weights"],
             loss=state["loss"],
             spectrum=state["spectrum"],
             nested=state["nested"],
         )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All, but of a problem with functions that cannot be pickled only what it is called."""
+        try:
+            pickle.dumps(self.problem)
+        except (pickle.PicklingError, AttributeError, TypeError):
+            return {**vars(self), "problem": self.problem.outline()}
+        return dict(vars(self))
 
     def __repr__(self) -> str:
         known = f", error {self.history.error[-1]:.2e}" if self.history.error else ""
@@ -121,3 +207,14 @@ class Solution:
             f"Solution({self.problem.name}: {len(self.history)} steps in "
             f"{self.history.spent:.1f} s, loss {self.loss:.2e}{known}{found}; {self.stopped})"
         )
+
+
+def _identity(problem: Problem) -> dict[str, Any]:
+    """What tells one problem from another: its name and what its conditions say at some points."""
+    found = {}
+    for c in problem.conditions:
+        region = c.region(problem.domain)
+        count = len(region) if isinstance(region, PointSet) else 64
+        sites = draw(problem, c, count, "sobol", 0, problem.domain)
+        found[c.name] = fingerprint(problem, c, sites)
+    return {"problem": problem.name, "domain": repr(problem.domain), "conditions": found}

@@ -31,7 +31,7 @@ def solve(
     sampler: str | Sampler | None = None,
     seed: int = 0,
     resample: int | None = None,
-    refine: Refine | None = None,
+    refine: Refine | str | None = "auto",
     solver: Solver | None = None,
     step: Step | None = None,
     gram: str = "auto",
@@ -61,7 +61,8 @@ def solve(
         sampler: "grid", "gauss", "sobol", "lhs", "uniform"; a grid up to two dimensions by default.
         seed: of the points.
         resample: draw all points anew every so many steps.
-        refine: move points to where the residual is large.
+        refine: a schedule that moves points to where the residual is large. By default that
+            happens whenever the loss at fresh points is twice that at the run's own.
         solver, step, gram, memory: stages of the `NaturalGradient` underneath; by default every
             damped solution from one factorization, and the largest good trust radius.
         single: steps in float32 first.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._core.errors import PullbackError
-from .fields import Field, call
+from .fields import Field, call, names
 from .sampling import Points
 
 Value = float | Tensor | Callable[..., Any]
@@ -18,12 +18,17 @@ Value = float | Tensor | Callable[..., Any]
 
 @dataclass
 class View:
-    """What a condition sees: fields (per site), coordinates, normals, unknown coefficients."""
+    """What a condition sees: fields (per site), coordinates, normals, unknown coefficients.
+
+    Values that depend on none of the fields and unknowns are evaluated once per set of points, in
+    `known`: a spline of scipy or a gradient by autograd cannot be differentiated through.
+    """
 
     fields: Sequence[Mapping[str, Field]]
     points: Points
     coordinates: Mapping[str, Tensor]
     unknowns: Mapping[str, Tensor]
+    known: dict[int, Tensor]
 
     def field(self, name: str | None, site: int = 0) -> Field:
         """The named field, or the only one."""
@@ -53,6 +58,14 @@ class View:
 
     def value(self, value: Value, what: str) -> Tensor:
         """A number, values at the points, or a function of what is offered."""
+        if not callable(value) or names(value) & {"**", *self.fields[0], *self.unknowns}:
+            return self._evaluated(value, what)
+        if id(value) not in self.known:
+            with torch.enable_grad():
+                self.known[id(value)] = self._evaluated(value, what).detach()
+        return self.known[id(value)]
+
+    def _evaluated(self, value: Value, what: str) -> Tensor:
         found = call(value, self.offered, what) if callable(value) else value
         if isinstance(found, Field):
             found = found.value

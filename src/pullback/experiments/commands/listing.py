@@ -30,7 +30,8 @@ def setups(width: int) -> RenderableType:
         found = pde.setup(name)
         network, slabs = found.network(0), found.options.get("slabs", 1)
         words = f"{slabs} × {described(network)}" if slabs > 1 else described(network)
-        rows += [(name, found.problem.equation, words, f"{slabs * parameters(network):,}")]
+        equation = getattr(found.problem, "equation", "")
+        rows += [(name, equation, words, f"{slabs * parameters(network):,}")]
     if width < _WIDE:
         below = ((n, [], f"{e}; {net}, {p} parameters") for n, e, net, p in rows)
         return _blocks("set-up", below)

@@ -51,7 +51,7 @@ def report(
         "config": {
             "name": name,
             "problem": found.problem.name,
-            "equation": found.problem.equation,
+            "equation": getattr(found.problem, "equation", ""),
             "conditions": [c.name for c in found.problem.conditions],
             "network": described(solution.network),
             "parameters": parameters(solution.network),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import runpy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from torch import nn
 
 from ... import pde
 from ..._core.errors import PullbackError
@@ -32,11 +35,14 @@ def solved(
         raise PullbackError(
             f"{name} cannot be solved", "it is an experiment", f"Use `pullback run {name}`"
         )
-    if name not in pde.SETUPS:
+    if name.endswith(".py"):
+        found, name = from_file(Path(name)), Path(name).stem
+    elif name in pde.SETUPS:
+        found = pde.setup(name)
+    else:
         raise PullbackError(
             f"There is no set-up {name!r}", *registry.offered(name, list(pde.SETUPS))
         )
-    found = pde.setup(name)
     usable(device)
     folder(out)
     kept = out / f"{name}-seed{seed}.pt"
@@ -62,6 +68,34 @@ def solved(
     words = f"Written: {picture}, {record}, {kept}"
     console.print(words, highlight=False, markup=False, soft_wrap=True)
     return False
+
+
+def from_file(path: Path) -> pde.Setup:
+    """The set-up that a Python file describes.
+
+    The file defines `problem`; where it wants, `network` (a function of the seed) and `options` of
+    `pde.solve`.
+    """
+    if not path.exists():
+        raise PullbackError(f"There is no file {path}", "it does not exist", "Check the path")
+    defined = runpy.run_path(str(path))
+    problem = defined.get("problem")
+    if not isinstance(problem, pde.Problem):
+        raise PullbackError(
+            f"{path} defines no problem",
+            f"its name problem is {problem!r}",
+            "Write problem = pde.Problem(...) in it",
+        )
+    make: Callable[[int], nn.Module] = defined.get(
+        "network", lambda seed: pde.network_for(problem, seed=seed)
+    )
+    if isinstance(make, nn.Module) or not callable(make):
+        raise PullbackError(
+            f"The network of {path} is no function",
+            f"got {make!r}",
+            "Write network = lambda seed: pde.mlp(2, 20, 20, 1, seed=seed)",
+        )
+    return pde.Setup(problem, make, dict(defined.get("options", {})))
 
 
 def checkpoints(path: Path) -> list[Path]:

@@ -15,6 +15,7 @@ from ...solvers import Cholesky
 from ...steps import LevenbergMarquardt
 from ..networks import PeriodicEmbedding, Symmetric, mlp
 from ..plan import Refine
+from ..problem import Problem
 from ..solution import Solution
 from ..solve import solve
 from .elliptic import Helmholtz, Poisson
@@ -29,7 +30,7 @@ from .ritz import Ritz1D
 class Setup:
     """A problem, the network for a seed, and options of `solve`."""
 
-    problem: Ready
+    problem: Problem
     network: Callable[[int], nn.Module]
     options: dict[str, Any] = field(default_factory=dict)
 

@@ -1,0 +1,165 @@
+"""Residuals at points that the network was not fitted to, relative to the size of their terms."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .._core.processes import Processes
+from ..maps import Scheme
+from ..maps.jets import Index
+from .conditions import Condition, Data, Energy
+from .discretize import Fields, Local, Sites, Trial, coefficients, derivatives, draw, term
+from .domains import PointSet
+from .problem import Problem
+
+_FEWEST, _MOST = 500, 4000  # fresh points of a condition
+_SIZED = 500  # points at which the fields' derivatives are sized
+_AXES = 8  # of a Laplacian, whose second derivatives are sized
+_SMALL = 1e-4  # a field counts at least this share of the largest mean square
+_OFFSET = 15_485_863  # between the seeds of a run's own points and those of fresh ones
+
+
+@dataclass(frozen=True)
+class Residual:
+    """One condition at fresh points.
+
+    Attributes:
+        rms: root of its mean square, all components together.
+        largest: the largest absolute value at a point.
+        size: root mean square of the terms that should cancel.
+        affine: whether it is linear in the fields.
+    """
+
+    rms: float
+    largest: float
+    size: float
+    affine: bool
+
+    @property
+    def relative(self) -> float:
+        """rms/size: 1 where nothing cancels, 0 where the condition holds."""
+        return self.rms / self.size if self.size else 0.0
+
+
+class Validation:
+    """Fresh Sobol points for every condition; measured points are taken as they are.
+
+    Args:
+        problem: what must hold.
+        trial: the network and the unknown coefficients.
+        counts: the run's own numbers of points, by condition.
+        weights: in the loss, by condition.
+        seed: of the points.
+        processes: among which the points are shared; this one alone by default.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        trial: Trial,
+        counts: Mapping[str, int],
+        weights: Mapping[str, float],
+        seed: int,
+        processes: Processes | None = None,
+    ) -> None:
+        self._processes = processes or Processes()
+        self._problem, self._trial, self._seed = problem, trial, seed
+        self._counts = {n: min(max(count, _FEWEST), _MOST) for n, count in counts.items()}
+        self.weights = dict(weights)
+
+    def points(self, condition: Condition, number: int, count: int | None = None) -> Sites:
+        """The fresh points of this number, in the trial's precision."""
+        region = condition.region(self._problem.domain)
+        count = self._counts[condition.name] if count is None else count
+        fixed = isinstance(region, PointSet)
+        at = self._problem.conditions.index(condition)
+        seed = self._seed + _OFFSET * (number + 1) + at
+        found = draw(
+            self._problem,
+            condition,
+            len(region) if fixed else count,
+            "sobol",
+            seed,
+            self._problem.domain,
+        )
+        like = next(self._trial.parameters())
+        return tuple(p.to(like.dtype, like.device) for p in found)
+
+    @torch.no_grad()
+    def loss(self, number: int) -> float:
+        """The loss at the fresh points of this number."""
+        params = {n: p.detach() for n, p in self._trial.named_parameters()}
+        processes, own = self._processes, 0.0
+        with processes.together():
+            for c in self._problem.conditions:
+                sites = self.points(c, number)
+                total, weight = sites[0].weights.sum(), self.weights[c.name]
+                if not processes.alone:
+                    sites = tuple(p.share(processes.rank, processes.size) for p in sites)
+                if len(sites[0]):
+                    item = term(self._problem, c, self._trial, sites, weight, total)
+                    own += float(item.loss(item.map(params)))
+        found = torch.tensor([own], dtype=torch.float64, device=processes.device)
+        return float(processes.sum([found])[0])
+
+    def residuals(self, number: int = 0) -> dict[str, Residual]:
+        """Every condition that should vanish, by name; an energy should not."""
+        unknowns = coefficients({n: p.detach() for n, p in self._trial.named_parameters()})
+        found = {
+            c.name: Local(self._problem, c, self.points(c, number), unknowns)
+            for c in self._problem.conditions
+            if not isinstance(c, Energy)
+        }
+        sizes = self._sizes({index for x in found.values() for _, _, index in x.keys})
+        return {name: _judged(x, x.fields(self._trial), sizes) for name, x in found.items()}
+
+    def relative(self, number: int = 0) -> float:
+        """The largest relative residual; measurements have noise, and are left out."""
+        noisy = {c.name for c in self._problem.conditions if isinstance(c, Data)}
+        found = {}
+        with self._processes.together():
+            if self._processes.rank == 0:
+                found = self.residuals(number)
+        relative = [r.relative for n, r in found.items() if n not in noisy]
+        return self._processes.share(max(relative, default=float("nan")))
+
+    def _sizes(self, wanted: set[Index | None]) -> dict[tuple[str, Index | None], float]:
+        """Mean squares over the domain of derivatives, by field; the Laplacian's is that of its
+        terms, which may cancel.
+        """
+        space = self._problem.coordinates.space
+        pairs = [(i, i) for i in space[:_AXES]] if None in wanted else []
+        scheme = Scheme.of({index for index in wanted if index is not None} | set(pairs))
+        like = next(self._trial.parameters())
+        x = self._problem.domain.sample(_SIZED, "sobol", seed=self._seed).x.to(like)
+        squares = derivatives(self._trial, x[None], scheme).double().square().mean((1, 2))  # (T, m)
+
+        def mean(index: Index | None) -> Tensor:
+            if index is not None:
+                return squares[scheme.position[index]]
+            share = len(space) / len(pairs)
+            return share * torch.stack([squares[scheme.position[i]] for i in pairs]).sum(0)
+
+        out = {}
+        for index in wanted:
+            each = mean(index)
+            floored = each.clamp(min=_SMALL * float(each.max()))
+            out |= {
+                (n, index): float(v) for n, v in zip(self._problem.fields, floored, strict=True)
+            }
+        return out
+
+
+def _judged(local: Local, c: Fields, sizes: Mapping[tuple[str, Index | None], float]) -> Residual:
+    values, slopes = local.slopes(c)
+    source, size = values.clone(), 0.0
+    for key, slope in slopes.items():
+        source -= slope * c[key][:, None]
+        size += float(slope.square().mean(0).sum()) * sizes[key[1:]]
+    size += float(source.square().mean(0).sum())
+    rms = float(values.square().mean(0).sum().sqrt())
+    return Residual(rms, float(values.abs().max()), size**0.5, local.affine(c))

@@ -1,0 +1,66 @@
+"""How a solve ended, judged by its residuals at fresh points, and what to try next."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_GAP = 10.0  # of losses at fresh and own points beyond which a run has overfitted
+_SOLVED = 1e-4  # of their terms: residuals that count as solved
+_TINY = 1e-6  # residuals whose gap does not matter any more
+_REMEDIES = {
+    "overfitted": "Use more points=, sampler='sobol' or a smaller network",
+    "stalled": "Try another seed, a wider or deeper network, slabs= or another weight= first",
+    "unfinished": "Give more steps= or a larger budget=",
+}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a run came to.
+
+    Attributes:
+        reason: why it ended.
+        stuck: whether it ended because the loss fell no further.
+        own, fresh: the loss at its own points, and at fresh ones.
+        relative: the largest residual at fresh points, as a share of its terms; NaN for energies.
+    """
+
+    reason: str
+    stuck: bool
+    own: float
+    fresh: float
+    relative: float
+
+    @property
+    def name(self) -> str:
+        """One of "converged", "overfitted", "stalled", "unfinished"; empty for energies."""
+        if self.relative != self.relative:  # NaN
+            return ""
+        if self.relative > _TINY and overfitted(self.own, self.fresh):
+            return "overfitted"
+        if self.relative <= _SOLVED:
+            return "converged"
+        return "stalled" if self.stuck else "unfinished"
+
+    @property
+    def text(self) -> str:
+        """The verdict in a sentence or two."""
+        if not self.name:
+            return self.reason
+        numbers = f"residuals at fresh points are {self.relative:.1g} of their terms"
+        if self.name == "overfitted":
+            numbers = f"the loss is {self.own:.1e} at its points and {self.fresh:.1e} at fresh ones"
+        elif self.name == "stalled":
+            numbers = f"at a loss of {self.fresh:.1e} {numbers}"
+        remedy = f". {_REMEDIES[self.name]}" if self.name in _REMEDIES else ""
+        return f"{self.name}: {self.reason}; {numbers}{remedy}"
+
+    @property
+    def alarming(self) -> bool:
+        """Whether the answer must not be used without a look."""
+        return self.name in ("overfitted", "stalled")
+
+
+def overfitted(own: float, fresh: float) -> bool:
+    """Whether the loss at fresh points says that its own were learned by heart."""
+    return fresh > _GAP * own

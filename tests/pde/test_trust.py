@@ -1,0 +1,286 @@
+"""Can a solution be trusted: fresh points, verdicts, checks, weights, runs that get stuck."""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import pickle
+import signal
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+
+from pullback import PullbackError, pde
+from pullback.pde.progress import Log
+
+pi = math.pi
+
+
+def poisson(scale: float = 1.0, **options: Any) -> pde.Problem:
+    def equation(u: Any, x: Tensor) -> Tensor:
+        return scale * (u.xx + pi**2 * torch.sin(pi * x))
+
+    return pde.Problem(
+        pde.Interval(0, 1),
+        [pde.Equation(equation), pde.Dirichlet(0.0, weight=options.pop("weight", None))],
+        **{"exact": lambda x: torch.sin(pi * x), **options},
+    )
+
+
+def run(**options: Any) -> pde.Solution:
+    return pde.solve(
+        options.pop("problem", None) or poisson(),
+        options.pop("network", None) or pde.mlp(1, 6, 1, seed=1),
+        **{"steps": 20, "points": 30, "progress": False, "patience": None, **options},
+    )
+
+
+class Wave(nn.Module):
+    """a sin πx."""
+
+    def __init__(self, amplitude: float) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.tensor(amplitude, dtype=torch.float64))
+
+    def forward(self, x: Any) -> Any:
+        return torch.sin(pi * x) * self.a
+
+
+def solved(problem: pde.Problem, network: nn.Module) -> pde.Solution:
+    return pde.Solution(problem, network, pde.History())
+
+
+def test_residuals_are_relative_to_the_terms_that_should_cancel() -> None:
+    """u = 1.1 sin πx leaves −0.1π² sin πx of the terms 1.1π² sin πx and π² sin πx."""
+    found = solved(poisson(), Wave(1.1)).residual
+    assert found["equation"].rms == pytest.approx(0.1 * pi**2 / 2**0.5, rel=1e-3)
+    assert found["equation"].relative == pytest.approx(0.1 / (1.1**2 + 1) ** 0.5, rel=1e-3)
+    assert found["dirichlet"].size == pytest.approx(1.1 / 2**0.5, rel=1e-3)
+    assert found["dirichlet"].relative < 1e-12
+    assert found["equation"].affine
+    nonlinear = pde.Problem(pde.Interval(0, 1), [pde.Equation(lambda u: u.x * u)])
+    assert not solved(nonlinear, Wave(1.0)).residual["equation"].affine
+
+
+def test_a_laplacian_is_sized_by_its_terms() -> None:
+    """xy is harmonic: nothing cancels but second derivatives, which are zero too; x² − y² has 2."""
+
+    class Saddle(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+        def forward(self, x: Any) -> Any:
+            return (x[:, :1] * x[:, :1] - x[:, 1:] * x[:, 1:]) * self.a
+
+    square = pde.Box([(0, 1), (0, 1)])
+    problem = pde.Problem(square, [pde.Equation(lambda u: u.laplacian)])
+    found = solved(problem, Saddle()).residual["equation"]
+    assert found.size == pytest.approx(8**0.5)
+    assert found.relative < 1e-12
+
+
+def test_fresh_points_are_measured_and_overfitting_is_said() -> None:
+    with pytest.warns(UserWarning, match="overfitted.*Use more points"):
+        bad = run(points=8, steps=40, refine=None)
+    assert bad.verdict.name == "overfitted"
+    assert bad.verdict.fresh > 10 * bad.verdict.own
+    assert bad.history.validated == [10, 20, 30, 40]
+    assert bad.history.moved == []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        good = run(steps=40)
+    assert good.verdict.name == "converged"
+    assert "converged" in good.stopped
+    assert good.verdict.relative < 1e-4
+
+
+def test_points_move_where_they_are_overfitted() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        moved = run(points=8, steps=41)
+    assert moved.history.moved
+    assert set(moved.history.moved) <= {10, 20, 30, 40}
+
+
+def test_balanced_weights() -> None:
+    """An equation that is a hundred times larger wants a boundary a hundred times heavier."""
+    plain, scaled = (
+        run(steps=1, problem=poisson(scale, weight="balanced")) for scale in (1.0, 100.0)
+    )
+    assert plain.weights["equation"] == 1.0
+    assert run(steps=1).weights["dirichlet"] == 1.0
+    assert scaled.weights["dirichlet"] == 100 * plain.weights["dirichlet"]
+    given = pde.Problem(
+        pde.Interval(0, 1), [pde.Equation(lambda u: u.xx + 1), pde.Dirichlet(0.0, weight=3.0)]
+    )
+    assert run(steps=1, problem=given).weights["dirichlet"] == 3.0
+    singular = pde.Problem(  # whose slopes are not finite
+        pde.Interval(0, 1),
+        [pde.Equation(lambda u, x: u.xx + 0 * u / (0 * x)), pde.Dirichlet(0.0, weight="balanced")],
+    )
+    with pytest.raises(PullbackError, match="not finite"):
+        run(steps=1, problem=singular)
+
+
+@pytest.mark.parametrize("steps", [10, 25])
+def test_errors_are_estimated(steps: int) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        solution = run(steps=steps)
+    check = solution.check()
+    assert check.estimate is not None
+    assert check.estimate.affine
+    assert solution.error / 3 <= check.estimate.error <= 30 * solution.error
+    for word in ("equation", "dirichlet", "relative", "estimated error", "true error"):
+        assert word in str(check)
+
+
+def test_checks_compare_two_solutions() -> None:
+    one, two = (solved(poisson(), Wave(a)) for a in (1.0, 1.1))
+    assert one.check(against=two).difference == pytest.approx(0.1)
+
+
+def test_unknowns_have_standard_errors() -> None:
+    """k of k u = y with noise σ at n points, where u = 1 on the boundary: σ/√n by hand."""
+    n, noise = 400, 0.1
+    generator = torch.Generator().manual_seed(0)
+    x = torch.linspace(0, 1, n).double()[:, None]
+    y = 2 + noise * torch.randn(n, generator=generator, dtype=torch.float64)
+
+    region = pde.PointSet(x, names=("x",))
+    problem = pde.Problem(
+        pde.Interval(0, 1),
+        [pde.Equation(lambda u, k: k * u - y, on=region), pde.Dirichlet(1.0, weight=1.0)],
+        unknowns={"k": float(y.mean())},
+    )
+    network = pde.mlp(1, 1, 1, seed=0)
+    with torch.no_grad():
+        for p in network.parameters():
+            p.zero_()
+        network.get_parameter("2.bias").fill_(1.0)
+    for name, p in network.named_parameters():
+        p.requires_grad_(name == "2.bias")
+    solution = pde.Solution(problem, network, pde.History(), unknowns=problem.unknowns)
+    estimate = solution.check().estimate
+    assert estimate is not None
+    assert estimate.spread["k"] == pytest.approx(noise / n**0.5, rel=0.1)
+
+
+def test_derivatives_of_solutions() -> None:
+    solution = solved(poisson(), pde.mlp(1, 6, 1, seed=1))
+    x = torch.rand(5, 1, generator=torch.Generator().manual_seed(0)).double().requires_grad_()
+    (first,) = torch.autograd.grad(solution.network(x).sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), x)
+    torch.testing.assert_close(solution.d("x")(x.detach()), first.detach())
+    torch.testing.assert_close(solution.d("xx")(x.detach()), second)
+    torch.testing.assert_close(solution.d("x", "x")(x.detach()), second)
+    with pytest.raises(PullbackError, match="no derivative"):
+        solution.d("y")
+    with pytest.raises(PullbackError, match="no points"):
+        solution.d("x")(torch.rand(5, 3))
+
+
+def test_saved_solutions_know_their_problem(tmp_path: Path) -> None:
+    solution, path = run(steps=2), tmp_path / "solution.pt"
+    solution.save(path)
+    assert pde.Solution.load(path, poisson(), pde.mlp(1, 6, 1)).verdict == solution.verdict
+    with pytest.raises(PullbackError, match="another run"):
+        pde.Solution.load(path, poisson(scale=2.0), pde.mlp(1, 6, 1))
+
+
+def test_solutions_pickle() -> None:
+    solution = run(steps=2)
+    again = pickle.loads(pickle.dumps(solution))
+    x = torch.rand(4, 1).double()
+    assert torch.equal(again(x), solution(x))
+    assert torch.equal(again.d("xx")(x), solution.d("xx")(x))
+    assert again.stopped == solution.stopped
+    with pytest.raises(PullbackError, match="No solution"):
+        _ = again.error
+
+
+def test_stuck_runs_go_on_from_kicked_parameters(tmp_path: Path) -> None:
+    """Patience 2 takes any pause for a plateau. The best is kept, and resumed to the same bits."""
+    options: dict[str, Any] = dict(steps=50, patience=2, points=40)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        whole = run(network=pde.mlp(1, 3, 1, seed=0), **options)
+        path = tmp_path / "run.pt"
+        for stop in (whole.history.restarted[0] + 2, 0):
+            part = run(
+                network=pde.mlp(1, 3, 1, seed=0),
+                checkpoint=path,
+                callbacks=[lambda run, info, stop=stop: len(run.history) == stop],
+                **options,
+            )
+    assert whole.history.restarted
+    assert "tries" in whole.stopped
+    assert part.history.loss == whole.history.loss
+    for a, b in zip(part.network.parameters(), whole.network.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_dense_gram_is_announced() -> None:
+    with pytest.warns(UserWarning, match="memory= allows.*half of the digits"):
+        run(steps=1, memory=4000)
+
+
+def test_a_terminated_run_is_saved(tmp_path: Path) -> None:
+    path = tmp_path / "run.pt"
+
+    def terminate(run: Any, info: Any) -> None:
+        if len(run.history) == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(SystemExit) as left:
+        run(checkpoint=path, callbacks=[terminate])
+    assert left.value.code == 143
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert len(run(checkpoint=path, steps=6).history) == 6
+
+
+def test_plain_lines_and_forecasts() -> None:
+    file = io.StringIO()
+    log = Log(Console(file=file), "Poisson", 400)
+    log(1, loss=1.0, fresh=math.nan)
+    log.forecast(399, 0.01, 0, 8)
+    assert file.getvalue() == ""
+    log.forecast(399, 2.0, 2**27, 8)
+    assert file.getvalue() == "Poisson: 399 steps of 2 s: about 13 min, 1 GiB for the Jacobian\n"
+
+
+def test_slabs_share_the_budget() -> None:
+    heat = pde.Heat(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        solution = pde.solve(
+            heat,
+            pde.mlp(2, 4, 1, seed=0),
+            points=36,
+            slabs=3,
+            budget=3.0,
+            steps=10_000,
+            patience=None,
+            progress=False,
+        )
+    networks = solution.network.networks
+    assert isinstance(networks, nn.ModuleList)
+    assert len(networks) == 3
+    ends = [torch.cat([p.flatten() for p in n.parameters()]) for n in networks]
+    assert not torch.equal(ends[0], ends[1])
+    assert not torch.equal(ends[1], ends[2])
+    assert "the budget" in solution.stopped
+
+
+def test_a_network_for_a_problem() -> None:
+    for problem in (pde.Poisson(5), pde.Kovasznay(), pde.Poisson(1)):
+        network = pde.network_for(problem, seed=0)
+        out = network(problem.domain.sample(3).x)
+        assert out.shape == (3, len(problem.fields))
