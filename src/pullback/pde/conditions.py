@@ -42,13 +42,14 @@ class Condition(ABC):
         points: int | None = None,
         name: str | None = None,
     ) -> None:
-        usable = weight in (None, "balanced") or (is_number(weight) and weight > 0)
+        number: Any = weight
+        usable = weight in (None, "balanced") or (is_number(weight) and number > 0)
         require(usable, "The weight of a condition", weight, 'Use a number > 0 or "balanced"')
         usable = name is None or isinstance(name, str)
         require(usable, "The name of a condition", name, "Use a string")
         self.on, self.points = on, points
         self.balanced = weight == "balanced"
-        self.weight = 1.0 if weight in (None, "balanced") else float(weight)
+        self.weight = 1.0 if weight in (None, "balanced") else float(number)
         self.name = name or type(self).__name__.lower()
 
     @abstractmethod
