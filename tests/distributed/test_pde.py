@@ -230,6 +230,7 @@ def checkpoints(rank: int, size: int) -> None:
 @CHECKS.add
 def signals(rank: int, size: int) -> None:
     """Ctrl-C or SIGTERM on one process stops all after the same step, which is saved."""
+    before = signal.getsignal(signal.SIGINT)
     for number, error in ((signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)):
 
         def interrupt(run: Any, info: Any, number: int = number) -> None:
@@ -247,7 +248,7 @@ def signals(rank: int, size: int) -> None:
             if rank == 0:
                 state = torch.load(path, weights_only=True)
                 assert len(state["history"]["loss"]) == 3
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        assert signal.getsignal(signal.SIGINT) == before
 
 
 @CHECKS.add
