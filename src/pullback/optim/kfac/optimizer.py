@@ -45,7 +45,6 @@ from .factors.factor import SPECTRUM, BlockKey, Factor, block_shape, describe, t
 from .factors.placement import Placement
 from .factors.preconditioner import Preconditioner
 from .report import Coverage, Degenerate, KFACInfo, Row, degenerate_sides
-from .rules.natural import Natural
 from .rules.rule import Rule
 from .state import (
     KFACState,
@@ -287,16 +286,11 @@ class KFAC(Optimizer):
         return out | {f"the schedule's {n}": v for n, v in self._held.schedule.items()}
 
     def _empty_state(self, schedule: dict[str, Any]) -> KFACState:
-        if type(self._rule) is not Natural:
-            preconditioner = Preconditioner(self._rule, self.damping, ekfac=False)
-            return KFACState(preconditioner, self.damping.referenced, schedule)
         # on a CPU it is cheaper to solve with factors that serve one step than to invert them
         once = self.invert_every == 1 == self.statistics_every and not self.damping.referenced
         once = once and self.damping.value > 0 and not self.damping.controlled
         cpu = all(p.device.type == "cpu" for p in plain(self.model).parameters())
-        rule = Natural("factors" if once and cpu else "inverse")
-        if self.damping.exact or self.ekfac:
-            rule = Natural("eigenbasis")
+        rule = self._rule.suited(once=once and cpu, exact=self.damping.exact or self.ekfac)
         preconditioner = Preconditioner(rule, self.damping, ekfac=self.ekfac)
         return KFACState(preconditioner, self.damping.referenced, schedule)
 

@@ -33,6 +33,9 @@ class Natural(Rule):
     def __init__(self, needs: str = "inverse") -> None:
         self.needs = needs
 
+    def suited(self, *, once: bool, exact: bool) -> Rule:
+        return Natural("eigenbasis" if exact else "factors" if once else "inverse")
+
     def directions(
         self, prepared: Inverse, given: Sequence[Tensor], good: Tensor | None = None
     ) -> list[Tensor]:

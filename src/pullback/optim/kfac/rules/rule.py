@@ -49,6 +49,10 @@ class Rule(ABC):
             good: a flag on the device; where it is False, the moments stay as they were.
         """
 
+    def suited(self, *, once: bool, exact: bool) -> Rule:
+        """Return the rule for factors that serve `once`, or whose products are damped `exact`."""
+        return self
+
     def __repr__(self) -> str:
         fields = ", ".join(f"{k}={v!r}" for k, v in vars(self).items() if not k.startswith("_"))
         return f"{type(self).__name__}({fields})"
