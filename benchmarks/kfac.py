@@ -4,11 +4,11 @@
 
 A step is zero_grad, forward, backward and the optimizer's step. Three kinds of steps are timed in
 turn with the baseline (SGD on a CPU, fused AdamW on a GPU): plain ones, ones that take statistics,
-and ones that also invert; schedules are combined from them, and one is run as it is. A GPU is
-waited for after a few steps of one kind, not after each, which no loop does either. Beside each
-stands the floor: the baseline's time, and the extra products at this machine's rate for large ones.
-The peer is `naive_kfac`, with the cheaper empirical Fisher. It is timed by itself, with a baseline
-of its own: its inversions heat a GPU up.
+and ones that also invert. A schedule's cost is computed from these three, and that of 10/100 also
+measured by running it. A GPU is waited for after a few steps of one kind, since no training loop
+waits after each. Beside each cost stands the floor: the baseline's time, and the extra products at
+this machine's rate for large ones. The peer is `naive_kfac`, with the cheaper empirical Fisher. It
+is timed by itself, with a baseline of its own.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ T = TypeVar("T")
 class Traffic:
     """What one process sent: calls, bytes, and the seconds that the host spent in them.
 
-    Bytes are those of ring algorithms: 2(n−1)/n of a summed buffer, (n−1)/n of a gathered one, and
-    a broadcast one as it is. Decisions of a few numbers are counted as calls alone.
+    Bytes are those of ring algorithms: 2(n−1)/n of the size of a summed buffer, (n−1)/n of a
+    gathered one, the whole size of a broadcast one. Messages of a few numbers count as calls only.
     """
 
     calls: int = 0
@@ -311,7 +311,7 @@ def group_of(model: nn.Module) -> dist.ProcessGroup | None:
 def find_processes(model: nn.Module, group: dist.ProcessGroup | None, who: str) -> Processes:
     """Return the processes of a given group, else those of the model's wrapper.
 
-    Raise where several processes run that nobody told of: replicas would drift apart.
+    Raise if several processes run and there is neither a group nor a wrapper.
     """
     group = group_of(model) if group is None else group
     if group is None and dist.is_available() and dist.is_initialized():

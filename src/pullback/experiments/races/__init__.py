@@ -1,10 +1,9 @@
 r"""Races: K-FAC's rules beside AdamW, Muon, SOAP and SGD, on text and on images.
 
-Who trains a transformer fastest, in steps and in seconds? Every optimizer has three rates to
-choose from, by runs of a third of the length on a seed that does not count otherwise, and three
-seeds at the best one. All get the
-same batches in the same order, the same network at the same weights, and a rate that rises for
-5 % of the run and then falls to zero along a line.
+Who trains a transformer fastest, in steps and in seconds? All optimizers of a race have equally
+many rates to choose from, by runs of a third of the length on a seed that does not count otherwise,
+and three seeds at the best one. All get the same batches in the same order, the same network at the
+same weights, and a rate that rises for 5 % of the run and then falls to zero along a line.
 
     race-text         bytes of Python files, 6 layers of width 384; --quick: 2 layers of width 64
     race-text-large   12 layers of width 768
