@@ -102,13 +102,14 @@ SAID = {
 
 
 def kfac() -> Rows:
-    rows = [["× the baseline's step", "K-FAC", "straightforward", "floor", "aim"]]
+    rows = [["× the baseline's step", "K-FAC", "GPU alone", "straightforward", "floor", "aim"]]
+    parts = "ratio", "kernels", "naive", "floor", "target"
     for name, kinds in ASKED.items():
         where = ", H200" if name == "kfac-cuda" else ""
         for key, one in record(name)["results"].items():
             label, batch, _ = KFAC[key]
             for kind in kinds:
-                cells = [one[part].get(kind) for part in ("ratio", "naive", "floor", "target")]
+                cells = [one.get(part, {}).get(kind) for part in parts]
                 what = f"{label}, batch {batch}{where}, {SAID.get(kind, kind)}"
                 rows.append([what, *("–" if c is None else f"{c:.2f}" for c in cells)])
     return rows

@@ -897,14 +897,16 @@ class KFAC(Optimizer):
             params: list[Any] = [p for p in group["params"] if self._names[id(p)] in rest]
             if params:
                 names = [self._names[id(p)] for p in params]
-                given = [self._shards.cut(n, gradients[n]) for n in names]
-                first, second = (
-                    [local(self._buffer(p, part)) for p in params] for part in _BUFFERS[1:]
-                )
-                own = [local(p) for p in params]
+                given = [gradients[n] for n in names]
+                first, second = ([self._buffer(p, part) for p in params] for part in _BUFFERS[1:])
+                if self._shards:
+                    given = list(map(self._shards.cut, names, given))
+                    params, first, second = (
+                        list(map(local, some)) for some in (params, first, second)
+                    )
                 lr = group["lr"] if group["rule"] else self._rule.rest * group["lr"]
                 betas, decay = group["betas"], float(group["weight_decay"])
-                shares.append(AdamShare(own, given, first, second, lr, betas, decay))
+                shares.append(AdamShare(params, given, first, second, lr, betas, decay))
         return shares
 
     def _show_bases(self) -> None:
@@ -915,19 +917,21 @@ class KFAC(Optimizer):
             self._capture.structure.bases = bases
 
     def _shares(self, directions: Mapping[str, Tensor]) -> list[Share]:
-        shares = []
+        shares, names_of = [], self._names
         for group in self.param_groups:
-            params: list[Any] = [p for p in group["params"] if self._names[id(p)] in directions]
+            params: list[Any] = [p for p in group["params"] if names_of[id(p)] in directions]
             if params:
-                names = [self._names[id(p)] for p in params]
+                names = [names_of[id(p)] for p in params]
                 momentum, lr = float(group.get("momentum", 0.0)), group["lr"]
                 buffered = momentum or self.quadratic is not None
-                buffers = [local(self._buffer(p)) for p in params] if buffered else []
+                buffers = [self._buffer(p) for p in params] if buffered else []
                 if isinstance(lr, Tensor) and not lr.is_cuda:
                     lr = float(lr)
-                params = [local(p) for p in params]
-                cut = [self._shards.cut(n, directions[n]) for n in names]
-                own = [like_parameter(d, p) for d, p in zip(cut, params, strict=True)]
+                given = [directions[n] for n in names]
+                if self._shards:
+                    params, buffers = list(map(local, params)), list(map(local, buffers))
+                    given = list(map(self._shards.cut, names, given))
+                own = list(map(like_parameter, given, params))
                 decay = float(group["weight_decay"])
                 shares.append(Share(names, params, own, buffers, lr, momentum, decay))
         return shares
