@@ -15,7 +15,7 @@ import pullback as pb
 from benchmarks.traffic import count
 
 from .training import MODELS, STEPS, batch, model_of, train
-from .world import World
+from .world import World, place
 
 CATEGORICAL = pb.likelihoods.Categorical()
 NATURAL: dict[str, Any] = {"likelihood": CATEGORICAL, "fisher": "exact"}
@@ -120,7 +120,7 @@ def test_checkpoints(world: World, tmp_path: Path, name: str) -> None:
 def _loop(rank: int, size: int, kind: str) -> Result:
     """A plain loop in float32 on batches of its own, with what people put around a model."""
     model: Any = model_of("dense").float()
-    scaler = torch.amp.GradScaler("cpu", enabled=kind == "scaler")
+    scaler = torch.amp.GradScaler(place().type, enabled=kind == "scaler")
     if kind == "compiled inside":
         net: Any = DistributedDataParallel(torch.compile(model, backend="eager"))
     elif kind == "compiled outside":
@@ -149,7 +149,7 @@ def _loop(rank: int, size: int, kind: str) -> Result:
         scaler.update()
         scheduler.step()
     sent = {what: (t.calls, t.bytes) for what, t in opt.traffic().items()}
-    return nn.utils.parameters_to_vector(model.parameters()).detach(), sent
+    return nn.utils.parameters_to_vector(model.parameters()).detach().cpu(), sent
 
 
 @pytest.mark.parametrize(

@@ -24,13 +24,13 @@ from pullback.pde.discretize import Trial
 from pullback.pde.validation import Validation
 
 from .checks import Checks, same_everywhere
-from .world import World
+from .world import World, place
 
 CHECKS = Checks(__name__)
 
 
 def network(inputs: int = 2) -> nn.Module:
-    return pde.mlp(inputs, 8, 1, seed=0)
+    return pde.mlp(inputs, 8, 1, seed=0).to(place())
 
 
 def flat(model: nn.Module) -> Tensor:

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pullback as pb
 
-from .world import GROUPS
+from .world import GROUPS, place
 
 STEPS, IGNORED = 10, -100
 
@@ -95,7 +95,7 @@ MODELS: dict[str, Any] = {
 
 def model_of(kind: str) -> nn.Module:
     torch.manual_seed(1)
-    return MODELS[kind]().double()
+    return MODELS[kind]().double().to(place())
 
 
 def batch(step: int, samples: int, kind: str) -> tuple[Tensor, Tensor]:
@@ -105,7 +105,7 @@ def batch(step: int, samples: int, kind: str) -> tuple[Tensor, Tensor]:
     y = torch.randint(0, 4, shape, generator=random)
     if kind == "attention":  # padding
         y[torch.rand(shape, generator=random) < 0.2] = IGNORED
-    return x, y
+    return x.to(place()), y.to(place())
 
 
 def share(counts: tuple[int, ...], rank: int) -> slice:
@@ -144,7 +144,7 @@ def train(
 
         def closure(x: Tensor = x[rows], y: Tensor = y[rows], total: Tensor = total) -> Tensor:
             opt.zero_grad()
-            out = torch.zeros((), dtype=torch.float64)
+            out = torch.zeros((), dtype=torch.float64, device=place())
             pieces = list(zip(x.chunk(micro), y.chunk(micro), strict=True))
             for i, (some, target) in enumerate(pieces):
                 last = i == len(pieces) - 1 or size == 1
@@ -166,7 +166,7 @@ def train(
             opt.step()
     if path := how.get("save"):
         save(net, opt, path, size)
-    return {n: p.detach().clone() for n, p in model.named_parameters()}
+    return {n: p.detach().cpu().clone() for n, p in model.named_parameters()}
 
 
 def save(net: nn.Module, opt: Any, path: str, size: int) -> None:
