@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from ..._core.capture import Selector, plain
 from ..._core.errors import PullbackError
 from ..._core.flags import Verdict, finite
-from ..._core.processes import Traffic, find_processes, group_of, unwrapped
+from ..._core.processes import Traffic, find_processes, group_of, refuse_untold, unwrapped
 from ..._core.shards import Shards, local, reshard
 from ...grams.kronecker import Kronecker
 from ...grams.kronecker.packed import Side, memory
@@ -239,7 +239,9 @@ class KFAC(Optimizer):
             )
         # averages are linear: where nobody reads them between inversions, processes hold shares
         lazy = not (self._processes.alone or ekfac or self.damping.referenced or self._controlled)
-        self._lazy, self._shared = lazy and self.kl_clip is None, False
+        # but a framework that wraps the model later may let one of them save alone
+        self._lazy = lazy and self.kl_clip is None and group is None
+        self._shared = False
         self._closed, self._warned = False, False
         self._info, self._skipped = KFACInfo(), False
         self._growth: list[Any] = []  # the first loss of a closure, and steps far above it
@@ -523,6 +525,8 @@ class KFAC(Optimizer):
         """
         options.refuse_inference()
         options.check_rates(self.param_groups)
+        if self._processes.group is None:
+            refuse_untold("KFAC", "it was built before they met")
         told, wanted = self._capture.due, self._capture.wanted
         self._settle()
         rule = self._rule if self._rule.matrices else None
