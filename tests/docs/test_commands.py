@@ -41,7 +41,7 @@ def test_command_exists(found: tuple[str, ...]) -> None:
         assert {word for word in rest if word.startswith("--")} <= options
         if rest[0] == "run" and rest[1] != "NAME":
             assert registry.find(rest[1]).anywhere or "--device" not in rest
-        if rest[0] == "solve" and rest[1] != "NAME":
+        if rest[0] == "solve" and rest[1:] not in ([], ["NAME"]):
             assert rest[1] in pde.SETUPS
     elif program == "python":
         flag, module, *arguments = rest

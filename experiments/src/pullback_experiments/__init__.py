@@ -5,7 +5,7 @@ and what the results say. The rest is done for it: items are saved as they finis
 twice, results of another configuration are refused, a run goes in slices of a few minutes, figures
 are written as PNG and SVG, checks and verdict are kept beside environment, commit, seeds, seconds.
 
-To add one, make a folder `experiments/author_year_topic/` whose `__init__.py` has a tuple
+To add one, make a folder `author_year_topic/` here whose `__init__.py` has a tuple
 `EXPERIMENTS`, and add a line to `registry.FOLDERS`. A whole experiment:
 
     @dataclass(frozen=True, kw_only=True)
