@@ -1,8 +1,4 @@
-"""The command `pullback`. Torch and the library are imported by the commands, not by their help.
-
-Other distributions add commands by entry points: in the group `pullback.commands`, a name and a
-function of typer's. The names in `pullback.experiments` are what `run` knows and `solve` does not.
-"""
+"""The command `pullback`. Torch and the library are imported by the commands, not by their help."""
 
 from __future__ import annotations
 
