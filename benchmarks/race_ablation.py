@@ -23,12 +23,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pullback.experiments.races import optimizers
-from pullback.experiments.races.loop import run
-from pullback.experiments.races.tasks import TASKS
 from pullback.grams.kronecker.inverse import Inverse
 from pullback.likelihoods import Categorical
 from pullback.optim.kfac import Spectral
+from pullback_experiments.races import optimizers
+from pullback_experiments.races.loop import run
+from pullback_experiments.races.tasks import TASKS
 
 from .timing import environment
 

@@ -113,3 +113,22 @@ def kfac() -> Rows:
                 what = f"{label}, batch {batch}{where}, {SAID.get(kind, kind)}"
                 rows.append([what, *("–" if c is None else f"{c:.2f}" for c in cells)])
     return rows
+
+
+def vision() -> Rows:
+    """Medians of three seeds on CIFAR-10."""
+    rows = [["network", "optimizer", "rate", "steps", "test loss", "accuracy"]]
+    for found in record("race-vision")["summary"]["tables"]:
+        label = found["title"].partition(":")[0]
+        rows += [[label, *row[:5]] for row in found["rows"]]
+    return rows
+
+
+def ablation() -> Rows:
+    """Held-out losses of the spectral rule with one choice changed, the lowest first."""
+    found = record("race-ablation")["results"]
+    base = found["the rule as it is"]["final"]
+    rows = [["changed", "held-out loss", "difference"]]
+    for name, one in sorted(found.items(), key=lambda pair: pair[1]["final"]):
+        rows.append([name, f"{one['final']:.3f}", f"{one['final'] - base:+.3f}".replace("-", "−")])
+    return rows
