@@ -82,6 +82,20 @@ class Experts(nn.Module):
         return self.last(torch.tanh(out) + h)
 
 
+class Tied(nn.Module):
+    """A weight in two roles, whose factors are merged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.mix = nn.Embedding(4, 6), nn.Linear(6, 6)
+        self.last = nn.Linear(6, 4)
+        self.last.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed((3 * x[..., 0]).abs().long() % 4).mean(1)
+        return self.last(torch.tanh(self.mix(h + x[:, 1])))
+
+
 #: those with well-conditioned factors are named small
 MODELS: dict[str, Any] = {
     "dense": Dense,
@@ -90,6 +104,7 @@ MODELS: dict[str, Any] = {
     "attention": Attention,
     "recurrence": Recurrence,
     "experts": Experts,
+    "tied": Tied,
 }
 
 

@@ -16,7 +16,8 @@ import torch.multiprocessing as mp
 #: by size, the group of the first processes
 GROUPS: dict[int, Any] = {}
 _PLACE = [torch.device("cpu")]
-_GONE, _HANGS = "the process is gone", "the process hangs"
+#: what is said of a process that does not answer
+GONE, HANGS = "the process is gone", "the process hangs"
 
 
 def place() -> torch.device:
@@ -49,7 +50,7 @@ class World:
             ])  # fmt: skip
         else:
             context = mp.get_context("spawn")  # CUDA does not go with forks
-        self.size, self.pipes, self.processes, self.lost = size, [], [], ""
+        self.size, self.pipes, self.processes, self.lost = size, [], [], size
         for rank in range(size):
             here, there = context.Pipe()
             given = (rank, size, port, there, seconds, device, backend)
@@ -73,15 +74,23 @@ class World:
         """Return every process's error, as text; None where it returned."""
         return [error for _, error in self.outcomes(function, *args, size=size)]
 
-    def outcomes(self, function: Callable[..., Any], *args: Any, size: int | None = None) -> Any:
+    def outcomes(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        size: int | None = None,
+        patience: float = 120.0,
+    ) -> Any:
         """Return pairs of values and errors."""
-        if self.lost:
-            return [(None, f"an earlier test left a process behind: {self.lost}")] * self.size
         some = self.pipes[: size or self.size]
+        if self.lost < len(some):
+            return [(None, f"an earlier test lost process {self.lost}")] * len(some)
         for pipe in some:
             pipe.send((function, args, len(some)))
-        found = [_received(pipe) for pipe in some]
-        self.lost = next((error for _, error in found if error in (_GONE, _HANGS)), "")
+        found = [_received(pipe, patience) for pipe in some]
+        for rank, (_, error) in enumerate(found):
+            if error in (GONE, HANGS):
+                self.lost = min(self.lost, rank)
         return found
 
     def close(self) -> None:
@@ -90,11 +99,11 @@ class World:
             own.join()
 
 
-def _received(pipe: Any) -> tuple[Any, Any]:
+def _received(pipe: Any, patience: float) -> tuple[Any, Any]:
     try:
-        return pipe.recv() if pipe.poll(120.0) else (None, _HANGS)
+        return pipe.recv() if pipe.poll(patience) else (None, HANGS)
     except (EOFError, OSError):
-        return None, _GONE
+        return None, GONE
 
 
 def _serve(

@@ -351,10 +351,13 @@ class Preconditioner:
             assert scale is not None
             scale.copy_(_reciprocal(self.spectra[key].corrected()[SPECTRUM], value))
 
-    def block(self, key: BlockKey, average: Average) -> Block:
-        """Return the Gram of a block without damping, with corrected eigenvalues if known."""
+    def block(self, key: BlockKey, average: Average, corner: float = 1.0) -> Block:
+        """Return the Gram of a block without damping, with corrected eigenvalues if known.
+
+        `corner` is the second moment of the bias's input: 1, or this process's share of it.
+        """
         if not self._corrects(key):
-            return block_of(key, average.corrected())
+            return block_of(key, average.corrected(), corner)
         held = self.inverses[key]
         left, right = (None if t is None else t.clone() for t in (held.left, held.right))
         return Rotated(left, right, self.spectra[key].corrected()[SPECTRUM])
