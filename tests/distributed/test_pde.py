@@ -87,6 +87,14 @@ def fewer_points_than_processes(rank: int, size: int) -> None:
 
 
 @CHECKS.add
+def random_subspaces(rank: int, size: int) -> None:
+    """Each process compresses its own rows, in one subspace."""
+    for points in (50, 12):
+        solver = pb.solvers.Sketched(columns=10)
+        compare(rank, pde.Poisson(dim=2), points=points, solver=solver, steps=5)
+
+
+@CHECKS.add
 def integrals(rank: int, size: int) -> None:
     """A sum over points that is squared belongs to one process, and counts on all."""
     eigenproblem = pde.Problem(

@@ -49,6 +49,7 @@ class Collocation:
         sites: the points now, by condition; in float64, rounded ones would lie beside the boundary.
         objective: on the share of these points, None until the first step.
         weights: of the conditions in the loss, by name.
+        count: of residuals at the first points.
     """
 
     def __init__(
@@ -66,8 +67,7 @@ class Collocation:
         self._dtype, self._device, self._single = like.dtype, like.device, single
         self._like = like.detach().new_empty(0)
         self.sites: dict[str, Sites] = plan.draw(plan.at(0))
-        for c in problem.conditions:
-            refuse_coupled(problem, c, self.sites[c.name])
+        self.count = sum(refuse_coupled(problem, c, self.sites[c.name]) for c in problem.conditions)
         refuse_unused(problem, self.sites)
         self.objective: Objective | None = None
         self._drawn, self._refined = plan.at(0), None

@@ -303,18 +303,23 @@ def _dry_run(
     return request, columns
 
 
-def refuse_coupled(problem: Problem, condition: Condition, sites: Sites) -> None:
-    """What must vanish at a point may depend on the fields at that point alone."""
+def refuse_coupled(problem: Problem, condition: Condition, sites: Sites) -> int:
+    """What must vanish at a point may depend on the fields at that point alone.
+
+    Returns:
+        How many residuals there are at the points.
+    """
     half = len(sites[0]) // 2
     shift = torch.zeros_like(sites[0].x[:, 0])
     shift[half:] = 0.1
-    one, two = (_dry_run(problem, condition, sites, shift=s)[1][:half] for s in (0.0, shift))
-    if not torch.equal(one.nan_to_num(), two.nan_to_num()):
+    one, two = (_dry_run(problem, condition, sites, shift=s)[1] for s in (0.0, shift))
+    if not torch.equal(one[:half].nan_to_num(), two[:half].nan_to_num()):
         raise PullbackError(
             f"The residual of {condition.name!r} at one point depends on other points",
             "it takes a mean, sum or extremum over them",
             "State what holds at a point, and means and integrals by Integral(lambda u: …, value)",
         )
+    return one.shape[1] if condition.whole else one.numel()
 
 
 @torch.enable_grad()
