@@ -42,16 +42,30 @@ def test_ratios(value: float | None, shown: str) -> None:
     assert times(value) == shown
 
 
+def said(page: str) -> str:
+    return " ".join((table.ROOT / page).read_text("utf-8").split())
+
+
 def test_numbers_in_the_limits() -> None:
-    """What the README says in words."""
     rows = table.TABLES["costs"]()[1:]
     exact = [float(row[4].rstrip("×")) for row in rows if row[0] == "exact, sample space"]
     found = record("kfac-cuda")["results"]
     resnet, gpt = (found[name]["ratio"] for name in ("resnet50", "gpt2"))
-    text = " ".join((table.ROOT / "README.md").read_text("utf-8").split())
+    text = said("docs/choosing.md")
     assert f"{min(exact):.0f} to {max(exact):.0f} times SGD" in text
     assert f"costs {resnet['10/100']:.2f} (ResNet-50) and {gpt['10/100']:.2f} (GPT-2)" in text
-    assert f"statistics {resnet['statistics']:.1f} and {gpt['statistics']:.1f} (aim: 2)" in text
+    assert f"statistics costs {resnet['statistics']:.1f} and {gpt['statistics']:.1f};" in text
+
+
+def test_costs_in_the_readme() -> None:
+    costs = {(row[0], row[1]): row[4].rstrip("×") for row in table.TABLES["costs"]()[1:]}
+    mlps = [v for (method, model), v in costs.items() if "sample space" in method and "MLP" in model]
+    ratios = [one["ratio"] for one in record("kfac-cuda")["results"].values()]
+    rules = [one[kind] for one in ratios for kind in ("10/100", "spectral, run", "eigenbasis, run")]
+    text = said("README.md")
+    assert f"| {costs['exact, pseudo-inverse', '2-20-20-1, Poisson']} of Adam's |" in text
+    assert f"| {min(mlps, key=float)} to {max(mlps, key=float)} of SGD's |" in text
+    assert f"| {min(rules):.1f} to {max(rules):.1f} of AdamW's |" in text
 
 
 def test_the_tables_of_yins_problems_are_those_of_the_records() -> None:
