@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from .costs import ablation, costs, kfac, races, vision, worth
+from .costs import ablation, costs, kfac, races, rules, vision, worth
 from .environments import environments
 from .numbers import Rows
 from .peers import exact, greedy, kernels, pde, pde_chosen, poisson, scale, spectrum, trust
@@ -24,7 +24,7 @@ TABLES: dict[str, Callable[[], Rows]] = {
     table.__name__: table
     for table in (
         *(verdicts, failures),
-        *(costs, worth, kfac, races, vision, ablation),
+        *(costs, worth, kfac, rules, races, vision, ablation),
         *(exact, scale, pde, pde_chosen, poisson, trust, spectrum, greedy, kernels),
         environments,
     )

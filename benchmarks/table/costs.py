@@ -117,6 +117,23 @@ def kfac() -> Rows:
     return rows
 
 
+def rules() -> Rows:
+    """Time and peak memory of K-FAC's rules at their default schedules."""
+    found = record("kfac-cuda")["results"]
+    names = {"resnet50": "ResNet-50", "gpt2": "GPT-2 small"}
+    head = [f"{label}, {what}" for label in names.values() for what in ("time", "memory")]
+    rows = [["rule", *head]]
+    keys = {
+        "Eigenbasis": ("eigenbasis, run", "eigenbasis, memory"),
+        "Spectral": ("spectral, run", "spectral, memory"),
+        "Natural": ("10/100", "memory"),
+    }
+    for rule, kinds in keys.items():
+        cells = [times(found[name]["ratio"][kind]) for name in names for kind in kinds]
+        rows.append([f"`{rule}`", *cells])
+    return rows
+
+
 def vision() -> Rows:
     """Medians of three seeds on CIFAR-10."""
     rows = [["network", "optimizer", "rate", "steps", "test loss", "accuracy"]]
