@@ -57,15 +57,23 @@ def test_numbers_in_the_limits() -> None:
     assert f"statistics costs {resnet['statistics']:.1f} and {gpt['statistics']:.1f};" in text
 
 
-def test_costs_in_the_readme() -> None:
-    costs = {(row[0], row[1]): row[4].rstrip("×") for row in table.TABLES["costs"]()[1:]}
-    mlps = [v for (method, model), v in costs.items() if "sample space" in method and "MLP" in model]
-    ratios = [one["ratio"] for one in record("kfac-cuda")["results"].values()]
-    rules = [one[kind] for one in ratios for kind in ("10/100", "spectral, run", "eigenbasis, run")]
-    text = said("README.md")
-    assert f"| {costs['exact, pseudo-inverse', '2-20-20-1, Poisson']} of Adam's |" in text
-    assert f"| {min(mlps, key=float)} to {max(mlps, key=float)} of SGD's |" in text
-    assert f"| {min(rules):.1f} to {max(rules):.1f} of AdamW's |" in text
+def test_costs_that_a_newcomer_reads() -> None:
+    def between(cells: list[str], digits: int) -> str:
+        low, *_, high = sorted(float(cell.rstrip("×")) for cell in cells)
+        return f"{low:.{digits}f} to {high:.{digits}f}"
+
+    costs = table.TABLES["costs"]()[1:]
+    mlps = [row for row in costs if row[0] == "exact, sample space" and "MLP" in row[1]]
+    solve = next(row[4].rstrip("×") for row in costs if row[0] == "exact, pseudo-inverse")
+    rules = table.TABLES["rules"]()[1:]
+    kfac = between([row[i] for row in rules for i in (1, 3)], 1) + " of AdamW's"
+    mlp, start = between([row[4] for row in mlps], 1), said("docs/start.md")
+    for text in (said("README.md"), start):
+        assert f"| {kfac} |" in text
+        assert f"| {mlp} of SGD's |" in text
+        assert f"| {solve} of Adam's |" in text
+    assert f"| {between([row[i] for row in rules for i in (2, 4)], 1)} of AdamW's |" in start
+    assert f"| {between([row[5] for row in mlps], 1)} of SGD's |" in start
 
 
 def test_the_tables_of_yins_problems_are_those_of_the_records() -> None:
