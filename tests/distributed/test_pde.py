@@ -87,6 +87,29 @@ def fewer_points_than_processes(rank: int, size: int) -> None:
 
 
 @CHECKS.add
+def random_subspaces(rank: int, size: int) -> None:
+    """Each process compresses its own rows, in one subspace."""
+    for points in (50, 12):
+        solver = pb.solvers.Sketched(columns=10)
+        compare(rank, pde.Poisson(dim=2), points=points, solver=solver, steps=5)
+
+
+@CHECKS.add
+def integrals(rank: int, size: int) -> None:
+    """A sum over points that is squared belongs to one process, and counts on all."""
+    eigenproblem = pde.Problem(
+        pde.Interval(0, 1),
+        [
+            pde.Equation(lambda u, k: u.xx + k * u),
+            pde.Dirichlet(0.0),
+            pde.Integral(lambda u: u**2, 1.0),
+        ],
+        unknowns={"k": 8.0},
+    )
+    compare(rank, eigenproblem, steps=6)
+
+
+@CHECKS.add
 def points_that_move(rank: int, size: int) -> None:
     compare(rank, pde.Heat(1), refine=pde.Refine(every=3), sampler="sobol")
     compare(rank, pde.Heat(1), resample=4)

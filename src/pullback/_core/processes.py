@@ -322,17 +322,23 @@ def find_processes(
     Raise if several processes run and there is neither a group, by this `keyword`, nor a wrapper.
     """
     group = group_of(model) if group is None else group
-    if group is None and dist.is_available() and dist.is_initialized():
-        if dist.get_world_size() > 1:
-            raise PullbackError(
-                f"{who} was not told how the {dist.get_world_size()} processes work together",
-                "the model is not wrapped, so that replicas would drift apart",
-                f"Wrap the model first, {who}(DistributedDataParallel(model), ...); or give "
-                f"{keyword}=torch.distributed.group.WORLD and average the gradients yourself; or "
-                f"{keyword}=torch.distributed.new_group([rank]) where each trains by itself",
-            )
+    if group is None:
+        refuse_untold(who, "the model is not wrapped", keyword)
         return Processes()
     return Processes(group)
+
+
+def refuse_untold(who: str, why: str, keyword: str = "group") -> None:
+    """Raise if several processes run, of which an optimizer knows nothing."""
+    if dist.is_available() and dist.is_initialized() and (size := dist.get_world_size()) > 1:
+        raise PullbackError(
+            f"{who} was not told how the {size} processes work together",
+            f"{why}, so that replicas would drift apart",
+            f"Wrap the model first, {who}(DistributedDataParallel(model), ...); or give "
+            f"{keyword}=torch.distributed.group.WORLD once the processes have met, where "
+            f"Lightning, Accelerate or Trainer wraps it later; or {keyword}=torch.distributed."
+            "new_group([rank], use_local_synchronization=True) where each trains by itself",
+        )
 
 
 # --- flat buffers -------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from ..._core.capture import Selector, plain
 from ..._core.errors import PullbackError
 from ..._core.flags import Verdict, finite
-from ..._core.processes import Traffic, find_processes, group_of, unwrapped
+from ..._core.processes import Traffic, find_processes, group_of, refuse_untold, unwrapped
 from ..._core.shards import Shards, local, reshard
 from ...grams.kronecker import Kronecker
 from ...grams.kronecker.packed import Side, memory
@@ -245,8 +245,9 @@ class KFAC(Optimizer):
                 "Leave workers out, so that all of them hold these",
             )
         # averages are linear: between inversions processes may hold shares of them
-        alone = self._processes.alone
-        self._lazy = not (alone or ekfac or self.damping.referenced or self._controlled)
+        lazy = not (self._processes.alone or ekfac or self.damping.referenced or self._controlled)
+        # but a framework that wraps the model later may let one of them save alone
+        self._lazy = lazy and group is None
         self._shared = False
         self._closed, self._warned = False, False
         self._info, self._skipped = KFACInfo(), False
@@ -538,6 +539,8 @@ class KFAC(Optimizer):
         """
         options.refuse_inference()
         options.check_rates(self.param_groups)
+        if self._processes.group is None:
+            refuse_untold("KFAC", "it was built before they met")
         told, wanted = self._capture.due, self._capture.wanted
         self._settle()
         rule = self._rule if self._rule.matrices else None
@@ -642,18 +645,17 @@ class KFAC(Optimizer):
         good = finite(list(gradients.values()), squares=True) if squares else None
         directions, stacks = self._directions(gradients, good)
         shares, good = self._shares(directions), finite(stacks) if good is None else good
-        if self.kl_clip is not None:
-            clip_shares(shares, self.kl_clip, self.squared_length)
-        broken = (~good).float()
-        move(shares, broken)
-        adam = self._adam_shares(gradients, directions)
-        adam_move(adam, self._held.schedule["step"] + 1, broken)
-        learned = good
-        if found:
+        learned, broken = good, (~good).float()
+        if found:  # before the clip, which is by the averages as they are now
             new = [memory(t) for own in found.values() for t in own.values()]
             learned = good & self._everywhere(finite(new))
             self._split()
             self._held.update(found, self.ema, (~learned).float())
+        if self.kl_clip is not None:
+            clip_shares(shares, self.kl_clip, self.squared_length)
+        move(shares, broken)
+        adam = self._adam_shares(gradients, directions)
+        adam_move(adam, self._held.schedule["step"] + 1, broken)
         self._skipped = False
         self._finish(bool(found), owing, Outcome(damping=self._held.schedule["damping"]))
         self._verdict = Verdict(torch.stack([good, learned]), bool(found))
@@ -928,14 +930,16 @@ class KFAC(Optimizer):
             params: list[Any] = [p for p in group["params"] if self._names[id(p)] in rest]
             if params:
                 names = [self._names[id(p)] for p in params]
-                given = [self._shards.cut(n, gradients[n]) for n in names]
-                first, second = (
-                    [local(self._buffer(p, part)) for p in params] for part in _BUFFERS[1:]
-                )
-                own = [local(p) for p in params]
+                given = [gradients[n] for n in names]
+                first, second = ([self._buffer(p, part) for p in params] for part in _BUFFERS[1:])
+                if self._shards:
+                    given = list(map(self._shards.cut, names, given))
+                    params, first, second = (
+                        list(map(local, some)) for some in (params, first, second)
+                    )
                 lr = group["lr"] if group["rule"] else self._rule.rest * group["lr"]
                 betas, decay = group["betas"], float(group["weight_decay"])
-                shares.append(AdamShare(own, given, first, second, lr, betas, decay))
+                shares.append(AdamShare(params, given, first, second, lr, betas, decay))
         return shares
 
     def _show_bases(self) -> None:
@@ -946,19 +950,21 @@ class KFAC(Optimizer):
             self._capture.structure.bases = bases
 
     def _shares(self, directions: Mapping[str, Tensor]) -> list[Share]:
-        shares = []
+        shares, names_of = [], self._names
         for group in self.param_groups:
-            params: list[Any] = [p for p in group["params"] if self._names[id(p)] in directions]
+            params: list[Any] = [p for p in group["params"] if names_of[id(p)] in directions]
             if params:
-                names = [self._names[id(p)] for p in params]
+                names = [names_of[id(p)] for p in params]
                 momentum, lr = float(group.get("momentum", 0.0)), group["lr"]
                 buffered = momentum or self.quadratic is not None
-                buffers = [local(self._buffer(p)) for p in params] if buffered else []
+                buffers = [self._buffer(p) for p in params] if buffered else []
                 if isinstance(lr, Tensor) and not lr.is_cuda:
                     lr = float(lr)
-                params = [local(p) for p in params]
-                cut = [self._shards.cut(n, directions[n]) for n in names]
-                own = [like_parameter(d, p) for d, p in zip(cut, params, strict=True)]
+                given = [directions[n] for n in names]
+                if self._shards:
+                    params, buffers = list(map(local, params)), list(map(local, buffers))
+                    given = list(map(self._shards.cut, names, given))
+                own = list(map(like_parameter, given, params))
                 decay = float(group["weight_decay"])
                 shares.append(Share(names, params, own, buffers, lr, momentum, decay))
         return shares

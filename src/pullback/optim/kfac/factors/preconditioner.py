@@ -454,9 +454,10 @@ class _Group:
         given = [[self._gradient(n, gradients) for n in names] for names in self._roles]
         if self._units:
             found = rule.directions(self._stack, [torch.stack([torch.cat(g) for g in given])], good)
-            flat = found[0].flatten().split([self._like[n].numel() for n in chain(*self._roles)])
-            pairs = zip(chain(*self._roles), flat, strict=True)
-            return {n: part.view(self._like[n].shape) for n, part in pairs}, found
+            like = [(n, self._like[n]) for n in chain(*self._roles)]
+            flat = found[0].flatten().split([p.numel() for _, p in like])
+            parts = zip(like, flat, strict=True)
+            return {n: t if p.ndim == 1 else t.view(p.shape) for (n, p), t in parts}, found
         widths = [(self._rows, self._columns), (self._rows,)]
         if self._turned:
             widths[0] = (self._columns, self._rows)
