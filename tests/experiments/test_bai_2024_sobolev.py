@@ -15,12 +15,18 @@ from torch import Tensor, nn
 from pullback import PullbackError
 from pullback_experiments import bai_2024_sobolev
 from pullback_experiments.bai_2024_sobolev import images
-from pullback_experiments.bai_2024_sobolev.checks import paper_claims
 from pullback_experiments.bai_2024_sobolev.curves import clearly_fewer, epochs, final, reached
 from pullback_experiments.bai_2024_sobolev.digits import METRICS, TASKS, Tuned
-from pullback_experiments.bai_2024_sobolev.methods import METHODS, OURS, THEIRS, Method
 from pullback_experiments.bai_2024_sobolev.networks import convnet, mlp, vgg16
-from pullback_experiments.bai_2024_sobolev.vgg import SETTINGS, Training
+from pullback_experiments.bai_2024_sobolev.vgg import (
+    METHODS,
+    OURS,
+    SETTINGS,
+    THEIRS,
+    SobolevMethod,
+    Training,
+    paper_claims,
+)
 from pullback_experiments.learning import data
 
 from .small import quiet, said
@@ -169,7 +175,9 @@ def tiny(experiment: Training, monkeypatch: pytest.MonkeyPatch) -> Training:
 @pytest.mark.parametrize(
     ("experiment", "methods"), [(FULL, METHODS[:2]), (HUNDRED, METHODS[5:])], ids=["10", "100"]
 )
-def test_quick_training(experiment: Training, methods: Sequence[Method], tmp_path: Path) -> None:
+def test_quick_training(
+    experiment: Training, methods: Sequence[SobolevMethod], tmp_path: Path
+) -> None:
     shown = {part: [m.name for m in methods] for part in experiment.figures}
     experiment = replace(experiment.smoke(), methods=methods, figures=shown)
     done = experiment.run(True, None, tmp_path, quiet())

@@ -11,11 +11,9 @@ from torch import Tensor
 from torch.func import hessian, vmap
 
 from pullback import PullbackError
-from pullback_experiments.showcase import digits
-from pullback_experiments.showcase.least_squares import LeastSquares, target
-from pullback_experiments.showcase.poisson import Poisson
+from pullback_experiments.showcase import problems
+from pullback_experiments.showcase.problems import PROBLEMS, LeastSquares, Poisson, target
 from pullback_experiments.showcase.race import run, tune
-from pullback_experiments.showcase.table import PROBLEMS
 
 
 @pytest.mark.slow
@@ -115,4 +113,4 @@ def test_a_diverging_setting_ends_last() -> None:
 def test_missing_scikit_learn_is_said_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(PullbackError, match="scikit-learn"):
-        digits.load()
+        problems.load()

@@ -61,28 +61,26 @@ from typing import TYPE_CHECKING
 from pullback._core.lazy import attach
 
 if TYPE_CHECKING:
-    from .framework.check import Check, Verdict, recorded
+    from .framework.check import Check, Outcome, Verdict, recorded
     from .framework.curves import Chart, Line, Series, over_seeds
+    from .framework.executor import run
     from .framework.experiment import Context, Experiment, Item, Paused
-    from .framework.outcome import Outcome
-    from .framework.plain import Record
-    from .framework.results import Results
-    from .framework.runner import run
-    from .framework.seeds import seed_range
+    from .framework.progress import seed_range
+    from .framework.records import Record
+    from .framework.store import Results
     from .framework.tabular import Table
     from .registry import find, names
 else:
     __getattr__, __dir__ = attach(
         __name__,
         {
-            "framework.check": "Check Verdict recorded",
+            "framework.check": "Check Outcome Verdict recorded",
             "framework.curves": "Chart Line Series over_seeds",
+            "framework.executor": "run",
             "framework.experiment": "Context Experiment Item Paused",
-            "framework.outcome": "Outcome",
-            "framework.plain": "Record",
-            "framework.results": "Results",
-            "framework.runner": "run",
-            "framework.seeds": "seed_range",
+            "framework.progress": "seed_range",
+            "framework.records": "Record",
+            "framework.store": "Results",
             "framework.tabular": "Table",
             "registry": "find names",
         },

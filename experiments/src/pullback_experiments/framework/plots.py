@@ -1,27 +1,31 @@
-"""What the figures share: a palette, axes, bands over seeds, and how they are saved."""
+"""What the figures share: a palette, axes, bands over seeds, and how they are saved.
+
+Matplotlib is slow to import, and imported by the functions that draw.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any
-
-from matplotlib import rc_context
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
+from typing import IO, TYPE_CHECKING, Any
 
 from pullback.cli import files
 
+from .curves import PALETTE as PALETTE
 from .curves import quartiles
-from .palette import PALETTE as PALETTE
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 INK, _GRID = "#333333", "#E4E4E4"
 
 
 def new(width: float, height: float, title: str = "", dpi: int = 120) -> Figure:
     """An empty figure, of no window."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(width, height), dpi=dpi, layout="constrained")
     FigureCanvasAgg(figure)
     if title:
@@ -31,6 +35,8 @@ def new(width: float, height: float, title: str = "", dpi: int = 120) -> Figure:
 
 def dress(axes: Axes, *, logx: bool = True, logy: bool = True) -> None:
     """Few ticks, a light grid, no box; logarithmic unless said otherwise."""
+    from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
+
     axes.set(xscale="log" if logx else "linear", yscale="log" if logy else "linear")
     if logx:
         axes.xaxis.set_minor_formatter(NullFormatter())
@@ -73,6 +79,8 @@ def band(
 
 def save(figure: Figure, stem: Path) -> list[Path]:
     """Write STEM.png and STEM.svg, each in one piece and the same bytes for the same figure."""
+    from matplotlib import rc_context
+
     figure.draw_without_rendering()
     figure.set_layout_engine("none")  # once is enough
     written = []

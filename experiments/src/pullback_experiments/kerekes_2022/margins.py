@@ -29,10 +29,7 @@ from torch import Tensor
 
 from pullback import PullbackError
 
-from .adaptive import march, relative
-from .jacobian import Jacobian
-from .rosenbrock import Stiff
-from .runge_kutta import Explicit
+from .integrators import Explicit, Jacobian, Stiff, march, relative
 
 #: The weight, relative to the largest, below which a sample is left out of ∂f/∂v. The integrator's
 #: order does not depend on it; rates left out are below a millionth of the largest.

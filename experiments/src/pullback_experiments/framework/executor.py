@@ -6,28 +6,27 @@ an item that keeps checkpoints stops itself. The same command goes on from there
 
 from __future__ import annotations
 
+import shutil
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 from rich.console import Console
 
 from pullback import PullbackError
-from pullback.cli.environment import usable
+from pullback.cli.environment import environment, usable
 from pullback.cli.files import folder
 
-from . import parallel
-from .doing import Doing
-from .estimates import Estimates
-from .experiment import Experiment, Item
-from .outcome import Outcome, tell
-from .progress import Progress
-from .results import Results
-from .store import Key, Name, Store
-from .working import threads
-from .workshop import workshop
+from . import parallel, plots
+from .check import Outcome, tell
+from .experiment import Context, Experiment, Item, Paused
+from .progress import Estimates, Progress
+from .records import Record
+from .store import Key, Name, Results, Store, checkpoints, slug
 
 
 def run(
@@ -49,11 +48,11 @@ def run(
     where, console = _where(experiment, device), console or Console(quiet=True)
     if workers > 1:
         parallel.named(experiment)  # before anything is done
-    store = opened(experiment, quick, folder(out))
+    store = experiment.opened(quick, folder(out))
     asked = experiment.chosen(seeds, quick)
-    work = Work(experiment, quick, asked, store, where)
-    work.do(console, seconds, workers)
-    return work.conclude(console)
+    plan = Plan(experiment, quick, asked, store, where)
+    plan.do(console, seconds, workers)
+    return plan.conclude(console)
 
 
 def _where(experiment: Experiment, device: str | torch.device) -> torch.device:
@@ -68,16 +67,7 @@ def _where(experiment: Experiment, device: str | torch.device) -> torch.device:
     return where
 
 
-def opened(experiment: Experiment, quick: bool, out: Path) -> Store:
-    """The results under a folder; refused where they are another's."""
-    path = out / f"{experiment.stem(quick)}.json"
-    about = {k: getattr(experiment, k) for k in ("name", "paper", "figure", "claim", "about")}
-    about |= {"quick": quick, "seeds": list(experiment.quick_seeds if quick else experiment.seeds)}
-    store = Store(path, experiment.config(quick), about, experiment.open_parts)
-    return store
-
-
-class Work:
+class Plan:
     """The items of one run, each with its seed, in order."""
 
     def __init__(
@@ -114,14 +104,14 @@ class Work:
         self.experiment.ready(self.quick)
         deadline = None if seconds is None else time.monotonic() + seconds
         progress = Progress(console, self.experiment.name, len(self.names))
-        with workshop(self.store) as place, progress, threads(self.experiment.threads):
+        with checkpoints(self.store) as place, progress, threads(self.experiment.threads):
             progress.start(len(self.names) - len(missing))
-            doing = Doing(self, place, progress, self._estimates(missing), deadline)
+            executor = Executor(self, place, progress, self._estimates(missing), deadline)
             # items that are done once may build on one another
             alone = missing if workers == 1 else [name for name in missing if name[1] is None]
             rest = [name for name in missing if name[1] is not None]
-            if doing.alone(alone) and workers > 1 and rest:
-                doing.together(rest, min(workers, len(rest)))  # all of them start at once
+            if executor.alone(alone) and workers > 1 and rest:
+                executor.together(rest, min(workers, len(rest)))  # all of them start at once
 
     def _estimates(self, missing: list[Name]) -> Estimates:
         guess = Estimates(key for key, _ in missing)
@@ -186,10 +176,101 @@ class Work:
         return "mps" if kinds == {"mps"} else "cuda"  # whose environments have the GPU's name
 
     def _figures(self, results: Results) -> list[Path]:
-        from .plots import save  # matplotlib is slow to import
-
         written = []
         for part, figure in self.experiment.draw(results).items():
             stem = self.experiment.stem(self.quick) + (f"-{part}" if part else "")
-            written += save(figure, self.store.path.with_name(stem))
+            written += plots.save(figure, self.store.path.with_name(stem))
         return written
+
+
+@dataclass
+class Executor:
+    """A run at plan.
+
+    Attributes:
+        plan: whose items are done.
+        place: folder of their checkpoints.
+        progress, guess: for people.
+        deadline: by `time.monotonic()`, or None.
+    """
+
+    plan: Plan
+    place: Path
+    progress: Progress
+    guess: Estimates
+    deadline: float | None
+
+    def __post_init__(self) -> None:
+        self._here = environment(self.plan.device)
+        self._begun = 0
+
+    def alone(self, names: Sequence[Name]) -> bool:
+        """One after the other; whether the time sufficed."""
+        plan = self.plan
+        for name in names:
+            if not self._fits(name):
+                return False
+            with self.progress.item(name, self.guess.left()) as watch:
+                done = Results(plan.store, plan.seeds, plan.quick)
+                context = Context(
+                    name[1] or 0, plan.device, plan.quick, self.place / slug(name), done,
+                    self.deadline, watch,
+                )  # fmt: skip
+                try:
+                    record, took = plan.names[name].run(context)
+                except Paused:
+                    return False
+                self._keep(name, record, took)
+        return True
+
+    def together(self, names: Sequence[Name], workers: int) -> None:
+        """In several processes."""
+        plan, left = self.plan, deque(names)
+        with parallel.processes(workers, plan.experiment.threads) as pool:
+            while left or pool.names:
+                while left and pool.free:
+                    if not self._fits(left[0]):
+                        left.clear()
+                        break
+                    pool.start(self._job(left.popleft()))
+                if not pool.names:
+                    break
+                self.progress.busy(parallel.waiting(pool.names), self.guess.left() / workers)
+                for name, sent in pool.finished():
+                    if sent is None:  # paused: its time is over, and so is that of the others
+                        left.clear()
+                    else:
+                        self._keep(name, *parallel.received(sent))
+
+    def _job(self, name: Name) -> parallel.Job:
+        plan = self.plan
+        until = None if self.deadline is None else time.time() + self.deadline - time.monotonic()
+        return parallel.Job(
+            plan.experiment.name, plan.quick, plan.store.path.parent, name, tuple(plan.seeds),
+            str(plan.device), self.place / slug(name), until,
+        )  # fmt: skip
+
+    def _fits(self, name: Name) -> bool:
+        """Whether there is time for one more; the first always begins, so that a run gets on."""
+        self._begun += 1
+        if self._begun == 1 or self.deadline is None:
+            return True
+        left, item = self.deadline - time.monotonic(), self.plan.names[name]
+        return left > 0 and (item.resumable or self.guess.of(item.key) <= left)
+
+    def _keep(self, name: Name, record: Record, took: float) -> None:
+        self.plan.store.put(name, record, took, self._here)
+        self.guess.took(name[0], took)
+        shutil.rmtree(self.place / slug(name), ignore_errors=True)
+        self.progress.said(name, took, self.plan.experiment.line(record))
+
+
+@contextmanager
+def threads(count: int | None) -> Iterator[None]:
+    """So many threads of the CPU while it lasts; None for torch's own."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from ..framework import plots
-from ..framework.plain import Record
-from ..framework.results import Results
+from ..framework.curves import Chart, Line, Series, Style
+from ..framework.records import Record
+from ..framework.store import Results
 from .moves import METHODS
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
 
 _COLORS = dict(zip(METHODS, ("#7F7F7F", "#0072B2", "#D55E00"), strict=True))
 _GREEN = "#009E73"
@@ -104,3 +110,52 @@ def _resolution(axes: Axes, r: Record) -> None:
         name = "L²" if order == "0" else f"H^{order}"
         axes.plot(r["resolution"], norms, "o-", color=color, ms=3, lw=1.6, label=name)
     _panel(axes, "f  ‖∇ℓ‖ on finer grids: none in L²", "grid points", "", log=True)
+
+
+_MOVES: Mapping[str, Style] = {"predicted": "solid", "actual": "dotted"}
+_NETS: Mapping[str, Style] = {"wide": "solid", "narrow": "dotted"}
+_PLACES = dict(zip(METHODS, (6, 1, 0), strict=True))
+
+
+def charts(results: Results) -> list[Chart]:
+    """Of the first seed."""
+    return [*_move_charts(results), _error_chart(results), _resolution_chart(results)]
+
+
+def _move_charts(results: Results) -> list[Chart]:
+    found = results.of("wide")
+    if not found:
+        return []
+    record, series = found[0], []
+    for method in METHODS:
+        for what, style in _MOVES.items():
+            line = Line(list(record["grid"]), list(record["moves"][method][what]))
+            series.append(Series(f"{method}, {what}", {"x": line}, _PLACES[method], style))
+    note = f"a step of the wide network, seed {results.seeds[0]}"
+    return [Chart("Δf of one step", "Δf", series, logx=False, logy=False, note=note)]
+
+
+def _error_chart(results: Results) -> Chart:
+    series = []
+    for name, style in _NETS.items():
+        for record in results.of(name)[:1]:
+            for method, found in record["moves"].items():
+                line = Line(found["size"], found["error"])
+                color = _PLACES.get(method)
+                series.append(Series(f"{method}, {name}", {"size": line}, color, style))
+    return Chart(
+        "Predicted less actual moves: ∝ η²",
+        "error, root mean square",
+        series,
+        x={"size": "largest |Δf|"},
+        note="the first seed",
+    )
+
+
+def _resolution_chart(results: Results) -> Chart:
+    record = results.once("resolution")
+    series = [
+        Series("L²" if s == "0" else f"H^{s}", {"points": Line(record["resolution"], norms)})
+        for s, norms in record["norms"].items()
+    ]
+    return Chart("‖∇ℓ‖ on finer grids: none in L²", "‖∇ℓ‖", series, x={"points": "grid points"})
