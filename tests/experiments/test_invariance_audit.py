@@ -35,7 +35,7 @@ def test_one_seed(tmp_path: Path) -> None:
 
 
 def test_an_item_and_the_grid() -> None:
-    from pullback.geometry.invariance.figure import grid
+    from pullback.geometry.invariance.table import grid
     from pullback_experiments.invariance_audit.experiment import worst
 
     (experiment,) = EXPERIMENTS

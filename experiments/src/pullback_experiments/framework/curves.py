@@ -45,10 +45,6 @@ def quantiles(values: Sequence[float]) -> tuple[float, float, float]:
     return at(0.25), at(0.5), at(0.75)
 
 
-#: Okabe and Ito's, which color-blind readers can tell apart
-PALETTE = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#000000")
-
-
 Style = Literal["solid", "dashed", "dotted"]
 _PLACES = 120  # along an axis of seconds
 #: how axes are called, where that is not their key

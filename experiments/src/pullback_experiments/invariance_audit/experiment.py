@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from pullback.geometry.charts.transformations import standard
 from pullback.geometry.invariance.audit import audit
 from pullback.geometry.invariance.optimizers import Contender, optimizers
-from pullback.geometry.invariance.table import shown
+from pullback.geometry.invariance.table import grid, shown
 from pullback.geometry.invariance.verdict import SLACK, Verdict
 from pullback.symmetry import SliceSGD
 
@@ -92,8 +92,6 @@ class InvarianceAudit(Experiment):
         return claims(self._found(results))
 
     def draw(self, results: Results) -> dict[str, Figure]:
-        from pullback.geometry.invariance.figure import grid  # matplotlib is slow to import
-
         found = self._found(results)
         return {net: grid(worst(found, net)) for net in self._nets}
 

@@ -13,7 +13,8 @@ from typing import Any
 from pullback import PullbackError
 
 from ... import registry
-from ...framework.curves import PALETTE, Chart, Line, Series
+from ...framework.curves import Chart, Line, Series
+from ...framework.plots import PALETTE
 from ...framework.store import Available
 from .markup import text
 
