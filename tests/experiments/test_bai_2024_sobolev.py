@@ -14,10 +14,8 @@ from torch import Tensor, nn
 
 from pullback import PullbackError
 from pullback_experiments import bai_2024_sobolev
-from pullback_experiments.bai_2024_sobolev import images
 from pullback_experiments.bai_2024_sobolev.curves import clearly_fewer, epochs, final, reached
 from pullback_experiments.bai_2024_sobolev.digits import METRICS, TASKS, Tuned
-from pullback_experiments.bai_2024_sobolev.networks import convnet, mlp, vgg16
 from pullback_experiments.bai_2024_sobolev.vgg import (
     METHODS,
     OURS,
@@ -27,7 +25,8 @@ from pullback_experiments.bai_2024_sobolev.vgg import (
     Training,
     paper_claims,
 )
-from pullback_experiments.learning import data
+from pullback_experiments.learning import data, images
+from pullback_experiments.learning.networks import convnet, mlp, vgg16
 
 from .small import quiet, said
 
@@ -43,7 +42,7 @@ def test_vgg_is_the_papers() -> None:
     assert abs(float(convs[-1].weight.detach().std()) - math.sqrt(2 / (9 * 512))) < 1e-4
     assert vgg16(100, 8)(torch.randn(2, 3, 32, 32)).shape == (2, 100)
     assert mlp(64, 5, 3)(torch.randn(2, 1, 8, 8)).shape == (2, 3)
-    assert convnet()(torch.randn(2, 1, 14, 14)).shape == (2, 10)
+    assert convnet(14)(torch.randn(2, 1, 14, 14)).shape == (2, 10)
 
 
 def test_schedules_and_scalings_are_the_papers() -> None:

@@ -110,7 +110,11 @@ def test_a_diverging_setting_ends_last() -> None:
     assert not math.isfinite(ends[1][1])
 
 
-def test_missing_scikit_learn_is_said_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_scikit_learn_is_said_plainly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PULLBACK_DATA", raising=False)
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(PullbackError, match="scikit-learn"):
         problems.load()

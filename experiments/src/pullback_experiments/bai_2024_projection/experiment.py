@@ -1,4 +1,4 @@
-"""The three items, and what they come to."""
+"""The three items, and the laws of the projection view as checks."""
 
 from __future__ import annotations
 

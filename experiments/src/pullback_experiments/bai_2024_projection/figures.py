@@ -1,4 +1,4 @@
-"""The projection view in six panels."""
+"""The projection view: six panels, and curves of a page."""
 
 from __future__ import annotations
 

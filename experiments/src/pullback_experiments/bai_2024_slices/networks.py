@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache, partial
-from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 
 from pullback.symmetry import Symmetry, find
 
-from ..learning import data
+from ..learning import data, networks
 from ..learning.data import DataSet
 
 #: seven layers whose widths fall by the same number each, as in the paper
@@ -22,21 +21,7 @@ PAPER_WIDTHS = (3072, 2634, 2196, 1758, 1320, 882, 444, 10)
 DIGITS_WIDTHS = (64, 112, 96, 80, 64, 48, 32, 10)
 
 
-def mlp(*widths: int, bias: bool = False) -> nn.Sequential:
-    """Linear layers with ReLU between them, on images as vectors; torch's initial weights."""
-    layers: list[nn.Module] = [nn.Flatten()]
-    for a, b in pairwise(widths):
-        layers += [nn.Linear(a, b, bias=bias), nn.ReLU()]
-    return nn.Sequential(*layers[:-1])
-
-
-def convnet(width: int = 8, classes: int = 10) -> nn.Sequential:
-    """Two 3×3 convolutions with biases and pools for 8×8 images, and a linear layer."""
-    return nn.Sequential(
-        nn.Conv2d(1, width, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Conv2d(width, 2 * width, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Flatten(), nn.Linear(8 * width, classes),
-    )  # fmt: skip
+mlp, convnet = partial(networks.mlp, bias=False), partial(networks.convnet, 8)
 
 
 @lru_cache(maxsize=2)

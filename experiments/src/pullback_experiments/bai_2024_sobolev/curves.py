@@ -1,4 +1,4 @@
-"""What a curve over epochs says: when a level was reached, and where it ended."""
+"""Curves over epochs: when a level was reached, where they end, and how they are drawn."""
 
 from __future__ import annotations
 

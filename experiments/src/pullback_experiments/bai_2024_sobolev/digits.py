@@ -26,9 +26,9 @@ from ..framework.store import Results
 from ..framework.tabular import Table
 from ..learning import data, schedules
 from ..learning.data import DataSet
+from ..learning.networks import convnet, mlp
 from ..learning.training import fit
 from .curves import chart, clearly_fewer, counted, epochs, final, panel
-from .networks import convnet, mlp
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -57,7 +57,7 @@ def _clothes() -> DataSet:
 
 TASKS = {
     "MLP, digits": Task(partial(mlp, 64, 64, 64, 10), data.digits),
-    "conv net, Fashion-MNIST": Task(convnet, _clothes),
+    "conv net, Fashion-MNIST": Task(partial(convnet, 14), _clothes),
 }
 
 #: metrics by name, given the median distance of the data

@@ -1,4 +1,4 @@
-"""VGG-16 on CIFAR: the Sobolev natural gradient beside K-FAC, over epochs."""
+"""VGG-16 on CIFAR: the Sobolev natural gradient beside K-FAC, and the paper's claims."""
 
 from __future__ import annotations
 
@@ -21,11 +21,10 @@ from ..framework.experiment import Context, Experiment, Item
 from ..framework.records import Record
 from ..framework.store import Results
 from ..framework.tabular import Table
-from ..learning import schedules
+from ..learning import images, schedules
+from ..learning.networks import vgg16
 from ..learning.training import fit, tensor_cores
-from . import images
 from .curves import charts, clearly_fewer, counted, epochs, final
-from .networks import vgg16
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

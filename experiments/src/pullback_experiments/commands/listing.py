@@ -1,4 +1,4 @@
-"""What there is to run."""
+"""What there is to run, and how long it takes."""
 
 from __future__ import annotations
 

@@ -268,7 +268,11 @@ def changed(old: dict[str, Any], new: dict[str, Any], open_parts: frozenset[str]
 
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Wait until no other process is in here, and keep others out."""
+    """Wait until no other process is in here, and keep others out.
+
+    Locks are the operating system's, on the folder itself: they leave no file, and end with the
+    process, however that ends. Where there are none (Windows, some network drives) nobody waits.
+    """
     with _opened(folder) as file:
         _locked(file, "wait")
         yield

@@ -1,4 +1,4 @@
-"""Figures 2, 4, 5, 6 and the support vectors as curves of a page."""
+"""Figures 2, 4, 5, 6 and the support vectors: curves of a page, and pictures."""
 
 from __future__ import annotations
 

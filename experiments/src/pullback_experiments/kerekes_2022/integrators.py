@@ -20,7 +20,14 @@ _SMALL = 0.1  # E below this costs Woodbury's identity digits
 
 @dataclass(frozen=True)
 class Jacobian:
-    """J = diag(a) + U Vᵀ of B systems.
+    r"""J = diag(a) + U Vᵀ of B systems, and 1 − cJ.
+
+    With E = 1 − c a and k columns in U and V, Woodbury's identity needs a system of k unknowns:
+
+        (1 − cJ)⁻¹ = E⁻¹ + E⁻¹U (1/c − VᵀE⁻¹U)⁻¹ VᵀE⁻¹
+
+    Where k is not below the number of unknowns n, or an entry of E is close to zero, 1 − cJ is
+    factored as it stands.
 
     Attributes:
         diagonal: a, (B, n).
@@ -149,7 +156,9 @@ _ERROR = (71 / 57600, 0.0, -71 / 16695, 71 / 1920, -17253 / 339200, 22 / 525, -1
 
 @dataclass(frozen=True)
 class Explicit:
-    """y' = f(y) for B systems of n unknowns.
+    """y' = f(y) for B systems of n unknowns, not stiff: Dormand and Prince's order 5(4) pair.
+
+    Seven values of f and no linear system a step. It is stable up to h|λ| ≈ 3.3, λ the rates of f.
 
     Attributes:
         velocity: f.
@@ -182,7 +191,15 @@ _E = 6 + 2**0.5
 
 @dataclass(frozen=True)
 class Stiff:
-    """y' = f(y) for B systems of n unknowns.
+    r"""y' = f(y) for B systems of n unknowns, stiff: Shampine and Reichelt's order 2(3) pair.
+
+    With W = 1 − h d J, d = 1/(2 + √2), one step from y is
+
+        k₁ = W⁻¹f(y)    k₂ = W⁻¹(f(y + h k₁/2) − k₁) + k₁    y⁺ = y + h k₂
+        k₃ = W⁻¹(f(y⁺) − (6 + √2)(k₂ − f₁) − 2(k₁ − f(y)))   error ≈ h (k₁ − 2k₂ + k₃)/6
+
+    It is L-stable, so that what has settled does not limit the step, and of order two whatever
+    stands for J.
 
     Attributes:
         velocity: f.

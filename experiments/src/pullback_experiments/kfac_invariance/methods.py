@@ -1,4 +1,4 @@
-"""The optimizers under comparison."""
+"""The optimizers under comparison, and a run of one of them on a pair of networks."""
 
 from __future__ import annotations
 

@@ -14,11 +14,9 @@ from torch import Tensor, nn
 
 from pullback.likelihoods import Bernoulli, Categorical, Likelihood
 
-from ..bai_2024_slices.networks import convnet as digits_convnet
-from ..bai_2024_sobolev import images as colored
-from ..bai_2024_sobolev.networks import convnet, vgg16
-from ..learning import data, schedules, text
+from ..learning import data, images, schedules, text
 from ..learning.data import DataSet
+from ..learning.networks import convnet, vgg16
 from ..learning.training import Measure
 
 MNIST = (784, 1000, 500, 250, 30)
@@ -150,13 +148,13 @@ class Task:
         model: Any = network()  # whose stub does not know memory_format
         return model.to(device=device, memory_format=self.layout), samples().to(device)
 
-    def run(self, images: DataSet) -> dict[str, Any]:
+    def run(self, samples: DataSet) -> dict[str, Any]:
         """How the loop is to go: arguments of `fit`."""
         falling = schedules.linear
         return {
             "schedule": schedules.warmed(falling, self.warm) if self.warm else falling,
-            "augment": colored.CropAndFlip.of(images.x) if self.cropped else None,
-            "half": torch.bfloat16 if self.half and images.x.is_cuda else None,
+            "augment": images.CropAndFlip.of(samples.x) if self.cropped else None,
+            "half": torch.bfloat16 if self.half and samples.x.is_cuda else None,
             "evaluated": self.evaluated,
         }
 
@@ -199,14 +197,14 @@ AUTOENCODER = Task(
 )
 CONVNET = Task(
     "Convolutional network",
-    (partial(convnet, 16), _clothes),
-    (digits_convnet, data.digits),
+    (partial(convnet, 14, 16), _clothes),
+    (partial(convnet, 8), data.digits),
     F.cross_entropy,
     Categorical,
 )
 VGG = Task(
     "VGG-16",
-    (vgg16, partial(colored.load, "cifar10")),
+    (vgg16, partial(images.load, "cifar10")),
     (partial(vgg16, narrow=16), large_digits),
     F.cross_entropy,
     Categorical,

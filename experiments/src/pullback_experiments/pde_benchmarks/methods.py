@@ -1,4 +1,4 @@
-"""The methods: each is a few options of `pde.solve`."""
+"""The methods, each a few options of `pde.solve`; and what others report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A decoder of bytes without biases, in plain torch; its blocks serve images too."""
+"""Networks for bytes and for images of 32×32, in plain torch, and batches of random crops."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..bai_2024_sobolev.images import CropAndFlip
 from ..framework.records import Record
 from ..learning.data import DataSet
+from ..learning.images import CropAndFlip
 from .loop import Batch, Batches
 
 

@@ -133,6 +133,8 @@ def _cuda(model: nn.Module) -> bool:
 class StackedOptimizer(Optimizer):
     """W ← (1 − ηλ)W − ηU, where U is found for all matrices of one shape at once.
 
+    Torch's Muon goes from matrix to matrix, and computes in bfloat16 on every device; here few
+    launches take the same steps, in float32 on the CPU.
     Parameters have two axes or more; an axis beyond the second is folded into the second.
     """
 

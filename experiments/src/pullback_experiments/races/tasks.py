@@ -1,4 +1,9 @@
-"""The tasks by name, at their full sizes and at those of the quick versions."""
+"""The tasks by name, at their full sizes and at those of the quick versions, and their text.
+
+The text is Python source files as bytes: it is on every machine, and enough not to be seen twice.
+Files, not windows, are held out: a held-out window never continues a text that is trained on.
+Files with equal contents count once, since packages carry copies of each other.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +22,9 @@ from torch import Tensor, nn
 
 from pullback import PullbackError
 
-from ..bai_2024_sobolev import images
 from ..framework.records import Record
 from ..kfac_training.tasks import large_digits
+from ..learning import images
 from .loop import Batches, RaceTask
 from .networks import Decoder, ImageData, ResNet, VisionTransformer
 

@@ -1,18 +1,17 @@
-"""The table of experiments: a new one is a file with a `Problem`, and a line here."""
+"""The problems of the demonstration: a new one is a `Problem`, and a line of `PROBLEMS`."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pullback import KFAC, HessianFree, NaturalGradient, PullbackError, pde
+from pullback import KFAC, HessianFree, NaturalGradient, pde
 from pullback.likelihoods import Categorical
 from pullback.optim import Objective
 from pullback.pde.discretize import Trial, term
@@ -21,6 +20,7 @@ from pullback.pde.plan import Plan
 from pullback.solvers import PseudoInverse
 from pullback.steps import TargetRatio
 
+from ..learning import data
 from .display import draw_errors as draw
 from .problem import Contender, Problem, Stepper, Supervised, adam, descend, lbfgs, sgd
 
@@ -30,18 +30,8 @@ _BATCH, _KFAC_BATCH = 64, 256
 
 def load() -> tuple[Tensor, Tensor]:
     """Pixels in [0, 1], (1797, 64), and labels, in a fixed random order."""
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise PullbackError(
-            "The digits are not available",
-            "they come with scikit-learn, which is not installed",
-            'Install it with `pip install scikit-learn` or `pip install -e ".[dev]"`',
-        ) from error
-    data: Any = load_digits()
-    order = torch.randperm(len(data.data), generator=torch.Generator().manual_seed(0))
-    x = torch.from_numpy(data.data).double() / 16
-    return x[order], torch.from_numpy(data.target).long()[order]
+    some = data.digits(1797).flat()
+    return some.x.double(), some.y
 
 
 class Digits(Supervised):
@@ -101,7 +91,10 @@ def target(x: Tensor) -> Tensor:
 
 
 class LeastSquares(Supervised):
-    """½ mean |u − g|² over 1000 points; the error is relative L² on 4000 others."""
+    """½ mean |u − g|² over 1000 points; the error is relative L² on 4000 others.
+
+    After Yin (2024), section 2.1: a [2, 30, 1] tanh network u is fitted to g on Ω = [0, 1]².
+    """
 
     title = "Least squares"
     setting = "2-30-1 tanh network, 1000 points"

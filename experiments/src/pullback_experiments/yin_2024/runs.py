@@ -1,4 +1,4 @@
-"""One run of one method: the curve, thinned to a few dozen entries."""
+"""One run of one method: the curve, thinned to a few dozen entries; and medians over seeds."""
 
 from __future__ import annotations
 

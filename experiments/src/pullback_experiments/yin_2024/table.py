@@ -1,4 +1,4 @@
-"""The three experiments with their methods and lengths."""
+"""The three experiments with their methods and lengths, and the paper's claims as checks."""
 
 from __future__ import annotations
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from pullback import PullbackError
 
-from ..learning import data
-from ..learning.data import DataSet
+from . import data
+from .data import DataSet
 
 CLASSES = {"cifar10": 10, "cifar100": 100, "generated": 10}
 _MEAN, _STD = (0.5071, 0.4867, 0.4408), (0.2675, 0.2565, 0.2761)

@@ -1,4 +1,4 @@
-"""The networks that are trained."""
+"""Networks that several experiments train."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ def vgg16(classes: int = 10, narrow: int = 1) -> nn.Sequential:
     return nn.Sequential(*layers, nn.Flatten(), head)
 
 
-def mlp(*widths: int) -> nn.Sequential:
-    """Linear layers with ReLU between them, on images as vectors."""
+def mlp(*widths: int, bias: bool = True) -> nn.Sequential:
+    """Linear layers with ReLU between them, on images as vectors; torch's initial weights."""
     layers: list[nn.Module] = [nn.Flatten()]
     for a, b in pairwise(widths):
-        layers += [nn.Linear(a, b), nn.ReLU()]
+        layers += [nn.Linear(a, b, bias=bias), nn.ReLU()]
     return nn.Sequential(*layers[:-1])
 
 
-def convnet(width: int = 8, classes: int = 10) -> nn.Sequential:
-    """Two 3×3 convolutions with pools for 14×14 gray images, and a linear layer."""
+def convnet(side: int, width: int = 8, classes: int = 10) -> nn.Sequential:
+    """Two 3×3 convolutions with pools for gray images of side × side, and a linear layer."""
     return nn.Sequential(
         nn.Conv2d(1, width, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
         nn.Conv2d(width, 2 * width, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Flatten(), nn.Linear(2 * width * 9, classes),
+        nn.Flatten(), nn.Linear(2 * width * (side // 4) ** 2, classes),
     )  # fmt: skip
