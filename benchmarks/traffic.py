@@ -20,7 +20,7 @@ import pullback as pb
 from pullback._core.processes import Processes, Traffic
 from pullback.grams.kronecker.packed import map_memory
 from pullback.optim.kfac.factors.placement import Placement
-from pullback.optim.kfac.statistics.sync import sum_sides
+from pullback.optim.kfac.statistics.sync import shared_sides, sum_sides
 
 from .kfac_models import GPT, resnet50
 from .timing import environment
@@ -67,8 +67,19 @@ def count(model: nn.Module, options: dict[str, Any], size: int, workers: int) ->
     state, paper = opt.blocks, Paper(size)
     own, placement = state.preconditioner, Placement(paper, workers)
     keys = sorted(state.averages, key=lambda key: key.names)
-    sides = [map_memory(shape_of, t) for k in keys for t in state.averages[k].value.values()]
-    sum_sides(sides, paper, [True] * len(sides))
+    rare: list[Any] = []  # the sides that are summed before inversions alone
+    often: list[Any] = []  # and those that are summed with statistics
+    for key in keys:
+        value = state.averages[key].value
+        shapes = {f: t.shape for f, t in value.items()}
+        shared = shared_sides(key, shapes, read=opt.kl_clip is not None)
+        for f, t in value.items():
+            (rare if f.side in shared else often).append(map_memory(shape_of, t))
+    factors = 0.0
+    for sides, every in ((rare, opt.invert_every), (often, opt.statistics_every)):
+        sums = Paper(size)
+        sum_sides(sides, sums, [True] * len(sides))
+        factors += sum(own.bytes for own in sums.traffic().values()) / every
     for key in keys:
         held = own.inverses[key]
         for name, t in held.tensors().items():
@@ -78,14 +89,10 @@ def count(model: nn.Module, options: dict[str, Any], size: int, workers: int) ->
     placement.send(own, keys)
     gradients = {n: shape_of(p) for n, p in model.named_parameters()}
     placement.complete(own, gradients, [], gradients)
-    lazy = opt.kl_clip is None
-    often = {
-        "factors": opt.invert_every if lazy else opt.statistics_every,
-        "inverses": opt.invert_every,
-        "directions": 1,
-    }
     opt.close()
-    return {what: sent.bytes / often[what] for what, sent in paper.traffic().items()}
+    steps = {"inverses": opt.invert_every, "directions": 1}
+    sent = {what: own.bytes / steps[what] for what, own in paper.traffic().items()}
+    return {"factors": factors, **sent}
 
 
 def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import pullback as pb
 
 from .checks import Checks, same_everywhere
-from .world import World
+from .world import World, place
 
 CHECKS = Checks(__name__)
 SIZE = 3
@@ -27,12 +27,13 @@ STEPS = 10
 
 def mlp(width: int = 6, outputs: int = 3) -> nn.Module:
     torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, outputs))
+    return nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, outputs)).to(place())
 
 
 def conv() -> nn.Module:
     torch.manual_seed(1)
-    return nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.Tanh(), nn.Flatten(), nn.Linear(32, 3))
+    layers = nn.Conv2d(1, 2, 3, padding=1), nn.Tanh(), nn.Flatten(), nn.Linear(32, 3)
+    return nn.Sequential(*layers).to(place())
 
 
 class Tokens(nn.Module):
@@ -55,7 +56,7 @@ def batch(kind: str = "points", count: int = CUTS[-1]) -> tuple[Tensor, Tensor]:
         x = torch.randint(0, 7, (count, 5), generator=g)
     else:
         x = torch.randn(count, *shapes[kind], generator=g)
-    return x, torch.randint(0, 3, (count,), generator=g)
+    return x.to(place()), torch.randint(0, 3, (count,), generator=g).to(place())
 
 
 def steps(
@@ -128,7 +129,7 @@ def sample_space_by_the_kernel(rank: int, size: int) -> None:
 def what_is_sent(rank: int, size: int) -> None:
     """Inputs and cotangents, and not rows of J, which take forty times as much here."""
     model = nn.Sequential(nn.Linear(4, 300), nn.Tanh(), nn.Linear(300, 300), nn.Tanh())
-    outer = DDP(nn.Sequential(model, nn.Linear(300, 3)))
+    outer = DDP(nn.Sequential(model, nn.Linear(300, 3)).to(place()))
     opt = natural(pb.solvers.Cholesky(1e-2), pb.steps.Constant(1.0))(outer)
     x, y = batch()
     own = slice(4 * rank, 4 * rank + 4)
@@ -184,7 +185,7 @@ def convolutions(rank: int, size: int) -> None:
 
 @CHECKS.add
 def embeddings_norms_and_gates(rank: int, size: int) -> None:
-    compare(rank, Tokens(), natural(pb.solvers.Cholesky(1e-2)), batch("tokens"))
+    compare(rank, Tokens().to(place()), natural(pb.solvers.Cholesky(1e-2)), batch("tokens"))
 
 
 @CHECKS.add
@@ -225,7 +226,7 @@ def accumulated_calls(rank: int, size: int) -> None:
     def run(opt: Any, net: nn.Module, halves: list[slice], scale: float) -> None:
         def closure() -> Tensor:
             opt.zero_grad()
-            total = torch.zeros(())
+            total = torch.zeros((), device=place())
             for some in halves:
                 total = total + F.cross_entropy(net(x[some]), y[some], reduction="sum") * scale
             if halves:
@@ -279,7 +280,7 @@ def a_nan_on_one_process_is_rejected_by_all(rank: int, size: int) -> None:
         model = mlp(16)
         outer = DDP(model)
         opt = natural(pb.solvers.Cholesky(1e-2))(outer)
-        x2 = torch.where(torch.tensor(rank == 2 and poison == "input"), torch.nan, x)
+        x2 = torch.full_like(x, torch.nan) if rank == 2 and poison == "input" else x
         before, saved = flat(model), f"{opt.state_dict()}"
         scale = float("nan") if rank == 2 and poison == "loss" else 1 / 12
         info = steps(opt, outer, x2, y, scale, 1)[0]
@@ -296,7 +297,7 @@ def an_error_on_one_process_is_an_error_on_all(rank: int, size: int) -> None:
     x, y = batch()
     model = mlp()
     opt = natural()(model, group=dist.group.WORLD)
-    x2 = model(x) @ torch.ones(3, 4) if rank == 1 else x  # depends on the model's parameters
+    x2 = model(x) @ x.new_ones(3, 4) if rank == 1 else x  # depends on the model's parameters
     with pytest.raises(pb.PullbackError, match="input depends on" if rank == 1 else "Process 1"):
         steps(opt, model, x2, y, 1.0, 1)
     assert steps(opt, model, x, y, 1 / 12, 1)[0].accepted

@@ -24,13 +24,13 @@ from pullback.pde.discretize import Trial
 from pullback.pde.validation import Validation
 
 from .checks import Checks, same_everywhere
-from .world import World
+from .world import World, place
 
 CHECKS = Checks(__name__)
 
 
 def network(inputs: int = 2) -> nn.Module:
-    return pde.mlp(inputs, 8, 1, seed=0)
+    return pde.mlp(inputs, 8, 1, seed=0).to(place())
 
 
 def flat(model: nn.Module) -> Tensor:
@@ -84,6 +84,29 @@ def more_parameters_than_rows(rank: int, size: int) -> None:
 @CHECKS.add
 def fewer_points_than_processes(rank: int, size: int) -> None:
     compare(rank, pde.Poisson(dim=2), points={"equation": 2, "dirichlet": 1}, sampler="uniform")
+
+
+@CHECKS.add
+def random_subspaces(rank: int, size: int) -> None:
+    """Each process compresses its own rows, in one subspace."""
+    for points in (50, 12):
+        solver = pb.solvers.Sketched(columns=10)
+        compare(rank, pde.Poisson(dim=2), points=points, solver=solver, steps=5)
+
+
+@CHECKS.add
+def integrals(rank: int, size: int) -> None:
+    """A sum over points that is squared belongs to one process, and counts on all."""
+    eigenproblem = pde.Problem(
+        pde.Interval(0, 1),
+        [
+            pde.Equation(lambda u, k: u.xx + k * u),
+            pde.Dirichlet(0.0),
+            pde.Integral(lambda u: u**2, 1.0),
+        ],
+        unknowns={"k": 8.0},
+    )
+    compare(rank, eigenproblem, steps=6)
 
 
 @CHECKS.add

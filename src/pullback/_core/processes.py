@@ -314,17 +314,23 @@ def find_processes(model: nn.Module, group: dist.ProcessGroup | None, who: str) 
     Raise if several processes run and there is neither a group nor a wrapper.
     """
     group = group_of(model) if group is None else group
-    if group is None and dist.is_available() and dist.is_initialized():
-        if dist.get_world_size() > 1:
-            raise PullbackError(
-                f"{who} was not told how the {dist.get_world_size()} processes work together",
-                "the model is not wrapped, so that replicas would drift apart",
-                f"Wrap the model first, {who}(DistributedDataParallel(model), ...); or give "
-                "group=torch.distributed.group.WORLD and average the gradients yourself; or "
-                "group=torch.distributed.new_group([rank]) where each process trains by itself",
-            )
+    if group is None:
+        refuse_untold(who, "the model is not wrapped")
         return Processes()
     return Processes(group)
+
+
+def refuse_untold(who: str, why: str) -> None:
+    """Raise if several processes run, of which an optimizer knows nothing."""
+    if dist.is_available() and dist.is_initialized() and (size := dist.get_world_size()) > 1:
+        raise PullbackError(
+            f"{who} was not told how the {size} processes work together",
+            f"{why}, so that replicas would drift apart",
+            f"Wrap the model first, {who}(DistributedDataParallel(model), ...); or give "
+            "group=torch.distributed.group.WORLD once the processes have met, where Lightning, "
+            "Accelerate or Trainer wraps it later; or group=torch.distributed.new_group([rank], "
+            "use_local_synchronization=True) where each process trains by itself",
+        )
 
 
 # --- flat buffers -------------------------------------------------------------------------------

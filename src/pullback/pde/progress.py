@@ -33,7 +33,7 @@ class Line:
         whole = steps * seconds
         if whole >= _LONG:
             size = f", {entries * itemsize / 2**30:.2g} GiB for the Jacobian" if entries else ""
-            self.say(f"{steps} steps of {seconds:.2g} s: about {_spoken(whole)}{size}")
+            self.say(f"{steps} steps of {seconds:.2g} s: about {spoken(whole)}{size}")
 
 
 class Bar(Line):
@@ -61,7 +61,7 @@ class Log(Line):
         now = time.monotonic()
         if now - self._last >= _EVERY:
             self._last = now
-            spent = _spoken(now - self._start)
+            spent = spoken(now - self._start)
             self.say(f"step {step}/{self._steps}  {_written(numbers)}  after {spent}")
 
     def say(self, text: str) -> None:
@@ -100,12 +100,14 @@ def _written(numbers: dict[str, float]) -> str:
     return "  ".join(f"{n} {v:.1e}" for n, v in numbers.items() if not math.isnan(v))
 
 
-def _spoken(seconds: float) -> str:
+def spoken(seconds: float) -> str:
     """Return a duration in a unit that fits it.
 
-    >>> _spoken(40), _spoken(400), _spoken(10_000)
-    ('40 s', '7 min', '2.8 h')
+    >>> spoken(0.25), spoken(40), spoken(400), spoken(10_000)
+    ('0.25 s', '40 s', '7 min', '2.8 h')
     """
+    if seconds < 10:
+        return f"{seconds:.2g} s"
     if seconds < 100:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"

@@ -43,6 +43,13 @@ def march(
             "every slab has a domain of its own",
             "Give its region as a function of the domain: on=lambda domain: domain.face(...)",
         )
+    whole = [c.name for c in problem.conditions if c.whole and c.on is None]
+    if whole:
+        raise PullbackError(
+            f"The condition {whole[0]!r} is an integral over all time",
+            "every slab has a domain of its own",
+            "Give on=lambda domain: domain.final, so that it holds at the end of every slab",
+        )
     _refuse_repeated(problem, domain)
     edges = torch.linspace(*domain.time, count + 1, dtype=torch.float64)
     networks: list[nn.Module] = []

@@ -115,12 +115,12 @@ _ALONG = {"step": "steps", "seconds": "seconds of training"}
 #: one color for an optimizer, in all races; Muon's two are never drawn with SGD
 _PLACES = {"sgd": 2, "adamw": 0, "muon": 1, "muon-0.9": 2, "soap": 3, "kfac-spectral": 4,
            "kfac-eigenbasis": 5, "kfac-natural": 6}  # fmt: skip
-_FAR = 1.8  # times the least loss: ends above are not shown
+_FAR = 3  # times the least loss: ends above are not shown
 
 
 def draw(races: Mapping[str, Found], title: str) -> Figure:
     """Medians and quartiles over seeds; shorter runs of ours are dashed."""
-    figure = plots.new(11, 0.4 + 4 * len(races), title)
+    figure = plots.new(12, 0.4 + 4 * len(races), title)
     panels = figure.subplots(len(races), 2, squeeze=False)
     for row, (name, found) in zip(panels, races.items(), strict=True):
         colors = {n: plots.PALETTE[_PLACES[n]] for n in found if not _shorter(n)}
@@ -134,7 +134,8 @@ def draw(races: Mapping[str, Found], title: str) -> Figure:
             axes.set_ylim(*_limits(found))
             axes.set_xlim(left=0)
             plots.label(axes, _ALONG[along], "held-out loss", name if along == "step" else "")
-        row[-1].legend(loc="upper right", frameon=False, fontsize=9)
+        place = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)}
+        row[-1].legend(frameon=False, fontsize=9, **place)
     return figure
 
 
@@ -154,4 +155,4 @@ def _limits(found: Found) -> tuple[float, float]:
     seen = [v for runs in found.values() for r in runs for v in r["held-out loss"]]
     low = min((v for v in seen if math.isfinite(v)), default=1.0)
     high = max((v for v in map(final, found.values()) if v < _FAR * low), default=low)
-    return 0.97 * low, low + max(1.5 * (high - low), 0.2 * low)
+    return 0.95 * low, max(1.15 * high, 1.2 * low)
