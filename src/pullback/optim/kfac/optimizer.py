@@ -445,15 +445,22 @@ class KFAC(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Param groups, and under each parameter momentum, averages, inverses and schedule.
 
-        Where processes hold shares of it (`workers` fewer than all, or no `kl_clip`), all of them
-        call this together.
+        Where processes hold parts of it (`workers` fewer than all, or statistics since the last
+        inversion), all of them call this together.
         """
         self._settle()
-        self._whole()
         own = self._held.preconditioner
         spread = not self._placement.across.alone
-        if spread:
-            self._placement.collect(own)
+        try:
+            self._whole()
+            if spread:
+                self._placement.collect(own)
+        except RuntimeError as error:
+            raise PullbackError(
+                "state_dict() did not hear from all processes",
+                "each of them holds a part of the state, and one did not call it, or is lost",
+                "Call state_dict() on all processes together; one of them may write it",
+            ) from error
         self._held.take_memory()
         self._publish()
         out = super().state_dict()
