@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 import pullback as pb
 
-WORDS, LENGTH, IGNORED = 24, 8, -100
+WORDS, LENGTH, IGNORED = 9, 8, -100
 NATURAL: dict[str, Any] = {
     "likelihood": pb.likelihoods.Categorical(), "fisher": "exact", "statistics_every": 2,
     "invert_every": 4,

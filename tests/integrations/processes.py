@@ -52,18 +52,22 @@ def with_accelerate(rank: int, size: int, folder: Path) -> dict[str, Any]:
     }
 
 
-def with_trainer(rank: int, size: int, folder: Path) -> dict[str, Any]:
+def with_trainer(
+    rank: int, size: int, folder: Path, options: dict[str, Any] = SPECTRAL
+) -> dict[str, Any]:
     early, found = pb.KFAC(gpt2(), **NATURAL), {}
     share = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
-    for name, options in (("natural", NATURAL), ("spectral", SPECTRAL)):
-        own = folder / name
-        saved = {**share, "save_strategy": "steps", "save_steps": 3}
-        found[name] = vector(fit(gpt2(), own, options, **saved).model)
-        resumed = fit(gpt2(), own, options, resume=str(own / "checkpoint-3"), **share)
-        found[f"{name}, resumed"] = vector(resumed.model)
+    saved = {**share, "save_strategy": "steps", "save_steps": 3}
+    found["whole"] = vector(fit(gpt2(), folder, options, **saved).model)
+    resumed = fit(gpt2(), folder, options, resume=str(folder / "checkpoint-3"), **share)
+    found["resumed"] = vector(resumed.model)
     found["built too early"] = error_of(built_too_early, early)
     found["not told"] = error_of(pb.KFAC, gpt2())
     return found
+
+
+def with_natural_trainer(rank: int, size: int, folder: Path) -> dict[str, Any]:
+    return with_trainer(rank, size, folder, NATURAL)
 
 
 def with_lightning(rank: int, size: int, folder: Path) -> dict[str, Any]:

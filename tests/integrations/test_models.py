@@ -105,7 +105,7 @@ def test_a_net_of_torchvision() -> None:
     opt = pb.KFAC(model, statistics_every=2)
     x, y = torch.randn(8, 3, 32, 32), torch.arange(8) % 3
     losses = []
-    for _ in range(3):
+    for _ in range(4):
         opt.zero_grad()
         loss = nn.functional.cross_entropy(model(x), y)
         loss.backward()
