@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import pullback as pb
 
-from .common import WORDS, batches, gpt2
+from .common import WORDS, batches, gpt2, vector
 
 hf: Any = pytest.importorskip("transformers")
 
@@ -97,6 +99,35 @@ def test_logits_are_found(name: str, compiled: bool) -> None:
     sizes = {row.name: torch.Size(row.shape).numel() for row in trained}
     found = sum(sizes[row.name] for row in trained if "kronecker" in row.block)
     assert found > 0.9 * sum(sizes.values())
+
+
+def test_a_distributed_checkpoint_is_loaded_after_a_step(tmp_path: Any) -> None:
+    """Blocks that functions show are not known before, so that a fresh state has other names."""
+
+    def step(model: Any, opt: pb.KFAC, number: int) -> None:
+        opt.zero_grad()
+        x = (batches(16)[0] + number) % WORDS
+        model(input_ids=x, labels=x).loss.backward()
+        opt.step()
+
+    def built() -> tuple[Any, pb.KFAC]:
+        model = gpt2().train()
+        return model, pb.KFAC(model, statistics_every=2, invert_every=4)
+
+    model, opt = built()
+    for number in range(5):
+        step(model, opt, number)
+    weights, state = get_state_dict(model, opt)
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=tmp_path, no_dist=True)
+    other, fresh = built()
+    step(other, fresh, 0)
+    weights, state = get_state_dict(other, fresh)
+    dcp.load({"model": weights, "optimizer": state}, checkpoint_id=tmp_path, no_dist=True)
+    set_state_dict(other, fresh, model_state_dict=weights, optim_state_dict=state)
+    for number in range(5, 9):
+        step(model, opt, number)
+        step(other, fresh, number)
+    assert torch.equal(vector(other), vector(model))
 
 
 def test_a_net_of_torchvision() -> None:
