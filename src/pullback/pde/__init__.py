@@ -8,6 +8,7 @@ from .conditions import (
     Energy,
     Equation,
     Initial,
+    Integral,
     Neumann,
     Periodic,
     Robin,
@@ -88,6 +89,7 @@ __all__ = [
     "Periodic",
     "Initial",
     "Data",
+    "Integral",
     # at which points
     "Points",
     "Sampler",

@@ -88,9 +88,9 @@ def refuse_infinite(
             if not bool(bad.any()):
                 bad = ~torch.isfinite(item.slope(z)).all(1)
         if bool(bad.any()):
-            where = sites[0].x[bad][0].tolist()
+            where = "" if condition.whole else f", such as {sites[0].x[bad][0].tolist()}"
             raise PullbackError(
                 f"The residual of {condition.name!r} is not finite",
-                f"at {int(bad.sum())} of {len(bad)} points, such as {where}",
+                f"at {int(bad.sum())} of {len(bad)} points{where}",
                 "Check the residual there (division, logarithm, root), or move the points",
             )

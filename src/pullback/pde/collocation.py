@@ -15,7 +15,17 @@ from .._core.space import ParameterSpace
 from ..optim import Objective, Term
 from .checks import refuse_infinite
 from .conditions import Condition, Energy, Equation
-from .discretize import Local, Sites, Trial, fingerprint, nested, term
+from .discretize import (
+    Local,
+    Sites,
+    Trial,
+    fingerprint,
+    nested,
+    refuse_coupled,
+    refuse_unused,
+    shared,
+    term,
+)
 from .plan import Plan
 from .problem import Problem
 from .sampling import Points
@@ -39,6 +49,7 @@ class Collocation:
         sites: the points now, by condition; in float64, rounded ones would lie beside the boundary.
         objective: on the share of these points, None until the first step.
         weights: of the conditions in the loss, by name.
+        count: of residuals at the first points.
     """
 
     def __init__(
@@ -56,6 +67,8 @@ class Collocation:
         self._dtype, self._device, self._single = like.dtype, like.device, single
         self._like = like.detach().new_empty(0)
         self.sites: dict[str, Sites] = plan.draw(plan.at(0))
+        self.count = sum(refuse_coupled(problem, c, self.sites[c.name]) for c in problem.conditions)
+        refuse_unused(problem, self.sites)
         self.objective: Objective | None = None
         self._drawn, self._refined = plan.at(0), None
         self.weights = processes.share(balanced(problem, self.sites))
@@ -183,8 +196,7 @@ class Collocation:
         for c in self._problem.conditions:
             sites = tuple(p.to(dtype, self._device) for p in self.sites[c.name])
             total = sites[0].weights.sum()
-            if not processes.alone:
-                sites = tuple(p.share(processes.rank, processes.size) for p in sites)
+            sites = shared(c, sites, processes)
             if len(sites[0]):
                 item = term(self._problem, c, self._trial, sites, self.weights[c.name], total)
                 self._terms.append((c, sites, item))

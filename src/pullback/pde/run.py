@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from .._core.errors import PullbackError
 from .._core.processes import Processes
@@ -24,7 +25,7 @@ from .collocation import Collocation
 from .discretize import Trial, coefficients
 from .history import History
 from .measure import Yardstick
-from .method import optimizer, stepped
+from .method import costs, optimizer, size, stepped
 from .plan import Plan
 from .problem import Problem
 from .progress import Line, shown
@@ -69,11 +70,10 @@ class Run:
         self._trial = Trial(network, problem.unknowns, like)
         refuse_shape(problem, network, like)
         self._device = like.device
-        size = sum(p.numel() for p in self._trial.parameters() if p.requires_grad)
         self._settings = settings
         plan = Plan(
             problem,
-            size,
+            size(self._trial),
             points=settings.points,
             sampler=settings.sampler,
             seed=settings.seed,
@@ -81,10 +81,10 @@ class Run:
             refine=settings.refine,
         )
         self._processes.adopt([*self._trial.parameters(), *self._trial.buffers()])
-        self.optimizer = optimizer(self._trial, settings, like.dtype, self._processes)
         self._points = Collocation(
             problem, self._trial, plan, like, settings.single, self._processes
         )
+        self.optimizer = self._made(like.dtype)
         self._validation = Validation(
             problem,
             self._trial,
@@ -115,6 +115,11 @@ class Run:
         self._processes.same("what they solve", self._identity, "Call solve alike on all processes")
 
     @property
+    def first(self) -> bool:
+        """Whether this process warns and writes for all."""
+        return self._processes.rank == 0
+
+    @property
     def error(self) -> float:
         """The last measured error, NaN where no solution is known."""
         return self.history.error[-1] if self.history.error else float("nan")
@@ -140,6 +145,8 @@ class Run:
                 shown(self.problem.name, self._settings.steps, enabled=show) as line,
             ):
                 first = len(self.history)
+                if show and (text := costs(self._trial, self._settings, self._points.count)):
+                    line.say(text)
                 while not (stopped := self._finished()):
                     info = self._step()
                     line(len(self.history), loss=info.loss, fresh=self._fresh, error=self.error)
@@ -332,9 +339,13 @@ class Run:
         self._processes.adopt([*self._trial.parameters()])
         self._points.unsettle(number)
         dtype = next(self._trial.parameters()).dtype
-        self.optimizer = optimizer(self._trial, self._settings, dtype, self._processes)
+        self.optimizer = self._made(dtype)
         self._rejected = 0
         self.history.restarted.append(number)
+
+    def _made(self, dtype: torch.dtype) -> Optimizer:
+        count = self._points.count
+        return optimizer(self._trial, self._settings, dtype, self._processes, count)
 
     def _remember(self, fresh: float) -> None:
         if self._best is None or fresh < self._best["fresh"]:
