@@ -82,6 +82,7 @@ def test_draws() -> None:
     assert [still.at(i) for i in range(4)] == [0] * 4
     assert [moving.at(i) for i in range(7)] == [0, 0, 0, 1, 1, 1, 2]
     assert still.sampler == "grid"
+    assert plan(pde.Heat(1)).sampler == "sobol"  # a grid misses layers that move
     assert moving.sampler == "sobol"
     one, two, again = moving.draw(0), moving.draw(1), moving.draw(0)
     for name in ("equation", "dirichlet"):
