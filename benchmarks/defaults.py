@@ -27,10 +27,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import pullback as pb
-from pullback.experiments.learning.data import DataSet, cifar10, digits
-from pullback.experiments.races.corpus import python_files
-from pullback.experiments.races.decoder import Decoder
-from pullback.experiments.races.vision import ResNet
+from pullback_experiments.learning.data import DataSet, cifar10, digits
+from pullback_experiments.races.corpus import python_files
+from pullback_experiments.races.decoder import Decoder
+from pullback_experiments.races.vision import ResNet
 
 from .timing import environment, synchronize
 

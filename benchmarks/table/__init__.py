@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from .costs import costs, kfac, worth
+from .costs import ablation, costs, kfac, vision, worth
 from .environments import environments
 from .numbers import Rows
 from .peers import exact, greedy, kernels, pde, pde_seed0, poisson, scale, spectrum, trust
@@ -24,7 +24,7 @@ TABLES: dict[str, Callable[[], Rows]] = {
     table.__name__: table
     for table in (
         *(verdicts, failures),
-        *(costs, worth, kfac),
+        *(costs, worth, kfac, vision, ablation),
         *(exact, scale, pde, pde_seed0, poisson, trust, spectrum, greedy, kernels),
         environments,
     )

@@ -102,13 +102,33 @@ SAID = {
 
 
 def kfac() -> Rows:
-    rows = [["× the baseline's step", "K-FAC", "straightforward", "floor", "aim"]]
+    rows = [["× the baseline's step", "K-FAC", "GPU alone", "straightforward", "floor", "aim"]]
+    parts = "ratio", "kernels", "naive", "floor", "target"
     for name, kinds in ASKED.items():
         where = ", H200" if name == "kfac-cuda" else ""
         for key, one in record(name)["results"].items():
             label, batch, _ = KFAC[key]
             for kind in kinds:
-                cells = [one[part].get(kind) for part in ("ratio", "naive", "floor", "target")]
+                cells = [one.get(part, {}).get(kind) for part in parts]
                 what = f"{label}, batch {batch}{where}, {SAID.get(kind, kind)}"
                 rows.append([what, *("–" if c is None else f"{c:.2f}" for c in cells)])
+    return rows
+
+
+def vision() -> Rows:
+    """Medians of three seeds on CIFAR-10."""
+    rows = [["network", "optimizer", "rate", "steps", "test loss", "accuracy"]]
+    for found in record("race-vision")["summary"]["tables"]:
+        label = found["title"].partition(":")[0]
+        rows += [[label, *row[:5]] for row in found["rows"]]
+    return rows
+
+
+def ablation() -> Rows:
+    """Held-out losses of the spectral rule with one choice changed, the lowest first."""
+    found = record("race-ablation")["results"]
+    base = found["the rule as it is"]["final"]
+    rows = [["changed", "held-out loss", "difference"]]
+    for name, one in sorted(found.items(), key=lambda pair: pair[1]["final"]):
+        rows.append([name, f"{one['final']:.3f}", f"{one['final'] - base:+.3f}".replace("-", "−")])
     return rows

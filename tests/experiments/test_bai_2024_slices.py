@@ -14,7 +14,8 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from pullback import PullbackError
-from pullback.experiments.bai_2024_slices import (
+from pullback.symmetry import Sliced
+from pullback_experiments.bai_2024_slices import (
     EXPERIMENTS,
     Figure2,
     Rescaled,
@@ -22,22 +23,21 @@ from pullback.experiments.bai_2024_slices import (
     rescaled,
     starts,
 )
-from pullback.experiments.bai_2024_slices.checks import claims, final, seconds, seconds_per_epoch
-from pullback.experiments.bai_2024_slices.law import law
-from pullback.experiments.bai_2024_slices.methods import METHODS, START, UNITS
-from pullback.experiments.bai_2024_slices.networks import (
+from pullback_experiments.bai_2024_slices.checks import claims, final, seconds, seconds_per_epoch
+from pullback_experiments.bai_2024_slices.law import law
+from pullback_experiments.bai_2024_slices.methods import METHODS, START, UNITS
+from pullback_experiments.bai_2024_slices.networks import (
     PAPER_WIDTHS,
     convnet,
     digits,
     load,
     mlp,
 )
-from pullback.experiments.bai_2024_slices.rescaled_checks import apart
-from pullback.experiments.bai_2024_slices.rescaled_methods import METHODS as CONTENDERS
-from pullback.experiments.framework.experiment import Context
-from pullback.experiments.framework.results import Available
-from pullback.experiments.framework.runner import opened
-from pullback.symmetry import Sliced
+from pullback_experiments.bai_2024_slices.rescaled_checks import apart
+from pullback_experiments.bai_2024_slices.rescaled_methods import METHODS as CONTENDERS
+from pullback_experiments.framework.experiment import Context
+from pullback_experiments.framework.results import Available
+from pullback_experiments.framework.runner import opened
 
 CPU = torch.device("cpu")
 BY_NAME = {m.name: m for m in METHODS}
@@ -195,7 +195,7 @@ def test_apart() -> None:
 def test_rescaled_quick_run_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     some = [m for m in CONTENDERS if m.name in ("SGD", "SliceSGD")]
     monkeypatch.setattr(rescaled, "METHODS", tuple(some))
-    monkeypatch.setattr("pullback.experiments.bai_2024_slices.rescaled_figure.METHODS", some)
+    monkeypatch.setattr("pullback_experiments.bai_2024_slices.rescaled_figure.METHODS", some)
     (full,) = (e for e in EXPERIMENTS if isinstance(e, Rescaled))
     experiment = replace(full, epochs=2, judged=False)
     assert experiment.run(True, [0], tmp_path, quiet(), seconds=0).status == 3

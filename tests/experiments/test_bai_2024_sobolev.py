@@ -13,15 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from pullback import PullbackError
-from pullback.experiments import bai_2024_sobolev
-from pullback.experiments.bai_2024_sobolev import images
-from pullback.experiments.bai_2024_sobolev.checks import paper_claims
-from pullback.experiments.bai_2024_sobolev.curves import clearly_fewer, epochs, final, reached
-from pullback.experiments.bai_2024_sobolev.digits import METRICS, TASKS, Tuned
-from pullback.experiments.bai_2024_sobolev.methods import METHODS, OURS, THEIRS, Method
-from pullback.experiments.bai_2024_sobolev.networks import convnet, mlp, vgg16
-from pullback.experiments.bai_2024_sobolev.vgg import SETTINGS, Training
-from pullback.experiments.learning import data
+from pullback_experiments import bai_2024_sobolev
+from pullback_experiments.bai_2024_sobolev import images
+from pullback_experiments.bai_2024_sobolev.checks import paper_claims
+from pullback_experiments.bai_2024_sobolev.curves import clearly_fewer, epochs, final, reached
+from pullback_experiments.bai_2024_sobolev.digits import METRICS, TASKS, Tuned
+from pullback_experiments.bai_2024_sobolev.methods import METHODS, OURS, THEIRS, Method
+from pullback_experiments.bai_2024_sobolev.networks import convnet, mlp, vgg16
+from pullback_experiments.bai_2024_sobolev.vgg import SETTINGS, Training
+from pullback_experiments.learning import data
 
 from .small import quiet, said
 

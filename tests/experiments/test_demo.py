@@ -11,16 +11,16 @@ from torch import Tensor
 from torch.func import hessian, vmap
 
 from pullback import PullbackError
-from pullback.experiments.showcase import digits
-from pullback.experiments.showcase.least_squares import LeastSquares, target
-from pullback.experiments.showcase.poisson import Poisson
-from pullback.experiments.showcase.race import run, tune
-from pullback.experiments.showcase.table import PROBLEMS
+from pullback_experiments.showcase import digits
+from pullback_experiments.showcase.least_squares import LeastSquares, target
+from pullback_experiments.showcase.poisson import Poisson
+from pullback_experiments.showcase.race import run, tune
+from pullback_experiments.showcase.table import PROBLEMS
 
 
 @pytest.mark.slow
 def test_quick_demo_without_a_terminal(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "pullback.experiments.demo", "--quick", "--out", str(tmp_path)]
+    command = [sys.executable, "-m", "pullback_experiments.demo", "--quick", "--out", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     titles = ("Least squares", "Poisson's equation", "Digits")

@@ -13,14 +13,14 @@ from rich.console import Console
 from torch import nn
 from typer.testing import CliRunner
 
-from pullback.experiments.cli import app
-from pullback.experiments.kfac_invariance import EXPERIMENTS, Invariance, experiment
-from pullback.experiments.kfac_invariance.checks import RECORDED, claims
-from pullback.experiments.kfac_invariance.methods import GROUPS, METHODS, Method
-from pullback.experiments.kfac_invariance.nets import EXHIBITS, NETS, Net, Pair
-from pullback.experiments.kfac_invariance.run import Record, run
+from pullback.cli.app import app
 from pullback.geometry.charts.affine import Change, Coordinates, changed, drawn, same, whitening
 from pullback.geometry.charts.twin import tanh_twin, twin
+from pullback_experiments.kfac_invariance import EXPERIMENTS, Invariance, experiment
+from pullback_experiments.kfac_invariance.checks import RECORDED, claims
+from pullback_experiments.kfac_invariance.methods import GROUPS, METHODS, Method
+from pullback_experiments.kfac_invariance.nets import EXHIBITS, NETS, Net, Pair
+from pullback_experiments.kfac_invariance.run import Record, run
 
 PARTED = {"zero padding with a shift", "RNN, a₀ kept"}
 UNLIKE = {*PARTED, "RNN, inputs shifted", "Gauss–Newton, output", "softmax, logits"}

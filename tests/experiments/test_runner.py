@@ -15,12 +15,13 @@ import pytest
 import torch
 
 from pullback import PullbackError
-from pullback.experiments import Context, Item, Paused, registry
-from pullback.experiments.commands.report import gathered
-from pullback.experiments.framework import doing, experiment, files, progress, runner, working
-from pullback.experiments.framework.outcome import UNFINISHED
-from pullback.experiments.framework.store import Store
-from pullback.experiments.framework.workshop import workshop
+from pullback.cli import files
+from pullback_experiments import Context, Item, Paused, registry
+from pullback_experiments.commands.report import gathered
+from pullback_experiments.framework import doing, experiment, progress, runner, working
+from pullback_experiments.framework.outcome import UNFINISHED
+from pullback_experiments.framework.store import Store
+from pullback_experiments.framework.workshop import workshop
 
 from .small import Small, quiet, said
 
@@ -431,7 +432,7 @@ def test_two_processes_may_share_a_folder(tmp_path: Path) -> None:
 PUTTING = """
 import sys
 from pathlib import Path
-from pullback.experiments.framework.store import Store
+from pullback_experiments.framework.store import Store
 
 store = Store(Path(sys.argv[1]), {})
 for seed in range(40):
@@ -500,7 +501,7 @@ def test_items_that_stay_on_the_cpu_refuse_another_device(
 
 def test_the_registry_names_what_folders_hold() -> None:
     for folder, names in registry.FOLDERS.items():
-        found = __import__(f"pullback.experiments.{folder}", fromlist=["x"]).EXPERIMENTS
+        found = __import__(f"pullback_experiments.{folder}", fromlist=["x"]).EXPERIMENTS
         assert tuple(e.name for e in found) == names
         for one in found:
             assert registry.find(one.name) is one

@@ -20,11 +20,14 @@ def ill(n: int = 12, p: int = 40) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("solver", [pb.solvers.Cholesky(), pb.solvers.PseudoInverse()], ids=repr)
 @pytest.mark.parametrize("damping", [1e-4, 1e-10, 1e-13, 1e-15])
-def test_a_kernel_with_g_alone_reports_what_it_lost(
-    solver: pb.solvers.Solver, damping: float
+@pytest.mark.parametrize("held", [True, False], ids=["kernel", "operator"])
+def test_sample_space_with_g_alone_reports_what_it_lost(
+    solver: pb.solvers.Solver, held: bool, damping: float
 ) -> None:
     a, g = ill()
-    gram = pb.grams.Kernel(a @ a.T, lambda v: a @ v, lambda c: a.T @ c, a.shape[1])
+    gram = pb.grams.Operator(lambda v: a @ v, lambda c: a.T @ c, a.shape, a.dtype, a.device)
+    if held:
+        gram = pb.grams.Kernel(a @ a.T, lambda v: a @ v, lambda c: a.T @ c, a.shape[1])
     found = solver.solve(solver.init(gram), g, damping)
     truth = ((a.T @ a) @ found.x + found.damping * found.x - g).norm() / g.norm()
     if damping >= 1e-4:
@@ -53,6 +56,7 @@ def test_an_empty_gram_is_refused(shape: tuple[int, int]) -> None:
     makers = [
         lambda: pb.grams.Rows(a),
         lambda: pb.grams.Kernel(a @ a.T, lambda v: a @ v, lambda c: a.T @ c, shape[1]),
+        lambda: pb.grams.Operator(lambda v: a @ v, lambda c: a.T @ c, shape, a.dtype, a.device),
     ]
     for make in makers:
         with pytest.raises(pb.PullbackError, match="empty"):

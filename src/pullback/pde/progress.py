@@ -1,15 +1,18 @@
-"""How a solve is getting on: a bar on terminals and in notebooks, else a line now and then."""
+"""How a solve is getting on: a bar on terminals and in notebooks, else a line now and then.
+
+Without rich there are only lines.
+"""
 
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.progress import Progress
 
 _EVERY = 10.0  # seconds between two plain lines
@@ -50,8 +53,8 @@ class Bar(Line):
 class Log(Line):
     """A plain line every ten seconds."""
 
-    def __init__(self, console: Console, title: str, steps: int) -> None:
-        self._console, self._title, self._steps = console, title, steps
+    def __init__(self, file: IO[str], title: str, steps: int) -> None:
+        self._file, self._title, self._steps = file, title, steps
         self._start = self._last = time.monotonic()
 
     def __call__(self, step: int, **numbers: float) -> None:
@@ -62,8 +65,7 @@ class Log(Line):
             self.say(f"step {step}/{self._steps}  {_written(numbers)}  after {spent}")
 
     def say(self, text: str) -> None:
-        line = f"{self._title}: {text}"
-        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+        print(f"{self._title}: {text}", file=self._file, flush=True)
 
 
 @contextmanager
@@ -72,12 +74,15 @@ def shown(title: str, steps: int, *, enabled: bool) -> Iterator[Line]:
     if not enabled:
         yield Line()
         return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
+    try:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+    except ModuleNotFoundError:
+        yield Log(sys.stderr, title, steps)
+        return
     console = Console(stderr=True)
     if not console.is_terminal and not console.is_jupyter:
-        yield Log(console, title, steps)
+        yield Log(sys.stderr, title, steps)
         return
     with Progress(
         TextColumn("{task.description}"),

@@ -103,7 +103,7 @@ class PseudoInverse(Solver):
         else:
             x = path.at(torch.full_like(path.gamma[0], value))
         found = Solution(x.to(rhs.dtype), value, state.rank)
-        blind = state.gram.structure.holds == "kernel" and whitened is None
+        blind = state.gram.structure.holds in ("kernel", "operator") and whitened is None
         if blind and value > 0 and delicate(value, state.top.square(), rhs.dtype):
             return measured(found, state.gram, rhs)
         return found

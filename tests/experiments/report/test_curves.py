@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pullback.experiments import registry
-from pullback.experiments.commands.report import charts, curves
-from pullback.experiments.framework import store
-from pullback.experiments.framework.curves import Chart, Line, Series, averages, over_seeds
+from pullback_experiments import registry
+from pullback_experiments.commands.report import charts, curves
+from pullback_experiments.framework import store
+from pullback_experiments.framework.curves import Chart, Line, Series, averages, over_seeds
 
 WITH_CURVES = (
     "bai-2024-projection", "bai-2024-slices-figure2", "bai-2024-slices-figure2-quick",

@@ -163,6 +163,7 @@ def _trace(example: Example, inputs: tuple[Any, Any]) -> Traced:
     ):
         warnings.simplefilter("ignore")
         module = make_fx(functionalize(call, remove="mutations"))(*values, inputs)
+    module.graph.eliminate_dead_code()  # what outputs that do not count were made of
     return Traced(module.graph, names, fixed, reading.looked)
 
 

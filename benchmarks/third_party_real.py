@@ -1,0 +1,191 @@
+"""K-FAC on models that others wrote, at the sizes at which people train them.
+
+    python -m benchmarks.third_party --real [--device cuda] [--quick] [--out FILE]
+
+GPT-2 of Hugging Face with 124M parameters on 8 × 1024 tokens in bfloat16 autocast; ResNet-50 and
+ViT-B/16 of torchvision on 64 images. Each model is built from its configuration with random
+weights. Steps are timed as in `benchmarks.kfac`, beside fused AdamW: plain ones, ones that take
+statistics as well, ones that invert too, and a run by the schedule 10/100. The first step traces
+the model, takes statistics and inverts; it stands beside a later statistics step of the same run.
+The device's libraries are started before, by K-FAC on a small network.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import pullback as pb
+
+from .kfac import NEVER, Bench, combined, scheduled
+from .kfac_cases import Case, categorical, images, text
+from .timing import environment, synchronize
+
+Make = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+def cases(quick: bool) -> dict[str, Case]:
+    """The models with their batches; small ones where `quick`."""
+    half = None if quick else torch.bfloat16
+    count, size, length, words = (2, 32, 16, 512) if quick else (64, 224, 1024, 50257)
+
+    def gpt2() -> nn.Module:
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        small: dict[str, Any] = {"n_layer": 2, "n_embd": 48, "n_head": 4}
+        config = GPT2Config(vocab_size=words, use_cache=False, **(small if quick else {}))
+        return GPT2LMHeadModel(config)
+
+    def resnet50() -> nn.Module:
+        from torchvision.models import resnet
+
+        model: Any = resnet.ResNet(resnet.Bottleneck, [1, 1, 1, 1]) if quick else resnet.resnet50()
+        if quick:
+            model.layer3, model.layer4, model.fc = (
+                nn.Identity(),
+                nn.Identity(),
+                nn.Linear(512, 1000),
+            )
+        return model
+
+    def vit() -> nn.Module:
+        from torchvision.models import vision_transformer
+
+        if quick:
+            return vision_transformer.VisionTransformer(32, 16, 2, 4, 48, 96)
+        return vision_transformer.vit_b_16()
+
+    pixels, logits = lambda: images(count, size, 1000), pb.likelihoods.Categorical
+    return {
+        "GPT-2, transformers": Case(
+            gpt2,
+            lambda: text(8, length, words),
+            lambda z, y: categorical(z.logits, y),
+            logits,
+            {},
+            half,
+        ),
+        "ResNet-50, torchvision": Case(resnet50, pixels, categorical, logits, {}),
+        "ViT-B/16, torchvision": Case(vit, pixels, categorical, logits, {}, half),
+    }
+
+
+def shares(opt: pb.KFAC) -> dict[str, float]:
+    """The shares of trained entries by kind of block."""
+    counts = dict.fromkeys(("kronecker", "units", "diagonal"), 0)
+    for row in opt.coverage():
+        kind = row.block.partition(",")[0].partition(" ")[0]
+        if kind in counts:
+            counts[kind] += torch.Size(row.shape).numel()
+    return {kind: count / max(1, sum(counts.values())) for kind, count in counts.items()}
+
+
+def first_step(bench: Bench, **options: Any) -> dict[str, Any]:
+    """Milliseconds of the first step and of later statistics steps, and the blocks found."""
+    model, took = copy.deepcopy(bench.model), []
+    opt = pb.KFAC(model, 0.0, statistics_every=1, invert_every=NEVER, **options)
+    for _ in range(7):
+        synchronize(bench.device)
+        start = time.perf_counter()
+        opt.zero_grad()
+        bench.case.loss(bench.forward(model), bench.y).backward()
+        opt.step()
+        synchronize(bench.device)
+        took.append(1e3 * (time.perf_counter() - start))
+    later = statistics.median(took[i] for i in (2, 4, 5, 6))  # the others invert too
+    return {"first": took[0], "statistics": later, "ratio": took[0] / later, "shares": shares(opt)}
+
+
+def default(model: nn.Module) -> pb.KFAC:
+    """K-FAC without settings, at rate zero."""
+    return pb.KFAC(model, 0.0)
+
+
+def start(device: torch.device) -> None:
+    """Load the device's libraries."""
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(288, 8)).to(device)
+    for rule in ("natural", "eigenbasis", "spectral"):
+        opt = pb.KFAC(model, 0.0, rule=rule, statistics_every=1, invert_every=1)
+        for _ in range(2):
+            opt.zero_grad()
+            model(torch.randn(16, 3, 8, 8, device=device)).logsumexp(1).mean().backward()
+            opt.step()
+
+
+def memory(bench: Bench, makers: dict[str, Make]) -> dict[str, int]:
+    """Peak bytes of twelve steps with each optimizer alone."""
+    found = {}
+    for name, make in makers.items():
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(bench.device)
+        step = bench.route(make)
+        for _ in range(12):
+            step()
+        found[name] = torch.cuda.max_memory_allocated(bench.device)
+        del step
+    return found
+
+
+def measure(case: Case, device: torch.device, quick: bool) -> dict[str, Any]:
+    """Coverage, times and memory of natural K-FAC and of `KFAC(model)`."""
+    bench = Bench(case, device)
+    baseline = bench.route(bench.baseline)
+    for _ in range(3):
+        baseline()
+    del baseline
+    natural = bench.kfac(10, 100)
+    row: dict[str, Any] = {"parameters": sum(p.numel() for p in bench.model.parameters())}
+    row["first step"] = {
+        "natural": first_step(bench, likelihood=case.likelihood()),
+        "default": first_step(bench),
+    }
+    gc.collect()
+    kinds = bench.seconds("kfac", 1 if quick else 8)
+    row["milliseconds"] = {kind: 1e3 * seconds for kind, seconds in kinds.items()}
+    ratio = {kind: kinds[f"kfac {kind}"] / kinds["baseline"] for kind in ("plain", "statistics")}
+    ratio["inversion"] = kinds["kfac inversion"] / kinds["baseline"]
+    ratio["10/100"] = combined(kinds, "kfac", (10, 100))
+    gc.collect()
+    ratio["10/100, run"] = scheduled(bench, natural, 6 if quick else 100)
+    gc.collect()
+    ratio["default, run"] = scheduled(bench, default, 6 if quick else 60)
+    if device.type == "cuda":
+        gc.collect()
+        peaks = memory(bench, {"baseline": bench.baseline, "natural": natural, "default": default})
+        row["peak_bytes"] = peaks
+        ratio["memory"] = peaks["natural"] / peaks["baseline"]
+        ratio["default, memory"] = peaks["default"] / peaks["baseline"]
+    return row | {"ratio": ratio}
+
+
+def main(device: torch.device, quick: bool, out: Path, only: list[str] | None = None) -> None:
+    torch.set_float32_matmul_precision("high" if device.type == "cuda" else "highest")
+    print(environment(device))
+    start(device)
+    results: dict[str, Any] = {}
+    for name, case in cases(quick).items():
+        if only and name not in only:
+            continue
+        gc.collect()
+        row = results[name] = measure(case, device, quick)
+        print(f"\n{name}: {row['parameters']:,} parameters")
+        for rule, found in row["first step"].items():
+            parts = ", ".join(f"{k} {100 * v:.1f} %" for k, v in found["shares"].items())
+            print(f"  {rule}: {parts}; first step {found['first']:.0f} ms, "
+                  f"{found['ratio']:.1f} of a later statistics step")  # fmt: skip
+        for kind, value in row["milliseconds"].items():
+            print(f"  {kind:18} {value:9.2f} ms")
+        for kind, value in row["ratio"].items():
+            print(f"  {kind:18} {value:9.2f} × baseline", flush=True)
+        record = {"environment": environment(device), "results": results}
+        out.write_text(json.dumps(record, indent=1) + "\n", "utf-8")

@@ -1,0 +1,159 @@
+"""Symmetries of networks that multiply by parameters themselves, and that look at their inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import pullback as pb
+from pullback.symmetry.actions.turned import Turned
+from pullback.symmetry.find import SPECIALIZED
+from pullback.testing import assert_close
+
+
+@pytest.fixture(autouse=True)
+def _double() -> None:
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+
+
+class Conv1D(nn.Module):
+    """x @ w + b, with w held as (in, out)."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(inputs, outputs) / inputs**0.5)
+        self.b = nn.Parameter(torch.randn(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.b, x.flatten(0, -2), self.w).view(*x.shape[:-1], -1)
+
+
+class Block(nn.Module):
+    """Masked attention with fused queries, keys and values, and a perceptron, after norms."""
+
+    def __init__(self, linear: Callable[[int, int], nn.Module], width: int = 6) -> None:
+        super().__init__()
+        self.one, self.two = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.fused, self.out = linear(width, 3 * width), linear(width, width)
+        self.up, self.down = linear(width, 8), linear(8, width)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        if mask is not None and bool(mask.all()):
+            mask = None
+        if mask is not None:
+            mask = mask[:, None, None]
+        parts = self.fused(self.one(x)).chunk(3, -1)
+        q, k, v = (t.unflatten(-1, (2, -1)).transpose(1, 2) for t in parts)
+        h = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        x = x + self.out(h.transpose(1, 2).flatten(2))
+        return x + self.down(F.relu(self.up(self.two(x))))
+
+
+def copied(model: nn.Module) -> Block:
+    """The same network of `nn.Linear`."""
+    twin = Block(nn.Linear)
+    state = {
+        n.removesuffix(".w") + ".weight" if n.endswith(".w") else n: p.mT if n.endswith(".w") else p
+        for n, p in model.state_dict().items()
+    }
+    state = {n.removesuffix(".b") + ".bias" if n.endswith(".b") else n: p for n, p in state.items()}
+    twin.load_state_dict(state)
+    return twin
+
+
+class Multiplied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.last = nn.Parameter(torch.randn(3, 5)), nn.Linear(5, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(x @ self.w)
+
+
+def test_a_product_with_a_parameter_has_the_generators_of_a_linear_layer() -> None:
+    model, x = Multiplied(), torch.randn(7, 3)
+    found = pb.symmetry.find(model, x)
+    assert len(found.generators()) == 25  # all 5 × 5 matrices between the two maps
+
+
+def test_a_transformer_of_transposed_weights_has_as_many_as_its_twin() -> None:
+    model, x = Block(Conv1D), torch.randn(3, 4, 6)
+    twin = copied(model)
+    assert_close(model(x), twin(x), 1e-12, "the twin")
+    found, known = (pb.symmetry.find(m, x) for m in (model, twin))
+    assert found.rank() == known.rank()
+    assert len(found.generators()) == len(known.generators()) > 0
+
+
+def test_an_action_on_transposes_moves_along_a_fibre_and_its_tangent_is_the_derivative() -> None:
+    model, x = Multiplied(), torch.randn(7, 3)
+    params = {n: p.detach() for n, p in model.named_parameters()}
+    (action,) = (a for a in pb.symmetry.find(model, x).actions if isinstance(a, Turned))
+    assert {*action.names} == {"w", "last.weight"}
+    assert all(name not in action.about for name in action.held)
+    element = 0.1 * torch.randn(action.dimension)
+    moved = action.act(params, element)
+    assert all(moved[n].shape == params[n].shape for n in moved)
+    assert (moved["w"] - params["w"]).norm() > 1e-2
+    out = torch.func.functional_call(model, {**params, **moved}, (x,))
+    assert_close(out, model(x), 1e-12, "the function")
+    h = 1e-6
+    ahead, back = (action.act(params, s * h * element) for s in (1, -1))
+    tangent = action.tangent(params, element)
+    for n in tangent:
+        assert_close((ahead[n] - back[n]) / (2 * h), tangent[n], 1e-8, n)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_mask_may_be_looked_at(masked: bool) -> None:
+    model, x = copied(Block(Conv1D)), torch.randn(3, 4, 6)
+    mask = torch.ones(3, 4, dtype=torch.bool)
+    mask[:, -1] = not masked
+    found = pb.symmetry.find(model, {"x": x, "mask": mask})
+    assert SPECIALIZED in found.notes
+    without = pb.symmetry.find(model, x)
+    assert SPECIALIZED not in without.notes
+    assert found.rank() == without.rank()
+
+
+class Guarded(Multiplied):
+    """What runs depends on a parameter's values."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (
+            super().forward(x)
+            if self.w.sum() > 0
+            else self.last(x.sum(1, keepdim=True) * self.w[0])
+        )
+
+
+def test_a_look_at_parameters_is_refused() -> None:
+    with pytest.raises(pb.PullbackError, match="values of tensors"):
+        pb.symmetry.find(Guarded(), torch.randn(7, 3))
+
+
+class Adapted(nn.Module):
+    """A frozen layer with a product of small rank beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(6, 4).requires_grad_(False)
+        self.a, self.b = nn.Linear(6, 2, bias=False), nn.Linear(2, 4, bias=False)
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        h = self.base(x) + 2 * self.b(self.a(x))
+        return {"logits": h, "hidden": self.a(x)}
+
+
+def test_the_output_that_counts_is_chosen() -> None:
+    model, x = Adapted(), torch.randn(9, 6)
+    assert (
+        pb.symmetry.find(model, x, output="logits").rank().independent == 4
+    )  # 2 × 2 matrices between b and a
+    assert pb.symmetry.find(model, x).rank().independent == 0  # the inner features are seen as well
