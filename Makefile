@@ -38,10 +38,12 @@ check: lint contracts ## for daily work: what differs from origin/main, or from 
 	@echo "==> pytest, tests of changed files"
 	@$(CHANGED) tests $(BASE) | xargs -r $(PYTEST)
 
-lint: $(STAMP) ## style and formatting
+lint: $(STAMP) ## style, formatting and spelling
 	@echo "==> ruff"
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
+	@echo "==> codespell"
+	@$(BIN)/codespell
 
 types: $(STAMP) ## static types
 	@echo "==> basedpyright"

@@ -18,6 +18,11 @@ def test_every_example_has_a_test() -> None:
     assert {path.stem for path in FOLDER.glob("*.py")} <= tested
 
 
+def test_the_gallery_shows_every_example() -> None:
+    page = (FOLDER.parent / "docs/gallery.md").read_text("utf-8")
+    assert [p.name for p in FOLDER.glob("*.py") if f"examples/{p.name}`: " not in page] == []
+
+
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda path: path.stem)
 def test_every_example_is_short(path: Path) -> None:
     assert len(path.read_text("utf-8").splitlines()) < 60
