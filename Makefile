@@ -21,6 +21,8 @@ $(STAMP): pyproject.toml experiments/pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "==> installing pullback, its experiments and development tools (a few minutes the first time)"
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[dev]" -e ./experiments
+	@echo "==> installing the packages whose models and loops are tested"
+	@$(BIN)/python -m pip install -q --disable-pip-version-check --no-compile -c constraints.txt -e ".[models]"
 	@touch $@
 
 demo: $(STAMP) ## run the demonstration; its figure is written to demo/

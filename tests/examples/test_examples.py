@@ -56,15 +56,30 @@ def test_pde_torchrun(tmp_path: Path) -> None:
     assert run("pde_torchrun", checkpoint=tmp_path / "run.pt", steps=30) < 0.1
 
 
+@pytest.mark.slow
 def test_kfac_lightning() -> None:
     pytest.importorskip("lightning", reason="Lightning is not installed")
     assert run("kfac_lightning", epochs=5) > 0.95
 
 
-def test_kfac_hugging_face() -> None:
+def test_kfac_trainer() -> None:
     pytest.importorskip("transformers", reason="transformers is not installed")
-    first, last = run("kfac_hugging_face", steps=30)
+    pytest.importorskip("accelerate", reason="Accelerate is not installed")
+    first, last = run("kfac_trainer", steps=30)
+    assert last < 0.9 * first
+
+
+@pytest.mark.slow
+def test_kfac_lora() -> None:
+    pytest.importorskip("peft", reason="PEFT is not installed")
+    first, last = run("kfac_lora")
     assert last < 0.3 * first
+
+
+@pytest.mark.slow
+def test_kfac_torchvision() -> None:
+    pytest.importorskip("torchvision", reason="torchvision is not installed")
+    assert run("kfac_torchvision") > 0.8
 
 
 def test_tangent_kernel() -> None:
