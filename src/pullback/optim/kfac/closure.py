@@ -28,6 +28,8 @@ from ..checks import loss_of, refuse_uncallable
 from ..objective import ObjectiveProblem
 from ..terms import Objective
 from .factors.damping import Damping
+from .report import KFACInfo
+from .rules.rule import Rule
 from .update import Share, move
 
 Point = Mapping[str, Tensor]
@@ -206,13 +208,15 @@ class ObjectiveSource(Source):
         return [[a @ b for b in pushed] for a in pushed]
 
 
-def refuse_sources(closure: Any, objective: Any, *, controlled: bool, rule: Any = None) -> None:
+def refuse_sources(
+    closure: Any, objective: Any, rule: Rule, *, controlled: bool, several: bool
+) -> None:
     """Raise where `step` was given what it cannot use, or lacks what it needs.
 
-    A `rule` for matrices alone cannot use an objective.
+    Neither a `rule` for matrices alone nor `several` processes can use an objective.
     """
     refuse_uncallable(closure)
-    if objective is not None and rule is not None:
+    if objective is not None and rule.matrices:
         raise PullbackError(
             f"An objective does not go with {rule!r}",
             "the metric of its terms is read by the natural gradient alone",
@@ -236,21 +240,15 @@ def refuse_sources(closure: Any, objective: Any, *, controlled: bool, rule: Any 
             "adaptive damping and steps from the quadratic model look at the loss again",
             "Call step(closure), with a closure that returns the loss",
         )
+    if objective is not None and several:
+        raise PullbackError(
+            "An objective does not go with several processes",
+            "its terms have counts of their own, which are not joined",
+            "Use NaturalGradient or pde.solve on several processes",
+        )
 
 
 # --- controlled moves -------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a controlled move did."""
-
-    accepted: bool = True
-    reason: str = ""
-    damping: float = 0.0
-    ratio: float | None = None
-    step_size: float | None = None
-    momentum: float | None = None
 
 
 def best_combination(
@@ -280,7 +278,7 @@ def best_combination(
 
 def trial_move(
     shares: Sequence[Share], source: Source, damping: Damping, value: float, gradients: Point
-) -> Outcome:
+) -> KFACInfo:
     """Move, compare the loss with its prediction, and take the move back if the loss rose.
 
     Decay is left out of the comparison: the loss knows nothing of it.
@@ -299,11 +297,11 @@ def trial_move(
     if not actual >= 0:
         for m in buffers:
             m.zero_()  # which no damping makes shorter
-        return Outcome(False, "the loss rose", damping.next(value, -1.0), ratio)
+        return KFACInfo(False, "the loss rose", damping.next(value, -1.0), ratio=ratio)
     for m, momentum in zip(buffers, momenta, strict=True):
         m.copy_(momentum)
     move(shares)  # once more, with the decay
-    return Outcome(True, "", damping.next(value, ratio), ratio)
+    return KFACInfo(True, "", damping.next(value, ratio), ratio=ratio)
 
 
 def _inner(x: Point, y: Point) -> Tensor:

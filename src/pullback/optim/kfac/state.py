@@ -27,7 +27,7 @@ from torch import Tensor
 from ..._core.errors import PullbackError
 from ...grams.kronecker.inverse import MOMENTS, Inverse
 from ...grams.kronecker.packed import Side, as_side, memory
-from .factors.average import Average, ema_update
+from .factors.average import Average, ema_update, guardable
 from .factors.factor import SPECTRUM, BlockKey, Factor, Factors, block_shape
 from .factors.preconditioner import Preconditioner
 from .statistics.plan import Forecast
@@ -68,6 +68,15 @@ class KFACState:
         if key in own.spectra:
             own.spectra[key] = own.spectra[key].map(_placeholder)
         self.reserved.add(key)
+
+    def reserve_expected(self, expected: Forecast) -> None:
+        """Show the blocks that are expected, of parameters that have none with statistics."""
+        learned = {n for key in self.learned for n in key.names}
+        for key, factors in expected.factors.items():
+            if key not in self.averages and learned.isdisjoint(key.names):
+                for other in [k for k in self.averages if not {*key.names}.isdisjoint(k.names)]:
+                    self.drop(other)  # a bias whose weight came with another group
+                self.reserve(key, factors)
 
     def take_memory(self) -> None:
         """Give every reserved block its memory."""
@@ -126,10 +135,22 @@ class KFACState:
         self.learned.update(found)
         self.schedule["taken"] += 1
 
-    @property
-    def complete(self) -> bool:
-        """Whether every block with statistics has an inverse."""
-        return self.learned <= self.preconditioner.ready
+    def guardable(self, found: Mapping[BlockKey, Factors], ema: float) -> bool:
+        """Whether these statistics can be taken up under a flag on the device.
+
+        All blocks have inverses and room for them, and there is such a kernel.
+        """
+        if not self.learned <= self.preconditioner.ready or not self.learned.issuperset(found):
+            return False
+        if not found:
+            return True
+        pairs = [(self.averages[key], own) for key, own in found.items()]
+        return all(average.fits(own) for average, own in pairs) and guardable(pairs, ema)
+
+    def sorted_blocks(self) -> list[tuple[BlockKey, Average]]:
+        """Return the blocks that have statistics, in an order that all processes have."""
+        keys = sorted(self.learned, key=lambda key: key.names)
+        return [(key, self.averages[key]) for key in keys]
 
     def memory(self) -> dict[str, int]:
         """Bytes held, by what for."""

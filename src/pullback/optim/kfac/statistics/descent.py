@@ -21,7 +21,7 @@ from ...._core.graph import Root, pull
 from ....maps.layers.layout import candidates, told
 from ....maps.layers.moments import Sharing
 from ....maps.record import Entry
-from .coupling import Coupling, samples_axis
+from .covectors import Coupling, samples_axis
 from .record import ForwardRecord
 
 #: the layout of a use where the samples' places are not known

@@ -1,0 +1,414 @@
+"""The processes that train one model together.
+
+They meet in a step at named places: gradients are averaged if no wrapper does it, statistics become
+those of the joined batch, and inverses are computed by their owners (see `factors.placement`).
+
+Averages are linear in the statistics. Between inversions every process may keep its share of them:
+their sum over all processes is the average, and less is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import isnan
+from typing import Any
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from ..._core.errors import PullbackError
+from ..._core.processes import Processes
+from ...grams.kronecker.packed import Packed, Side, memory, zeros_like
+from ...maps.layers.moments import Moments
+from ..checks import refuse_sparse
+from .factors.factor import SPECTRUM, BlockKey, Factor, block_shape, to_block
+from .factors.placement import Placement
+from .state import KFACState
+from .statistics.structure import Structure
+from .statistics.sums import Pool, Sums
+from .update import Parameters
+
+_LEAST = 16  # rows from which on a triangle is worth a copy
+#: what processes must have in common, by name
+Common = Mapping[str, Any]
+
+
+class Replicas:
+    """The processes, who inverts which block, and whether averages are shares now.
+
+    Args:
+        processes: those that train together; one alone sends nothing.
+        workers: how many of them hold an inverse.
+        wrapped: whether a wrapper averages the gradients.
+        lazy: whether averages may be shares between inversions.
+        read: whether xᵀF̂x is read in between.
+    """
+
+    def __init__(
+        self, processes: Processes, workers: int | None, *, wrapped: bool, lazy: bool, read: bool
+    ) -> None:
+        self.processes, self.placement = processes, Placement(processes, workers)
+        self._wrapped, self._read = wrapped, read
+        self._lazy = lazy and not processes.alone
+        self._shared = False
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is no other process."""
+        return self.processes.alone
+
+    def meet(self, params: Parameters, options: Common, rates: Common) -> None:
+        """Raise where processes differ in model or options; begin at the same parameters."""
+        if self.alone:
+            return
+        shapes = {n: (tuple(p.shape), p.dtype) for n, p in params.by_name.items()}
+        options = {**options, "workers": self.placement.workers}
+        self.processes.same("their model", shapes, "Build the same model in every process")
+        self.processes.same("the options of KFAC", options, "Give all of them the same options")
+        self.processes.same("the options of KFAC", rates, "Give all the same param groups")
+        if not self._wrapped:
+            held = [p.data for p in params.by_name.values()]
+            self.processes.exchange(held, [0] * len(held), "parameters")
+
+    # --- on the way in --------------------------------------------------------------------------
+
+    def average_gradients(self, chosen: Mapping[str, Any], wrapped: bool) -> None:
+        """Average the gradients of a model that no wrapper does it for."""
+        if self.alone or self._wrapped or wrapped:
+            return
+        held = {n: p for n, p in chosen.items() if p.requires_grad and p.numel()}
+        params = list(held.values())
+        given = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
+        for name, g in zip(held, given, strict=True):
+            refuse_sparse(name, g)
+        some = torch.tensor([p.grad is not None for p in params], device=params[0].device)
+        *total, counts = self.processes.sum([*given, some.double()], "gradients")
+        for p, g, count in zip(params, total, counts.tolist(), strict=True):
+            p.grad = g.div_(self.processes.size) if count else None
+
+    def join(
+        self,
+        pool: Pool,
+        structure: Structure,
+        params: Mapping[str, Tensor],
+        given: Mapping[str, bool],
+        rates: Common,
+    ) -> None:
+        """Make the pooled sums those of all processes; raise on all where they contradict.
+
+        `given` says which of the parameters to be moved have a gradient.
+        """
+        processes = self.processes
+        broken = isinstance(pool.samples, float) and isnan(pool.samples)
+        layouts = {} if broken else layouts_of(pool)
+        told = (layouts, sorted(structure.partners.items())), given, rates
+        codes = [crc32(repr(one).encode()) for one in told]
+        signed = [*codes, *(-code for code in codes)]
+        *found, whole, called = processes.least([*signed, int(not broken), -int(pool.calls > 0)])
+        alike = [low == -high for low, high in zip(found[:3], found[3:], strict=True)]
+        if not alike[2]:
+            remedy = "Change param groups and load states in all of them alike"
+            processes.same("the options of KFAC", rates, remedy)
+        if not alike[1]:
+            said = {f"that of {n}": "there" if there else None for n, there in given.items()}
+            remedy = "Wrap the model in DistributedDataParallel(find_unused_parameters=True)"
+            processes.same("their gradients", said, remedy)
+        if not called:
+            return
+        if not alike[0] and whole:
+            every = processes.values((layouts, dict(structure.partners)))
+            layouts = join_layouts([own for own, _ in every])
+            structure.partners = join_partners([own for _, own in every])
+        pool.calls = max(pool.calls, 1)
+        if whole:
+            shared = {key: self._shared_sides(key, own.sides) for key, own in layouts.items()}
+            sum_pool(pool, layouts, params, processes, shared)
+        else:
+            pool.sums, pool.samples = {}, torch.nan
+
+    def agree(self, flag: Tensor) -> Tensor:
+        """Return whether statistics are good on all processes: only their sum is the same."""
+        return self.processes.agree(flag) if self._lazy else flag
+
+    # --- averages as shares ---------------------------------------------------------------------
+
+    def _shared_sides(
+        self, key: BlockKey, shapes: Mapping[Factor, Sequence[int]]
+    ) -> frozenset[str]:
+        """The sides of a block of which processes hold shares between inversions."""
+        return shared_sides(key, shapes, read=self._read) if self._lazy else frozenset()
+
+    def _sides(self, state: KFACState) -> list[Side]:
+        """The sides of which processes hold shares, in an order that all have."""
+        out = []
+        for key, average in state.sorted_blocks():
+            value = average.value
+            some = self._shared_sides(key, {f: t.shape for f, t in value.items()})
+            out += [value[f] for f in sorted(value) if f.side in some]
+        return out
+
+    def split(self, state: KFACState) -> None:
+        """Let averages be shares, whose sum over all processes is the average."""
+        if self._lazy and not self._shared:
+            self._shared = True
+            held = [memory(side) for side in self._sides(state)]
+            if self.processes.rank and held:
+                torch._foreach_zero_(held)
+
+    def whole(self, state: KFACState) -> None:
+        """Make averages whole, where they are shares; all processes call it."""
+        if not self._shared:
+            return
+        sides = self._sides(state)
+        totals = sum_sides(sides, self.processes, [True] * len(sides))
+        for side, total in zip(sides, totals, strict=True):
+            memory(side).copy_(memory(total))
+        self._shared = False
+
+    def squared_length(
+        self, state: KFACState, move: Mapping[str, Tensor], like: Mapping[str, Tensor]
+    ) -> Tensor:
+        """Return xᵀF̂x for a move x by name; each process adds what its shares give."""
+        first, total = self.processes.rank == 0, []
+        for key, average in state.sorted_blocks():
+            if move.keys().isdisjoint(key.names):
+                continue
+            some = [move[n] if n in move else torch.zeros_like(like[n]) for n in key.names]
+            shape = block_shape(key, average.value)
+            v = to_block(key, [t.to(average.mass.dtype) for t in some], shape)
+            corner = 1.0
+            if self._shared:
+                shared = self._shared_sides(key, {f: t.shape for f, t in average.value.items()})
+                if not shared and not first:  # held by all, and added by one
+                    total.append(v.new_zeros(()))
+                    continue
+                corner = float(first or "mean" not in shared)
+            block = state.preconditioner.block(key, average, corner)
+            total.append((v * block.matvec(v)).sum())
+        if not total:  # no statistics yet
+            return next(iter(move.values())).new_zeros(())
+        found = torch.stack([t.to(total[0]) for t in total]).sum()
+        if self._shared:
+            found = self.processes.sum([found], "lengths")[0]
+        return found.clamp(min=0)
+
+    # --- on the way out -------------------------------------------------------------------------
+
+    def place(self, state: KFACState, *, afresh: bool = False) -> None:
+        """Give new blocks an owner; `afresh` where a state was loaded, whose averages are whole."""
+        self._shared = self._shared and not afresh
+        if not self.alone:
+            own = state.preconditioner
+            self.placement.assign(own, state.averages.keys() - state.reserved)
+            self.placement.release(own)
+
+    def collect(self, state: KFACState) -> bool:
+        """Bring the whole state here; return whether inverses of other teams are among it."""
+        spread = not self.placement.across.alone
+        try:
+            self.whole(state)
+            if spread:
+                self.placement.collect(state.preconditioner)
+        except RuntimeError as error:
+            raise PullbackError(
+                "state_dict() did not hear from all processes",
+                "each of them holds a part of the state, and one did not call it, or is lost",
+                "Call state_dict() on all processes together; one of them may write it",
+            ) from error
+        return spread
+
+    def renew(self, state: KFACState, keys: Sequence[BlockKey]) -> None:
+        """Renew the inverses of these blocks, each by its owner."""
+        self.whole(state)
+        value = state.schedule["damping"]
+        self.placement.renew(state.preconditioner, state.averages, keys, value)
+
+
+# --- sums of the joined batch ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The shapes of a block's sums, by factor, and their dtype.
+
+    A process without samples, or whose samples passed other layers, adds nothing to a block that
+    others saw. One that sees a parameter in another block is an error on all of them.
+    """
+
+    #: of Σaaᵀ, Σa and the counts of places
+    inputs: tuple[tuple[Factor, tuple[tuple[int, ...], ...]], ...]
+    values: tuple[tuple[Factor, tuple[int, ...]], ...]
+    dtype: torch.dtype
+
+    @property
+    def sides(self) -> dict[Factor, tuple[int, ...]]:
+        """The shapes of Σaaᵀ and of Σδδᵀ."""
+        roles = {f.role for f, _ in self.values}
+        inputs = {f: shapes[0] for f, shapes in self.inputs if f.role in roles}
+        return inputs | dict(self.values)
+
+    @classmethod
+    def of(cls, sums: Sums) -> Layout:
+        """Return the shapes of these sums."""
+        inputs = [
+            (f, (tuple(m.second.shape), tuple(m.first.shape), tuple(_places(m).shape)))
+            for f, m in sorted(sums.inputs.items())
+        ]
+        values = [(f, tuple(t.shape)) for f, t in sorted(sums.values.items())]
+        held = [memory(t) for t in sums.values.values()]
+        held += [memory(m.second) for m in sums.inputs.values()]
+        return cls(tuple(inputs), tuple(values), held[0].dtype)
+
+    def join(self, other: Layout) -> Layout | None:
+        """Return the layout with the factors of both; None where they contradict each other."""
+        both = Layout(
+            tuple(sorted({**dict(self.inputs), **dict(other.inputs)}.items())),
+            tuple(sorted({**dict(self.values), **dict(other.values)}.items())),
+            self.dtype,
+        )
+        fits = both.dtype == other.dtype
+        for one in (self, other):
+            fits = fits and {*one.inputs} <= {*both.inputs} and {*one.values} <= {*both.values}
+        return both if fits else None
+
+    def fill(self, sums: Sums, like: Tensor) -> None:
+        """Add zeros for what this process did not see."""
+
+        def zeros(shape: Sequence[int]) -> Side:
+            shown = torch.zeros((), dtype=self.dtype, device=like.device).expand(*shape)
+            return zeros_like(shown)
+
+        for factor, (second, first, places) in self.inputs:
+            if factor not in sums.inputs:
+                count = torch.zeros(places, device=like.device) if places else 0.0
+                moments = Moments(zeros(second), memory(zeros(first)), count)
+                sums.inputs[factor] = moments
+        for factor, shape in self.values:
+            if factor not in sums.values:
+                sums.values[factor] = zeros(shape)
+
+
+Layouts = dict[BlockKey, Layout]
+Partners = Mapping[str, tuple[str, ...]]
+
+
+def layouts_of(pool: Pool) -> Layouts:
+    """Return the shapes of what was pooled, in the order in which it is sent."""
+    return {k: Layout.of(pool.sums[k]) for k in sorted(pool.sums, key=lambda k: k.names)}
+
+
+def join_layouts(every: Sequence[Layouts]) -> Layouts:
+    """Return the blocks that any process saw; raise where a parameter is in several."""
+    out: Layouts = {}
+    blocks: dict[str, tuple[BlockKey, int]] = {}
+    for rank, layouts in enumerate(every):
+        for key, layout in layouts.items():
+            for name in key.names:
+                other, first = blocks.setdefault(name, (key, rank))
+                both = layout.join(out.get(key, layout)) if other == key else None
+                if both is None:
+                    raise PullbackError(
+                        f"The processes see {name!r} otherwise",
+                        f"process {first} has {_said(other, every[first])} and process {rank} "
+                        f"{_said(key, layouts)}",
+                        "Let all of them use its layer in the same way, in the same precision",
+                    )
+                out[key] = both
+    return {k: out[k] for k in sorted(out, key=lambda k: k.names)}
+
+
+def _said(key: BlockKey, layouts: Layouts) -> str:
+    layout = layouts[key]
+    shapes = [shape for _, shape in layout.values]
+    together = f" of {' and '.join(key.names)}" if len(key.names) > 1 else ""
+    return f"a {key.kind} block{together} with sides {shapes} in {layout.dtype}"
+
+
+def join_partners(every: Sequence[Partners]) -> dict[str, tuple[str, ...]]:
+    """Return which parameters share a block, as any process knows it."""
+    return {name: names for partners in reversed(every) for name, names in partners.items()}
+
+
+def shared_sides(
+    key: BlockKey, shapes: Mapping[Factor, Sequence[int]], *, read: bool
+) -> frozenset[str]:
+    """Return the sides of a block of which every process may hold a share between inversions.
+
+    Averages are linear, so that shares can be averaged and added up later. If xᵀF̂x is `read` in
+    between, it must be linear in what is shared: the longer of both sides, and neither of them
+    where a parameter has several roles.
+    """
+    if not read or not key.kronecker:
+        return frozenset({"left", "right", "mean"})
+    if len({factor.role for factor in shapes}) > 1:
+        return frozenset()
+    lengths = {f.side: shape[-1] for f, shape in shapes.items() if len(shape) == 3}
+    longer = lengths.get("right", 0) > lengths.get("left", 0)
+    return frozenset({"right", "mean"} if longer else {"left"})
+
+
+def sum_pool(
+    pool: Pool,
+    layouts: Layouts,
+    params: Mapping[str, Tensor],
+    processes: Processes,
+    shared: Mapping[BlockKey, frozenset[str]],
+) -> None:
+    """Replace counts by their sums over all processes, and the sums of sides that are not `shared`.
+
+    Of these every process keeps its share, over the counts of all.
+    """
+    device = next(iter(params.values())).device
+    for key, layout in layouts.items():
+        layout.fill(pool.of(key), params[key.names[0]])
+    pool.sums = {key: pool.sums[key] for key in layouts}
+    every = [(own.inputs, f) for own in pool.sums.values() for f in sorted(own.inputs)]
+    counts = [torch.as_tensor(pool.samples, device=device)]
+    counts += [_places(inputs[f]) for inputs, f in every]
+    counts = processes.sum([t.to(device, torch.float64) for t in counts], "counts")
+    pool.samples = counts[0]
+    for (inputs, f), count in zip(every, counts[1:], strict=True):
+        m = inputs[f]
+        inputs[f] = Moments(m.second, m.first, count.to(m.first))
+    pool.shared, pool.share = shared, float(processes.rank == 0)
+    blocks = [(own, shared[key]) for key, own in pool.sums.items()]
+    every = [
+        (own.inputs, f) for own, kept in blocks for f in sorted(own.inputs) if f.side not in kept
+    ]
+    homes: list[tuple[dict[Any, Any], Any]] = [
+        (own.values, f) for own, kept in blocks for f in sorted(own.values) if f.side not in kept
+    ]
+    sides = [values[f] for values, f in homes] + [inputs[f].second for inputs, f in every]
+    firsts = [inputs[f].first for inputs, f in every]
+    symmetric = [f != SPECTRUM for _, f in homes] + [True] * len(every) + [False] * len(every)
+    found = sum_sides([*sides, *firsts], processes, symmetric)
+    for (values, f), side in zip(homes, found, strict=False):
+        values[f] = side
+    rest = zip(every, found[len(homes) : len(sides)], found[len(sides) :], strict=True)
+    for (inputs, f), second, first in rest:
+        inputs[f] = Moments(second, memory(first), inputs[f].places)
+
+
+def sum_sides(sides: Sequence[Side], processes: Processes, symmetric: Sequence[bool]) -> list[Side]:
+    """Return the sums of sides over all processes; of symmetric matrices a triangle is sent."""
+    thin = [_triangle(t) if even else t for t, even in zip(sides, symmetric, strict=True)]
+    found = processes.sum([memory(t) for t in thin], "factors")
+    out: list[Side] = []
+    for side, sent, t in zip(sides, thin, found, strict=True):
+        if isinstance(sent, Packed):
+            out.append(Packed(t) if isinstance(side, Packed) else Packed(t).whole())
+        else:
+            out.append(t)
+    return out
+
+
+def _triangle(side: Side) -> Side:
+    if isinstance(side, Packed) or side.ndim != 3 or side.shape[-1] < _LEAST:
+        return side
+    return Packed.of(side)
+
+
+def _places(moments: Moments) -> Tensor:
+    return torch.as_tensor(moments.places)
