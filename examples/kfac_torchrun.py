@@ -56,4 +56,4 @@ def main(folder: str = "", steps: int = 100, every: int = 20) -> float:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:2])
+    main("".join(sys.argv[1:2]))

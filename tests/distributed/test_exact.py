@@ -198,6 +198,29 @@ def levenberg_marquardt(rank: int, size: int) -> None:
 
 
 @CHECKS.add
+def hessian_free(rank: int, size: int) -> None:
+    """Truncated conjugate gradients magnify round-off as they do with samples in another order."""
+    (x, y), scale = batch(count=60), 1 / 60
+    other = torch.randperm(60, generator=torch.Generator().manual_seed(0)).to(place())
+    mine = dist.new_group([rank], use_local_synchronization=True)
+    losses, ends = [], []
+    for some in (slice(0, 60), other, slice(20 * rank, 20 * rank + 20)):
+        shared = isinstance(some, slice) and some != slice(0, 60)
+        model = mlp()
+        given = {"group": dist.group.WORLD if shared else mine}
+        opt = pb.optim.HessianFree(model, pb.likelihoods.Categorical(), **given)
+        found = steps(opt, model, x[some], y[some], scale * (size if shared else 1), 5)
+        assert all(info.accepted for info in found)
+        losses.append(torch.tensor([info.loss for info in found]))
+        ends.append(flat(model))
+    for values in (losses, ends):
+        want, permuted, shared = values
+        assert (shared - want).norm() <= 20 * (permuted - want).norm() + 1e-12
+    assert (ends[2] - ends[0]).norm() <= 1e-3 * ends[0].norm()
+    same_everywhere(ends[2])
+
+
+@CHECKS.add
 def spring_and_a_plain_module(rank: int, size: int) -> None:
     make = natural(pb.solvers.Cholesky(1e-2), pb.steps.Spring(step=pb.steps.GridLineSearch(8)))
     compare(rank, mlp(), make, batch(), wrap=False)

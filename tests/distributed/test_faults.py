@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -171,6 +172,44 @@ def test_teams_have_one_size(world: World) -> None:
     assert all("workers=2 does not divide 3" in error for error in world.errors(indivisible))
 
 
+def alone(rank: int, size: int) -> str:
+    """State that is spread over processes, asked for by one of them."""
+    net, opt = wrapped(size, kl_clip=None, invert_every=8)
+    for number in range(6):  # the last statistics have not been inverted
+        step(net, opt, number, rank)
+    if rank == 0:
+        with pytest.raises(pb.PullbackError, match="all processes together") as raised:
+            opt.state_dict()
+        return str(raised.value)
+    time.sleep(8.0)
+    return ""
+
+
+@pytest.mark.slow
+def test_state_that_one_process_asks_for() -> None:
+    own = World(2, seconds=5.0)
+    try:
+        said, _ = own.run(alone)
+    finally:
+        own.close()
+    assert "did not hear from all processes" in said
+
+
+def pickled(rank: int, size: int) -> None:
+    net, opt = wrapped(size)
+    step(net, opt, 0, rank)
+    again = pickle.loads(pickle.dumps(opt))
+    step(again.model, again, 1, rank)  # averages its gradients in the default group
+    if rank < 2:
+        net, opt = wrapped(2)
+        with pytest.raises(pb.PullbackError, match="part of the processes cannot be pickled"):
+            pickle.dumps(opt)
+
+
+def test_pickles_find_the_default_group_alone(world: World) -> None:
+    world.run(pickled)
+
+
 def slow(rank: int, size: int) -> Tensor:
     net, opt = wrapped(size)
     for number in range(3):
@@ -306,7 +345,10 @@ def launch(folder: Path, steps: int, fatal: int, *options: str) -> subprocess.Po
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     given = [str(folder / "saved"), str(steps), str(fatal), str(EXAMPLE)]
     command = [*launcher, "--nproc-per-node", "2", *options, str(script), *given]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    # a store that outlives a restart still has the addresses of lost processes
+    where = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command, env=where, **pipe)
 
 
 def weights(folder: Path, steps: int) -> Tensor:

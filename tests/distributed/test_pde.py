@@ -213,6 +213,20 @@ def any_process_stops_all(rank: int, size: int) -> None:
 
 
 @CHECKS.add
+def slabs(rank: int, size: int) -> None:
+    """The first process alone warns of what the slabs did not reach."""
+
+    def stop(run: Any, info: Any) -> bool:
+        return len(run.history) == 2
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        options: Any = {"points": 40, "progress": False, "callbacks": [stop], "slabs": 2}
+        pde.solve(pde.Heat(1), network(), **options)
+    assert any("alone" in str(w.message) for w in said) == (rank == 0)
+
+
+@CHECKS.add
 def what_is_not_finite_is_named_everywhere(rank: int, size: int) -> None:
     """A residual that is not finite at the point which process 1 has."""
     problem = pde.Problem(

@@ -60,7 +60,14 @@ def slice_sgd(rank: int, size: int) -> None:
         {"momentum": 0.9, "weight_decay": 0.01},
         {"group": "layer", "gradient": "gtk-orthonormal"},
     ):
-        compare(rank, size, lambda m, g, o=options: pb.SliceSGD(m, 0.1, **o))
+        compare(rank, size, lambda m, g, o=options: pb.SliceSGD(m, 0.1, processes=g, **o))
+
+
+@CHECKS.add
+def what_the_processes_must_be_told(rank: int, size: int) -> None:
+    with pytest.raises(pb.PullbackError, match=r"DistributedDataParallel.*processes="):
+        pb.SliceSGD(model(), 0.1)
+    pb.SliceSGD(DDP(model()), 0.1)
 
 
 @CHECKS.add

@@ -115,6 +115,11 @@ class Run:
         self._processes.same("what they solve", self._identity, "Call solve alike on all processes")
 
     @property
+    def first(self) -> bool:
+        """Whether this process warns and writes for all."""
+        return self._processes.rank == 0
+
+    @property
     def error(self) -> float:
         """The last measured error, NaN where no solution is known."""
         return self.history.error[-1] if self.history.error else float("nan")

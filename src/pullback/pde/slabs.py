@@ -76,13 +76,11 @@ def march(
         reason = solved.verdict.reason
         early = reason.startswith("the budget") and checkpoint is not None
         if i + 1 < count and (early or reason.startswith("a callback")):
-            warnings.warn(
-                f"{problem.name} is solved up to t = {float(edges[i + 1]):.4g} alone, and "
-                "extrapolated beyond. Call again to go on from the checkpoint"
-                if early
-                else f"{problem.name} is solved up to t = {float(edges[i + 1]):.4g} alone",
-                stacklevel=3,
-            )
+            said = f"{problem.name} is solved up to t = {float(edges[i + 1]):.4g} alone"
+            if early:
+                said += ", and extrapolated beyond. Call again to go on from the checkpoint"
+            if run.first:
+                warnings.warn(said, stacklevel=3)
             edges = torch.cat([edges[: i + 1], edges[-1:]])
             break
     assert solved is not None
