@@ -8,14 +8,15 @@ by adaptive damping, which compares the actual reduction of the loss with the pr
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy, deepcopy
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..._core.capture import Call, Capture, Selector, first_input
+from ..._core.capture import Call, Capture, first_input
 from ..._core.errors import PullbackError
 from ..._core.processes import Processes
 from ..._core.state import Snapshot
@@ -30,6 +31,8 @@ from ..terms import Objective
 from .factors.damping import Damping
 from .report import KFACInfo
 from .rules.rule import Rule
+from .state import KFACState
+from .statistics.capture import StatisticsCapture
 from .update import Share, move
 
 Point = Mapping[str, Tensor]
@@ -59,47 +62,34 @@ class Source:
         raise NotImplementedError
 
 
-@dataclass(frozen=True)
-class Output:
-    """How the metric sees the model's output."""
-
-    model: nn.Module
-    metric: Metric
-    selector: Selector
-    batch_dim: int
-    reduction: str
-    #: what was established about the model's derivatives, kept between steps
-    plans: dict[Any, Any]
-    #: which evaluate the closure together; the loss is the mean of theirs
-    processes: Processes
-
-
 class ClosureSource(Source):
     """A closure that evaluates the loss and calls backward.
 
-    Where the step is `controlled`, the model's calls are recorded. Within `unwatched()` they give
-    no statistics.
+    Where the step is `controlled`, the model's calls are recorded, and `plans` keeps what is known
+    of its derivatives. The loss is the mean of those of all processes.
     """
 
     def __init__(
         self,
-        output: Output,
-        params: Mapping[str, nn.Parameter],
         closure: Callable[[], Any],
+        capture: StatisticsCapture,
+        params: Mapping[str, nn.Parameter],
+        processes: Processes,
+        plans: dict[Any, Any],
         controlled: bool,
-        unwatched: Callable[[], contextlib.AbstractContextManager[None]],
     ) -> None:
-        self._output, self._params, self._closure = output, params, closure
-        self._controlled, self._unwatched = controlled, unwatched
+        self._closure, self._params, self._processes = closure, params, processes
+        self._model, self._recipe, self._plans = capture.model, capture.recipe, plans
+        self._controlled, self._unwatched = controlled, capture.watch.paused
         self._calls: list[Call] = []
         self._device = next(iter(params.values())).device
-        self._before = Snapshot(output.model, self._device) if controlled else None
+        self._before = Snapshot(self._model, self._device) if controlled else None
 
     def evaluate(self) -> Any:
         with torch.enable_grad():
             if not self._controlled:
                 return self._closure()
-            with Capture(self._output.model, self._output.selector, self._device) as capture:
+            with Capture(self._model, self._recipe.output, self._device) as capture:
                 loss = self._closure()
             self._calls = capture.calls
         self.loss = self._mean(loss_of(loss))
@@ -107,10 +97,11 @@ class ClosureSource(Source):
 
     def _mean(self, loss: float) -> float:
         """Return the mean of the processes' losses, whose gradient is the mean of theirs."""
-        own, processes = torch.tensor(loss, dtype=torch.float64), self._output.processes
+        processes = self._processes
         if processes.alone:
             return loss
-        return float(processes.sum([own.to(processes.device)], "losses")[0]) / processes.size
+        own = torch.tensor(loss, dtype=torch.float64, device=processes.device)
+        return float(processes.sum([own], "losses")[0]) / processes.size
 
     def restore(self) -> None:
         if self._before is not None:
@@ -118,7 +109,7 @@ class ClosureSource(Source):
 
     def again(self) -> float:
         assert self._before is not None
-        after = Snapshot(self._output.model, self._device)
+        after = Snapshot(self._model, self._device)
         grads = [(p, p.grad) for p in self._params.values()]
         try:
             for p, _ in grads:
@@ -136,34 +127,32 @@ class ClosureSource(Source):
         total = next(iter(span[0].values())).new_zeros((len(span), len(span)), dtype=torch.float64)
         samples = total.new_zeros(())
         for call in self._calls:
-            white, count = _whitened(self._output, call, params, span)
+            white, count = self._whitened(call, params, span)
             rows = [torch.stack([(a * b).sum() for b in white]) for a in white]
             total, samples = total + torch.stack(rows), samples + count
-        total, samples = self._output.processes.sum([total, samples], "losses")
-        scale = 1.0 if self._output.reduction == "sum" else 1 / samples.clamp(min=1.0)
+        total, samples = self._processes.sum([total, samples], "losses")
+        scale = 1.0 if self._recipe.reduction == "sum" else 1 / samples.clamp(min=1.0)
         return [list(row) for row in total * scale]
 
-
-def _whitened(
-    output: Output, call: Call, params: Mapping[str, Tensor], span: Sequence[Point]
-) -> tuple[list[Tensor], float]:
-    """Return SᵀJx for each x of the span, with M = SSᵀ the metric, and how many samples count."""
-    metric, axis = output.metric, output.batch_dim
-    source = ModuleMap(
-        output.model, call, output=output.selector, batch_dim=axis, plans=output.plans, coupled=True
-    )
-    with _unfused_recurrence(output.model):
-        linear = source.linearize(params)
-        z = linear.value
-        tangents = [linear.jvp(linear.space.flatten(x)) for x in span]
-    count = float(metric.samples(z))
-    if call.cotangent is not None:
-        mask = metric.counted(z, source.arranged(call.cotangent).to(z.dtype))
-        if mask is not None:
-            tangents = [t * mask for t in tangents]
-            count *= float(mask.to(z.dtype).mean())
-    factor = metric.factor(z, inputs=first_input(call.tensors, len(z), axis))
-    return [factor.transpose(t) for t in tangents], count
+    def _whitened(
+        self, call: Call, params: Mapping[str, Tensor], span: Sequence[Point]
+    ) -> tuple[list[Tensor], float]:
+        """Return SᵀJx for each x of the span, M = SSᵀ the metric, and how many samples count."""
+        model, metric, axis = self._model, self._recipe.metric, self._recipe.batch_dim
+        selected = {"output": self._recipe.output, "batch_dim": axis}
+        source = ModuleMap(model, call, **selected, plans=self._plans, coupled=True)
+        with _unfused_recurrence(model):
+            linear = source.linearize(params)
+            z = linear.value
+            tangents = [linear.jvp(linear.space.flatten(x)) for x in span]
+        count = float(metric.samples(z))
+        if call.cotangent is not None:
+            mask = metric.counted(z, source.arranged(call.cotangent).to(z.dtype))
+            if mask is not None:
+                tangents = [t * mask for t in tangents]
+                count *= float(mask.to(z.dtype).mean())
+        factor = metric.factor(z, inputs=first_input(call.tensors, len(z), axis))
+        return [factor.transpose(t) for t in tangents], count
 
 
 @contextlib.contextmanager
@@ -307,3 +296,34 @@ def trial_move(
 def _inner(x: Point, y: Point) -> Tensor:
     """⟨x, y⟩ over all parameters of x."""
     return torch.stack([torch.sum(x[n].double() * y[n].double()) for n in x]).sum()
+
+
+class Undo:
+    """Everything that a step may change, to be put back after an exception.
+
+    A step that is not `learning` renews neither statistics nor inverses.
+    """
+
+    def __init__(
+        self, state: KFACState, params: Iterable[Tensor], buffers: Iterable[Tensor], learning: bool
+    ) -> None:
+        own = self._preconditioner = state.preconditioner
+        held: list[Any] = [state.schedule, state.averages, state.learned, state.reserved]
+        held += [own.inverses, own.spectra, own.ready, own.notes, own.absent]
+        self._collections = [(one, copy(one)) for one in held]
+        self._tensors = [(t, t.detach().clone()) for t in (*params, *buffers)]
+        records = [*state.averages.values(), *own.spectra.values(), *own.inverses.values()]
+        self._records = [vars(record) for record in records if learning]
+        self._fields = deepcopy(self._records)  # at once: inverses may be views of one stack
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put all of it back into the same objects."""
+        for held, before in self._collections:
+            held.clear()
+            held.update(before)
+        for t, before in self._tensors:
+            t.copy_(before)
+        for record, fields in zip(self._records, self._fields, strict=True):
+            record.update(fields)
+        self._preconditioner.regroup()

@@ -19,7 +19,7 @@ from ..._core.flags import Verdict, finite
 from ..._core.processes import Traffic, find_processes, group_of, refuse_untold, unwrapped
 from ..._core.shards import reshard
 from ...grams.kronecker import Kronecker
-from ...grams.kronecker.packed import Side, memory
+from ...grams.kronecker.packed import Side
 from ...likelihoods import Likelihood
 from ...metrics import Metric
 from ...steps import QuadraticModel
@@ -29,20 +29,20 @@ from . import options, report
 from .closure import (
     ClosureSource,
     ObjectiveSource,
-    Output,
     Source,
+    Undo,
     best_combination,
     refuse_sources,
     trial_move,
 )
-from .factors.damping import Damping, refuse_reference
-from .factors.factor import SPECTRUM, BlockKey, Factor
+from .factors.damping import Damping
+from .factors.factor import BlockKey, Factor
 from .factors.preconditioner import Preconditioner
 from .replicas import Replicas
 from .report import Coverage, Degenerate, KFACInfo
 from .rules.rule import Rule
-from .state import KFACState, Undo, publish, restore, saved_by_name
-from .statistics.capture import StatisticsCapture, averaged, averaged_parts
+from .state import KFACState, publish, restore, saved_by_name
+from .statistics.capture import StatisticsCapture, averaged_parts
 from .statistics.plan import Forecast, follows, forecast, measured_names
 from .update import (
     BUFFERS,
@@ -198,29 +198,28 @@ class KFAC(Optimizer):
         given = list(plain(model).parameters() if params is None else params)
         options.refuse_unready(model, given)
         self._register()
-        options.refuse_spread(
-            own, teams=not self._replicas.placement.across.alone, shards=bool(self._params.shards)
-        )
+        teams, shards = not self._replicas.placement.across.alone, bool(self._params.shards)
+        options.refuse_spread(own, teams=teams, shards=shards)
         super().__init__(given, own.defaults)
-        self._replicas.meet(self._params, own.common, self._rates())
+        self._replicas.meet(self._params, own.common, self.param_groups, schedule)
 
     def _empty_state(self, schedule: dict[str, Any]) -> KFACState:
         # on a CPU it is cheaper to solve with factors that serve one step than to invert them
         cpu = all(p.device.type == "cpu" for p in plain(self.model).parameters())
         once, exact = cpu and self._options.once, self.damping.exact or self.ekfac
         rule = self._rule.suited(once=once, exact=exact)
-        preconditioner = Preconditioner(rule, self.damping, ekfac=self.ekfac)
-        return KFACState(preconditioner, self.damping.referenced, schedule)
+        own = Preconditioner(rule, self.damping, ekfac=self.ekfac)
+        return KFACState(own, self._replicas, self.damping.referenced, schedule)
 
     def _register(self) -> None:
         """Find the model's parameters and hook the model."""
-        processes, recipe = self._replicas.processes, self._options.recipe
+        processes = self._replicas.processes
         self._params = Parameters(self.model, processes)
         rank = f" {processes.rank}" if processes.rank else ""
         seed, schedule = self.seed, self._held.schedule  # not the optimizer, which holds the hooks
         self._capture = StatisticsCapture(
             self.model,
-            recipe,
+            self._options,
             lambda: Random(f"{seed} {schedule['step']}{rank}").getrandbits(32),
             several=not processes.alone,
             whole=self._params.gather if self._params.shards else None,
@@ -261,8 +260,7 @@ class KFAC(Optimizer):
         """Settle which parameters are measured: all, or the matrices that follow the rule."""
         own = self._params.of(group for group in self.param_groups if not group.get("rule"))
         given = [n for n, p in own.items() if p.numel()]
-        params, recipe = self._params.by_name, self._capture.recipe
-        self._measured = measured_names(self.model, params, given, recipe, self._rule)
+        self._measured = measured_names(self.model, self._params.by_name, given, self._options)
         self._capture.choose(self._measured)
 
     def _forecast(self, *, frozen: bool = True) -> Forecast:
@@ -272,7 +270,7 @@ class KFAC(Optimizer):
         given = {*self._measured}
         some = {n: p for n, p in self._params.by_name.items() if n in given}
         some = {n: p for n, p in some.items() if frozen or p.requires_grad}
-        return forecast(self.model, some, self._capture.recipe)
+        return forecast(self.model, some, self._options)
 
     def _publish(self) -> None:
         publish(self._held, self.state, self._chosen)
@@ -281,15 +279,6 @@ class KFAC(Optimizer):
         adam = self._chosen.keys() - {*self._measured} if self._rule.matrices else ()
         moving = self.quadratic is not None
         make_buffers(self.param_groups, self.state, self._params.names, adam, moving)
-
-    def _rates(self) -> dict[str, Any]:
-        """What param groups and schedule say, without numbers on a device."""
-        out: dict[str, Any] = {}
-        for i, group in enumerate(self.param_groups):
-            own = {n: v for n, v in group.items() if not isinstance(v, Tensor)}
-            own["params"] = [*self._params.of([group])]
-            out |= {f"{name} of param group {i}": v for name, v in own.items()}
-        return out | {f"the schedule's {n}": v for n, v in self._held.schedule.items()}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, and the statistics of gradients that were never used."""
@@ -316,39 +305,29 @@ class KFAC(Optimizer):
         Where processes hold parts of it (`workers` fewer than all, or statistics since the last
         inversion), all of them call this together.
         """
-        spread = self._replicas.collect(self.blocks)
+        own = self.blocks.preconditioner
+        spread = self._replicas.collect(own, self._held.blocks)
         self._held.take_memory()
         self._publish()
         out = super().state_dict()
         if spread:
             out["state"] = {number: dict(held) for number, held in out["state"].items()}
-            self._replicas.placement.release(self._held.preconditioner)
+            self._replicas.placement.release(own)
             self._publish()
         return out
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Resume to the same bits; a state that cannot be used changes nothing."""
-        names, params = [[*self._params.of([g])] for g in self.param_groups], self._params.by_name
-        some = self.state[self.param_groups[0]["params"][0]]
-        saved = saved_by_name(state_dict, names, [part for part in some if part not in BUFFERS])
+        groups, params = self.param_groups, self._params.by_name
+        names = [[*self._params.of([group])] for group in groups]
+        wanted = [part for part in self.state[groups[0]["params"][0]] if part not in BUFFERS]
+        saved = saved_by_name(state_dict, names, wanted)
         fresh = self._empty_state(dict(self._held.schedule))
-        try:
-            restore(fresh, saved, params, self._forecast())
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-            raise PullbackError(
-                "The saved state is not whole",
-                f"its averages cannot be read ({error!r})",
-                "Load what KFAC.state_dict() gave, as it was",
-            ) from error
+        restore(fresh, saved, params, self._forecast())
         self._settle()
         super().load_state_dict({**state_dict, "state": {}})
-        for key, average in self._held.averages.items():
-            if not any(n in saved for n in key.names) and key not in fresh.averages:
-                fresh.reserve(key, average.value)  # of parameters that were frozen when saved
-        self._held.schedule.update(fresh.schedule)  # the dict itself is shared
-        fresh.schedule = self._held.schedule
+        fresh.succeed(self._held, saved)
         self._held = fresh
-        self._replicas.place(fresh, afresh=True)
         for name, own in saved.items():
             p = params[name]
             for part in [part for part in BUFFERS if part in own]:
@@ -363,7 +342,7 @@ class KFAC(Optimizer):
         self._capture.structure.partners = partners
         self._show_bases()
         self._capture.settle()
-        self._capture.due = self._due()
+        self._capture.watch.due = self._due()
         if self._closed:
             self.close()
 
@@ -394,7 +373,7 @@ class KFAC(Optimizer):
         options.check_rates(self.param_groups)
         if self._replicas.processes.group is None:
             refuse_untold("KFAC", "it was built before they met")
-        told, wanted = self._capture.due, self._capture.wanted
+        told, wanted = self._capture.watch.due, self._capture.wanted
         self._settle()
         controlled, several = self._options.controlled, not self._replicas.alone
         refuse_sources(closure, objective, self._rule, controlled=controlled, several=several)
@@ -410,9 +389,7 @@ class KFAC(Optimizer):
             source.restore()
             undo.restore()
             self._publish()
-            due = self._capture.due
             self._capture.settle()
-            self._capture.due = due
             raise
 
     def _source(self, closure: Any, objective: Any) -> Source:
@@ -421,13 +398,9 @@ class KFAC(Optimizer):
             return ObjectiveSource(params, objective, self.metric, self.reduction)
         if closure is None:
             return Source()
-        own = self._options
-        output = Output(
-            self.model, self.metric, own.output, own.batch_dim, self.reduction, self._plans,
-            self._replicas.processes,
-        )  # fmt: skip
-        unwatched = self._capture.unwatched
-        return ClosureSource(output, self._params.by_name, closure, own.controlled, unwatched)
+        params, processes = self._params.by_name, self._replicas.processes
+        given = params, processes, self._plans, self._options.controlled
+        return ClosureSource(closure, self._capture, *given)
 
     def _undo(self) -> Undo:
         every = list(self._chosen.values())
@@ -443,47 +416,46 @@ class KFAC(Optimizer):
         nothing where it must not, and `_settle` takes notice later.
         """
         loss, capture, groups = source.evaluate(), self._capture, self.param_groups
-        if not self._replicas.alone:
-            self._replicas.average_gradients(self._chosen, capture.wrapped)
-        gradients = self._params.gradients(groups)
+        held, params, rule = self._held, self._params, self._rule
+        self._replicas.average_gradients(params, groups, capture.wrapped)
+        gradients = params.gradients(groups)
         if self._idle(gradients):
             return loss
         if source.loss is not None and not isfinite(source.loss):
             return self._reject(f"the loss is {source.loss}", loss)
         report.watch_growth(self._growth, loss)
         if not self._replicas.alone and (wanted or capture.pool.calls) and not owing:
-            given = {n: n in gradients for n in self._chosen}
-            params, rates = self._params.by_name, self._rates()
-            self._replicas.join(capture.pool, capture.structure, params, given, rates)
-        found, moments = self._statistics(source, owing), bool(self._rule.moments)
+            self._replicas.join(capture, params, groups, gradients, held.schedule)
+        found = self._statistics(source, owing)
         guard = Guard(self._deferrable(found, gradients))
-        asked = found or moments or not guard.deferred  # else directions tell
-        if asked and not guard.holds(finite([*gradients.values()], squares=moments)):
-            return self._reject(_NOT_FINITE, loss)
-        learned = self._learn(found, gradients, guard)
+        if found or rule.moments or not guard.deferred:  # else directions tell
+            good = finite(list(gradients.values()), squares=bool(rule.moments))
+            if not guard.holds(good):
+                return self._reject(_NOT_FINITE, loss)
+        learned = Guard(guard.deferred, guard.good)
+        taken = bool(found) and self._learn(found, gradients, learned)
         del found  # its memory serves the inversion
-        taken = learned is not None
-        self._renew(taken)
+        held.renew(taken, self.invert_every)
         directions, stacks = self._directions(gradients, guard.good)
-        if not moments and not guard.holds(finite(stacks)):
+        if not rule.moments and not guard.holds(finite(stacks)):
             return self._reject("a direction is not finite", loss)
         broken, moving = guard.broken, self.quadratic is not None
-        shares = shares_of(groups, self.state, self._params, directions, moving)
+        shares = shares_of(groups, self.state, params, directions, moving)
         info = self._move(shares, source, gradients, broken)
-        if self._rule.matrices:  # others follow AdamW; a matrix without statistics yet waits
-            skipped = {*self._measured} - capture.structure.partners.keys() | directions.keys()
-            rest = {n: g for n, g in gradients.items() if n not in skipped}
-            count, share = self._held.schedule["step"] + 1, self._rule.rest
-            adam_move(groups, self.state, self._params, rest, count, share, broken)
+        if rule.matrices:  # others follow AdamW; a matrix without statistics yet waits
+            others = {*self._measured} - capture.structure.partners.keys() | directions.keys()
+            rest = {n: g for n, g in gradients.items() if n not in others}
+            count = held.schedule["step"] + 1
+            adam_move(groups, self.state, params, rest, count, rule.rest, broken)
         self._finish(info, owing, taken)
         if guard.good is not None:
-            flags: Any = guard.good, (learned or guard).good
+            flags: Any = guard.good, learned.good if taken else guard.good
             self._verdict = Verdict(torch.stack(flags), taken)
         return loss
 
     def _idle(self, gradients: Mapping[str, Tensor]) -> bool:
         """Whether a step without a forward pass, a gradient and a rate asks for nothing."""
-        if self._capture.called or any(group["lr"] != 0 for group in self.param_groups):
+        if self._capture.watch.called or any(group["lr"] != 0 for group in self.param_groups):
             return False
         return not any(bool(g.any()) for g in gradients.values())
 
@@ -495,7 +467,8 @@ class KFAC(Optimizer):
             return False
         if any(g.device != some.device for g in gradients.values()):
             return False
-        if found and (self.ekfac or self._inverts(held.schedule["taken"] + 1)):
+        count = held.schedule["taken"] + 1
+        if found and (self.ekfac or held.inverts(count, self.invert_every)):
             return False
         return held.guardable(found, self.ema)
 
@@ -513,7 +486,7 @@ class KFAC(Optimizer):
             if not self._due():
                 return {}
             generator = capture.generator(parts[0].linear.value.device)
-            return averaged_parts(parts, capture.recipe, generator)
+            return averaged_parts(parts, self._options, generator)
         if not capture.pool.calls:
             if self._due() and not owing:
                 raise PullbackError(
@@ -523,56 +496,28 @@ class KFAC(Optimizer):
                     "output before step()",
                 )
             return {}
-        pool = capture.take()
-        self._skipped = not pool.sums and not pool.samples > 0  # nothing finite was met
         scale = 1.0 if self.grad_scaler is None else float(self.grad_scaler.get_scale())
         # gradients are averaged over processes, cotangents not yet
-        found = averaged(pool, capture.recipe, scale * self._replicas.processes.size)
-        return {k: own for k, own in found.items() if follows(self._rule, k, own)}
+        found = capture.take(scale * self._replicas.processes.size)
+        self._skipped = found is None
+        return {k: own for k, own in (found or {}).items() if follows(self._options, k, own)}
 
     def _learn(
         self,
         found: Mapping[BlockKey, dict[Factor, Side]],
         gradients: Mapping[str, Tensor],
         guard: Guard,
-    ) -> Guard | None:
-        """Take up statistics if all are finite, and return under which guard; else None."""
-        if not found:
-            return None
-        held, learned = self._held, Guard(guard.deferred, guard.good)
-        new = [memory(t) for own in found.values() for t in own.values()]
-        if not learned.holds(self._replicas.agree(finite(new))):
+    ) -> bool:
+        """Take up statistics, if all are finite."""
+        held = self._held
+        if not held.learn(found, self.ema, guard):
             self._skipped = True
-            return None
-        refuse_reference(self.damping, found)
-        if held.make_room(found):
-            self._replicas.place(held)
-            self._publish()
-        spectra = {k: own.pop(SPECTRUM) for k, own in found.items() if SPECTRUM in own}
-        self._replicas.split(held)
-        held.update(found, self.ema, learned.broken)
-        if spectra:
-            held.preconditioner.correct(spectra, self.ema, held.schedule["damping"])
+            return False
         if not guard.deferred and not self._warned and not self._rule.matrices:
             self._warned = report.warn_unmeasured(held, gradients)
         if held.schedule["taken"] == 1:
             report.warn_diagonal(self._chosen, self._capture.structure.plain, self._rule)
-        return learned
-
-    def _inverts(self, count: int) -> bool:
-        """Whether inverses are to be renewed with this many statistics taken up."""
-        step = self._held.schedule["step"]
-        early = step < self.invert_every and count & (count - 1) == 0
-        return step % self.invert_every == 0 or early
-
-    def _renew(self, taken: bool) -> None:
-        """Renew inverses when it is time, and make those that are missing."""
-        held, schedule = self._held, self._held.schedule
-        due = schedule["retry"] or (taken and self._inverts(schedule["taken"]))
-        keys = held.learned if due else held.learned - held.preconditioner.ready
-        schedule["retry"] = 0
-        if keys:
-            self._replicas.renew(held, sorted(keys, key=lambda key: key.names))
+        return True
 
     def _directions(
         self, gradients: Mapping[str, Tensor], good: Tensor | None
@@ -629,13 +574,13 @@ class KFAC(Optimizer):
         """
         if self._params.shards:  # of which each process moves a piece
             move = self._params.shards.gather(move, self._params.shapes, "moves")
-        return self._replicas.squared_length(self._held, move, self._params.like)
+        return self._held.squared_length(move, self._params.like)
 
     def _finish(self, info: KFACInfo, owing: bool, taken: bool) -> None:
         """Count the step and report it; what was seen belonged to the old parameters."""
         self._held.schedule["step"] += 1
         self._capture.settle()
-        self._capture.due = self._due() or (owing and not taken) or self._capture.lacking
+        self._capture.watch.due = self._due() or (owing and not taken) or self._capture.lacking
         self._info = replace(info, taken=taken, notes=report.notes_of(self._held, self._skipped))
 
     def _reject(self, reason: str, loss: Any) -> Any:
@@ -657,8 +602,8 @@ class KFAC(Optimizer):
             self._info = replace(self._info, taken=False, notes=notes)
         if not moved:
             schedule["step"] -= 1
-            self._capture.due = self._due() or self._capture.lacking
-            if not self._capture.due:  # what was gathered meanwhile is not due after all
+            self._capture.watch.due = self._due() or self._capture.lacking
+            if not self._capture.watch.due:  # what was gathered meanwhile is not due after all
                 self._capture.clear()
             self._info = KFACInfo(False, _NOT_FINITE, schedule["damping"])
 
@@ -672,7 +617,7 @@ class KFAC(Optimizer):
 
     def _whole(self) -> KFACState:
         """The same, where averages are no shares; all processes call it."""
-        self._replicas.whole(self.blocks)
+        self._replicas.whole(self.blocks.blocks)
         return self._held
 
     @property

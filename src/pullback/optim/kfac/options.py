@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from ..._core.capture import Selector, plain
+from ..._core.capture import plain
 from ..._core.errors import PullbackError
 from ...likelihoods import reduction_of
 from ...maps.layers.moments import Sharing
-from ...metrics import Metric
 from ...steps import QuadraticModel
 from ..checks import metric_of, refuse_parameter
 from .factors.damping import Damping, as_damping
@@ -166,13 +165,11 @@ _RULES: dict[str, Callable[[tuple[float, float]], Rule]] = {
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(Recipe):
     """The arguments of `KFAC`, checked, and those that were left out from the rule's defaults."""
 
     rule: Rule
-    metric: Metric
     damping: Damping
-    fisher: str
     lr: float
     momentum: float
     betas: tuple[float, float]
@@ -181,14 +178,6 @@ class Options:
     ema: float
     statistics_every: int
     invert_every: int
-    sharing: str
-    joint: bool
-    ekfac: bool
-    max_factor: int
-    draws: int
-    reduction: str
-    output: Selector
-    batch_dim: int
     grad_scaler: Any
     step: QuadraticModel | None
     seed: int
@@ -219,19 +208,8 @@ class Options:
     @property
     def common(self) -> dict[str, Any]:
         """What several processes must have in common; param groups are compared by themselves."""
-        own = ("grad_scaler", "output", "weight_decay")
+        own = ("grad_scaler", "scaled", "output", "weight_decay")
         return {n: v for n, v in vars(self).items() if n not in own}
-
-    @property
-    def recipe(self) -> Recipe:
-        """What is measured."""
-        sharing = Sharing(self.sharing == "reduce", self.batch_dim, self.max_factor)
-        scaled = self.grad_scaler is not None or self.rule.matrices  # bases know no scale
-        return Recipe(
-            self.metric, self.fisher, sharing, self.joint, self.draws, self.output,
-            self.batch_dim, self.ekfac, self.reduction, scaled, self.rule.inputs,
-            self.rule.matrices,
-        )  # fmt: skip
 
 
 def settle(model: nn.Module, likelihood: Any, metric: Any, **given: Any) -> Options:
@@ -251,8 +229,13 @@ def settle(model: nn.Module, likelihood: Any, metric: Any, **given: Any) -> Opti
         controlled = given["step"] is not None or getattr(damping, "controlled", False)
         given["kl_clip"] = None if controlled else defaults.get("kl_clip")
     check(**given)
+    reduce, longest = given.pop("sharing") == "reduce", given.pop("max_factor")
+    given["sharing"] = Sharing(reduce, given["batch_dim"], longest)
     given["joint"] = given["joint"] and not rule.matrices
-    out = Options(rule, metric_of(likelihood, metric), as_damping(damping), **given)
+    given["scaled"] = given["grad_scaler"] is not None or rule.matrices  # bases know no scale
+    given |= {"metric": metric_of(likelihood, metric), "damping": as_damping(damping)}
+    given |= {n: getattr(rule, n) for n in ("inputs", "matrices", "head")}
+    out = Options(**given, rule=rule)
     if ekfac and out.damping.referenced:
         raise PullbackError(
             "Corrected eigenvalues do not go with this damping",

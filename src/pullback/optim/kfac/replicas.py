@@ -9,7 +9,7 @@ their sum over all processes is the average, and less is sent.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isnan
 from typing import Any
@@ -23,16 +23,17 @@ from ..._core.processes import Processes
 from ...grams.kronecker.packed import Packed, Side, memory, zeros_like
 from ...maps.layers.moments import Moments
 from ..checks import refuse_sparse
-from .factors.factor import SPECTRUM, BlockKey, Factor, block_shape, to_block
+from .factors.average import Average
+from .factors.factor import SPECTRUM, BlockKey, Factor
 from .factors.placement import Placement
-from .state import KFACState
-from .statistics.structure import Structure
+from .factors.preconditioner import Preconditioner
+from .statistics.capture import StatisticsCapture
 from .statistics.sums import Pool, Sums
-from .update import Parameters
+from .update import Groups, Parameters
 
 _LEAST = 16  # rows from which on a triangle is worth a copy
-#: what processes must have in common, by name
-Common = Mapping[str, Any]
+#: blocks with statistics, in an order that all processes have
+Blocks = Sequence[tuple[BlockKey, Average]]
 
 
 class Replicas:
@@ -59,11 +60,14 @@ class Replicas:
         """Whether there is no other process."""
         return self.processes.alone
 
-    def meet(self, params: Parameters, options: Common, rates: Common) -> None:
+    def meet(
+        self, params: Parameters, options: Mapping[str, Any], groups: Groups, schedule: Any
+    ) -> None:
         """Raise where processes differ in model or options; begin at the same parameters."""
         if self.alone:
             return
         shapes = {n: (tuple(p.shape), p.dtype) for n, p in params.by_name.items()}
+        rates = _rates(params, groups, schedule)
         options = {**options, "workers": self.placement.workers}
         self.processes.same("their model", shapes, "Build the same model in every process")
         self.processes.same("the options of KFAC", options, "Give all of them the same options")
@@ -74,37 +78,34 @@ class Replicas:
 
     # --- on the way in --------------------------------------------------------------------------
 
-    def average_gradients(self, chosen: Mapping[str, Any], wrapped: bool) -> None:
+    def average_gradients(self, params: Parameters, groups: Groups, wrapped: bool) -> None:
         """Average the gradients of a model that no wrapper does it for."""
         if self.alone or self._wrapped or wrapped:
             return
-        held = {n: p for n, p in chosen.items() if p.requires_grad and p.numel()}
-        params = list(held.values())
-        given = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
+        held = {n: p for n, p in params.of(groups).items() if p.requires_grad and p.numel()}
+        given = [torch.zeros_like(p) if p.grad is None else p.grad for p in held.values()]
         for name, g in zip(held, given, strict=True):
             refuse_sparse(name, g)
-        some = torch.tensor([p.grad is not None for p in params], device=params[0].device)
+        some = torch.tensor([p.grad is not None for p in held.values()], device=given[0].device)
         *total, counts = self.processes.sum([*given, some.double()], "gradients")
-        for p, g, count in zip(params, total, counts.tolist(), strict=True):
+        for p, g, count in zip(held.values(), total, counts.tolist(), strict=True):
             p.grad = g.div_(self.processes.size) if count else None
 
     def join(
         self,
-        pool: Pool,
-        structure: Structure,
-        params: Mapping[str, Tensor],
-        given: Mapping[str, bool],
-        rates: Common,
+        capture: StatisticsCapture,
+        params: Parameters,
+        groups: Groups,
+        gradients: Mapping[str, Tensor],
+        schedule: Mapping[str, Any],
     ) -> None:
-        """Make the pooled sums those of all processes; raise on all where they contradict.
-
-        `given` says which of the parameters to be moved have a gradient.
-        """
-        processes = self.processes
+        """Make the pooled sums those of all processes; raise on all where they contradict."""
+        processes, pool, structure = self.processes, capture.pool, capture.structure
         broken = isinstance(pool.samples, float) and isnan(pool.samples)
         layouts = {} if broken else layouts_of(pool)
-        told = (layouts, sorted(structure.partners.items())), given, rates
-        codes = [crc32(repr(one).encode()) for one in told]
+        partners, rates = sorted(structure.partners.items()), _rates(params, groups, schedule)
+        told = repr((layouts, partners)), repr([*gradients]), repr(rates)
+        codes = [crc32(text.encode()) for text in told]
         signed = [*codes, *(-code for code in codes)]
         *found, whole, called = processes.least([*signed, int(not broken), -int(pool.calls > 0)])
         alike = [low == -high for low, high in zip(found[:3], found[3:], strict=True)]
@@ -112,19 +113,22 @@ class Replicas:
             remedy = "Change param groups and load states in all of them alike"
             processes.same("the options of KFAC", rates, remedy)
         if not alike[1]:
-            said = {f"that of {n}": "there" if there else None for n, there in given.items()}
+            chosen = params.of(groups)
+            given = {f"that of {n}": "there" if n in gradients else None for n in chosen}
             remedy = "Wrap the model in DistributedDataParallel(find_unused_parameters=True)"
-            processes.same("their gradients", said, remedy)
+            processes.same("their gradients", given, remedy)
         if not called:
             return
         if not alike[0] and whole:
             every = processes.values((layouts, dict(structure.partners)))
             layouts = join_layouts([own for own, _ in every])
-            structure.partners = join_partners([own for _, own in every])
+            structure.partners = {
+                n: own for _, known in reversed(every) for n, own in known.items()
+            }
         pool.calls = max(pool.calls, 1)
         if whole:
             shared = {key: self._shared_sides(key, own.sides) for key, own in layouts.items()}
-            sum_pool(pool, layouts, params, processes, shared)
+            sum_pool(pool, layouts, params.by_name, processes, shared)
         else:
             pool.sums, pool.samples = {}, torch.nan
 
@@ -140,77 +144,63 @@ class Replicas:
         """The sides of a block of which processes hold shares between inversions."""
         return shared_sides(key, shapes, read=self._read) if self._lazy else frozenset()
 
-    def _sides(self, state: KFACState) -> list[Side]:
+    def _sides(self, blocks: Blocks) -> list[Side]:
         """The sides of which processes hold shares, in an order that all have."""
         out = []
-        for key, average in state.sorted_blocks():
+        for key, average in blocks:
             value = average.value
             some = self._shared_sides(key, {f: t.shape for f, t in value.items()})
             out += [value[f] for f in sorted(value) if f.side in some]
         return out
 
-    def split(self, state: KFACState) -> None:
+    def split(self, blocks: Blocks) -> None:
         """Let averages be shares, whose sum over all processes is the average."""
         if self._lazy and not self._shared:
             self._shared = True
-            held = [memory(side) for side in self._sides(state)]
+            held = [memory(side) for side in self._sides(blocks)]
             if self.processes.rank and held:
                 torch._foreach_zero_(held)
 
-    def whole(self, state: KFACState) -> None:
+    def whole(self, blocks: Blocks) -> None:
         """Make averages whole, where they are shares; all processes call it."""
         if not self._shared:
             return
-        sides = self._sides(state)
+        sides = self._sides(blocks)
         totals = sum_sides(sides, self.processes, [True] * len(sides))
         for side, total in zip(sides, totals, strict=True):
             memory(side).copy_(memory(total))
         self._shared = False
 
-    def squared_length(
-        self, state: KFACState, move: Mapping[str, Tensor], like: Mapping[str, Tensor]
-    ) -> Tensor:
-        """Return xᵀF̂x for a move x by name; each process adds what its shares give."""
-        first, total = self.processes.rank == 0, []
-        for key, average in state.sorted_blocks():
-            if move.keys().isdisjoint(key.names):
-                continue
-            some = [move[n] if n in move else torch.zeros_like(like[n]) for n in key.names]
-            shape = block_shape(key, average.value)
-            v = to_block(key, [t.to(average.mass.dtype) for t in some], shape)
-            corner = 1.0
-            if self._shared:
-                shared = self._shared_sides(key, {f: t.shape for f, t in average.value.items()})
-                if not shared and not first:  # held by all, and added by one
-                    total.append(v.new_zeros(()))
-                    continue
-                corner = float(first or "mean" not in shared)
-            block = state.preconditioner.block(key, average, corner)
-            total.append((v * block.matvec(v)).sum())
-        if not total:  # no statistics yet
-            return next(iter(move.values())).new_zeros(())
-        found = torch.stack([t.to(total[0]) for t in total]).sum()
-        if self._shared:
-            found = self.processes.sum([found], "lengths")[0]
-        return found.clamp(min=0)
+    def corner(self, key: BlockKey, average: Average) -> float | None:
+        """Return this process's share of the second moment of a bias's input, which is 1.
+
+        None where all processes hold the block, and another one adds it up.
+        """
+        if not self._shared or self.processes.rank == 0:
+            return 1.0
+        shared = self._shared_sides(key, {f: t.shape for f, t in average.value.items()})
+        return float("mean" not in shared) if shared else None
+
+    def total(self, share: Tensor) -> Tensor:
+        """Return what the shares of all processes add up to."""
+        return self.processes.sum([share], "lengths")[0] if self._shared else share
 
     # --- on the way out -------------------------------------------------------------------------
 
-    def place(self, state: KFACState, *, afresh: bool = False) -> None:
-        """Give new blocks an owner; `afresh` where a state was loaded, whose averages are whole."""
-        self._shared = self._shared and not afresh
+    def place(self, own: Preconditioner, keys: Iterable[BlockKey], *, loaded: bool = False) -> None:
+        """Give new blocks an owner; averages that were `loaded` are no shares."""
+        self._shared = self._shared and not loaded
         if not self.alone:
-            own = state.preconditioner
-            self.placement.assign(own, state.averages.keys() - state.reserved)
+            self.placement.assign(own, keys)
             self.placement.release(own)
 
-    def collect(self, state: KFACState) -> bool:
+    def collect(self, own: Preconditioner, blocks: Blocks) -> bool:
         """Bring the whole state here; return whether inverses of other teams are among it."""
         spread = not self.placement.across.alone
         try:
-            self.whole(state)
+            self.whole(blocks)
             if spread:
-                self.placement.collect(state.preconditioner)
+                self.placement.collect(own)
         except RuntimeError as error:
             raise PullbackError(
                 "state_dict() did not hear from all processes",
@@ -219,11 +209,15 @@ class Replicas:
             ) from error
         return spread
 
-    def renew(self, state: KFACState, keys: Sequence[BlockKey]) -> None:
-        """Renew the inverses of these blocks, each by its owner."""
-        self.whole(state)
-        value = state.schedule["damping"]
-        self.placement.renew(state.preconditioner, state.averages, keys, value)
+
+def _rates(params: Parameters, groups: Groups, schedule: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what param groups and schedule say, without numbers on a device."""
+    out: dict[str, Any] = {}
+    for i, group in enumerate(groups):
+        own = {n: v for n, v in group.items() if not isinstance(v, Tensor)}
+        own["params"] = [*params.of([group])]
+        out |= {f"{name} of param group {i}": v for name, v in own.items()}
+    return out | {f"the schedule's {n}": v for n, v in schedule.items()}
 
 
 # --- sums of the joined batch ---------------------------------------------------------------------
@@ -291,7 +285,6 @@ class Layout:
 
 
 Layouts = dict[BlockKey, Layout]
-Partners = Mapping[str, tuple[str, ...]]
 
 
 def layouts_of(pool: Pool) -> Layouts:
@@ -324,11 +317,6 @@ def _said(key: BlockKey, layouts: Layouts) -> str:
     shapes = [shape for _, shape in layout.values]
     together = f" of {' and '.join(key.names)}" if len(key.names) > 1 else ""
     return f"a {key.kind} block{together} with sides {shapes} in {layout.dtype}"
-
-
-def join_partners(every: Sequence[Partners]) -> dict[str, tuple[str, ...]]:
-    """Return which parameters share a block, as any process knows it."""
-    return {name: names for partners in reversed(every) for name, names in partners.items()}
 
 
 def shared_sides(

@@ -14,8 +14,7 @@ A bias that shares the block of its weight has numbers alone there.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
-from copy import copy, deepcopy
+from collections.abc import Container, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from math import prod
@@ -25,12 +24,16 @@ import torch
 from torch import Tensor
 
 from ..._core.errors import PullbackError
+from ..._core.flags import finite
 from ...grams.kronecker.inverse import MOMENTS, Inverse
 from ...grams.kronecker.packed import Side, as_side, memory
 from .factors.average import Average, ema_update, guardable
-from .factors.factor import SPECTRUM, BlockKey, Factor, Factors, block_shape
+from .factors.damping import refuse_reference
+from .factors.factor import SPECTRUM, BlockKey, Factor, Factors, block_shape, to_block
 from .factors.preconditioner import Preconditioner
+from .replicas import Replicas
 from .statistics.plan import Forecast
+from .update import Guard
 
 _ALONE = BlockKey("kronecker", ("",))
 _SCHEDULE = ("step", "taken", "damping", "retry")
@@ -41,6 +44,8 @@ class KFACState:
     """Averages and inverses of all blocks, and where the schedule stands."""
 
     preconditioner: Preconditioner
+    #: the processes that share the work
+    replicas: Replicas
     #: whether plain means are kept beside the averages
     mean: bool
     #: steps done, statistics taken, λ, and whether a rejected step asks for new inverses
@@ -129,11 +134,75 @@ class KFACState:
         self.reserved.discard(key)
         return self.averages.pop(key, None) is not None
 
-    def update(self, found: Mapping[BlockKey, Factors], ema: float, broken: Tensor | None) -> None:
-        """Take up the statistics of one step; nothing changes where the flag `broken` is 1."""
-        ema_update([(self.averages[k], own) for k, own in found.items()], ema, broken)
+    def succeed(self, old: KFACState, saved: Container[str]) -> None:
+        """Take the place of a state, of which the parameters that were not `saved` are shown."""
+        for key, average in old.averages.items():
+            if not any(n in saved for n in key.names) and key not in self.averages:
+                self.reserve(key, average.value)  # they were frozen when it was saved
+        old.schedule.update(self.schedule)  # the dict itself is shared
+        self.schedule = old.schedule
+        keys = self.averages.keys() - self.reserved
+        self.replicas.place(self.preconditioner, keys, loaded=True)
+
+    # --- statistics → averages → inverses → directions ------------------------------------------
+
+    def learn(self, found: Mapping[BlockKey, dict[Factor, Side]], ema: float, guard: Guard) -> bool:
+        """Take up the statistics of one step, if all of them are finite."""
+        new = [memory(t) for own in found.values() for t in own.values()]
+        if not guard.holds(self.replicas.agree(finite(new))):
+            return False
+        refuse_reference(self.preconditioner.damping, found)
+        if self.make_room(found):
+            self.replicas.place(self.preconditioner, self.averages.keys() - self.reserved)
+        spectra = {k: own.pop(SPECTRUM) for k, own in found.items() if SPECTRUM in own}
+        self.replicas.split(self.blocks)
+        ema_update([(self.averages[k], own) for k, own in found.items()], ema, guard.broken)
         self.learned.update(found)
         self.schedule["taken"] += 1
+        if spectra:
+            self.preconditioner.correct(spectra, ema, self.schedule["damping"])
+        return True
+
+    def inverts(self, count: int, every: int) -> bool:
+        """Whether inverses are to be renewed with this many statistics taken up."""
+        step = self.schedule["step"]
+        return step % every == 0 or (step < every and count & (count - 1) == 0)
+
+    def renew(self, taken: bool, every: int) -> None:
+        """Renew inverses when it is time, and make those that are missing."""
+        own, schedule = self.preconditioner, self.schedule
+        due = schedule["retry"] or (taken and self.inverts(schedule["taken"], every))
+        keys = self.learned if due else self.learned - own.ready
+        schedule["retry"] = 0
+        if keys:
+            self.replicas.whole(self.blocks)
+            keys = sorted(keys, key=lambda key: key.names)
+            self.replicas.placement.renew(own, self.averages, keys, schedule["damping"])
+
+    @property
+    def blocks(self) -> list[tuple[BlockKey, Average]]:
+        """The blocks that have statistics, in an order that all processes have."""
+        keys = sorted(self.learned, key=lambda key: key.names)
+        return [(key, self.averages[key]) for key in keys]
+
+    def squared_length(self, move: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> Tensor:
+        """Return xᵀF̂x for a move x by name; each process adds what its shares give."""
+        total = []
+        for key, average in self.blocks:
+            if move.keys().isdisjoint(key.names):
+                continue
+            some = [move[n] if n in move else torch.zeros_like(like[n]) for n in key.names]
+            shape = block_shape(key, average.value)
+            v = to_block(key, [t.to(average.mass.dtype) for t in some], shape)
+            corner = self.replicas.corner(key, average)
+            if corner is None:
+                total.append(v.new_zeros(()))
+                continue
+            block = self.preconditioner.block(key, average, corner)
+            total.append((v * block.matvec(v)).sum())
+        if not total:  # no statistics yet
+            return next(iter(move.values())).new_zeros(())
+        return self.replicas.total(torch.stack([t.to(total[0]) for t in total]).sum()).clamp(min=0)
 
     def guardable(self, found: Mapping[BlockKey, Factors], ema: float) -> bool:
         """Whether these statistics can be taken up under a flag on the device.
@@ -146,11 +215,6 @@ class KFACState:
             return True
         pairs = [(self.averages[key], own) for key, own in found.items()]
         return all(average.fits(own) for average, own in pairs) and guardable(pairs, ema)
-
-    def sorted_blocks(self) -> list[tuple[BlockKey, Average]]:
-        """Return the blocks that have statistics, in an order that all processes have."""
-        keys = sorted(self.learned, key=lambda key: key.names)
-        return [(key, self.averages[key]) for key in keys]
 
     def memory(self) -> dict[str, int]:
         """Bytes held, by what for."""
@@ -223,43 +287,59 @@ def restore(
     expected: Forecast,
 ) -> None:
     """Fill an empty state with what `publish` wrote, by name; partners are as `expected`."""
-    held = state.preconditioner
-    # those without factors of their own share the block of a weight
-    shared = [n for n, own in saved.items() if not _factors(own["average"], params[n])]
-    for name, own in saved.items():
-        p, factors = params[name], _factors(own["average"], params[name])
-        if not factors:
-            continue
-        key = _key_of(name, params, factors, expected, shared)
-        size, wanted = prod(block_shape(key, factors)), sum(params[n].numel() for n in key.names)
-        if size != wanted:
-            names = " and ".join(key.names)
-            raise _foreign(f"{names} had {size} entries, and have {wanted} now")
-        state.allocate(key, factors)
-        average = state.averages[key]
-        average.value, average.mass = factors, _own(own["average"]["mass"], p)
-        if state.mean:
-            average.mean, average.count = _factors(own["mean"], p), own["mean"]["count"]
-        tensors = {n: _own(t, p) for n, t in own["inverse"].items() if n != "ready"}
-        room = held.inverses[key]
-        if _moments(tensors) != _moments(room.tensors()):
-            raise PullbackError(
-                "The saved state is of another rule",
-                f"moments of {name} are not those that this one keeps",
-                "Load it into an optimizer with the same rule=",
-            )
-        held.inverses[key] = Inverse(**{"left": None, **tensors}, factors=room.factors)
-        if own["inverse"]["ready"]:
-            held.ready.add(key)
-        if key in held.spectra:
-            values, mass = own["spectrum"]["values"], own["spectrum"]["mass"]
-            held.spectra[key] = Average({SPECTRUM: _own(values, p)}, _own(mass, p))
-        if average.started:
-            state.learned.add(key)
-    schedule = next(iter(saved.values()))["schedule"]
-    for name in _SCHEDULE:
-        value = schedule[name]
-        state.schedule[name] = value.item() if isinstance(value, Tensor) else value
+    try:
+        # those without factors of their own share the block of a weight
+        factors = {n: _factors(own["average"], params[n]) for n, own in saved.items()}
+        shared = [n for n, own in factors.items() if not own]
+        for name, own in factors.items():
+            if own:
+                key = _key_of(name, params, own, expected, shared)
+                _restore_block(state, key, own, saved[name], params)
+        schedule = next(iter(saved.values()))["schedule"]
+        for name in _SCHEDULE:
+            value = schedule[name]
+            state.schedule[name] = value.item() if isinstance(value, Tensor) else value
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise PullbackError(
+            "The saved state is not whole",
+            f"its averages cannot be read ({error!r})",
+            "Load what KFAC.state_dict() gave, as it was",
+        ) from error
+
+
+def _restore_block(
+    state: KFACState,
+    key: BlockKey,
+    factors: dict[Factor, Side],
+    own: Mapping[str, Any],
+    params: Mapping[str, Tensor],
+) -> None:
+    held, p = state.preconditioner, params[key.names[0]]
+    size, wanted = prod(block_shape(key, factors)), sum(params[n].numel() for n in key.names)
+    if size != wanted:
+        names = " and ".join(key.names)
+        raise _foreign(f"{names} had {size} entries, and have {wanted} now")
+    state.allocate(key, factors)
+    average = state.averages[key]
+    average.value, average.mass = factors, _own(own["average"]["mass"], p)
+    if state.mean:
+        average.mean, average.count = _factors(own["mean"], p), own["mean"]["count"]
+    tensors = {n: _own(t, p) for n, t in own["inverse"].items() if n != "ready"}
+    room = held.inverses[key]
+    if _moments(tensors) != _moments(room.tensors()):
+        raise PullbackError(
+            "The saved state is of another rule",
+            f"moments of {key.names[0]} are not those that this one keeps",
+            "Load it into an optimizer with the same rule=",
+        )
+    held.inverses[key] = Inverse(**{"left": None, **tensors}, factors=room.factors)
+    if own["inverse"]["ready"]:
+        held.ready.add(key)
+    if key in held.spectra:
+        values, mass = own["spectrum"]["values"], own["spectrum"]["mass"]
+        held.spectra[key] = Average({SPECTRUM: _own(values, p)}, _own(mass, p))
+    if average.started:
+        state.learned.add(key)
 
 
 def _moments(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
@@ -343,34 +423,3 @@ def _foreign(why: str) -> PullbackError:
         why,
         "Load it into the optimizer of a model that was built in the same way",
     )
-
-
-class Undo:
-    """Everything that a step may change, to be put back after an exception.
-
-    A step that is not `learning` renews neither statistics nor inverses.
-    """
-
-    def __init__(
-        self, state: KFACState, params: Iterable[Tensor], buffers: Iterable[Tensor], learning: bool
-    ) -> None:
-        own = self._preconditioner = state.preconditioner
-        held: list[Any] = [state.schedule, state.averages, state.learned, state.reserved]
-        held += [own.inverses, own.spectra, own.ready, own.notes, own.absent]
-        self._collections = [(one, copy(one)) for one in held]
-        self._tensors = [(t, t.detach().clone()) for t in (*params, *buffers)]
-        records = [*state.averages.values(), *own.spectra.values(), *own.inverses.values()]
-        self._records = [vars(record) for record in records if learning]
-        self._fields = deepcopy(self._records)  # at once: inverses may be views of one stack
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Put all of it back into the same objects."""
-        for held, before in self._collections:
-            held.clear()
-            held.update(before)
-        for t, before in self._tensors:
-            t.copy_(before)
-        for record, fields in zip(self._records, self._fields, strict=True):
-            record.update(fields)
-        self._preconditioner.regroup()

@@ -47,7 +47,7 @@ class Preconditioner:
     """
 
     def __init__(self, rule: Rule, damping: Damping, *, ekfac: bool) -> None:
-        self._rule, self._damping, self.ekfac = rule, damping, ekfac
+        self._rule, self.damping, self.ekfac = rule, damping, ekfac
         self.inverses: dict[BlockKey, Inverse] = {}
         #: shapes of the blocks' coordinates; inverses may be filled up
         self._shapes: dict[BlockKey, tuple[int, ...]] = {}
@@ -176,11 +176,11 @@ class Preconditioner:
         self, averages: Mapping[BlockKey, Average], keys: Sequence[BlockKey], value: float
     ) -> dict[Blocks, Inverse]:
         """Invert gains, shifts and single entries, all of a size at once."""
-        found, apart = {}, self._damping.referenced
+        found, apart = {}, self.damping.referenced
         for some in self._alike(averages, keys, apart):
             key, average = some[0], stacked([averages[k] for k in some])
             block: Any = block_of(key, average.corrected())
-            block, shift = self._damping.units(block, self._reference(key, averages), value)
+            block, shift = self.damping.units(block, self._reference(key, averages), value)
             m, inverse = block.matrices, block.inverse(shift)
             found[some] = Inverse(inverse)
             if apart:
@@ -191,9 +191,9 @@ class Preconditioner:
 
     def _reference(self, key: BlockKey, averages: Mapping[BlockKey, Average]) -> Any:
         """Return the block of long-run averages, where the damping needs one."""
-        if not self._damping.referenced:
+        if not self.damping.referenced:
             return None
-        average, given = averages[key], self._damping.reference
+        average, given = averages[key], self.damping.reference
         if given is not None and key in given:
             return block_of(key, {f: whole(t).to(average.mass) for f, t in given[key].items()})
         if given is not None:
@@ -208,7 +208,7 @@ class Preconditioner:
         Without damping, or with an invariant one, a singular side is inverted on its range.
         """
         found: dict[Blocks, Inverse] = {}
-        singular, attempt = value == 0 or self._damping.referenced, 0
+        singular, attempt = value == 0 or self.damping.referenced, 0
         waiting = self._alike(averages, keys, singular)
         while waiting and attempt < (_TRIES if value else 1):
             now = value * _GROWTH**attempt
@@ -252,7 +252,7 @@ class Preconditioner:
             means: Any = [sides.diagonal(s).mean(-1) / scale for s in (pair.left, pair.right)]
             every += [pair.left, pair.right]
             scales += [scale, scale]
-            added += self._damping.added(tuple(means), self._reference(key, averages), value)
+            added += self.damping.added(tuple(means), self._reference(key, averages), value)
         factors = self._rule.needs == "factors"
         return inverses(every, scales=scales, shifts=added, singular=singular, factors=factors)
 

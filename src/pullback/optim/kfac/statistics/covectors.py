@@ -56,15 +56,17 @@ class Recipe:
     output: Selector
     batch_dim: int
     #: whether corrected eigenvalues are wanted, which are sums over samples
-    ekfac: bool = False
+    ekfac: bool
     #: "mean" or "sum" over samples, of the loss
-    reduction: str = "mean"
+    reduction: str
     #: whether the loss may be scaled, by a `GradScaler` that is known
-    scaled: bool = False
+    scaled: bool
     #: whether inputs alone are measured
-    inputs: bool = False
+    inputs: bool
     #: whether weight matrices alone are measured, and diagonals are dropped
-    matrices: bool = False
+    matrices: bool
+    #: whether the output layer is among them
+    head: bool
 
 
 @dataclass(frozen=True)

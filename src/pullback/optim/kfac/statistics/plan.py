@@ -13,7 +13,6 @@ from ...._core.capture import plain
 from ...._core.space import compute_dtype
 from ....maps.layers import Compound, Layer, find
 from ..factors.factor import DIAGONAL, UNITS, BlockKey, Factor, Factors
-from ..rules.rule import Rule
 from .covectors import Recipe
 from .sums import BIAS, factors_of
 
@@ -177,33 +176,29 @@ def forecast(model: nn.Module, chosen: Mapping[str, Tensor], recipe: Recipe) -> 
 
 
 def measured_names(
-    model: nn.Module,
-    params: Mapping[str, Tensor],
-    given: Collection[str],
-    recipe: Recipe,
-    rule: Rule,
+    model: nn.Module, params: Mapping[str, Tensor], given: Collection[str], recipe: Recipe
 ) -> list[str]:
     """Return which of the `given` parameters are measured: all, or the matrices for the rule."""
-    if not rule.matrices:
+    if not recipe.matrices:
         return list(given)
     every = forecast(model, params, recipe)
     weights = {k.names[0]: own for k, own in every.factors.items() if k.kronecker and not k.bias}
     dense = [n for n, own in weights.items() if all(t.ndim == 3 for t in own.values())]
-    if rule.inputs:  # theirs is the side of columns; that of outputs is not read
+    if recipe.inputs:  # theirs is the side of columns; that of outputs is not read
         read = {n: [(f.side, own[f].ndim) for f in [*own][::2]] for n, own in weights.items()}
         dense = [n for n, sides in read.items() if {*sides} == {("right", 3)}]
     # what no module of a known kind holds may turn out to be one, by what is done with it
     unknown = {n: p for n, p in params.items() if n not in every.kinds}
     dense += [n for n, p in unknown.items() if p.ndim > 1 and min(p.shape[-2:]) > 1]
-    head = None if rule.head else every.last
+    head = None if recipe.head else every.last
     return [n for n in dense if n in given and n != head]
 
 
-def follows(rule: Rule, key: BlockKey, factors: Factors) -> bool:
+def follows(recipe: Recipe, key: BlockKey, factors: Factors) -> bool:
     """Whether a block follows the rule: what is no matrix after all follows AdamW."""
-    if not rule.matrices:
+    if not recipe.matrices:
         return True
-    read = [t for f, t in factors.items() if f.side == "right" or not rule.inputs]
+    read = [t for f, t in factors.items() if f.side == "right" or not recipe.inputs]
     return key.kronecker and not key.bias and all(len(t.shape) == 3 for t in read)
 
 
