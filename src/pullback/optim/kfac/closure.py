@@ -29,13 +29,11 @@ from ..checks import loss_of, refuse_uncallable
 from ..objective import ObjectiveProblem
 from ..terms import Objective
 from .factors.damping import Damping
+from .options import Options
 from .report import KFACInfo
-from .rules.rule import Rule
 from .state import KFACState
 from .statistics.capture import StatisticsCapture
-from .update import Share, move
-
-Point = Mapping[str, Tensor]
+from .update import Groups, Parameters, Share, State, Tensors, buffer_of, move
 
 
 class Source:
@@ -57,7 +55,7 @@ class Source:
     def restore(self) -> None:
         """Put back what `evaluate` has changed beside gradients."""
 
-    def products(self, span: Sequence[Point]) -> list[list[Tensor]]:
+    def products(self, span: Sequence[Tensors]) -> list[list[Tensor]]:
         """Return x_iᵀ G x_j with the exact Gram."""
         raise NotImplementedError
 
@@ -72,24 +70,24 @@ class ClosureSource(Source):
     def __init__(
         self,
         closure: Callable[[], Any],
+        options: Options,
         capture: StatisticsCapture,
         params: Mapping[str, nn.Parameter],
         processes: Processes,
         plans: dict[Any, Any],
-        controlled: bool,
     ) -> None:
         self._closure, self._params, self._processes = closure, params, processes
-        self._model, self._recipe, self._plans = capture.model, capture.recipe, plans
-        self._controlled, self._unwatched = controlled, capture.watch.paused
+        self._model, self._options, self._plans = capture.model, options, plans
+        self._unwatched = capture.watch.paused
         self._calls: list[Call] = []
         self._device = next(iter(params.values())).device
-        self._before = Snapshot(self._model, self._device) if controlled else None
+        self._before = Snapshot(self._model, self._device) if options.controlled else None
 
     def evaluate(self) -> Any:
         with torch.enable_grad():
-            if not self._controlled:
+            if not self._options.controlled:
                 return self._closure()
-            with Capture(self._model, self._recipe.output, self._device) as capture:
+            with Capture(self._model, self._options.output, self._device) as capture:
                 loss = self._closure()
             self._calls = capture.calls
         self.loss = self._mean(loss_of(loss))
@@ -122,7 +120,7 @@ class ClosureSource(Source):
             for p, g in grads:
                 p.grad = g
 
-    def products(self, span: Sequence[Point]) -> list[list[Tensor]]:
+    def products(self, span: Sequence[Tensors]) -> list[list[Tensor]]:
         params = {n: p for n, p in self._params.items() if p.requires_grad and n in span[0]}
         total = next(iter(span[0].values())).new_zeros((len(span), len(span)), dtype=torch.float64)
         samples = total.new_zeros(())
@@ -131,15 +129,15 @@ class ClosureSource(Source):
             rows = [torch.stack([(a * b).sum() for b in white]) for a in white]
             total, samples = total + torch.stack(rows), samples + count
         total, samples = self._processes.sum([total, samples], "losses")
-        scale = 1.0 if self._recipe.reduction == "sum" else 1 / samples.clamp(min=1.0)
+        scale = 1.0 if self._options.reduction == "sum" else 1 / samples.clamp(min=1.0)
         return [list(row) for row in total * scale]
 
     def _whitened(
-        self, call: Call, params: Mapping[str, Tensor], span: Sequence[Point]
+        self, call: Call, params: Mapping[str, Tensor], span: Sequence[Tensors]
     ) -> tuple[list[Tensor], float]:
         """Return SᵀJx for each x of the span, M = SSᵀ the metric, and how many samples count."""
-        model, metric, axis = self._model, self._recipe.metric, self._recipe.batch_dim
-        selected = {"output": self._recipe.output, "batch_dim": axis}
+        model, metric, axis = self._model, self._options.metric, self._options.batch_dim
+        selected = {"output": self._options.output, "batch_dim": axis}
         source = ModuleMap(model, call, **selected, plans=self._plans, coupled=True)
         with _unfused_recurrence(model):
             linear = source.linearize(params)
@@ -191,23 +189,27 @@ class ObjectiveSource(Source):
         here = {n: p.detach() for n, p in self._problem.params.items()}
         return float(self._problem.losses(zero, lambda origin, move: here)[0])
 
-    def products(self, span: Sequence[Point]) -> list[list[Tensor]]:
+    def products(self, span: Sequence[Tensors]) -> list[list[Tensor]]:
         parts, flat = self.parts(), [self._problem.space.flatten(x) for x in span]
         pushed = [torch.cat([part.push(v) for part in parts]) for v in flat]
         return [[a @ b for b in pushed] for a in pushed]
 
 
-def refuse_sources(
-    closure: Any, objective: Any, rule: Rule, *, controlled: bool, several: bool
-) -> None:
-    """Raise where `step` was given what it cannot use, or lacks what it needs.
-
-    Neither a `rule` for matrices alone nor `several` processes can use an objective.
-    """
+def source_of(
+    closure: Any,
+    objective: Any,
+    options: Options,
+    capture: StatisticsCapture,
+    params: Parameters,
+    groups: Groups,
+    processes: Processes,
+    plans: dict[Any, Any],
+) -> Source:
+    """Return what `step` was given; raise where it cannot be used, or something is lacking."""
     refuse_uncallable(closure)
-    if objective is not None and rule.matrices:
+    if objective is not None and options.rule.matrices:
         raise PullbackError(
-            f"An objective does not go with {rule!r}",
+            f"An objective does not go with {options.rule!r}",
             "the metric of its terms is read by the natural gradient alone",
             "Use rule='natural', or call backward() and step() without an objective",
         )
@@ -223,25 +225,35 @@ def refuse_sources(
             f"got {type(objective).__name__}",
             "Give an optim.Objective, or a function of the parameter dict",
         )
-    if closure is None and objective is None and controlled:
+    if closure is None and objective is None and options.controlled:
         raise PullbackError(
             "This step needs a closure",
             "adaptive damping and steps from the quadratic model look at the loss again",
             "Call step(closure), with a closure that returns the loss",
         )
-    if objective is not None and several:
+    if objective is not None and not processes.alone:
         raise PullbackError(
             "An objective does not go with several processes",
             "its terms have counts of their own, which are not joined",
             "Use NaturalGradient or pde.solve on several processes",
         )
+    if objective is not None:
+        own = {n: p for n, p in params.of(groups).items() if p.requires_grad}
+        return ObjectiveSource(own, objective, options.metric, options.reduction)
+    if closure is None:
+        return Source()
+    return ClosureSource(closure, options, capture, params.by_name, processes, plans)
 
 
 # --- controlled moves -------------------------------------------------------------------------
 
 
 def best_combination(
-    shares: Sequence[Share], source: Source, step: QuadraticModel, gradients: Point, damping: float
+    shares: Sequence[Share],
+    source: Source,
+    step: QuadraticModel,
+    gradients: Tensors,
+    damping: float,
 ) -> tuple[float, float | None]:
     """Replace directions by the best αΔ + βm in the plane of Δ and the last move m.
 
@@ -266,7 +278,7 @@ def best_combination(
 
 
 def trial_move(
-    shares: Sequence[Share], source: Source, damping: Damping, value: float, gradients: Point
+    shares: Sequence[Share], source: Source, damping: Damping, value: float, gradients: Tensors
 ) -> KFACInfo:
     """Move, compare the loss with its prediction, and take the move back if the loss rose.
 
@@ -293,7 +305,7 @@ def trial_move(
     return KFACInfo(True, "", damping.next(value, ratio), ratio=ratio)
 
 
-def _inner(x: Point, y: Point) -> Tensor:
+def _inner(x: Tensors, y: Tensors) -> Tensor:
     """⟨x, y⟩ over all parameters of x."""
     return torch.stack([torch.sum(x[n].double() * y[n].double()) for n in x]).sum()
 
@@ -305,8 +317,10 @@ class Undo:
     """
 
     def __init__(
-        self, state: KFACState, params: Iterable[Tensor], buffers: Iterable[Tensor], learning: bool
+        self, state: KFACState, params: Iterable[Tensor], published: State, *, learning: bool
     ) -> None:
+        params = list(params)
+        buffers = [buffer_of(published, p) for p in params if "momentum" in published[p]]
         own = self._preconditioner = state.preconditioner
         held: list[Any] = [state.schedule, state.averages, state.learned, state.reserved]
         held += [own.inverses, own.spectra, own.ready, own.notes, own.absent]

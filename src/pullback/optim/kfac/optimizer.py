@@ -19,43 +19,23 @@ from ..._core.flags import Verdict, finite
 from ..._core.processes import Traffic, find_processes, group_of, refuse_untold, unwrapped
 from ..._core.shards import reshard
 from ...grams.kronecker import Kronecker
-from ...grams.kronecker.packed import Side
 from ...likelihoods import Likelihood
 from ...metrics import Metric
 from ...steps import QuadraticModel
 from ..checks import own_group, refuse_model
 from ..terms import Objective
-from . import options, report
-from .closure import (
-    ClosureSource,
-    ObjectiveSource,
-    Source,
-    Undo,
-    best_combination,
-    refuse_sources,
-    trial_move,
-)
+from . import options, report, update
+from .closure import Source, Undo, best_combination, source_of, trial_move
 from .factors.damping import Damping
 from .factors.factor import BlockKey, Factor
 from .factors.preconditioner import Preconditioner
 from .replicas import Replicas
 from .report import Coverage, Degenerate, KFACInfo
 from .rules.rule import Rule
-from .state import KFACState, publish, restore, saved_by_name
+from .state import Found, KFACState, publish, restore, saved_by_name
 from .statistics.capture import StatisticsCapture, averaged_parts
 from .statistics.plan import Forecast, follows, forecast, measured_names
-from .update import (
-    BUFFERS,
-    Guard,
-    Parameters,
-    Share,
-    adam_move,
-    buffer_of,
-    clip_shares,
-    make_buffers,
-    move,
-    shares_of,
-)
+from .update import BUFFERS, Guard, Parameters, Share, Tensors
 
 #: what belongs to hooks, or to the model's objects
 _UNSAVED = ("_capture", "_params", "_verdict", "_plans")
@@ -268,8 +248,8 @@ class KFAC(Optimizer):
         if self._params.shards:
             reshard(plain(self.model))
         given = {*self._measured}
-        some = {n: p for n, p in self._params.by_name.items() if n in given}
-        some = {n: p for n, p in some.items() if frozen or p.requires_grad}
+        every = self._params.by_name.items()
+        some = {n: p for n, p in every if n in given and (frozen or p.requires_grad)}
         return forecast(self.model, some, self._options)
 
     def _publish(self) -> None:
@@ -278,7 +258,7 @@ class KFAC(Optimizer):
     def _make_buffers(self) -> None:
         adam = self._chosen.keys() - {*self._measured} if self._rule.matrices else ()
         moving = self.quadratic is not None
-        make_buffers(self.param_groups, self.state, self._params.names, adam, moving)
+        update.make_buffers(self.param_groups, self.state, self._params.names, adam, moving)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, and the statistics of gradients that were never used."""
@@ -340,7 +320,7 @@ class KFAC(Optimizer):
         self._choose()
         partners = {n: key.names for key in self._held.learned for n in key.names}
         self._capture.structure.partners = partners
-        self._show_bases()
+        self._capture.structure.bases = self._held.bases
         self._capture.settle()
         self._capture.watch.due = self._due()
         if self._closed:
@@ -375,14 +355,14 @@ class KFAC(Optimizer):
             refuse_untold("KFAC", "it was built before they met")
         told, wanted = self._capture.watch.due, self._capture.wanted
         self._settle()
-        controlled, several = self._options.controlled, not self._replicas.alone
-        refuse_sources(closure, objective, self._rule, controlled=controlled, several=several)
-        source = self._source(closure, objective)
+        given = self._capture, self._params, self.param_groups, self._replicas.processes
+        source = source_of(closure, objective, self._options, *given, self._plans)
         # the forward pass was not told that statistics are due, where the last step was rejected
         owing = closure is None and objective is None and not told and self._due()
-        if not controlled:
+        if not self._options.controlled:
             return self._take(source, owing, wanted)
-        undo = self._undo()
+        learning = wanted or self._due() or self._capture.pool.calls or self._held.schedule["retry"]
+        undo = Undo(self._held, self._chosen.values(), self.state, learning=bool(learning))
         try:
             return self._take(source, owing, wanted)
         except BaseException:
@@ -391,23 +371,6 @@ class KFAC(Optimizer):
             self._publish()
             self._capture.settle()
             raise
-
-    def _source(self, closure: Any, objective: Any) -> Source:
-        if objective is not None:
-            params = {n: p for n, p in self._chosen.items() if p.requires_grad}
-            return ObjectiveSource(params, objective, self.metric, self.reduction)
-        if closure is None:
-            return Source()
-        params, processes = self._params.by_name, self._replicas.processes
-        given = params, processes, self._plans, self._options.controlled
-        return ClosureSource(closure, self._capture, *given)
-
-    def _undo(self) -> Undo:
-        every = list(self._chosen.values())
-        buffers = [buffer_of(self.state, p) for p in every if "momentum" in self.state[p]]
-        due = self._capture.wanted or self._due() or bool(self._capture.pool.calls)
-        learning = due or bool(self._held.schedule["retry"])
-        return Undo(self._held, every, buffers, learning=learning)
 
     def _take(self, source: Source, owing: bool, wanted: bool) -> Any:
         """Statistics → averages → inverses → directions → update, as far as each is due.
@@ -436,30 +399,33 @@ class KFAC(Optimizer):
         taken = bool(found) and self._learn(found, gradients, learned)
         del found  # its memory serves the inversion
         held.renew(taken, self.invert_every)
-        directions, stacks = self._directions(gradients, guard.good)
+        if held.stack(params.by_name, params.like):  # inverses are other tensors now
+            self._publish()
+            capture.structure.bases = held.bases
+        directions, stacks = held.directions(gradients, guard.good)
         if not rule.moments and not guard.holds(finite(stacks)):
             return self._reject("a direction is not finite", loss)
         broken, moving = guard.broken, self.quadratic is not None
-        shares = shares_of(groups, self.state, params, directions, moving)
+        shares = update.shares_of(groups, self.state, params, directions, moving)
         info = self._move(shares, source, gradients, broken)
         if rule.matrices:  # others follow AdamW; a matrix without statistics yet waits
             others = {*self._measured} - capture.structure.partners.keys() | directions.keys()
             rest = {n: g for n, g in gradients.items() if n not in others}
             count = held.schedule["step"] + 1
-            adam_move(groups, self.state, params, rest, count, rule.rest, broken)
+            update.adam_move(groups, self.state, params, rest, count, rule.rest, broken)
         self._finish(info, owing, taken)
         if guard.good is not None:
             flags: Any = guard.good, learned.good if taken else guard.good
             self._verdict = Verdict(torch.stack(flags), taken)
         return loss
 
-    def _idle(self, gradients: Mapping[str, Tensor]) -> bool:
+    def _idle(self, gradients: Tensors) -> bool:
         """Whether a step without a forward pass, a gradient and a rate asks for nothing."""
         if self._capture.watch.called or any(group["lr"] != 0 for group in self.param_groups):
             return False
         return not any(bool(g.any()) for g in gradients.values())
 
-    def _deferrable(self, found: Mapping[BlockKey, Any], gradients: Mapping[str, Tensor]) -> bool:
+    def _deferrable(self, found: Found, gradients: Tensors) -> bool:
         """Whether the step's outcome is of no consequence for what the host does next."""
         held = self._held
         some = next(iter(gradients.values()))
@@ -479,7 +445,7 @@ class KFAC(Optimizer):
         params = self._params.by_name
         return not self._rule.matrices or any(params[n].requires_grad for n in self._measured)
 
-    def _statistics(self, source: Source, owing: bool) -> dict[BlockKey, dict[Factor, Side]]:
+    def _statistics(self, source: Source, owing: bool) -> Found:
         """The means of what was seen since the last step, or of an objective's terms."""
         self._skipped, capture = False, self._capture
         if (parts := source.parts()) is not None:
@@ -502,12 +468,7 @@ class KFAC(Optimizer):
         self._skipped = found is None
         return {k: own for k, own in (found or {}).items() if follows(self._options, k, own)}
 
-    def _learn(
-        self,
-        found: Mapping[BlockKey, dict[Factor, Side]],
-        gradients: Mapping[str, Tensor],
-        guard: Guard,
-    ) -> bool:
+    def _learn(self, found: Found, gradients: Tensors, guard: Guard) -> bool:
         """Take up statistics, if all are finite."""
         held = self._held
         if not held.learn(found, self.ema, guard):
@@ -519,36 +480,8 @@ class KFAC(Optimizer):
             report.warn_diagonal(self._chosen, self._capture.structure.plain, self._rule)
         return True
 
-    def _directions(
-        self, gradients: Mapping[str, Tensor], good: Tensor | None
-    ) -> tuple[dict[str, Tensor], list[Tensor]]:
-        """The rule's directions by name, and in few tensors."""
-        own = self._held.preconditioner
-        self._held.follow(self._params.by_name)
-        if not own.stacked:
-            own.stack(self._params.like)
-            self._publish()
-            self._show_bases()
-        found, stacks = own.directions(gradients, good)
-        found, stacks = self._replicas.placement.complete(own, found, stacks, gradients)
-        if not self._rule.matrices:  # without a block the gradient is followed
-            stacks += [g for n, g in gradients.items() if n not in found]
-            found = {n: found.get(n, g) for n, g in gradients.items()}
-        return found, stacks
-
-    def _show_bases(self) -> None:
-        """Let statistics be taken in the eigenbases."""
-        own = self._held.preconditioner
-        if self.ekfac:
-            bases = {k: own.inverses[k] for k in own.spectra if k in own.ready}
-            self._capture.structure.bases = bases
-
     def _move(
-        self,
-        shares: Sequence[Share],
-        source: Source,
-        gradients: Mapping[str, Tensor],
-        broken: Tensor | None,
+        self, shares: Sequence[Share], source: Source, gradients: Tensors, broken: Tensor | None
     ) -> KFACInfo:
         """Clip, scale and move; where the step is controlled, look at the loss."""
         schedule, factors = self._held.schedule, (None, None)
@@ -558,16 +491,16 @@ class KFAC(Optimizer):
             shift = 0.0 if self.damping.referenced else value
             factors = best_combination(shares, source, self.quadratic, gradients, shift)
         if self.kl_clip is not None:
-            clip_shares(shares, self.kl_clip, self.squared_length)
+            update.clip_shares(shares, self.kl_clip, self.squared_length)
         if self.damping.controlled:
             info = trial_move(shares, source, self.damping, value, gradients)
             schedule["damping"], schedule["retry"] = info.damping, int(not info.accepted)
         else:
-            move(shares, broken)
+            update.move(shares, broken)
             info = KFACInfo(damping=value)
         return replace(info, step_size=factors[0], momentum=factors[1])
 
-    def squared_length(self, move: Mapping[str, Tensor]) -> Tensor:
+    def squared_length(self, move: Tensors) -> Tensor:
         """xᵀF̂x for a move x by parameter name, with F̂ as it is averaged now.
 
         All processes call it; each adds what its shares of the averages give.
@@ -637,14 +570,9 @@ class KFAC(Optimizer):
 
     def coverage(self) -> Coverage:
         """What every parameter's block is, and why; before any statistics, what is expected."""
-        params, reasons = (
-            dict(plain(self.model).named_parameters()),
-            self._capture.structure.reasons,
-        )
-        return report.coverage_of(
-            self.blocks, params, self._chosen, self._measured, self._forecast().kinds, reasons,
-            self._rule,
-        )  # fmt: skip
+        held, params = self.blocks, dict(plain(self.model).named_parameters())
+        known = self._forecast().kinds, self._capture.structure.reasons
+        return report.coverage_of(held, params, self._chosen, self._measured, *known, self._rule)
 
     def gram(self) -> Kronecker:
         """F̂ without damping, over the parameters that have a block, in the model's order."""

@@ -17,6 +17,7 @@ from .factors.average import block_of
 from .factors.factor import BlockKey, block_shape, describe, to_block
 from .rules.rule import Rule
 from .state import KFACState
+from .update import Tensors
 
 _DIAGONAL = 0.1  # of the parameters that may go without a layer's block
 
@@ -79,7 +80,7 @@ class Coverage(tuple[Row, ...]):
 
 def coverage_of(
     state: KFACState,
-    params: Mapping[str, Tensor],
+    params: Tensors,
     given: Collection[str],
     measured: Collection[str],
     kinds: Mapping[str, tuple[str, str]],
@@ -120,7 +121,7 @@ def coverage_of(
     return out
 
 
-def gram_of(state: KFACState, params: Mapping[str, Tensor]) -> Kronecker:
+def gram_of(state: KFACState, params: Tensors) -> Kronecker:
     """Return F̂ without damping, over the parameters that have a block, in the model's order."""
     keys = [k for k in state.averages if k in state.learned]
     if not keys:
@@ -147,7 +148,7 @@ def notes_of(state: KFACState, skipped: bool) -> dict[str, str]:
     return notes
 
 
-def warn_unmeasured(state: KFACState, gradients: Mapping[str, Tensor]) -> bool:
+def warn_unmeasured(state: KFACState, gradients: Tensors) -> bool:
     """Say which parameters the loss reaches and the measured output does not; True if any."""
     seen = {n for key in state.learned for n in key.names}
     lost = [n for n, g in gradients.items() if n not in seen and bool(g.any())]
@@ -162,7 +163,7 @@ def warn_unmeasured(state: KFACState, gradients: Mapping[str, Tensor]) -> bool:
     return bool(lost)
 
 
-def warn_diagonal(params: Mapping[str, Tensor], plain: Mapping[str, str], rule: Rule) -> None:
+def warn_diagonal(params: Tensors, plain: Mapping[str, str], rule: Rule) -> None:
     """Say that more than a tenth of what is trained has no block of its layer: those `plain`."""
     sizes = {n: p.numel() for n, p in params.items() if p.requires_grad}
     plain = {n: why for n, why in plain.items() if n in sizes}

@@ -14,7 +14,7 @@ A bias that shares the block of its weight has numbers alone there.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from math import prod
@@ -33,10 +33,14 @@ from .factors.factor import SPECTRUM, BlockKey, Factor, Factors, block_shape, to
 from .factors.preconditioner import Preconditioner
 from .replicas import Replicas
 from .statistics.plan import Forecast
-from .update import Guard
+from .update import Guard, State, Tensors
 
 _ALONE = BlockKey("kronecker", ("",))
 _SCHEDULE = ("step", "taken", "damping", "retry")
+
+
+#: the means of one statistics step
+Found = Mapping[BlockKey, dict[Factor, Side]]
 
 
 @dataclass
@@ -120,7 +124,7 @@ class KFACState:
             own.allocate(key, self.averages[key])
         own.regroup()
 
-    def follow(self, params: Mapping[str, Tensor]) -> None:
+    def follow(self, params: Tensors) -> None:
         """Bring blocks to the devices of their parameters, where the model was moved."""
         for key in self.learned:
             mass, device = self.averages[key].mass, params[key.names[0]].device
@@ -146,7 +150,7 @@ class KFACState:
 
     # --- statistics → averages → inverses → directions ------------------------------------------
 
-    def learn(self, found: Mapping[BlockKey, dict[Factor, Side]], ema: float, guard: Guard) -> bool:
+    def learn(self, found: Found, ema: float, guard: Guard) -> bool:
         """Take up the statistics of one step, if all of them are finite."""
         new = [memory(t) for own in found.values() for t in own.values()]
         if not guard.holds(self.replicas.agree(finite(new))):
@@ -162,6 +166,32 @@ class KFACState:
         if spectra:
             self.preconditioner.correct(spectra, ema, self.schedule["damping"])
         return True
+
+    def stack(self, params: Tensors, like: Tensors) -> bool:
+        """Bring inverses to their parameters and into few stacks; True if that had to be done."""
+        self.follow(params)
+        if self.preconditioner.stacked:
+            return False
+        self.preconditioner.stack(like)
+        return True
+
+    def directions(
+        self, gradients: Tensors, good: Tensor | None
+    ) -> tuple[dict[str, Tensor], list[Tensor]]:
+        """Return the rule's directions by name, and in few tensors."""
+        own = self.preconditioner
+        found, stacks = own.directions(gradients, good)
+        found, stacks = self.replicas.placement.complete(own, found, stacks, gradients)
+        if not own.rule.matrices:  # without a block the gradient is followed
+            stacks += [g for n, g in gradients.items() if n not in found]
+            found = {n: found.get(n, g) for n, g in gradients.items()}
+        return found, stacks
+
+    @property
+    def bases(self) -> dict[BlockKey, Inverse]:
+        """The eigenbases in which statistics are to be taken."""
+        own = self.preconditioner
+        return {k: own.inverses[k] for k in own.spectra if k in own.ready}
 
     def inverts(self, count: int, every: int) -> bool:
         """Whether inverses are to be renewed with this many statistics taken up."""
@@ -185,7 +215,7 @@ class KFACState:
         keys = sorted(self.learned, key=lambda key: key.names)
         return [(key, self.averages[key]) for key in keys]
 
-    def squared_length(self, move: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> Tensor:
+    def squared_length(self, move: Tensors, like: Tensors) -> Tensor:
         """Return xᵀF̂x for a move x by name; each process adds what its shares give."""
         total = []
         for key, average in self.blocks:
@@ -238,9 +268,7 @@ def _placeholder(t: Tensor) -> Tensor:
 # --- published and taken up again ---------------------------------------------------------------
 
 
-def publish(
-    state: KFACState, into: MutableMapping[Tensor, dict[str, Any]], params: Mapping[str, Tensor]
-) -> None:
+def publish(state: KFACState, into: State, params: Tensors) -> None:
     """Write the state under its parameters; tensors are the state's own, not copies."""
     for p in params.values():  # a number keeps a dict that a flattened checkpoint would lose
         into[p] |= {"schedule": state.schedule, "average": {"mass": 0.0}, "inverse": {"ready": 0}}
@@ -283,7 +311,7 @@ def _own(t: Tensor, p: Tensor) -> Tensor:
 def restore(
     state: KFACState,
     saved: Mapping[str, Mapping[str, Any]],
-    params: Mapping[str, Tensor],
+    params: Tensors,
     expected: Forecast,
 ) -> None:
     """Fill an empty state with what `publish` wrote, by name; partners are as `expected`."""
@@ -312,7 +340,7 @@ def _restore_block(
     key: BlockKey,
     factors: dict[Factor, Side],
     own: Mapping[str, Any],
-    params: Mapping[str, Tensor],
+    params: Tensors,
 ) -> None:
     held, p = state.preconditioner, params[key.names[0]]
     size, wanted = prod(block_shape(key, factors)), sum(params[n].numel() for n in key.names)
@@ -342,14 +370,14 @@ def _restore_block(
         state.learned.add(key)
 
 
-def _moments(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
+def _moments(tensors: Tensors) -> dict[str, torch.Size]:
     """The shapes of a rule's moments, by name."""
     return {n: t.shape for n, t in tensors.items() if n in MOMENTS}
 
 
 def _key_of(
     name: str,
-    params: Mapping[str, Tensor],
+    params: Tensors,
     factors: Factors,
     expected: Forecast,
     shared: Sequence[str],

@@ -7,7 +7,7 @@ and nothing moves where a flag on the device says that a direction is not finite
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,9 +25,11 @@ from ..checks import dense_gradients
 BUFFERS = ("momentum", "first", "second")
 _EPS = 1e-8  # Adam's
 
+#: by parameter name
+Tensors = Mapping[str, Tensor]
 Groups = Iterable[Mapping[str, Any]]
 #: an optimizer's `state`
-State = Mapping[Tensor, dict[str, Any]]
+State = MutableMapping[Tensor, dict[str, Any]]
 
 
 class Parameters:
@@ -122,7 +124,7 @@ class Share:
 
 
 def shares_of(
-    groups: Groups, state: State, params: Parameters, given: Mapping[str, Tensor], moving: bool
+    groups: Groups, state: State, params: Parameters, given: Tensors, moving: bool
 ) -> list[Share]:
     """Return the parameters of these directions, by group; `moving` as in `make_buffers`."""
     shares = []
@@ -163,7 +165,7 @@ class Guard:
 
 
 def adam_move(
-    groups: Groups, state: State, params: Parameters, gradients: Mapping[str, Tensor], step: int,
+    groups: Groups, state: State, params: Parameters, gradients: Tensors, step: int,
     rest: float, broken: Tensor | None,
 ) -> None:  # fmt: skip
     """Take AdamW's step number `step`, from 1 on, along these gradients.
@@ -192,9 +194,7 @@ def adam_move(
             )  # fmt: skip
 
 
-def clip_shares(
-    shares: Sequence[Share], limit: float, length: Callable[[Mapping[str, Tensor]], Tensor]
-) -> None:
+def clip_shares(shares: Sequence[Share], limit: float, length: Callable[[Tensors], Tensor]) -> None:
     """Shorten the coming move m = μm + Δ to η²mᵀF̂m ≤ limit, where `length` returns xᵀF̂x.
 
     Directions are replaced by c·m − μm_old, so that `move` takes the step η·c·m.

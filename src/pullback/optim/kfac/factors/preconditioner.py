@@ -47,7 +47,7 @@ class Preconditioner:
     """
 
     def __init__(self, rule: Rule, damping: Damping, *, ekfac: bool) -> None:
-        self._rule, self.damping, self.ekfac = rule, damping, ekfac
+        self.rule, self.damping, self.ekfac = rule, damping, ekfac
         self.inverses: dict[BlockKey, Inverse] = {}
         #: shapes of the blocks' coordinates; inverses may be filled up
         self._shapes: dict[BlockKey, tuple[int, ...]] = {}
@@ -81,9 +81,9 @@ class Preconditioner:
         sizes = {"left": rows, "right": columns}
         dense = {f.side for f, t in factors.items() if len(t.shape) == 3}
         matrices = {side: zeros(groups, n, n) for side, n in sizes.items() if side in dense}
-        if self._rule.moments:
+        if self.rule.moments:
             self.inverses[key] = self._with_moments(matrices, shape, average.mass)
-        elif self._rule.needs == "eigenbasis":
+        elif self.rule.needs == "eigenbasis":
             own = matrices.get("left"), matrices.get("right"), zeros(shape)
             self.inverses[key] = Inverse(*own)
         else:
@@ -92,7 +92,7 @@ class Preconditioner:
 
     def _form(self, left: Tensor, right: Tensor) -> Inverse:
         """Return inverse sides as they are held: padded and perhaps in float16, or factors."""
-        if self._rule.needs == "factors":
+        if self.rule.needs == "factors":
             return Inverse(left, right, factors=True)
         more = aligned(right.shape[-1]) - right.shape[-1]
         inverse = Inverse(left, F.pad(right, (0, more) * (right.ndim - 1)))
@@ -104,9 +104,9 @@ class Preconditioner:
         """Return sides of norm 1, and moments of the gradient."""
         half = {side: m.to(half_sides(like)) for side, m in matrices.items()}
         own: Any = {}
-        for name, of in self._rule.moments.items():
+        for name, of in self.rule.moments.items():
             own[name] = like.new_zeros(shape if of == "entries" else (*shape[:-1], 1))
-        if self._rule.needs == "root":
+        if self.rule.needs == "root":
             return Inverse(None, half.get("right", like.new_zeros(shape[0], shape[-1])), **own)
         steps = like.new_zeros(shape[0])
         return Inverse(half.get("left"), half.get("right"), **own, steps=steps)
@@ -127,7 +127,7 @@ class Preconditioner:
     @property
     def untouched(self) -> tuple[str, ...]:
         """What a renewal leaves as it was: all moments, but those that turn with a basis."""
-        return MOMENTS[1:] if self._rule.needs == "basis" else MOMENTS
+        return MOMENTS[1:] if self.rule.needs == "basis" else MOMENTS
 
     def regroup(self) -> None:
         """Build stacks again when they are next needed: inverses were replaced."""
@@ -143,7 +143,7 @@ class Preconditioner:
             self.notes.pop(key, None)
         self._accept(self._units(averages, [k for k in keys if not k.kronecker], value))
         ways = {"eigenbasis": self._decompose, "basis": self._turn, "root": self._root}
-        prepare = ways.get(self._rule.needs, self._invert)
+        prepare = ways.get(self.rule.needs, self._invert)
         for some in self._portions([k for k in keys if k.kronecker]):
             self._accept(prepare(averages, some, value))
 
@@ -253,7 +253,7 @@ class Preconditioner:
             every += [pair.left, pair.right]
             scales += [scale, scale]
             added += self.damping.added(tuple(means), self._reference(key, averages), value)
-        factors = self._rule.needs == "factors"
+        factors = self.rule.needs == "factors"
         return inverses(every, scales=scales, shifts=added, singular=singular, factors=factors)
 
     def _decompose(
@@ -397,7 +397,7 @@ class Preconditioner:
         stacks: list[Tensor] = []
         for group in self._groups or ():
             if not gradients.keys().isdisjoint(group.names):
-                own, some = group.directions(self._rule, gradients, good)
+                own, some = group.directions(self.rule, gradients, good)
                 found |= own
                 stacks += some
         return {n: found[n] for n in gradients if n in found}, stacks
