@@ -231,41 +231,30 @@ class Layout:
     others saw. One that sees a parameter in another block is an error on all of them.
     """
 
-    #: of Σaaᵀ, Σa and the counts of places
-    inputs: tuple[tuple[Factor, tuple[tuple[int, ...], ...]], ...]
-    values: tuple[tuple[Factor, tuple[int, ...]], ...]
+    #: of "inputs" those of Σaaᵀ, Σa and the counts of places; of "values" one
+    shapes: dict[tuple[str, Factor], tuple[tuple[int, ...], ...]]
     dtype: torch.dtype
 
     @property
     def sides(self) -> dict[Factor, tuple[int, ...]]:
         """The shapes of Σaaᵀ and of Σδδᵀ."""
-        roles = {f.role for f, _ in self.values}
-        inputs = {f: shapes[0] for f, shapes in self.inputs if f.role in roles}
-        return inputs | dict(self.values)
+        roles = {f.role for kind, f in self.shapes if kind == "values"}
+        return {f: shapes[0] for (_, f), shapes in self.shapes.items() if f.role in roles}
 
     @classmethod
     def of(cls, sums: Sums) -> Layout:
         """Return the shapes of these sums."""
-        inputs = [
-            (f, (tuple(m.second.shape), tuple(m.first.shape), tuple(_places(m).shape)))
-            for f, m in sorted(sums.inputs.items())
-        ]
-        values = [(f, tuple(t.shape)) for f, t in sorted(sums.values.items())]
-        held = [memory(t) for t in sums.values.values()]
-        held += [memory(m.second) for m in sums.inputs.values()]
-        return cls(tuple(inputs), tuple(values), held[0].dtype)
+        held: dict[Any, Any] = {("values", f): (t,) for f, t in sorted(sums.values.items())}
+        for f, m in sorted(sums.inputs.items()):
+            held["inputs", f] = m.second, m.first, _places(m)
+        shapes = {key: tuple(tuple(t.shape) for t in some) for key, some in held.items()}
+        return cls(shapes, memory(next(iter(held.values()))[0]).dtype)
 
     def join(self, other: Layout) -> Layout | None:
         """Return the layout with the factors of both; None where they contradict each other."""
-        both = Layout(
-            tuple(sorted({**dict(self.inputs), **dict(other.inputs)}.items())),
-            tuple(sorted({**dict(self.values), **dict(other.values)}.items())),
-            self.dtype,
-        )
-        fits = both.dtype == other.dtype
-        for one in (self, other):
-            fits = fits and {*one.inputs} <= {*both.inputs} and {*one.values} <= {*both.values}
-        return both if fits else None
+        both, same = {**self.shapes, **other.shapes}, {**other.shapes, **self.shapes}
+        fits = both == same and self.dtype == other.dtype
+        return Layout(dict(sorted(both.items())), self.dtype) if fits else None
 
     def fill(self, sums: Sums, like: Tensor) -> None:
         """Add zeros for what this process did not see."""
@@ -274,14 +263,13 @@ class Layout:
             shown = torch.zeros((), dtype=self.dtype, device=like.device).expand(*shape)
             return zeros_like(shown)
 
-        for factor, (second, first, places) in self.inputs:
-            if factor not in sums.inputs:
-                count = torch.zeros(places, device=like.device) if places else 0.0
-                moments = Moments(zeros(second), memory(zeros(first)), count)
-                sums.inputs[factor] = moments
-        for factor, shape in self.values:
-            if factor not in sums.values:
+        for (kind, factor), (shape, *rest) in self.shapes.items():
+            if kind == "values" and factor not in sums.values:
                 sums.values[factor] = zeros(shape)
+            elif kind == "inputs" and factor not in sums.inputs:
+                first, places = rest
+                count = torch.zeros(places, device=like.device) if places else 0.0
+                sums.inputs[factor] = Moments(zeros(shape), memory(zeros(first)), count)
 
 
 Layouts = dict[BlockKey, Layout]
@@ -314,7 +302,7 @@ def join_layouts(every: Sequence[Layouts]) -> Layouts:
 
 def _said(key: BlockKey, layouts: Layouts) -> str:
     layout = layouts[key]
-    shapes = [shape for _, shape in layout.values]
+    shapes = [shape for (kind, _), (shape, *_) in layout.shapes.items() if kind == "values"]
     together = f" of {' and '.join(key.names)}" if len(key.names) > 1 else ""
     return f"a {key.kind} block{together} with sides {shapes} in {layout.dtype}"
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ...._core.flags import lerp_unless
 from ....grams.kronecker import Block, Pair, Units, merged, sides
 from ....grams.kronecker.inverting import over_groups
 from ....grams.kronecker.packed import Side, map_memory, memory, whole, zeros_like
@@ -111,15 +112,7 @@ def ema_update(
             own = [memory(average.mean[f]) for f in new]
             torch._foreach_lerp_(own, list(map(memory, new.values())), 1 / average.count)
     for values, news in kinds.values():
-        if broken is None:
-            torch._foreach_lerp_(values, news, 1 - ema)
-            continue
-        # v − (1 − ema)(v − new), by the one kernel that reads a flag on the device
-        torch._fused_sgd_(
-            values, news, [], weight_decay=1.0, momentum=0.0, lr=1 - ema, dampening=0.0,
-            nesterov=False, maximize=True, is_first_step=False, grad_scale=None,
-            found_inf=broken.to(values[0].device),
-        )  # fmt: skip
+        lerp_unless(broken, values, news, 1 - ema)
 
 
 def guardable(pairs: Sequence[tuple[Average, Factors]], ema: float) -> bool:

@@ -18,13 +18,21 @@ from ....maps.record import Entry
 from ...checks import refuse_sparse
 from ..factors.factor import DIAGONAL, BlockKey
 from .compound import CompoundReplays, tap_moments
-from .cotangents import CotangentPass, UseMoments, form_inputs
+from .cotangents import (
+    AllSums,
+    CotangentPass,
+    UseMoments,
+    UserPass,
+    alike,
+    form_inputs,
+    passes,
+    tells,
+)
 from .covectors import Covectors, NotFinite, Recipe
 from .descent import Descent, unknown_layouts, used_by_functions
 from .plan import BlockPlan, different_forms, use_of
 from .record import ForwardRecord
 from .sums import Pool, factors_of
-from .user_pass import AllSums, UserPass, alike, passes, tells
 
 _ROUTES = 256  # ways through a network that are remembered
 _PLACES = 4096  # at which a layer's inputs are measured where they alone are
