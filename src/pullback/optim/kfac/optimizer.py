@@ -22,7 +22,7 @@ from ...grams.kronecker import Kronecker
 from ...likelihoods import Likelihood
 from ...metrics import Metric
 from ...steps import QuadraticModel
-from ..checks import own_group, refuse_model
+from ..checks import own_group, refuse_inference, refuse_model
 from ..terms import Objective
 from . import options, report, update
 from .closure import Source, Undo, best_combination, source_of, trial_move
@@ -349,7 +349,7 @@ class KFAC(Optimizer):
             closure's pass, as after any forward pass). An exception from a controlled step has
             changed nothing at all.
         """
-        options.refuse_inference()
+        refuse_inference("what is made there cannot be updated later")
         options.check_rates(self.param_groups)
         if self._replicas.processes.group is None:
             refuse_untold("KFAC", "it was built before they met")

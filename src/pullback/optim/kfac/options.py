@@ -8,7 +8,6 @@ from math import inf
 from numbers import Real
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
@@ -190,12 +189,8 @@ class Options(Recipe):
     @property
     def once(self) -> bool:
         """Whether factors serve one step, for which they are damped by a constant."""
-        often = self.invert_every == 1 == self.statistics_every
-        return (
-            often
-            and self.damping.value > 0
-            and not (self.damping.referenced or self.damping.controlled)
-        )
+        own, often = self.damping, self.invert_every == 1 == self.statistics_every
+        return often and own.value > 0 and not (own.referenced or own.controlled)
 
     @property
     def defaults(self) -> dict[str, Any]:
@@ -272,14 +267,4 @@ def refuse_spread(own: Options, *, teams: bool, shards: bool) -> None:
             "A controlled step does not go with a sharded model",
             "Adaptive damping and QuadraticModel look at whole parameters",
             "Leave them out, or wrap the model in DistributedDataParallel",
-        )
-
-
-def refuse_inference() -> None:
-    """Raise where averages would be made of tensors that nothing may change later."""
-    if torch.is_inference_mode_enabled():
-        raise PullbackError(
-            "step() was called in inference mode",
-            "what is made there cannot be updated later",
-            "Leave torch.inference_mode() before stepping",
         )

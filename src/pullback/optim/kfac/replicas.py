@@ -102,7 +102,8 @@ class Replicas:
         """Make the pooled sums those of all processes; raise on all where they contradict."""
         processes, pool, structure = self.processes, capture.pool, capture.structure
         broken = isinstance(pool.samples, float) and isnan(pool.samples)
-        layouts = {} if broken else layouts_of(pool)
+        keys = [] if broken else sorted(pool.sums, key=lambda key: key.names)
+        layouts = {key: Layout.of(pool.sums[key]) for key in keys}
         partners, rates = sorted(structure.partners.items()), _rates(params, groups, schedule)
         told = repr((layouts, partners)), repr([*gradients]), repr(rates)
         codes = [crc32(text.encode()) for text in told]
@@ -273,11 +274,6 @@ class Layout:
 
 
 Layouts = dict[BlockKey, Layout]
-
-
-def layouts_of(pool: Pool) -> Layouts:
-    """Return the shapes of what was pooled, in the order in which it is sent."""
-    return {k: Layout.of(pool.sums[k]) for k in sorted(pool.sums, key=lambda k: k.names)}
 
 
 def join_layouts(every: Sequence[Layouts]) -> Layouts:

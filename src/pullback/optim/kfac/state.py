@@ -15,7 +15,7 @@ A bias that shares the block of its weight has numbers alone there.
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain
 from math import prod
 from typing import Any
@@ -27,15 +27,16 @@ from ..._core.errors import PullbackError
 from ..._core.flags import finite
 from ...grams.kronecker.inverse import MOMENTS, Inverse
 from ...grams.kronecker.packed import Side, as_side, memory
-from .factors.average import Average, ema_update, guardable
+from .factors.average import Average, ema_update
 from .factors.damping import refuse_reference
 from .factors.factor import SPECTRUM, BlockKey, Factor, Factors, block_shape, to_block
-from .factors.preconditioner import Preconditioner
+from .factors.preconditioner import Preconditioner, placeholder
 from .replicas import Replicas
 from .statistics.plan import Forecast
 from .update import Guard, State, Tensors
 
 _ALONE = BlockKey("kronecker", ("",))
+_HALF = 0.5  # weights of the past below it would keep the round-off of what is forgotten
 _SCHEDULE = ("step", "taken", "damping", "retry")
 
 
@@ -71,11 +72,10 @@ class KFACState:
         """Show a block of these shapes; memory is taken with its first statistics."""
         self.allocate(key, like)
         own = self.preconditioner
-        self.averages[key] = self.averages[key].map(_placeholder)
-        shown = {n: _placeholder(t) for n, t in own.inverses[key].tensors().items()}
-        own.inverses[key] = replace(own.inverses[key], **shown)
+        self.averages[key] = self.averages[key].map(placeholder)
+        own.change(key, placeholder)
         if key in own.spectra:
-            own.spectra[key] = own.spectra[key].map(_placeholder)
+            own.spectra[key] = own.spectra[key].map(placeholder)
         self.reserved.add(key)
 
     def reserve_expected(self, expected: Forecast) -> None:
@@ -116,13 +116,10 @@ class KFACState:
         self.averages[key] = self.averages[key].map(lambda t: t.to(like))
         if key in own.spectra:
             own.spectra[key] = own.spectra[key].map(lambda t: t.to(like))
-        inverse = own.inverses[key]
-        if inverse.dtype == like.dtype:
-            moved = {n: t.to(like.device) for n, t in inverse.tensors().items()}
-            own.inverses[key] = replace(inverse, **moved)
+        if own.inverses[key].dtype == like.dtype:
+            own.change(key, lambda t: t.to(like.device))
         else:  # made anew from the averages
             own.allocate(key, self.averages[key])
-        own.regroup()
 
     def follow(self, params: Tensors) -> None:
         """Bring blocks to the devices of their parameters, where the model was moved."""
@@ -241,10 +238,12 @@ class KFACState:
         """
         if not self.learned <= self.preconditioner.ready or not self.learned.issuperset(found):
             return False
-        if not found:
-            return True
-        pairs = [(self.averages[key], own) for key, own in found.items()]
-        return all(average.fits(own) for average, own in pairs) and guardable(pairs, ema)
+        for average, new in [(self.averages[key], own) for key, own in found.items()]:
+            if ema < _HALF or average.mean or not average.mass.is_cuda or not average.fits(new):
+                return False
+            if any(memory(average.value[f]).stride() != memory(t).stride() for f, t in new.items()):
+                return False
+        return True
 
     def memory(self) -> dict[str, int]:
         """Bytes held, by what for."""
@@ -258,11 +257,6 @@ class KFACState:
             "averages": sum(t.nbytes for t in averages + spectra),
             "inverses": sum(t.nbytes for t in inverses),
         }
-
-
-def _placeholder(t: Tensor) -> Tensor:
-    """Zeros of this shape that take no memory."""
-    return t.new_zeros(()).expand(t.shape)
 
 
 # --- published and taken up again ---------------------------------------------------------------

@@ -15,8 +15,6 @@ from ....grams.kronecker.inverting import over_groups
 from ....grams.kronecker.packed import Side, map_memory, memory, whole, zeros_like
 from .factor import BlockKey, Factor, Factors, block_shape
 
-_HALF = 0.5  # weights of the past below it would keep the round-off of what is forgotten
-
 
 @dataclass
 class Average:
@@ -113,14 +111,6 @@ def ema_update(
             torch._foreach_lerp_(own, list(map(memory, new.values())), 1 / average.count)
     for values, news in kinds.values():
         lerp_unless(broken, values, news, 1 - ema)
-
-
-def guardable(pairs: Sequence[tuple[Average, Factors]], ema: float) -> bool:
-    """Whether `ema_update` can be guarded by a flag on the device: there is such a kernel."""
-    cuda = all(average.mass.is_cuda and not average.mean for average, _ in pairs)
-    both = [(average.value[f], t) for average, new in pairs for f, t in new.items()]
-    alike = all(memory(held).stride() == memory(t).stride() for held, t in both)
-    return cuda and alike and ema >= _HALF
 
 
 def block_of(key: BlockKey, factors: Factors, corner: Tensor | float = 1.0) -> Block:

@@ -8,7 +8,6 @@ direction. One team of all processes sends no directions; teams of one hold leas
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -21,7 +20,7 @@ from ....grams.kronecker.inverse import Inverse
 from ....grams.kronecker.packed import memory
 from .average import Average
 from .factor import SPECTRUM, BlockKey
-from .preconditioner import Preconditioner
+from .preconditioner import Preconditioner, placeholder
 
 
 class Placement:
@@ -134,13 +133,8 @@ class Placement:
         """Give up the memory of inverses that other teams hold."""
         for key in own.inverses:
             if key not in own.absent and key in self.owners and not self.holds(key):
-                shown = {
-                    n: t.new_zeros(()).expand(t.shape)
-                    for n, t in own.inverses[key].tensors().items()
-                }
-                own.inverses[key] = replace(own.inverses[key], **shown)
+                own.change(key, placeholder)
                 own.absent.add(key)
-                own.regroup()
 
     def collect(self, own: Preconditioner) -> None:
         """Bring the inverses of all teams here; `release` gives them up again."""
@@ -148,8 +142,7 @@ class Placement:
         tensors, owners = [], []
         for key in keys:
             if key in own.absent:
-                room = {n: t.contiguous() for n, t in own.inverses[key].tensors().items()}
-                own.inverses[key] = replace(own.inverses[key], **room)
+                own.change(key, Tensor.contiguous)
             for t in own.inverses[key].tensors().values():
                 tensors.append(t)
                 owners.append(self.team_of(key))

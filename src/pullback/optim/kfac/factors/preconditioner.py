@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -120,6 +120,11 @@ class Preconditioner:
         self.ready.discard(key)
         self.absent.discard(key)
         self._groups = None
+
+    def change(self, key: BlockKey, change: Callable[[Tensor], Tensor]) -> None:
+        """Replace all tensors of a block's inverse."""
+        new: Any = {n: change(t) for n, t in self.inverses[key].tensors().items()}
+        self.inverses[key], self._groups = replace(self.inverses[key], **new), None
 
     @property
     def untouched(self) -> tuple[str, ...]:
@@ -468,6 +473,11 @@ class _Group:
         elif g.dtype != self._dtype:
             g = g.to(self._dtype)
         return g.reshape(-1) if self._units and g.ndim != 1 else g
+
+
+def placeholder(t: Tensor) -> Tensor:
+    """Return zeros of this shape that take no memory."""
+    return t.new_zeros(()).expand(t.shape)
 
 
 def _overlap(new: Tensor | None, old: Tensor | None) -> Tensor | None:

@@ -268,18 +268,6 @@ def _observe(
         own._measure(i, delta)
 
 
-def passes(way: Descent) -> tuple[int, ...]:
-    """Return the uses that the backward pass under way is going to reach."""
-    will = torch._C._will_engine_execute_node
-    return tuple([i for i, edge in enumerate(way.edges) if will(edge.node)])
-
-
-def tells(way: Descent, covector: Tensor) -> bool:
-    """Whether a covector with signs would show that samples meet: some have another sign."""
-    same = torch.equal(covector, way.covector) or torch.equal(covector, -way.covector)
-    return way.samples == 1 or not same
-
-
 def alike(way: Descent, found: AllSums, expected: AllSums) -> bool:
     """Whether both sums of squares are the same, up to round-off in the layers' precision."""
     half = any(entry.input.dtype in _HALF for entry in way.record.entries)
