@@ -21,6 +21,8 @@ $(STAMP): pyproject.toml experiments/pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "==> installing pullback, its experiments and development tools (a few minutes the first time)"
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[dev]" -e ./experiments
+	@echo "==> installing the packages whose models and loops are tested"
+	@$(BIN)/python -m pip install -q --disable-pip-version-check --no-compile -c constraints.txt -e ".[models]"
 	@touch $@
 
 demo: $(STAMP) ## run the demonstration; its figure is written to demo/
@@ -36,10 +38,12 @@ check: lint contracts ## for daily work: what differs from origin/main, or from 
 	@echo "==> pytest, tests of changed files"
 	@$(CHANGED) tests $(BASE) | xargs -r $(PYTEST)
 
-lint: $(STAMP) ## style and formatting
+lint: $(STAMP) ## style, formatting and spelling
 	@echo "==> ruff"
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
+	@echo "==> codespell"
+	@$(BIN)/codespell
 
 types: $(STAMP) ## static types
 	@echo "==> basedpyright"

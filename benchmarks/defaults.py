@@ -28,9 +28,8 @@ from torch import Tensor, nn
 
 import pullback as pb
 from pullback_experiments.learning.data import DataSet, cifar10, digits
-from pullback_experiments.races.corpus import python_files
-from pullback_experiments.races.decoder import Decoder
-from pullback_experiments.races.vision import ResNet
+from pullback_experiments.races.networks import Decoder, ResNet
+from pullback_experiments.races.tasks import python_files
 
 from .timing import environment, synchronize
 

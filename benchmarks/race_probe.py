@@ -24,9 +24,8 @@ from typing import Any
 
 import torch
 
-from pullback_experiments.races.corpus import python_files
 from pullback_experiments.races.loop import run
-from pullback_experiments.races.tasks import TASKS, TextData
+from pullback_experiments.races.tasks import TASKS, TextData, python_files
 
 SIZES = {"quick": "text-quick", "small": "text", "large": "text-large"}
 _DIGITS = 5  # of the losses in a curve

@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pullback.metrics.rkhs import Matern, median_distance
-from pullback_experiments.showcase.digits import load
+from pullback_experiments.showcase.problems import load
 
 from .timing import environment
 

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import pullback as pb
 
 from .checks import Checks, same_everywhere
-from .world import World, place
+from .world import World, place, round_off
 
 CHECKS = Checks(__name__)
 SIZE = 3
@@ -290,9 +290,9 @@ def objectives(rank: int, size: int) -> None:
     for _ in range(STEPS):
         a = one.step(objective=objective(alone, x))
         b = many.step(objective=objective(shared, x[cuts[rank] : cuts[rank + 1]]))
-        assert abs(a.loss - b.loss) <= 1e-10
+        assert abs(a.loss - b.loss) <= round_off()
         assert a.rows == b.rows
-    assert (flat(alone) - flat(shared)).norm() <= 1e-10 * flat(alone).norm()
+    assert (flat(alone) - flat(shared)).norm() <= round_off() * flat(alone).norm()
     same_everywhere(flat(shared))
 
 

@@ -24,7 +24,7 @@ from pullback.pde.discretize import Trial
 from pullback.pde.validation import Validation
 
 from .checks import Checks, same_everywhere
-from .world import World, place
+from .world import World, place, round_off
 
 CHECKS = Checks(__name__)
 
@@ -41,9 +41,9 @@ def mine(rank: int) -> Any:
     return dist.new_group([rank], use_local_synchronization=True)
 
 
-def compare(rank: int, problem: pde.Problem, tol: float = 1e-10, **options: Any) -> None:
+def compare(rank: int, problem: pde.Problem, tol: float = 0.0, **options: Any) -> None:
     """The same problem by each process alone, and by all together."""
-    options = {"steps": 10, "progress": False, "points": 50, **options}
+    options, tol = {"steps": 10, "progress": False, "points": 50, **options}, tol or round_off()
     inputs = problem.domain.dim
     one, many = network(inputs), network(inputs)
     start = flat(one)

@@ -25,6 +25,14 @@ def place() -> torch.device:
     return _PLACE[0]
 
 
+def round_off() -> float:
+    """Return how far equal results may differ where a pseudo-inverse magnifies round-off.
+
+    A GPU adds in another order, alone as well.
+    """
+    return 1e-10 if place().type == "cpu" else 1e-8
+
+
 def settle(device: str) -> None:
     """Let models and batches be there from now on, in this process."""
     _PLACE[0] = torch.device(device)

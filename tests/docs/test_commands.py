@@ -43,6 +43,8 @@ def test_command_exists(found: tuple[str, ...]) -> None:
             assert registry.find(rest[1]).anywhere or "--device" not in rest
         if rest[0] == "solve" and rest[1:] not in ([], ["NAME"]):
             assert rest[1] in pde.SETUPS
+    elif program == "torchrun" or rest[0].endswith(".py"):
+        assert all((ROOT / word).exists() for word in rest if word.endswith(".py"))
     elif program == "python":
         flag, module, *arguments = rest
         assert flag == "-m"

@@ -17,7 +17,7 @@ from pullback import pde
 from pullback.cli.app import app
 from pullback.cli.solving import setups
 from pullback_experiments import registry
-from pullback_experiments.commands import bench, listing, pace
+from pullback_experiments.commands import bench, listing
 
 from .small import Small, said, slow
 
@@ -56,7 +56,7 @@ def test_an_output_that_lacks_characters_is_written_all_the_same() -> None:
 
 
 def test_every_quick_version_has_an_expected_time(tmp_path: Path) -> None:
-    assert set(pace.QUICK) == set(registry.names())
+    assert set(listing.QUICK) == set(registry.names())
     told = [listing.known(registry.find(name), tmp_path) for name in registry.names()]
     assert all(re.fullmatch(r"about .* \(quick\)", time) and not word for time, word in told)
 
@@ -188,8 +188,7 @@ def test_list_names_paper_figure_claim_and_time(small: list[Small], tmp_path: Pa
     assert run.invoke(app, ["run", "small", "--out", str(tmp_path)]).exit_code == 0
     listed = run.invoke(app, ["list", "--out", str(tmp_path)])
     line = next(line for line in listed.stdout.splitlines() if line.startswith("small "))
-    for words in ("Nobody (2000), Figure 1", "0.0 s", "reproduced"):
-        assert words in line
+    assert re.search(r"Nobody \(2000\), Figure 1 .* \d\.\d s +reproduced", line)
 
 
 @pytest.fixture

@@ -11,11 +11,9 @@ from torch import Tensor
 from torch.func import hessian, vmap
 
 from pullback import PullbackError
-from pullback_experiments.showcase import digits
-from pullback_experiments.showcase.least_squares import LeastSquares, target
-from pullback_experiments.showcase.poisson import Poisson
+from pullback_experiments.showcase import problems
+from pullback_experiments.showcase.problems import PROBLEMS, LeastSquares, Poisson, target
 from pullback_experiments.showcase.race import run, tune
-from pullback_experiments.showcase.table import PROBLEMS
 
 
 @pytest.mark.slow
@@ -112,7 +110,11 @@ def test_a_diverging_setting_ends_last() -> None:
     assert not math.isfinite(ends[1][1])
 
 
-def test_missing_scikit_learn_is_said_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_scikit_learn_is_said_plainly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PULLBACK_DATA", raising=False)
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(PullbackError, match="scikit-learn"):
-        digits.load()
+        problems.load()

@@ -12,12 +12,10 @@ from pullback._core.errors import PullbackError
 from pullback_experiments.learning import data
 from pullback_experiments.races import EXPERIMENTS, checks
 from pullback_experiments.races.checks import Lead, final, reached
-from pullback_experiments.races.corpus import Corpus, python_files
-from pullback_experiments.races.decoder import Decoder
 from pullback_experiments.races.loop import RaceTask, run
+from pullback_experiments.races.networks import Decoder, ImageData, ResNet, VisionTransformer
 from pullback_experiments.races.optimizers import OPTIMIZERS, OURS, hidden
-from pullback_experiments.races.tasks import TASKS
-from pullback_experiments.races.vision import ImageData, ResNet, VisionTransformer
+from pullback_experiments.races.tasks import TASKS, Corpus, python_files
 
 CPU = torch.device("cpu")
 

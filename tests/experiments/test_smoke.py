@@ -9,7 +9,6 @@ from typer.testing import CliRunner
 from pullback.cli.app import app
 from pullback_experiments import Results, registry
 from pullback_experiments.framework.check import Check
-from pullback_experiments.framework.runner import opened
 
 from .small import quiet
 
@@ -52,7 +51,7 @@ def test_smoke(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert all(p.read_bytes()[:4] == b"\x89PNG" for p in pictures)
     assert {p.with_suffix(".svg") for p in pictures} <= set(done.files)
 
-    store = opened(ours, True, tmp_path)  # the same configuration: nothing would be done again
+    store = ours.opened(True, tmp_path)  # the same configuration: nothing would be done again
     assert len(store) == done.total
     assert not ours.judged or tuple(ours.judge(Results(store, done.seeds, True))) == done.checks
 

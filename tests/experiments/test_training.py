@@ -21,8 +21,7 @@ from pullback.steps import Constant
 from pullback_experiments import Context, Paused, Results
 from pullback_experiments.framework.store import Store
 from pullback_experiments.learning import data, schedules
-from pullback_experiments.learning.evaluation import Seen, accuracy
-from pullback_experiments.learning.training import fit
+from pullback_experiments.learning.training import Seen, accuracy, fit
 
 DATA = data.generated(shape=(6,), classes=3, samples=60).to("cpu", torch.float64)
 

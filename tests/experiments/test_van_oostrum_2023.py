@@ -9,8 +9,7 @@ from torch import Tensor
 from pullback.testing import assert_close
 from pullback_experiments import van_oostrum_2023
 from pullback_experiments.framework.experiment import Context
-from pullback_experiments.framework.results import Results
-from pullback_experiments.framework.store import Store
+from pullback_experiments.framework.store import Results, Store
 from pullback_experiments.van_oostrum_2023 import examples, theorems
 from pullback_experiments.van_oostrum_2023.theorems import DAMPED, INVERSES, Scene
 

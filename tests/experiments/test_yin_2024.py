@@ -18,12 +18,10 @@ from pullback.solvers import OrthogonalGreedy, PseudoInverse, Solution
 from pullback.steps import Clip, Constant, GridLineSearch, Local
 from pullback_experiments import yin_2024
 from pullback_experiments.yin_2024 import problems
-from pullback_experiments.yin_2024.methods import Natural
+from pullback_experiments.yin_2024.methods import ArgMin, Natural, Watch
 from pullback_experiments.yin_2024.problems import Fit, Setting
-from pullback_experiments.yin_2024.runs import entries
+from pullback_experiments.yin_2024.runs import Summary, entries
 from pullback_experiments.yin_2024.runs import run as run_one
-from pullback_experiments.yin_2024.search import ArgMin, Watch
-from pullback_experiments.yin_2024.statistics import Summary
 
 EXPERIMENTS = {e.name.removeprefix("yin-2024-"): e for e in yin_2024.EXPERIMENTS}
 FITTED = Setting(problems.least_squares, (2, 4, 1), {"equation": 40})

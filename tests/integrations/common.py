@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 import pullback as pb
 
-WORDS, LENGTH, IGNORED = 24, 8, -100
+WORDS, LENGTH, IGNORED = 9, 8, -100
 NATURAL: dict[str, Any] = {
     "likelihood": pb.likelihoods.Categorical(), "fisher": "exact", "statistics_every": 2,
     "invert_every": 4,
@@ -95,13 +95,19 @@ def fit(model: Any, folder: Any, kfac: dict[str, Any], resume: Any = None, **opt
 
 
 def accelerated(
-    rank: int, size: int, kfac: dict[str, Any], after: bool = False, micro: int = 2, **options: Any
+    rank: int,
+    size: int,
+    kfac: dict[str, Any],
+    after: bool = False,
+    micro: int = 2,
+    dtype: torch.dtype = torch.float64,
+    **options: Any,
 ) -> Tensor:
     """Train by Accelerate's `accumulate`; the optimizer is built before wrapping, or after."""
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=micro, **options)
-    model, (x, y) = gpt2(), batches(64)
+    model, (x, y) = gpt2(dtype=dtype), batches(64)
     words = TensorDataset(x, y)
     loader: Any = DataLoader(words, batch_size=16 // size // micro)
     if after:

@@ -1,6 +1,6 @@
-"""What every process does: `torchrun --nproc-per-node 2 -m tests.integrations.processes FOLDER`.
+"""What every process does: `torchrun -m tests.integrations.processes trainer FOLDER`.
 
-Each loop's parameters, and errors as texts, are written to FOLDER/RANK.pt.
+Parameters after each loop, and errors as texts, are written to FOLDER/RANK.pt.
 """
 
 from __future__ import annotations
@@ -44,34 +44,48 @@ def built_too_early(early: Any) -> None:
     early.step()
 
 
-def main(folder: Path) -> None:
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+def with_accelerate(rank: int, size: int, folder: Path) -> dict[str, Any]:
+    return {
+        "built before wrapping": accelerated(rank, size, NATURAL),
+        "built after wrapping": accelerated(rank, size, NATURAL, after=True),
+        "spectral": accelerated(rank, size, SPECTRAL),
+    }
+
+
+def with_trainer(
+    rank: int, size: int, folder: Path, options: dict[str, Any] = SPECTRAL
+) -> dict[str, Any]:
     early, found = pb.KFAC(gpt2(), **NATURAL), {}
-    found["accelerate"] = accelerated(rank, size, NATURAL)
-    found["accelerate, built after wrapping"] = accelerated(rank, size, NATURAL, after=True)
-    found["accelerate, spectral"] = accelerated(rank, size, SPECTRAL)
+    share = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+    saved = {**share, "save_strategy": "steps", "save_steps": 3}
+    found["whole"] = vector(fit(gpt2(), folder, options, **saved).model)
+    resumed = fit(gpt2(), folder, options, resume=str(folder / "checkpoint-3"), **share)
+    found["resumed"] = vector(resumed.model)
     found["built too early"] = error_of(built_too_early, early)
     found["not told"] = error_of(pb.KFAC, gpt2())
-    share = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
-    for name, options in (("natural", NATURAL), ("spectral", SPECTRAL)):
-        own = folder / name
-        saved = {**share, "save_strategy": "steps", "save_steps": 3}
-        found[f"trainer, {name}"] = vector(fit(gpt2(), own, options, **saved).model)
-        resumed = fit(gpt2(), own, options, resume=str(own / "checkpoint-3"), **share)
-        found[f"trainer, {name}, resumed"] = vector(resumed.model)
+    return found
+
+
+def with_natural_trainer(rank: int, size: int, folder: Path) -> dict[str, Any]:
+    return with_trainer(rank, size, folder, NATURAL)
+
+
+def with_lightning(rank: int, size: int, folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
     for name, manual, more in (
         ("automatic", False, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}),
         ("manual", True, {}),
     ):
         module = classifier(NATURAL, manual)
         lightning_fit(module, rank, size, **more)
-        found[f"lightning, {name}"] = vector(module.net)
-    found["lightning, whole module"] = error_of(
-        lightning_fit, classifier(NATURAL, inner=False), rank, size
-    )
-    torch.save(found, folder / f"{rank}.pt")
+        found[name] = vector(module.net)
+    whole = classifier(NATURAL, inner=False)
+    found["the whole module"] = error_of(lightning_fit, whole, rank, size)
+    return found
 
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    main(Path(sys.argv[1]))
+    loop, folder = globals()[f"with_{sys.argv[1]}"], Path(sys.argv[2])
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.save(loop(rank, size, folder), folder / f"{rank}.pt")

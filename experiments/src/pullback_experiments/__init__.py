@@ -48,7 +48,7 @@ To add one, make a folder `author_year_topic/` here whose `__init__.py` has a tu
 Long items take checkpoints: `Item(..., resumable=True)`; write them under `context.folder()`, and
 where `context.due` save and `raise Paused`. `training.fit` does that for networks. Items of
 `once=True` come before the seeds (a search for settings) and are read by `context.done.once(key)`.
-`data.py` has the data sets, `plots` the palette, bands over seeds and axes, `quantiles` medians of
+`data.py` has the data sets, `plots` the palette, bands over seeds and axes, `curves` medians of
 runs that end early. From Python: `Decay(…).run(quick=True, out=Path("results"))`; with `workers=2`
 items are done in two processes, after those of `once=True`.
 
@@ -61,28 +61,26 @@ from typing import TYPE_CHECKING
 from pullback._core.lazy import attach
 
 if TYPE_CHECKING:
-    from .framework.check import Check, Verdict, recorded
+    from .framework.check import Check, Outcome, Verdict, recorded
     from .framework.curves import Chart, Line, Series, over_seeds
+    from .framework.executor import run
     from .framework.experiment import Context, Experiment, Item, Paused
-    from .framework.outcome import Outcome
-    from .framework.plain import Record
-    from .framework.results import Results
-    from .framework.runner import run
-    from .framework.seeds import seed_range
+    from .framework.progress import seed_range
+    from .framework.records import Record
+    from .framework.store import Results
     from .framework.tabular import Table
     from .registry import find, names
 else:
     __getattr__, __dir__ = attach(
         __name__,
         {
-            "framework.check": "Check Verdict recorded",
+            "framework.check": "Check Outcome Verdict recorded",
             "framework.curves": "Chart Line Series over_seeds",
+            "framework.executor": "run",
             "framework.experiment": "Context Experiment Item Paused",
-            "framework.outcome": "Outcome",
-            "framework.plain": "Record",
-            "framework.results": "Results",
-            "framework.runner": "run",
-            "framework.seeds": "seed_range",
+            "framework.progress": "seed_range",
+            "framework.records": "Record",
+            "framework.store": "Results",
             "framework.tabular": "Table",
             "registry": "find names",
         },

@@ -9,7 +9,6 @@ import typer
 from pullback.cli.terminal import RESULTS, Device, Out, console, refusing
 
 from . import registry
-from .framework.seeds import seed_range
 
 
 def list_all(out: Out = RESULTS) -> None:
@@ -39,6 +38,8 @@ def run(
 
     Status: 0 all checks are as recorded, 1 some are not, 3 there is more to do.
     """
+    from .framework.progress import seed_range
+
     with refusing():
         found = registry.find(name)
         asked = None if seeds is None else seed_range(seeds)

@@ -19,10 +19,9 @@ from pullback.cli.files import folder
 from pullback.cli.terminal import forgiving
 
 from .commands import report
-from .framework.outcome import Outcome
-from .framework.runner import opened
-from .showcase.display import described, progress, results, shown
-from .showcase.experiment import Demonstration, budget, problems
+from .framework.check import Outcome
+from .showcase.display import described, progress, shown
+from .showcase.experiment import Demonstration, budget, problems, table
 from .showcase.problem import Problem
 from .showcase.race import Curve, run, tune
 
@@ -51,7 +50,7 @@ def kept(out: Path, quick: bool, races: Sequence[tuple[Problem, list[Curve]]]) -
     """Save the runs in the place of older ones, as the experiment would; its figure too."""
     demonstration = Demonstration()
     (out / f"{demonstration.stem(quick)}.json").unlink(missing_ok=True)
-    store, here = opened(demonstration, quick, folder(out)), environment()
+    store, here = demonstration.opened(quick, folder(out)), environment()
     for problem, curves in races:
         for curve in curves:
             name = ((problem.title, curve.name), demonstration.seeds[0])
@@ -83,7 +82,7 @@ def main(
         return
     for problem, curves in races:
         console.print()
-        console.print(results(problem, curves))
+        console.print(table(problem, curves))
     drawn = list(kept(out, quick, races).files[1:])
     for problem, curves in races:
         drawn += [problem.picture({c.name: c.model for c in curves if c.model}, out)]

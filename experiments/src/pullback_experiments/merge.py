@@ -19,14 +19,13 @@ from pullback.cli.files import folder
 from . import registry
 from .framework import store
 from .framework.experiment import Experiment
-from .framework.runner import opened
 
 
 def merge(
     experiment: Experiment, sources: Sequence[Path], out: Path, *, quick: bool = False
 ) -> list[int]:
     """Copy finished items into `out`; those already there stay. The seeds that it now knows of."""
-    held = opened(experiment, quick, folder(out))
+    held = experiment.opened(quick, folder(out))
     seeds: set[int] = set()
     for source in sources:
         path = source / held.path.name
@@ -36,7 +35,7 @@ def merge(
                 f"{path.name} is not there",
                 "Pass the --out of the runs",
             )
-        other, state = opened(experiment, quick, source), store.read(path)
+        other, state = experiment.opened(quick, source), store.read(path)
         for run in state["runs"]:
             seed = None if run["seed"] is None else int(run["seed"])
             name = (tuple(map(str, run["key"])), seed)

@@ -11,6 +11,7 @@ from .conditions import (
     Integral,
     Neumann,
     Periodic,
+    Prior,
     Robin,
 )
 from .domains import (
@@ -90,6 +91,7 @@ __all__ = [
     "Initial",
     "Data",
     "Integral",
+    "Prior",
     # at which points
     "Points",
     "Sampler",

@@ -261,6 +261,36 @@ class Integral(Condition):
         return view.value(call(self.integrand, view.offered, what), what).expand(len(view.points))
 
 
+class Prior(Condition):
+    """A field that is found from data with noise is moderate and smooth.
+
+    The loss has ½·weight·mean ((k − mean)² + length²·|∇k|²) over the domain. Without a number the
+    weight begins at 1, and falls while the run goes on to what the noise in the data asks for,
+    which is estimated with it (`evidence`).
+
+    >>> Prior("k").name
+    'prior'
+    """
+
+    def __init__(self, field: str, mean: float = 0.0, length: float = 1.0, **options: Any) -> None:
+        super().__init__(**options)
+        usable = isinstance(field, str)
+        require(usable, "The field of a prior", field, 'Name a field: Prior("k")')
+        require(is_number(mean), "The mean of a prior", mean, "Use a number")
+        usable = is_number(length) and length > 0
+        require(usable, "The length of a prior", length, "Use a number > 0")
+        require(not self.balanced, "The weight of a prior", "balanced", "Use a number > 0 or None")
+        self.field, self.mean, self.length = field, mean, length
+        self.chosen = options.get("weight") is None
+
+    def default(self, domain: Domain) -> Region:
+        return domain
+
+    def residual(self, view: View) -> list[Tensor]:
+        k = view.field(self.field)
+        return [k.value - self.mean, self.length * k.grad]
+
+
 class Energy(Condition):
     """weight · mean e(u, ∂u, x) over the domain: minimized itself, not its square (deep Ritz).
 

@@ -84,8 +84,9 @@ class Plan:
         self.refine = refine if isinstance(refine, Refine) else None
         #: whether points move where a run overfits them
         self.adaptive = refine == "auto" and resample is None
-        dim = problem.domain.dim
-        self.sampler = sampler or ("grid" if dim <= 2 and resample is None else "sobol")
+        # along characteristics and layers a grid sees the same few places again and again
+        still = problem.domain.dim <= 2 and not problem.evolves
+        self.sampler = sampler or ("grid" if still and resample is None else "sobol")
         if points is not None and not isinstance(points, Mapping):
             check_count(points, "points")
         if isinstance(points, Mapping):

@@ -20,7 +20,7 @@ from .._core.errors import PullbackError
 from .._core.processes import Processes
 from ..optim import StepInfo
 from . import checkpoint as saved
-from .checks import precision, refuse_shape
+from .checks import precision, refuse_flat, refuse_shape
 from .collocation import Collocation
 from .discretize import Trial, coefficients
 from .history import History
@@ -42,6 +42,8 @@ _DRIFT = 2.0  # of losses at fresh and own points beyond which points move
 _EARLY = 1e-8  # of the first loss, above which they do so; below it the end is near
 _LATE = 1e-12  # of the first loss, above which they do so where points are overfitted
 _KICK = 0.01  # of the parameters' size
+_FEW = 4  # dimensions up to which all second derivatives of a network are looked at
+_LEVEL = 10, 0.05  # steps, and the share of the loss, after which a prior is weighed anew
 _TRY = 40  # steps that a kick needs to pay
 _RESTART = 1e-3  # of their terms: residuals at which a run that is stuck starts anew
 
@@ -84,6 +86,8 @@ class Run:
         self._points = Collocation(
             problem, self._trial, plan, like, settings.single, self._processes
         )
+        if problem.domain.dim <= _FEW:
+            refuse_flat(problem, network, self._points.sites)
         self.optimizer = self._made(like.dtype)
         self._validation = Validation(
             problem,
@@ -238,6 +242,10 @@ class Run:
             and history.spent - self.begun >= self._settings.budget
         ):
             return f"the budget of {self._settings.budget:g} s is spent"
+        if self._stagnation(*_LEVEL) and self._points.reweigh(len(history)):
+            # losses before and after do not compare
+            self._validation.weights, self._best, self._rejected = self._points.weights, None, 0
+            return ""
         wait = self._settings.patience
         if wait is not None and self._stagnation(max(1, wait // 2), self._slow) and self._revived():
             return ""

@@ -11,7 +11,7 @@ from torch import Tensor
 from .._core.processes import Processes
 from ..maps import Scheme
 from ..maps.jets import Index
-from .conditions import Condition, Data, Energy, Integral
+from .conditions import Condition, Data, Energy, Integral, Prior
 from .discretize import (
     Fields,
     Local,
@@ -119,12 +119,12 @@ class Validation:
         return float(processes.sum([found])[0])
 
     def residuals(self, number: int = 0) -> dict[str, Residual]:
-        """Every condition that should vanish, by name; an energy should not."""
+        """Every condition that should vanish, by name; an energy and a prior should not."""
         unknowns = coefficients({n: p.detach() for n, p in self._trial.named_parameters()})
         found = {
             c.name: Local(self._problem, c, self.points(c, number), unknowns)
             for c in self._problem.conditions
-            if not isinstance(c, Energy)
+            if not isinstance(c, (Energy, Prior))
         }
         sizes = self._sizes({index for x in found.values() for _, _, index in x.keys})
         judged = {name: _judged(x, x.fields(self._trial), sizes) for name, x in found.items()}

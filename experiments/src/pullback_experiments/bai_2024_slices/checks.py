@@ -8,9 +8,9 @@ from itertools import pairwise
 from statistics import fmean, median, stdev
 
 from ..bai_2024_sobolev.curves import counted, epochs, reached
-from ..framework.check import Check, recorded
-from ..framework.plain import Record
-from ..framework.quantiles import quantiles
+from ..framework.check import Check, Claim, recorded
+from ..framework.curves import quantiles
+from ..framework.records import Record
 from ..framework.tabular import Table
 from .methods import ADAM, FIRST, POLAR, SECOND, SGD, SLICED, START, UNITS
 
@@ -20,7 +20,6 @@ LAST = 5  # epochs that the end is made of: single ones have spikes
 
 #: the records of every method, one per seed
 Found = Mapping[str, Sequence[Record]]
-Verdict = tuple[str, bool, str]
 
 
 #: which of them speak of seconds
@@ -69,32 +68,32 @@ def _finite(record: Record) -> bool:
     return math.isfinite(record["train loss"][-1])
 
 
-def _sooner(found: Found, one: str, two: str, level: float) -> Verdict:
+def _sooner(found: Found, one: str, two: str, level: float) -> Claim:
     a, b = seconds(found[one], level), seconds(found[two], level)
     claim = f"{one} needs less time than {two} to a test accuracy of {level:g}"
     return claim, a < b, f"{_timed(a)} and {_timed(b)}"
 
 
-def _cheap(found: Found, name: str) -> Verdict:
+def _cheap(found: Found, name: str) -> Claim:
     ratio = seconds_per_epoch(found[name]) / seconds_per_epoch(found[SGD])
     claim = f"an epoch of {name} takes at most {CHEAP:g} times as long as one of SGD"
     return claim, ratio <= CHEAP, f"{ratio:.2f} times"
 
 
-def _similar(found: Found, one: str, two: str) -> Verdict:
+def _similar(found: Found, one: str, two: str) -> Claim:
     a, b = final(found[one])[0], final(found[two])[0]
     claim = f"{one} ends like {two}, within a point of test accuracy"
     return claim, abs(a - b) <= SIMILAR, f"{a:.4f} and {b:.4f}"
 
 
-def _above(found: Found, one: str, two: str) -> Verdict:
+def _above(found: Found, one: str, two: str) -> Claim:
     count = min(len(found[one]), len(found[two]))  # the same seeds
     a, b = final(found[one][:count])[0], final(found[two][:count])[0]
     claim = f"{one} ends at least a point of test accuracy above {two}"
     return claim, a >= b + SIMILAR, f"{a:.4f} and {b:.4f}"
 
 
-def _by_start(found: Found, level: float) -> Verdict:
+def _by_start(found: Found, level: float) -> Claim:
     """Whether the control is nearer to approach I than to SGD, or ahead of both."""
     plain, start, first = (epochs(found[m], "test accuracy", level) for m in (SGD, START, FIRST))
     claim = "the start explains it: SGD that begins on the slice and never returns to it gains at "
@@ -103,7 +102,7 @@ def _by_start(found: Found, level: float) -> Verdict:
     return claim, holds, f"{counted(plain)}, {counted(start)} and {counted(first)} epochs"
 
 
-def _law(law: Record) -> Verdict:
+def _law(law: Record) -> Claim:
     holds = law["one step"] <= 1e-10 and 1.8 <= law["slope"] <= 2.2
     ends = ", ".join(f"{v:.0e}" for v in law["two steps"])
     claim = "from the slice a step of approach I changes the function as SGD's does, and two steps "
@@ -112,7 +111,7 @@ def _law(law: Record) -> Verdict:
     return claim, holds, numbers
 
 
-def _fewer(found: Found, one: str, two: str, level: float) -> Verdict:
+def _fewer(found: Found, one: str, two: str, level: float) -> Claim:
     a, b = (epochs(found[m], "test accuracy", level) for m in (one, two))
     claim = f"{one} needs at most nine tenths of the epochs of {two} to an accuracy of {level:g}"
     return claim, math.isfinite(a) and a <= 0.9 * b, f"{counted(a)} and {counted(b)} epochs"

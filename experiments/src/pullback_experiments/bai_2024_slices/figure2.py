@@ -13,23 +13,24 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 import torch.nn.functional as F
 
+from ..framework import plots
 from ..framework.check import Check
-from ..framework.curves import Chart
+from ..framework.curves import Chart, Series, Style, averages
 from ..framework.experiment import Context, Experiment, Item
-from ..framework.plain import Record
-from ..framework.results import Results
+from ..framework.records import Record
+from ..framework.store import Results
 from ..framework.tabular import Table
 from ..learning.data import DataSet, generated
-from ..learning.precision import tensor_cores
-from ..learning.training import fit
-from .charts import training
+from ..learning.training import fit, tensor_cores
 from .checks import TIMED, claims, table
 from .law import RATES, law
-from .methods import METHODS, Method
+from .methods import ADAM, FIRST, METHODS, POLAR, SECOND, SGD, SLICED, START, UNITS, SliceMethod
 from .networks import DIGITS_WIDTHS, PAPER_WIDTHS, load, mlp
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
 
 PAPER = "Bai, Rosenberg and Xu (2024), Generalized Tangent Kernel"
 _SEARCH_SEED = 100
@@ -94,7 +95,7 @@ class Figure2(Experiment):
             out.append(Item((m.name,), partial(self._chosen, m), resumable=True, seeds=seeds))
         return out
 
-    def _cost(self, method: Method, context: Context) -> Record:
+    def _cost(self, method: SliceMethod, context: Context) -> Record:
         """Seconds of a step on noise: the median over epochs of a hundred."""
         config = self.config(context.quick)
         noise = generated((config["widths"][0],), config["widths"][-1], 100 * config["batch"])
@@ -102,7 +103,7 @@ class Figure2(Experiment):
         each = [t - s for s, t in pairwise(record["seconds"])]
         return {"seconds of a step": median(each[1:]) / 100}
 
-    def _tried(self, method: Method, rate: float, context: Context) -> Record:
+    def _tried(self, method: SliceMethod, rate: float, context: Context) -> Record:
         torch.manual_seed(_SEARCH_SEED)
         config = self.config(context.quick)
         kept = _held_out(load(config["dataset"], str(context.device)))
@@ -110,7 +111,7 @@ class Figure2(Experiment):
         record = self._train(method, rate, kept, self.searched, context)
         return {"rate": rate, "score": max(record["test accuracy"])}
 
-    def _chosen(self, method: Method, context: Context) -> Record:
+    def _chosen(self, method: SliceMethod, context: Context) -> Record:
         config = self.config(context.quick)
         rate = config["lr"]
         if context.quick:
@@ -122,7 +123,7 @@ class Figure2(Experiment):
         return {"rate": rate, **self._train(method, rate, images, config["epochs"], context)}
 
     def _train(
-        self, method: Method, rate: float, images: DataSet, epochs: int, context: Context
+        self, method: SliceMethod, rate: float, images: DataSet, epochs: int, context: Context
     ) -> Record:
         config = self.config(context.quick)
         model = mlp(*config["widths"]).to(context.device)
@@ -159,14 +160,12 @@ class Figure2(Experiment):
         return [table(self._found(results), self.config(results.quick)["level"])]
 
     def draw(self, results: Results) -> Mapping[str, Figure]:
-        from .figure import curves  # matplotlib is slow to import
-
         where = "digits" if results.quick else "CIFAR-10"
         title = f"Seven-layer ReLU network on {where}, {len(results.seeds)} seeds: mean ± deviation"
         return {"": curves(self._found(results), title)}
 
 
-def _alone(results: Results, method: Method, record: Record) -> Record:
+def _alone(results: Results, method: SliceMethod, record: Record) -> Record:
     """The record with the seconds that it would have taken alone, where that was measured."""
     if not results.has("cost", method.name):
         return record
@@ -174,7 +173,7 @@ def _alone(results: Results, method: Method, record: Record) -> Record:
     return {**record, "seconds": [cost * step for step in record["step"]]}
 
 
-def _trial(method: Method, rate: float) -> tuple[str, ...]:
+def _trial(method: SliceMethod, rate: float) -> tuple[str, ...]:
     return ("search", method.name, f"{rate:g}")
 
 
@@ -183,3 +182,72 @@ def _held_out(images: DataSet) -> DataSet:
     n = math.ceil(0.9 * len(images.x))
     x, y = images.x, images.y
     return DataSet(x[:n], y[:n], x[n:], y[n:], images.classes)
+
+
+ROWS: Mapping[str, tuple[str, ...]] = {
+    "the paper's": (SGD, FIRST, SECOND),
+    "beside them": (SGD, START, FIRST, UNITS, POLAR),
+    "Adam": (SGD, ADAM, SLICED),
+}
+#: their places in the palette
+ORDER = (SGD, FIRST, SECOND, UNITS, POLAR, ADAM, SLICED, START)
+_STYLES: Mapping[str, Style] = {START: "dashed", UNITS: "dotted"}
+_ALONG = {"epoch": "epochs", "seconds": "seconds of training", "step": "steps"}
+
+
+def training(found: Mapping[str, Sequence[Record]]) -> list[Chart]:
+    """Test accuracy and training loss of each group of methods."""
+    return [
+        Chart(
+            f"{title}: {group}",
+            title.lower(),
+            [_series(name, found[name], what) for name in names],
+            x=_ALONG,
+            logx=False,
+            logy=what == "train loss",
+            note="means over seeds ± standard deviation",
+        )
+        for group, names in ROWS.items()
+        for what, title in (("test accuracy", "Test accuracy"), ("train loss", "Training loss"))
+    ]
+
+
+def _series(name: str, runs: Sequence[Record], what: str) -> Series | None:
+    if not runs:
+        return None
+    lines = {key: averages([r[key] for r in runs], [r[what] for r in runs]) for key in _ALONG}
+    return Series(name, lines, ORDER.index(name), _STYLES.get(name, "solid"))
+
+
+_COLORS: dict[str, str] = dict(zip(ORDER, plots.PALETTE, strict=True))
+#: what theory says another one equals
+_DASHED = {START: "--", UNITS: ":"}
+
+
+def curves(found: Mapping[str, Sequence[Record]], title: str) -> Figure:
+    """A row for each group of methods: against seconds (Figure 2a), against epochs (2b)."""
+    figure = plots.new(13, 3.1 * len(ROWS) + 0.5, title, dpi=100)
+    grid = figure.subplots(len(ROWS), 3, squeeze=False)
+    for row, (group, all_names) in zip(grid, ROWS.items(), strict=True):
+        names = [n for n in all_names if found[n]]
+        for axes, along in zip(row, ("seconds", "epoch"), strict=False):
+            for name in names:
+                mean_band(axes, found[name], along, "test accuracy", name)
+            plots.dress(axes, logx=False, logy=False)
+            plots.label(
+                axes, "epoch" if along == "epoch" else "seconds of training", "test accuracy"
+            )
+        for name in names:
+            mean_band(row[2], found[name], "epoch", "train loss", name)
+        plots.dress(row[2], logx=False)
+        plots.label(row[2], "epoch", "training loss")
+        plots.label(row[0], title=group)
+        row[-1].legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=9)
+    return figure
+
+
+def mean_band(axes: Axes, runs: Sequence[Record], along: str, what: str, name: str) -> None:
+    """Mean ± standard deviation at every epoch that all seeds reached."""
+    line = averages([r[along] for r in runs], [r[what] for r in runs])
+    axes.plot(line.x, line.y, _DASHED.get(name, "-"), color=_COLORS[name], lw=1.7, label=name)
+    axes.fill_between(line.x, line.low, line.high, color=_COLORS[name], alpha=0.15, lw=0)

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from pullback.symmetry import SliceSGD
 
 from ..framework.experiment import Context
-from ..framework.plain import Record
+from ..framework.records import Record
 from .networks import digits, mlp
 
 WIDTHS = (64, 32, 24, 16, 10)

@@ -17,7 +17,7 @@ Build = Callable[[nn.Module, float], Optimizer]
 
 
 @dataclass(frozen=True)
-class Method:
+class SliceMethod:
     """Something to compare.
 
     Attributes:
@@ -76,15 +76,23 @@ SGD, START, FIRST, SECOND, POLAR, UNITS, ADAM, SLICED = (
 _TWO = (0, 1)
 _ADAM_RATES = (1e-4, 3e-4, 1e-3, 3e-3)
 METHODS = (
-    Method(SGD, "torch's", _sgd),
-    Method(START, "moved to equal norms once, then torch's", _from_slice),
-    Method(FIRST, "equal norms of layers, Riemannian gradient", _layers("riemannian")),
-    Method(SECOND, "equal norms of layers, as the paper computes it", _layers("gtk-orthonormal")),
-    Method(
-        POLAR, "equal norms of layers, the stated polar basis", _layers("gtk-polar"),
-        (1e-5, 1e-4, 1e-3, 1e-2), 1e-2, _TWO,
+    SliceMethod(SGD, "torch's", _sgd),
+    SliceMethod(START, "moved to equal norms once, then torch's", _from_slice),
+    SliceMethod(FIRST, "equal norms of layers, Riemannian gradient", _layers("riemannian")),
+    SliceMethod(
+        SECOND, "equal norms of layers, as the paper computes it", _layers("gtk-orthonormal")
     ),
-    Method(UNITS, "a scale for every unit, balanced; equals Sliced(SGD)", _units, seeds=_TWO),
-    Method(ADAM, "torch's", _adam, _ADAM_RATES, 3e-3, _TWO),
-    Method(SLICED, "Adam, a scale for every unit, balanced", _sliced_adam, _ADAM_RATES, 3e-3, _TWO),
-)  # fmt: skip
+    SliceMethod(
+        POLAR,
+        "equal norms of layers, the stated polar basis",
+        _layers("gtk-polar"),
+        (1e-5, 1e-4, 1e-3, 1e-2),
+        1e-2,
+        _TWO,
+    ),
+    SliceMethod(UNITS, "a scale for every unit, balanced; equals Sliced(SGD)", _units, seeds=_TWO),
+    SliceMethod(ADAM, "torch's", _adam, _ADAM_RATES, 3e-3, _TWO),
+    SliceMethod(
+        SLICED, "Adam, a scale for every unit, balanced", _sliced_adam, _ADAM_RATES, 3e-3, _TWO
+    ),
+)

@@ -26,10 +26,8 @@ damping, and is it the kernel? `docs/reproductions/bai-2024-sobolev.md` has the 
 
 from __future__ import annotations
 
-from .checks import paper_claims
 from .digits import Tuned
-from .methods import METHODS
-from .vgg import PAPER, Training
+from .vgg import METHODS, PAPER, Training, paper_claims
 
 __all__ = ["EXPERIMENTS", "Training", "Tuned"]
 

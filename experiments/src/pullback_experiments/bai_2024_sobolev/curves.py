@@ -1,12 +1,18 @@
-"""What a curve over epochs says: when a level was reached, and where it ended."""
+"""Curves over epochs: when a level was reached, where they end, and how they are drawn."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from ..framework.plain import Record
-from ..framework.quantiles import finite, quantiles
+from ..framework import plots
+from ..framework.curves import Chart, finite, over_seeds, quantiles
+from ..framework.records import Record
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 
 def reached(record: Record, measure: str, level: float) -> float:
@@ -58,3 +64,62 @@ def counted(value: float) -> str:
     ('3.1', 'never')
     """
     return f"{value:.1f}" if math.isfinite(value) else "never"
+
+
+_ALONG = {"epoch": "epochs", "seconds": "seconds of training", "step": "steps"}
+_NAMES = {
+    "train loss": "training loss",
+    "test loss": "test loss",
+    "train accuracy": "training accuracy",
+    "test accuracy": "test accuracy",
+}
+
+
+def charts(found: Mapping[str, Sequence[Record]], title: str = "") -> list[Chart]:
+    """One for each measure."""
+    measures = ("train loss", "test loss", "train accuracy", "test accuracy")
+    return [chart(found, measure, title) for measure in measures]
+
+
+def chart(found: Mapping[str, Sequence[Record]], measure: str, title: str) -> Chart:
+    """A measure of every method, against epochs, seconds or steps."""
+    return Chart(
+        title or _NAMES[measure].capitalize(),
+        _NAMES[measure],
+        [over_seeds(name, runs, measure, _ALONG) for name, runs in found.items()],
+        x=_ALONG,
+        logx=False,
+        logy="loss" in measure,
+        note="medians and quartiles over seeds",
+    )
+
+
+_PANELS = (
+    ("train loss", "training loss"),
+    ("test loss", "test loss"),
+    ("train accuracy", "training accuracy"),
+    ("test accuracy", "test accuracy"),
+)
+
+
+def curves(found: Mapping[str, Sequence[Record]], title: str) -> Figure:
+    """One panel per measure: medians over seeds, quartiles as bands."""
+    figure = plots.new(14, 3.9, f"{title}: medians and quartiles", dpi=110)
+    grid = figure.subplots(1, 4)
+    for axes, (measure, name) in zip(grid, _PANELS, strict=True):
+        panel(axes, found, measure)
+        plots.label(axes, "epoch", title=name)
+    grid[-1].legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=9)
+    return figure
+
+
+def panel(axes: Axes, found: Mapping[str, Sequence[Record]], measure: str) -> None:
+    """A measure of every method."""
+    from matplotlib.ticker import FormatStrFormatter, LogLocator
+
+    for color, (name, runs) in zip(plots.PALETTE, found.items(), strict=False):
+        plots.band(axes, [r["epoch"] for r in runs], [r[measure] for r in runs], color, name)
+    plots.dress(axes, logx=False, logy="loss" in measure)
+    if "loss" in measure:  # of which a panel may show less than a decade
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axes.yaxis.set_major_formatter(FormatStrFormatter("%g"))

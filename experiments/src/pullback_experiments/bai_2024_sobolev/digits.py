@@ -17,21 +17,23 @@ from pullback import KFAC
 from pullback.likelihoods import Categorical
 from pullback.metrics import Euclidean, Fisher, Metric, Sobolev, median_distance
 
-from ..framework.check import Check
+from ..framework import plots
+from ..framework.check import Check, Claim, recorded
 from ..framework.curves import Chart
 from ..framework.experiment import Context, Experiment, Item
-from ..framework.plain import Record
-from ..framework.results import Results
+from ..framework.records import Record
+from ..framework.store import Results
 from ..framework.tabular import Table
 from ..learning import data, schedules
 from ..learning.data import DataSet
+from ..learning.networks import convnet, mlp
 from ..learning.training import fit
-from .charts import tuned
-from .networks import convnet, mlp
-from .tuned_checks import PER_NETWORK, judged, table
+from .curves import chart, clearly_fewer, counted, epochs, final, panel
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
 
 SEARCH_SEEDS = (1000, 1001, 1002)  # the first for all pairs, the others for the best few
 FINALISTS = 4
@@ -55,7 +57,7 @@ def _clothes() -> DataSet:
 
 TASKS = {
     "MLP, digits": Task(partial(mlp, 64, 64, 64, 10), data.digits),
-    "conv net, Fashion-MNIST": Task(convnet, _clothes),
+    "conv net, Fashion-MNIST": Task(partial(convnet, 14), _clothes),
 }
 
 #: metrics by name, given the median distance of the data
@@ -206,8 +208,6 @@ class Tuned(Experiment):
         return [table(results, net, list(METRICS)) for net in nets]
 
     def draw(self, results: Results) -> dict[str, Figure]:
-        from .tuned_figure import draw  # matplotlib is slow to import
-
         return {"": draw(results, list(self._tasks(results.quick)), list(METRICS))}
 
 
@@ -220,3 +220,124 @@ def best(done: Results, net: str, method: str, count: int, place: int = 0) -> tu
     finals = [done.once("final", net, method, str(rank)) for rank in range(count)]
     won = sorted(finals, key=lambda t: t["score"])[place]
     return won["lr"], won["damping"]
+
+
+OWN, SHARED, SECOND = "own settings", "K-FAC's settings", "second settings"
+PER_NETWORK = 6  # claims
+
+
+def runs_of(results: Results, net: str, method: str, settings: str) -> list[Record]:
+    """The records; at K-FAC's settings K-FAC is at its own."""
+    return results.of(net, method, OWN if method == "K-FAC" else settings)
+
+
+def mark(results: Results, net: str) -> float:
+    """The training loss at which K-FAC, tuned, is after half of its epochs (median)."""
+    runs = runs_of(results, net, "K-FAC", OWN)
+    half = len(runs[0]["epoch"]) // 2
+    return final([{**r, "train loss": r["train loss"][: half + 1]} for r in runs], "train loss")
+
+
+def judged(results: Results, nets: Sequence[str], held: Sequence[bool]) -> list[Check]:
+    """For every network: faster at K-FAC's settings, as good; and at its own, in either metric."""
+    claims: list[Claim] = []
+    for net in nets:
+        claims += [
+            _sooner(results, net, "Sobolev", SHARED),
+            _similar(results, net),
+            _sooner(results, net, "Sobolev", OWN),
+            _sooner(results, net, "Sobolev–Fisher", OWN),
+            _sooner(results, net, "Sobolev–Fisher, short", OWN),
+            _than_second(results, net),
+        ]
+    ours = {PER_NETWORK * i + j for i in range(len(nets)) for j in (2, 3, 4, 5)}
+    return recorded(claims, held, ours=ours)
+
+
+def _sooner(results: Results, net: str, method: str, settings: str) -> Claim:
+    level = mark(results, net)
+    a = epochs(runs_of(results, net, method, settings), "train loss", level)
+    b = epochs(runs_of(results, net, "K-FAC", OWN), "train loss", level)
+    claim = f"{net}: {method} at {settings} needs clearly fewer epochs than K-FAC to its mark"
+    return claim, clearly_fewer(a, b), f"{counted(a)} and {counted(b)} to a loss of {level:.3g}"
+
+
+def _than_second(results: Results, net: str) -> Claim:
+    """Against K-FAC at its second-best settings, by the same mark."""
+    level = mark(results, net)
+    a = epochs(results.of(net, "Sobolev", OWN), "train loss", level)
+    b = epochs(results.of(net, "K-FAC", SECOND), "train loss", level)
+    claim = f"{net}: Sobolev at {OWN} needs clearly fewer epochs than K-FAC at its second-best"
+    return claim, clearly_fewer(a, b), f"{counted(a)} and {counted(b)} to a loss of {level:.3g}"
+
+
+def _similar(results: Results, net: str) -> Claim:
+    one, two = (
+        final(runs_of(results, net, method, SHARED), "test accuracy")
+        for method in ("Sobolev", "K-FAC")
+    )
+    claim = f"{net}: final test accuracies are similar, within a point"
+    return claim, abs(one - two) <= 0.01, f"{one:.3f} and {two:.3f}"
+
+
+def table(results: Results, net: str, methods: Sequence[str]) -> Table:
+    """Every method at both settings."""
+    level, rows = mark(results, net), []
+    for method in methods:
+        for settings in (SHARED, OWN) if method != "K-FAC" else (OWN, SECOND):
+            runs = results.of(net, method, settings)
+            lr, damping = runs[0]["settings"]
+            rows.append(
+                [
+                    method,
+                    settings,
+                    f"{lr:g}",
+                    f"{damping:g}",
+                    counted(epochs(runs, "train loss", level)),
+                    f"{final(runs, 'train loss'):.4f}",
+                    f"{final(runs, 'test loss'):.3f}",
+                    f"{final(runs, 'test accuracy'):.3f}",
+                ]
+            )
+    columns = ["method", "settings", "lr", "damping", f"epochs to {level:.3g}"]
+    columns += ["train loss", "test loss", "test accuracy"]
+    return Table(columns, rows, f"{net}: medians over {len(results.seeds)} seeds", text=2)
+
+
+def draw(results: Results, nets: Sequence[str], methods: Sequence[str]) -> Figure:
+    """A row per network: training loss and test accuracy, at K-FAC's settings and at their own."""
+    title = f"K-FAC and Sobolev, {len(results.seeds)} seeds: medians and quartiles"
+    figure = plots.new(14, 0.6 + 3.3 * len(nets), title, dpi=110)
+    grid = figure.subplots(len(nets), 4, squeeze=False)
+    for row, net in zip(grid, nets, strict=True):
+        for place, (settings, measure) in enumerate(
+            (s, m) for s in (SHARED, OWN) for m in ("train loss", "test accuracy")
+        ):
+            found = {m: runs_of(results, net, m, settings) for m in methods}
+            panel(row[place], found, measure)
+            name = {"train loss": "training loss"}.get(measure, measure)
+            who = "all at K-FAC's settings" if settings == SHARED else "each at its own"
+            plots.label(row[place], "epoch", name, f"{net}: {who}" if place % 2 == 0 else "")
+        _share(row[0], row[2])
+        _share(row[1], row[3])
+        row[-1].legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=9)
+    return figure
+
+
+def _share(one: Axes, two: Axes) -> None:
+    """The same limits, so that the two settings can be compared."""
+    low = min(one.get_ylim()[0], two.get_ylim()[0])
+    high = max(one.get_ylim()[1], two.get_ylim()[1])
+    one.set_ylim(low, high)
+    two.set_ylim(low, high)
+
+
+def tuned(results: Results, nets: Sequence[str], methods: Sequence[str]) -> list[Chart]:
+    """For each network: training loss and test accuracy, at K-FAC's settings and at their own."""
+    words = {SHARED: "all at K-FAC's settings", OWN: "each at its own settings"}
+    return [
+        chart({m: runs_of(results, net, m, s) for m in methods}, measure, f"{net}, {words[s]}")
+        for net in nets
+        for measure in ("train loss", "test accuracy")
+        for s in (SHARED, OWN)
+    ]

@@ -19,7 +19,7 @@ from pullback.solvers import Cholesky
 from pullback.steps import Constant
 
 from ..framework.tabular import Cell, Table
-from ..learning.evaluation import synchronize
+from ..learning.training import synchronize
 
 #: layers of the networks
 SIZES: tuple[tuple[int, ...], ...] = ((64, 32, 10), (64, 256, 256, 10), (784, 1024, 1024, 10))

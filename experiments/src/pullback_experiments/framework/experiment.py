@@ -1,4 +1,4 @@
-"""What an experiment is: its words, its items, its judgment. `runner.py` runs it."""
+"""What an experiment is: its words, its items, its judgment. `executor.py` runs it."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ from rich.console import Console
 
 from .check import Check, Verdict, concluded
 from .curves import Chart
-from .plain import Record
-from .results import Results
-from .store import Key
+from .records import Record
+from .store import Key, Results, Store
 from .tabular import Table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from .outcome import Outcome
+    from .check import Outcome
 
 
 class Paused(Exception):
@@ -89,6 +88,31 @@ class Item:
     def applies(self, seed: int) -> bool:
         """Whether it is to be done for this seed."""
         return self.seeds is None or seed in self.seeds
+
+    def run(self, context: Context) -> tuple[Record, float]:
+        """The record, from random numbers that depend on the seed alone, and the seconds it took.
+
+        Seconds before a pause count; they are kept beside the checkpoint.
+        """
+        begun, before = time.monotonic(), _before(context.place)
+        try:
+            devices = [context.device] if context.device.type == "cuda" else []
+            with torch.random.fork_rng(devices):
+                torch.manual_seed(context.seed)
+                record = dict(self.work(context))
+        except Paused:
+            spent = before + time.monotonic() - begun
+            (context.folder() / "seconds").write_text(f"{spent:.4f}")
+            raise
+        return record, before + time.monotonic() - begun
+
+
+def _before(place: Path) -> float:
+    """Seconds that a paused item had already taken."""
+    try:
+        return float((place / "seconds").read_text())
+    except (OSError, ValueError):
+        return 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,6 +189,13 @@ class Experiment(ABC):
         """The name of its files."""
         return self.name + ("-quick" if quick else "")
 
+    def opened(self, quick: bool, out: Path) -> Store:
+        """The results under a folder; refused where they are another's."""
+        about = {k: getattr(self, k) for k in ("name", "paper", "figure", "claim", "about")}
+        about |= {"quick": quick, "seeds": list(self.quick_seeds if quick else self.seeds)}
+        path = out / f"{self.stem(quick)}.json"
+        return Store(path, self.config(quick), about, self.open_parts)
+
     def run(
         self,
         quick: bool = False,
@@ -176,8 +207,8 @@ class Experiment(ABC):
         seconds: float | None = None,
         workers: int = 1,
     ) -> Outcome:
-        """Do what is missing, judge, draw and save; see `runner.run`."""
-        from .runner import run
+        """Do what is missing, judge, draw and save; see `executor.run`."""
+        from .executor import run
 
         return run(
             self, quick, seeds, out, console, device=device, seconds=seconds, workers=workers

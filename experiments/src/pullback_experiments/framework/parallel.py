@@ -26,12 +26,12 @@ import torch
 
 from pullback import PullbackError
 
-from . import plain
+from .. import registry
+from . import records
 from .experiment import Context, Experiment, Paused
-from .plain import Arrays, Record
-from .results import Results
-from .store import Name, Store
-from .working import worked
+from .progress import spoken
+from .records import Arrays, Record
+from .store import Name, Results, Store
 
 #: a record in two parts and its seconds; None of an item that paused
 Sent = tuple[Record, Arrays, float] | None
@@ -61,8 +61,6 @@ class Job:
 
 def named(experiment: Experiment) -> str:
     """The name by which a process finds the experiment; refused where it would find another."""
-    from .. import registry
-
     if experiment.name not in registry.names() or registry.find(experiment.name) is not experiment:
         raise PullbackError(
             f"{experiment.name} cannot run in several processes",
@@ -160,10 +158,9 @@ def _follow() -> None:
 @lru_cache(maxsize=1)
 def _opened(name: str, quick: bool, out: Path) -> tuple[Experiment, Store]:
     from .. import registry
-    from .runner import opened
 
     experiment = registry.find(name)
-    return experiment, opened(experiment, quick, out)
+    return experiment, experiment.opened(quick, out)
 
 
 def _work(job: Job) -> Sent:
@@ -177,16 +174,16 @@ def _work(job: Job) -> Sent:
         seed or 0, torch.device(job.device), job.quick, job.place, done, deadline
     )  # fmt: skip
     try:
-        record, took = worked(item, context)
+        record, took = item.run(context)
     except Paused:
         return None
-    return *plain.split(record), took
+    return *records.split(record), took
 
 
 def received(sent: tuple[Record, Arrays, float]) -> tuple[Record, float]:
     """The record as it was made, and its seconds."""
     content, arrays, took = sent
-    return plain.join(content, arrays), took
+    return records.join(content, arrays), took
 
 
 def waiting(names: Sequence[Name]) -> str:
@@ -195,6 +192,4 @@ def waiting(names: Sequence[Name]) -> str:
     >>> waiting([(("a", "b"), 0), (("a", "c"), 1)])
     '2 at work: a, b, seed 0; …'
     """
-    from .progress import spoken
-
     return f"{len(names)} at work: {spoken(names[0])}{'; …' if len(names) > 1 else ''}"

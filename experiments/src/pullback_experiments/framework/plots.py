@@ -1,57 +1,21 @@
-"""What the figures share: a palette, axes, bands over seeds, and how they are saved."""
+"""What the figures share: the library's palette and axes, bands over seeds, how they are saved."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
-from matplotlib import rc_context
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
-
+from pullback._core.plots import INK, PALETTE, dress, label, new
 from pullback.cli import files
 
 from .curves import quartiles
-from .palette import PALETTE as PALETTE
 
-INK, _GRID = "#333333", "#E4E4E4"
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
-
-def new(width: float, height: float, title: str = "", dpi: int = 120) -> Figure:
-    """An empty figure, of no window."""
-    figure = Figure(figsize=(width, height), dpi=dpi, layout="constrained")
-    FigureCanvasAgg(figure)
-    if title:
-        figure.suptitle(title, color=INK, size=12, x=0.01, ha="left")
-    return figure
-
-
-def dress(axes: Axes, *, logx: bool = True, logy: bool = True) -> None:
-    """Few ticks, a light grid, no box; logarithmic unless said otherwise."""
-    axes.set(xscale="log" if logx else "linear", yscale="log" if logy else "linear")
-    if logx:
-        axes.xaxis.set_minor_formatter(NullFormatter())
-    if logy:
-        axes.yaxis.set_major_locator(LogLocator(numticks=8))
-        axes.yaxis.set_minor_locator(NullLocator())
-    axes.grid(True, which="major", color=_GRID, lw=0.7)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(INK)
-    axes.tick_params(colors=INK, which="both")
-
-
-def label(axes: Axes, x: str = "", y: str = "", title: str = "") -> None:
-    """Name the axes and the panel."""
-    if x:
-        axes.set_xlabel(x, color=INK)
-    if y:
-        axes.set_ylabel(y, color=INK)
-    if title:
-        axes.set_title(title, loc="left", color=INK, weight="bold", size=10)
+__all__ = ["INK", "PALETTE", "band", "dress", "label", "new", "save"]
 
 
 def band(
@@ -73,6 +37,8 @@ def band(
 
 def save(figure: Figure, stem: Path) -> list[Path]:
     """Write STEM.png and STEM.svg, each in one piece and the same bytes for the same figure."""
+    from matplotlib import rc_context
+
     figure.draw_without_rendering()
     figure.set_layout_engine("none")  # once is enough
     written = []

@@ -1,9 +1,11 @@
-"""Progress of an experiment with the time left; plain lines where there is no terminal."""
+"""Progress of an experiment with the time left; how items, seeds and seconds are written."""
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 
@@ -12,7 +14,9 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bars
 
-from .store import Name
+from pullback import PullbackError
+
+from .store import Key, Name
 
 _EVERY = 15.0  # seconds between lines without a terminal, unless an item took longer
 
@@ -97,6 +101,44 @@ class Progress:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
+class Estimates:
+    """Seconds of items by key: as for other seeds, else as others on average.
+
+    >>> guess = Estimates([("a",), ("a",), ("b",)])
+    >>> guess.left()
+    0.0
+    >>> guess.took(("a",), 2.0)
+    >>> guess.of(("a",)), guess.of(("b",)), guess.left()
+    (2.0, 2.0, 4.0)
+    """
+
+    def __init__(self, missing: Iterable[Key]) -> None:
+        self._missing = Counter(missing)
+        self._known: dict[Key, list[float]] = defaultdict(list)
+        self._sum, self._count = 0.0, 0
+
+    def know(self, key: Key, seconds: float | None) -> None:
+        """An item that was done before."""
+        if seconds is not None:
+            self._known[key].append(seconds)
+            self._sum, self._count = self._sum + seconds, self._count + 1
+
+    def took(self, key: Key, seconds: float) -> None:
+        """One of those that were missing is done."""
+        self._missing[key] -= 1
+        self.know(key, seconds)
+
+    def of(self, key: Key) -> float:
+        """Seconds that an item will take; 0 where nothing is known."""
+        if key in self._known:
+            return statistics.median(self._known[key])
+        return self._sum / self._count if self._count else 0.0
+
+    def left(self) -> float:
+        """Seconds of all that is missing."""
+        return sum(count * self.of(key) for key, count in self._missing.items() if count)
+
+
 def spoken(name: Name) -> str:
     """An item in words.
 
@@ -119,3 +161,49 @@ def clocked(seconds: float) -> str:
     if minutes < 60:
         return f"{minutes} min {rest:02d} s"
     return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+_MOST = 10_000  # more are a slip of the pen
+_LARGEST = 2**63 - 1  # that torch takes
+_REMEDY = "Write 0-9 or 0,3,5"
+
+
+def seed_range(text: str) -> list[int]:
+    """The seeds of a line.
+
+    >>> seed_range("0-3"), seed_range("1,4,7-8")
+    ([0, 1, 2, 3], [1, 4, 7, 8])
+    """
+    seeds: list[int] = []
+    for part in text.split(","):
+        ends = part.split("-")
+        if len(ends) > 2 or not all(end.strip().isdecimal() for end in ends):
+            raise _refusal(text, f"{part!r} is no range")
+        first, last = int(ends[0]), int(ends[-1])
+        if last > _LARGEST:
+            raise _refusal(text, f"{last} is larger than {_LARGEST}")
+        if last < first:
+            raise _refusal(text, f"{part!r} ends before it begins")
+        if last - first + len(seeds) >= _MOST:
+            raise _refusal(text, f"there are more than {_MOST:,}")
+        seeds += range(first, last + 1)
+    return seeds
+
+
+def ranges(seeds: Sequence[int]) -> str:
+    """Seeds as people write them.
+
+    >>> ranges([0, 1, 2, 5])
+    '0-2,5'
+    """
+    out: list[list[int]] = []
+    for seed in sorted(seeds):
+        if out and seed == out[-1][-1] + 1:
+            out[-1][1:] = [seed]
+        else:
+            out.append([seed])
+    return ",".join("-".join(map(str, ends)) for ends in out)
+
+
+def _refusal(text: str, why: str) -> PullbackError:
+    return PullbackError(f"The seeds {text!r} cannot be read", why, _REMEDY)

@@ -13,17 +13,20 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import re
-from collections.abc import Mapping
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pullback import PullbackError
 from pullback.cli import files
 
-from . import arrays, locks, plain
-from .configuration import changed, settled
-from .plain import Record
+from . import records
+from .records import Record
 
 FORMAT = "pullback results 1"
 
@@ -167,8 +170,8 @@ class Store:
         file = run.get("arrays")
         path = self.path if file is None else self._folder / Path(file).name
         try:
-            return plain.join(run["record"], {} if file is None else arrays.load(path))
-        except arrays.DAMAGED as error:
+            return records.join(run["record"], {} if file is None else records.load(path))
+        except records.DAMAGED as error:
             why = f"it is missing or damaged ({error})"
             raise PullbackError(
                 f"{path} cannot be read", why, f"Restore it, or move {self.path} away"
@@ -182,20 +185,20 @@ class Store:
         self, name: Name, record: Mapping[str, Any], took: float, environment: dict[str, Any]
     ) -> None:
         """Keep an item, on disk as well: its arrays first, then the file that names them."""
-        content, found = plain.split(record)
+        content, found = records.split(record)
         key, seed = name
         run: dict[str, Any] = {"key": list(key), "seed": seed, "took": round(took, 4)}
         run["environment"] = self._place(environment)
         if found:
             run["arrays"] = f"{slug(name)}.npz"
-            files.write(self._folder / run["arrays"], lambda f: arrays.save(f, found))
+            files.write(self._folder / run["arrays"], lambda f: records.save(f, found))
         self._keep(name, {**run, "record": content})
         self.save()
 
     def save(self) -> None:
         """Write the file in one piece; one line per item."""
         files.folder(self.path.parent)
-        with locks.alone(self.path.parent):
+        with alone(self.path.parent):
             self._save()
 
     def _save(self) -> None:
@@ -237,3 +240,149 @@ def _verify(run: dict[str, Any], environments: int) -> None:
     sound = sound and isinstance(run.get("arrays", ""), str)
     if not sound or not math.isfinite(0.0 if run["took"] is None else run["took"]):
         raise TypeError(f"the item {key} is malformed")
+
+
+def settled(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration as it comes back from a file."""
+    content, arrays = records.split(config)
+    if arrays:
+        raise PullbackError(
+            "The configuration cannot be saved",
+            f"{', '.join(arrays)} are arrays",
+            "Say how they are made instead",
+        )
+    return json.loads(json.dumps(content))
+
+
+def changed(old: dict[str, Any], new: dict[str, Any], open_parts: frozenset[str]) -> list[str]:
+    """What differs, by name."""
+    out = []
+    for part in sorted(old.keys() | new.keys()):
+        one, two = old.get(part), new.get(part)
+        if part in open_parts and isinstance(one, dict) and isinstance(two, dict):
+            out += sorted(f"{part} {k!r}" for k in one.keys() & two.keys() if one[k] != two[k])
+        elif one != two:
+            out.append(part)
+    return out
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Wait until no other process is in here, and keep others out.
+
+    Locks are the operating system's, on the folder itself: they leave no file, and end with the
+    process, however that ends. Where there are none (Windows, some network drives) nobody waits.
+    """
+    with _opened(folder) as file:
+        _locked(file, "wait")
+        yield
+
+
+@contextmanager
+def inside(folder: Path) -> Iterator[Callable[[], bool]]:
+    """While this process works in the folder beside others; a function: is it the last one?"""
+    with _opened(folder) as file:
+        _locked(file, "share")
+        yield lambda: _locked(file, "try")
+
+
+def _locked(file: int | None, how: Literal["wait", "share", "try"]) -> bool:
+    """Whether the lock was not refused."""
+    if file is None or sys.platform == "win32":
+        return True
+    import fcntl
+
+    kind = {"wait": fcntl.LOCK_EX, "share": fcntl.LOCK_SH, "try": fcntl.LOCK_EX | fcntl.LOCK_NB}
+    try:
+        fcntl.flock(file, kind[how])
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        return True
+    return True
+
+
+@contextmanager
+def _opened(folder: Path) -> Iterator[int | None]:
+    try:
+        file = os.open(folder, os.O_RDONLY)
+    except OSError:  # Windows opens no folders
+        file = None
+    try:
+        yield file
+    finally:
+        if file is not None:
+            os.close(file)
+
+
+class Results:
+    """Records by item, over the seeds that are complete.
+
+    Attributes:
+        seeds: every item is done for each of them.
+        quick: whether the short version ran.
+    """
+
+    def __init__(self, store: Store, seeds: Sequence[int], quick: bool) -> None:
+        self.seeds, self.quick = tuple(seeds), quick
+        self._store = store
+
+    def of(self, *key: str) -> list[Record]:
+        """The records of an item, in the order of the seeds it is done for."""
+        return [self._store.record((key, s)) for s in self.seeds if (key, s) in self._store]
+
+    def once(self, *key: str) -> Record:
+        """The record of an item that is done once for all seeds."""
+        return self._store.record((key, None))
+
+    def took(self, *key: str) -> list[float]:
+        """Seconds of an item, in the order of the seeds."""
+        found = [self._store.took((key, seed)) for seed in self.seeds]
+        return [t for t in found if t is not None]
+
+    def has(self, *key: str, seed: int | None = None) -> bool:
+        """Whether an item is done for this seed, or once for all."""
+        return (key, seed) in self._store
+
+
+class Available(Results):
+    """Whatever is done, of complete and of other seeds: an item may have any number of records."""
+
+    def __init__(self, store: Store, quick: bool) -> None:
+        super().__init__(store, store.seeds(), quick)
+
+
+_CONFIG = "configuration"
+
+
+@contextmanager
+def checkpoints(store: Store) -> Iterator[Path]:
+    """NAME.work beside NAME.json; refused where its checkpoints are of another configuration.
+
+    It goes once there are no checkpoints in it and no other process is about to write some.
+    """
+    place = store.path.with_suffix(".work")
+    _check(place, store)
+    with inside(files.folder(place)) as last:
+        files.write_text(place / _CONFIG, json.dumps(store.config, ensure_ascii=False))
+        try:
+            yield place
+        finally:
+            if last() and not any(p.is_dir() for p in place.glob("*")):
+                shutil.rmtree(place, ignore_errors=True)
+
+
+def _check(place: Path, store: Store) -> None:
+    if not any(p.is_dir() for p in place.glob("*")):
+        return
+    try:
+        old = json.loads((place / _CONFIG).read_text("utf-8"))
+        differ = changed(old, store.config, store.open_parts)
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        differ = [str(error)]
+    if differ:
+        raise PullbackError(
+            f"{place} holds checkpoints of another configuration",
+            f"{', '.join(differ)} differ",
+            "Move it away to start these items over",
+        )

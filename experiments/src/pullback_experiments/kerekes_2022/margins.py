@@ -8,9 +8,9 @@ Three changes of variables, none of which alters the path of β, take the place 
 - *Time.* With loss ℓ = mean log(1 + e^{−u}), u = y∘Xβ, and G = −∇_βℓ/ℓ in log domain, v' ∝ P∘G,
   P = ∏_{l<L} w_l, is finite at any loss. Time runs so that 1 − log ℓ and ‖v‖ both grow at
   most e-fold per unit; logits of 10⁴ are reached at times of about ten.
-- *Stiffness.* The support vectors settle at rates of the order of the logits; `rosenbrock` is
+- *Stiffness.* The support vectors settle at rates of the order of the logits; `Stiff` is
   implicit, and solves at the size of the samples that still count. Up to a loss of e⁻² all of them
-  do, and nothing is stiff: `runge_kutta` gets there without a linear system.
+  do, and nothing is stiff: `Explicit` gets there without a linear system.
 
 Errors are measured where they count. The path turns on differences between the logits of support
 vectors, and where margins are small beside ‖β‖ logits are small differences of large terms: an
@@ -29,10 +29,7 @@ from torch import Tensor
 
 from pullback import PullbackError
 
-from .adaptive import march, relative
-from .jacobian import Jacobian
-from .rosenbrock import Stiff
-from .runge_kutta import Explicit
+from .integrators import Explicit, Jacobian, Stiff, march, relative
 
 #: The weight, relative to the largest, below which a sample is left out of ∂f/∂v. The integrator's
 #: order does not depend on it; rates left out are below a millionth of the largest.

@@ -12,16 +12,24 @@ from torch import Tensor
 
 from pullback.linear.solutions import lp_max_margin
 
-from ..framework.check import Check, recorded
+from ..framework.check import Check, Claim, recorded
 from ..framework.curves import Chart
 from ..framework.experiment import Context, Item
-from ..framework.plain import Record
-from ..framework.results import Results
+from ..framework.records import Record
+from ..framework.store import Results
 from ..framework.tabular import Table
-from . import charts
-from .common import DTYPE, Repeated, angle, flat_start, generator
+from . import figures
+from .common import (
+    DTYPE,
+    Repeated,
+    angle,
+    flat_start,
+    generator,
+    last,
+    natural_flow,
+    sample_descent,
+)
 from .margins import EuclideanFlow, Signed
-from .natural import last, natural_flow, sample_descent
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -107,7 +115,7 @@ class Planar(Repeated):
         )
 
     def curves(self, results: Results) -> list[Chart]:
-        return charts.planar(results, self.config(results.quick)["depths"])
+        return figures.planar(results, self.config(results.quick)["depths"])
 
     def tables(self, results: Results) -> list[Table]:
         rows = []
@@ -137,9 +145,7 @@ class Planar(Repeated):
         return Table(columns, rows, "EGD's degrees from e₁ by its start, medians")
 
     def draw(self, results: Results) -> dict[str, Figure]:
-        from .draw_planar import draw
-
-        return {"": draw(results, self.config(results.quick)["depths"], points)}
+        return {"": figures.draw_planar(results, self.config(results.quick)["depths"], points)}
 
 
 def _euclidean(config: dict[str, Any], context: Context) -> Record:
@@ -182,7 +188,7 @@ def _natural(depth: int, config: dict[str, Any], context: Context) -> Record:
     }
 
 
-def _euclidean_claims(results: Results, depths: Sequence[int]) -> list[tuple[str, bool, str]]:
+def _euclidean_claims(results: Results, depths: Sequence[int]) -> list[Claim]:
     runs, out = results.of("EGD"), []
     for place, depth in enumerate(depths):
         off = max(r["off"][place] for r in runs)
@@ -195,7 +201,7 @@ def _euclidean_claims(results: Results, depths: Sequence[int]) -> list[tuple[str
     return out
 
 
-def _start(results: Results, depths: Sequence[int]) -> tuple[str, bool, str]:
+def _start(results: Results, depths: Sequence[int]) -> Claim:
     """Spread of EGD's end over the starts, in degrees: per depth, the median over seeds."""
     ends = [_tensor(r["by scale"]) for r in results.of("EGD")]  # (scales, depths)
     spread = torch.stack([e.amax(0) - e.amin(0) for e in ends]).median(0).values
@@ -204,7 +210,7 @@ def _start(results: Results, depths: Sequence[int]) -> tuple[str, bool, str]:
     return "from L = 3 on the start α decides between stationary points", holds, words
 
 
-def _natural_claims(results: Results, depths: Sequence[int]) -> list[tuple[str, bool, str]]:
+def _natural_claims(results: Results, depths: Sequence[int]) -> list[Claim]:
     by = [results.of("NGD", f"L={depth}") for depth in depths]
 
     def spread(name: str) -> float:

@@ -16,10 +16,10 @@ from pullback.linear.solutions import l2_max_margin
 from ..framework.check import Check, recorded
 from ..framework.curves import Chart
 from ..framework.experiment import Context, Item
-from ..framework.plain import Record
-from ..framework.results import Results
+from ..framework.records import Record
+from ..framework.store import Results
 from ..framework.tabular import Table
-from . import charts
+from . import figures
 from .common import DTYPE, Repeated, angle, generator, normal
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class Support(Repeated):
         return recorded(found, (True,) * 4)
 
     def curves(self, results: Results) -> list[Chart]:
-        return charts.support(results, self.config(results.quick)["ratios"])
+        return figures.support(results, self.config(results.quick)["ratios"])
 
     def tables(self, results: Results) -> list[Table]:
         rows = [

@@ -13,15 +13,17 @@ from torch import Tensor
 from pullback.kernels import natural_ntk, ntk
 from pullback.linear import DeepMatrix
 
+from ..framework import plots
 from ..framework.check import Check, recorded
 from ..framework.experiment import Context, Item
-from ..framework.plain import Record
-from ..framework.results import Results
+from ..framework.records import Record
+from ..framework.store import Results
 from ..framework.tabular import Table
 from .common import DTYPE, Repeated
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
 
 METHODS = ("EGF", "EGD", "NGF", "NGD")
 LONG = "NGD, 10 lr"
@@ -99,8 +101,6 @@ class Kernels(Repeated):
         return [Table(["depth", *METHODS, LONG], rows, title)]
 
     def draw(self, results: Results) -> dict[str, Figure]:
-        from .draw_tangents import draw
-
         return {"": draw(results, self.config(results.quick)["depths"])}
 
 
@@ -143,3 +143,23 @@ def _stepped(model: DeepMatrix, moves: Sequence[Tensor], lr: float) -> Tensor:
     """(β(w + lr·x) − β(w))/lr."""
     after = [w.detach() + lr * x for w, x in zip(model.factors, moves, strict=True)]
     return (DeepMatrix.of(after).beta - model.beta).detach() / lr
+
+
+def draw(results: Results, depths: Sequence[int]) -> Figure:
+    """The first seed; blue and red are moves of either sign, relative to the observed entry's."""
+    title = "How entries of an 11×11 product of L factors move when the middle one is observed"
+    figure = plots.new(9.6, 2.3 * len(depths) + 0.5, title)
+    grid = figure.subplots(len(depths), 4, squeeze=False)
+    image = None
+    for row, depth in zip(grid, depths, strict=True):
+        record = results.of(f"L={depth}")[0]
+        for axes, method in zip(row, METHODS, strict=True):
+            image = axes.imshow(record[method], cmap="RdBu_r", vmin=-1, vmax=1)
+            axes.set(xticks=[], yticks=[])
+            largest = record["elsewhere"][method]
+            words = "0" if largest < 1e-12 else f"{largest:.1g}"
+            plots.label(axes, x=f"elsewhere ≤ {words}", title=method if depth == depths[0] else "")
+        plots.label(row[0], y=f"L = {depth}")
+    if image is not None:
+        figure.colorbar(image, ax=grid, shrink=0.6, label="move / move of the middle entry")
+    return figure

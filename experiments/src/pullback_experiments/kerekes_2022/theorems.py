@@ -22,8 +22,8 @@ from pullback.linear.solutions import (
 
 from ..framework.check import Check, recorded
 from ..framework.experiment import Context, Item
-from ..framework.plain import Record
-from ..framework.results import Results
+from ..framework.records import Record
+from ..framework.store import Results
 from ..framework.tabular import Table
 from .common import DTYPE, Repeated, generator, normal
 

@@ -28,8 +28,8 @@ quadratic model's rescaling and momentum. (`optim.kfac` has the paper's controls
 from __future__ import annotations
 
 from .experiment import Training
-from .grids import LARGE, QUICK_TEXT, QUICK_VGG, TEXT
-from .grids import VGG as VGG_METHODS
+from .methods import LARGE, QUICK_TEXT, QUICK_VGG, TEXT
+from .methods import VGG as VGG_METHODS
 from .tasks import AUTOENCODER, CONVNET, SHAKESPEARE, VGG
 
 __all__ = ["EXPERIMENTS", "Training"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -13,14 +14,93 @@ from torch import Tensor, nn
 
 from pullback.likelihoods import Bernoulli, Categorical, Likelihood
 
-from ..bai_2024_slices.networks import convnet as digits_convnet
-from ..bai_2024_sobolev import images as colored
-from ..bai_2024_sobolev.networks import convnet, vgg16
-from ..learning import data, schedules, text
+from ..learning import data, images, schedules, text
 from ..learning.data import DataSet
-from ..learning.evaluation import Measure
-from .networks import DIGITS, MNIST, autoencoder
-from .transformer import GPT
+from ..learning.networks import convnet, vgg16
+from ..learning.training import Measure
+
+MNIST = (784, 1000, 500, 250, 30)
+DIGITS = (64, 100, 50, 25, 10)
+
+
+def autoencoder(widths: tuple[int, ...] = MNIST) -> nn.Sequential:
+    """The mirrored autoencoder of Hinton and Salakhutdinov: tanh units, a linear code, logits.
+
+    Weights are Glorot's: from torch's own start gradients vanish, and Adam and SGD stay for long
+    at the mean image.
+    """
+    layers: list[nn.Module] = []
+    for a, b in pairwise([*widths, *widths[-2::-1]]):
+        layers += [nn.Linear(a, b), nn.Tanh()]
+    for layer in layers:
+        if isinstance(layer, nn.Linear):
+            nn.init.xavier_normal_(layer.weight)
+            nn.init.zeros_(layer.bias)
+    code = 2 * (len(widths) - 1) - 1
+    return nn.Sequential(*(x for i, x in enumerate(layers[:-1]) if i != code))
+
+
+class TransformerBlock(nn.Module):
+    """Pre-norm causal attention and a GELU perceptron."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, T, width) ↦ the same; a place sees those before it."""
+        n, t, d = x.shape
+        qkv = self.qkv(self.norm1(x)).view(n, t, 3, self.heads, d // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).reshape(n, t, d))
+        return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
+
+
+class GPT(nn.Module):
+    """A decoder with learned positions; by default GPT-2 small (124M), its head tied."""
+
+    def __init__(
+        self,
+        vocabulary: int = 50304,
+        length: int = 1024,
+        width: int = 768,
+        depth: int = 12,
+        heads: int = 12,
+        *,
+        tied: bool = True,
+    ) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
+        self.blocks = nn.Sequential(*(TransformerBlock(width, heads) for _ in range(depth)))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self._begin(depth)
+        if tied:
+            self.head.weight = self.tokens.weight
+
+    @torch.no_grad()
+    def _begin(self, depth: int) -> None:
+        """GPT-2's start: what is added to the stream becomes smaller with the depth."""
+        for m in self.modules():
+            if isinstance(m, (nn.Linear, nn.Embedding)):
+                m.weight.normal_(std=0.02)
+            if isinstance(m, nn.Linear) and m.bias is not None:
+                m.bias.zero_()
+        for m in self.modules():
+            if isinstance(m, TransformerBlock):
+                for last in (m.out, m.down):
+                    last.weight.normal_(std=0.02 * (2 * depth) ** -0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Tokens (N, T) ↦ logits of the next ones, (N, T, vocabulary)."""
+        places = torch.arange(x.shape[1], device=x.device)
+        x = self.tokens(x) + self.places(places)
+        return self.head(self.norm(self.blocks(x)))
+
 
 _WARM = 0.05  # the share of a run in which the rate rises: without it the largest rates are lost
 
@@ -68,13 +148,13 @@ class Task:
         model: Any = network()  # whose stub does not know memory_format
         return model.to(device=device, memory_format=self.layout), samples().to(device)
 
-    def run(self, images: DataSet) -> dict[str, Any]:
+    def run(self, samples: DataSet) -> dict[str, Any]:
         """How the loop is to go: arguments of `fit`."""
         falling = schedules.linear
         return {
             "schedule": schedules.warmed(falling, self.warm) if self.warm else falling,
-            "augment": colored.CropAndFlip.of(images.x) if self.cropped else None,
-            "half": torch.bfloat16 if self.half and images.x.is_cuda else None,
+            "augment": images.CropAndFlip.of(samples.x) if self.cropped else None,
+            "half": torch.bfloat16 if self.half and samples.x.is_cuda else None,
             "evaluated": self.evaluated,
         }
 
@@ -117,14 +197,14 @@ AUTOENCODER = Task(
 )
 CONVNET = Task(
     "Convolutional network",
-    (partial(convnet, 16), _clothes),
-    (digits_convnet, data.digits),
+    (partial(convnet, 14, 16), _clothes),
+    (partial(convnet, 8), data.digits),
     F.cross_entropy,
     Categorical,
 )
 VGG = Task(
     "VGG-16",
-    (vgg16, partial(colored.load, "cifar10")),
+    (vgg16, partial(images.load, "cifar10")),
     (partial(vgg16, narrow=16), large_digits),
     F.cross_entropy,
     Categorical,

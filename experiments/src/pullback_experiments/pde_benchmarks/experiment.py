@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from statistics import median
 from typing import TYPE_CHECKING, Any, Self
 
 from pullback import pde
 
+from ..framework import plots
 from ..framework.check import Check
-from ..framework.curves import Chart
-from ..framework.experiment import Context, Experiment, Item
-from ..framework.plain import Record
-from ..framework.results import Results
+from ..framework.curves import Chart, finite, over_seeds
+from ..framework.experiment import Context, Experiment, Item, Paused
+from ..framework.records import Record
+from ..framework.store import Results
 from ..framework.tabular import Table
-from .checks import Found, claims, final, reached
-from .methods import METHODS, Method
-from .runs import solved
-from .targets import QUICK, SLABS, TARGETS
+from .methods import ADAM, GAUSS_NEWTON, LBFGS, METHODS, QUICK, SLABS, TARGETS, PdeMethod
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
 
 _SEARCH_SEED = 100
 _ENDLESS = 10**9  # steps
@@ -87,13 +87,13 @@ class Benchmarks(Experiment):
                 out.append(Item((problem, m.name), work, resumable=True))
         return out
 
-    def _tried(self, problem: str, method: Method, rate: float, context: Context) -> Record:
+    def _tried(self, problem: str, method: PdeMethod, rate: float, context: Context) -> Record:
         seconds = self._seconds(context.quick) / 4
         context = replace(context, seed=_SEARCH_SEED)
         found = self._run(problem, method.options(rate), seconds, context)
         return {"rate": rate, "loss": found["loss"]}
 
-    def _solved(self, problem: str, method: Method, context: Context) -> Record:
+    def _solved(self, problem: str, method: PdeMethod, context: Context) -> Record:
         seconds = self._seconds(context.quick)
         if not method.rates:
             return self._run(problem, method.options(), seconds, context)
@@ -146,15 +146,131 @@ class Benchmarks(Experiment):
         return [Table(columns, rows, title + ("seed" if len(results.seeds) == 1 else "seeds"))]
 
     def draw(self, results: Results) -> Mapping[str, Figure]:
-        from .figure import draw  # matplotlib is slow to import
-
         return {"": draw(self._found(results), TARGETS)}
 
     def curves(self, results: Results) -> list[Chart]:
-        from .charts import charts
-
         return charts(self._found(results), TARGETS)
 
 
-def _trial(problem: str, method: Method, rate: float) -> tuple[str, ...]:
+def _trial(problem: str, method: PdeMethod, rate: float) -> tuple[str, ...]:
     return ("search", problem, method.name, f"{rate:g}")
+
+
+_ENTRIES = 60  # of a curve
+
+
+def solved(found: pde.Setup, options: dict[str, Any], seconds: float, context: Context) -> Record:
+    """So many seconds of steps, unless the run ends before; it goes on from its checkpoint."""
+
+    def watch(run: pde.Run, info: Any) -> bool:
+        context.watch(min(run.history.spent / seconds, 1.0), f"error {run.error:.1e}")
+        return context.due or run.history.spent >= seconds or not math.isfinite(info.loss)
+
+    network = found.network(context.seed)
+    solution = pde.solve(
+        found.problem, network, **{**options, "seed": context.seed}, callbacks=[watch],
+        checkpoint=context.folder() / "run.pt", device=context.device, progress=False,
+    )  # fmt: skip
+    history = solution.history
+    unfinished = history.spent < seconds and math.isfinite(history.loss[-1])
+    if unfinished and "callback" in solution.stopped:
+        raise Paused
+    count = len(history.error)
+    places = sorted({*range(0, count, max(1, count // _ENTRIES)), count - 1})
+    return {
+        "parameters": sum(p.numel() for p in network.parameters()),
+        "step": [history.measured[i] for i in places],
+        "seconds": [history.clock[i] for i in places],
+        "error": [history.error[i] for i in places],
+        "loss": solution.loss,
+        "stopped": solution.stopped,
+    }
+
+
+_ALONG = {"seconds": "seconds of steps", "step": "steps"}
+
+
+def charts(found: Found, targets: Mapping[str, float]) -> list[Chart]:
+    """One for each."""
+    return [
+        Chart(
+            problem,
+            "relative L² error",
+            [over_seeds(method, runs, "error", _ALONG) for method, runs in by.items()],
+            x=_ALONG,
+            note=f"others report {targets[problem]:.1e}" if problem in targets else "",
+        )
+        for problem, by in found.items()
+    ]
+
+
+_COLUMNS = 4
+
+
+def draw(found: Found, targets: Mapping[str, float]) -> Figure:
+    """Medians and quartiles over seeds; a line at what others report."""
+    columns = min(_COLUMNS, len(found))
+    rows = math.ceil(len(found) / columns)
+    figure = plots.new(1.5 + 3.6 * columns, 0.9 + 3.0 * rows, "Relative L² error against seconds")
+    grid = figure.subplots(rows, columns, squeeze=False)
+    for axes, (problem, by) in zip(grid.flat, found.items(), strict=False):
+        for color, (method, runs) in zip(plots.PALETTE, by.items(), strict=False):
+            xs, ys = [r["seconds"] for r in runs], [r["error"] for r in runs]
+            plots.band(axes, xs, ys, color, method, spaced=True)
+        if problem in targets:
+            axes.axhline(targets[problem], color=plots.INK, lw=0.8, ls=":")
+        plots.dress(axes)
+        plots.label(axes, "seconds", "error", problem)
+    for axes in list(grid.flat)[len(found) :]:
+        axes.set_visible(False)
+    lines, names = grid[0, 0].get_legend_handles_labels()
+    figure.legend(lines, names, loc="outside lower center", ncols=len(names), frameon=False)
+    return figure
+
+
+#: records, one per seed, by problem and method
+Found = Mapping[str, Mapping[str, Sequence[Record]]]
+AHEAD = 10.0  # times smaller
+
+
+def claims(found: Found, targets: Mapping[str, float], missed: Collection[str] = ()) -> list[Check]:
+    """Ahead of first-order methods, which is ours; where there is a target, as good as reported."""
+    out = [replace(_ahead(found), recorded=not set(missed) & found.keys())]
+    for problem, by in found.items():
+        if problem in targets:
+            check = _accurate(problem, by[GAUSS_NEWTON], targets[problem])
+            out.append(replace(check, recorded=problem not in missed))
+    return out
+
+
+def final(records: Sequence[Record]) -> float:
+    """The median over seeds of the last error, ∞ where it was lost."""
+    return median(finite(r["error"][-1]) for r in records)
+
+
+def reached(records: Sequence[Record], target: float) -> float:
+    """The median over seeds of the seconds until an error was at most this, ∞ where never."""
+
+    def one(record: Record) -> float:
+        pairs = zip(record["error"], record["seconds"], strict=True)
+        return next((t for e, t in pairs if e <= target), math.inf)
+
+    return median(one(r) for r in records)
+
+
+def _ahead(found: Found) -> Check:
+    ratios = {
+        problem: min(final(by[ADAM]), final(by[LBFGS])) / max(final(by[GAUSS_NEWTON]), 1e-300)
+        for problem, by in found.items()
+    }
+    least = min(ratios, key=ratios.__getitem__)
+    held = sum(r >= AHEAD for r in ratios.values())
+    claim = f"after the same seconds Gauss–Newton's error is {AHEAD:g} times below Adam's, L-BFGS's"
+    numbers = f"{held} of {len(ratios)} problems; the least is {ratios[least]:.1e} for {least}"
+    return Check(claim, held == len(ratios), numbers, of_paper=False)
+
+
+def _accurate(problem: str, records: Sequence[Record], target: float) -> Check:
+    found, seconds = final(records), reached(records, target)
+    numbers = f"{found:.1e}" + (f", reached in {seconds:.0f} s" if seconds < math.inf else "")
+    return Check(f"Gauss–Newton solves {problem} to {target:.1e}", found <= target, numbers)

@@ -9,17 +9,16 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 from ..framework.check import Check
-from ..framework.curves import Chart, over_seeds
+from ..framework.curves import Chart, finite, over_seeds
 from ..framework.experiment import Context, Experiment, Item
-from ..framework.plain import Record
-from ..framework.quantiles import finite
-from ..framework.results import Results
+from ..framework.records import Record
+from ..framework.store import Results
 from ..framework.tabular import Table
 from .checks import Found, Lead, table
 from .loop import RaceTask, run
+from .networks import ImageData
 from .optimizers import OURS
 from .tasks import TASKS
-from .vision import ImageData
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -200,7 +199,7 @@ class Race(Experiment):
         return [table(self._found(results, name), task.title) for name, task in tasks.items()]
 
     def draw(self, results: Results) -> Mapping[str, Figure]:
-        from .figure import draw  # matplotlib is slow to import
+        from .checks import draw
 
         tasks = self._tasks(results.quick)
         seeds = f"{len(results.seeds)} seed{'s' if len(results.seeds) > 1 else ''}"

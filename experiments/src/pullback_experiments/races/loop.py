@@ -24,10 +24,9 @@ from torch.optim import Optimizer
 
 from pullback import KFAC
 
-from ..framework.plain import Record
+from ..framework.records import Record
 from ..learning import schedules
-from ..learning.evaluation import autocast, synchronize
-from ..learning.precision import tensor_cores
+from ..learning.training import autocast, synchronize, tensor_cores
 from .optimizers import OPTIMIZERS
 
 Batch = tuple[Tensor, Tensor]

@@ -1,18 +1,27 @@
-"""Live progress of the runs of one problem, and the closing table."""
+"""Live progress of the runs of one problem, and the picture of what they became."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from torch import Tensor
 
-from .contender import Contender
-from .problem import Problem
-from .race import Curve, Watcher
+from pullback import pde
+
+from ..framework import plots
+from .problem import Contender, Problem
+from .race import Watcher
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.colors import LogNorm
 
 
 def described(settings: Mapping[str, float]) -> str:
@@ -76,23 +85,60 @@ def _announced(console: Console, contender: Contender) -> Watcher:
     return watch
 
 
-def results(problem: Problem, curves: Sequence[Curve]) -> Table:
-    """Optimizer, settings, steps, seconds, and the final measures; the best in bold."""
-    table = Table(title=problem.title, title_justify="left", title_style="bold")
-    names = list(curves[0].measures[-1])
-    table.add_column("optimizer", no_wrap=True)
-    table.add_column("settings")
-    for column in ("steps", "seconds", *names):
-        table.add_column(column, justify="right")
-    best = min(curve.values()[-1] for curve in curves)
-    settings = {c.name: described(c.settings) for c in problem.contenders}
-    for curve in curves:
-        table.add_row(
-            curve.name,
-            settings[curve.name],
-            f"{curve.steps[-1]:,}",
-            f"{curve.seconds[-1]:.1f}",
-            *(shown(name, curve.measures[-1][name]) for name in names),
-            style="bold" if curve.values()[-1] == best else None,
-        )
-    return table
+_CELLS = 160  # along each side
+Extent = tuple[float, float, float, float]
+_STYLE: dict[Any, Any] = {
+    "axes.titlesize": 10.5,
+    "text.color": plots.INK,
+    "axes.edgecolor": plots.INK,
+}
+
+
+def draw_errors(
+    problem: pde.Problem, networks: Mapping[str, Callable[[Tensor], Tensor]], path: Path
+) -> Path:
+    """Write the figure and return its path; the errors share one logarithmic color scale."""
+    from matplotlib import rc_context
+    from matplotlib.ticker import LogLocator
+
+    low, high = problem.domain.low.tolist(), problem.domain.high.tolist()
+    axes = [torch.linspace(a, b, _CELLS).double() for a, b in zip(low, high, strict=True)]
+    x = torch.cartesian_prod(*axes)
+    truth = problem.truth(x)[:, 0]
+    with torch.no_grad():
+        errors = {name: (u(x)[:, 0] - truth).abs() for name, u in networks.items()}
+    extent = (low[0], high[0], low[1], high[1])
+    with rc_context(_STYLE):
+        figure = plots.new(2.75 * (1 + len(errors)) + 1.0, 3.0, dpi=130)
+        first, *others = figure.subplots(1, 1 + len(errors))
+        image = _panel(first, truth, extent, cmap="viridis")
+        first.set_title("solution", loc="left")
+        figure.colorbar(image, ax=first, fraction=0.046, pad=0.03)
+        norm = _norm(list(errors.values()))
+        for panel, (name, error) in zip(others, errors.items(), strict=True):
+            image = _panel(panel, error.clamp(min=norm.vmin), extent, cmap="magma", norm=norm)
+            panel.set_title(f"{name}: ≤ {shown('', float(error.max()))}", loc="left")
+            panel.tick_params(labelleft=False)
+        bar = figure.colorbar(image, ax=others, fraction=0.02, pad=0.02, label="|error|")
+        bar.ax.yaxis.set_major_locator(LogLocator(numticks=7))
+        bar.ax.minorticks_off()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path)
+    return path
+
+
+def _norm(errors: list[Tensor]) -> LogNorm:
+    """From what is typical of the best network to the worst error of all."""
+    from matplotlib.colors import LogNorm
+
+    top = max(float(e.max()) for e in errors)
+    typical = min(float(e.median()) for e in errors)
+    return LogNorm(max(typical / 10, 1e-17, top * 1e-16), max(top, 1e-15))
+
+
+def _panel(axes: Axes, values: Tensor, extent: Extent, **options: Any) -> Any:
+    grid = values.reshape(_CELLS, _CELLS).T.numpy()
+    axes.set_xticks([extent[0], extent[1]])
+    axes.set_yticks([extent[2], extent[3]])
+    axes.tick_params(length=2, labelsize=8.5)
+    return axes.imshow(grid, origin="lower", extent=extent, interpolation="nearest", **options)

@@ -10,20 +10,23 @@ from typing import TYPE_CHECKING, Any
 
 from pullback import PullbackError
 
+from ..framework import plots
 from ..framework.check import Check
 from ..framework.curves import Chart, Line, Series
 from ..framework.experiment import Context, Experiment, Item
-from ..framework.plain import Record
-from ..framework.results import Results
+from ..framework.plots import INK, dress
+from ..framework.records import Record
+from ..framework.store import Results
 from ..framework.tabular import Table
-from .contender import Contender
 from .display import described, shown
-from .problem import Problem
+from .problem import Contender, Problem
+from .problems import PROBLEMS
 from .race import Curve, run
-from .table import PROBLEMS
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
 
 _QUICK = 0.3  # seconds per run of a smoke test
 NATURAL = "Natural gradient"
@@ -87,8 +90,6 @@ class Demonstration(Experiment):
         return [(problem, curves) for problem, curves in found if curves]
 
     def draw(self, results: Results) -> dict[str, Figure]:
-        from .figure import draw  # matplotlib is slow to import
-
         return {"": draw(self.races(results))}
 
     def curves(self, results: Results) -> list[Chart]:
@@ -106,7 +107,7 @@ class Demonstration(Experiment):
         ]
 
     def tables(self, results: Results) -> list[Table]:
-        return [_table(problem, curves) for problem, curves in self.races(results)]
+        return [table(problem, curves) for problem, curves in self.races(results)]
 
 
 @cache
@@ -149,7 +150,8 @@ def _series(curve: Curve, measure: str) -> Series:
     return Series(curve.name, lines, _COLORS.get(curve.name))
 
 
-def _table(problem: Problem, curves: Sequence[Curve]) -> Table:
+def table(problem: Problem, curves: Sequence[Curve]) -> Table:
+    """Optimizer, settings, steps, seconds, and the final measures."""
     settings = {c.name: described(c.settings) for c in problem.contenders}
     names = list(curves[0].measures[-1])
     rows = [
@@ -163,3 +165,61 @@ def _table(problem: Problem, curves: Sequence[Curve]) -> Table:
         for c in curves
     ]
     return Table(["optimizer", "settings", "steps", "seconds", *names], rows, problem.title, text=2)
+
+
+# Okabe and Ito's palette, which color-blind readers can tell apart
+_STYLES = {
+    "SGD": ("#E69F00", 1.7),
+    "Adam": ("#0072B2", 1.7),
+    "L-BFGS": ("#009E73", 1.7),
+    "K-FAC": ("#CC79A7", 1.7),
+    "Natural gradient": ("#D55E00", 2.8),
+}
+_APART = 0.115  # least distance of two labels, as a share of the panel's height
+
+Race = tuple[Problem, Sequence[Curve]]
+
+
+def draw(races: Sequence[Race]) -> Figure:
+    """The figure."""
+    figure = plots.new(10.5, 3.7 * len(races), dpi=130)
+    grid = figure.subplots(len(races), 2, squeeze=False, sharey="row")
+    for (problem, curves), (left, right) in zip(races, grid, strict=True):
+        _panel(left, curves, "seconds")
+        _panel(right, curves, "steps")
+        left.set_ylabel(next(iter(curves[0].measures[0])), color=INK)
+        left.set_title(problem.title, loc="left", color=INK, weight="bold")
+        right.set_title(problem.setting, loc="right", color=INK, size=9)
+        _label(right, curves)
+    return figure
+
+
+def _panel(axes: Axes, curves: Sequence[Curve], along: str) -> None:
+    """The curves, each with a dot at its end."""
+    for curve in curves:
+        color, width = _STYLES[curve.name]
+        x, y = getattr(curve, along)[1:], curve.values()[1:]
+        axes.plot(x, y, color=color, lw=width, solid_joinstyle="round")
+        axes.plot(x[-1:], y[-1:], "o", color=color, ms=2 + 1.6 * width)
+    dress(axes)
+    axes.set_xlabel(f"CPU {along}" if along == "seconds" else along, color=INK)
+
+
+def _label(axes: Axes, curves: Sequence[Curve]) -> None:
+    """Name every curve, with its final numbers, to the right of the panel."""
+    bottom, top = (math.log10(y) for y in axes.get_ylim())
+    at = -math.inf
+    for curve in sorted(curves, key=lambda c: c.values()[-1]):
+        height = (math.log10(curve.values()[-1]) - bottom) / (top - bottom)
+        at = max(height, at + _APART)
+        (_, end), *others = curve.measures[-1].items()
+        text = f"{curve.name}\n{shown('', end)}"
+        text += "".join(f"; {shown(name, value)} {name}" for name, value in others)
+        axes.annotate(
+            text,
+            (1.03, at),
+            xycoords="axes fraction",
+            color=_STYLES[curve.name][0],
+            va="center",
+            size=9.5,
+        )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,64 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .contender import Contender
+
+@dataclass(frozen=True)
+class Contender:
+    """One optimizer.
+
+    Attributes:
+        name: what the tables and figures call it.
+        build: (model, **settings) ↦ the optimizer.
+        settings: the settings it races with: the best of `grid` at the full time budget, or a
+            point nearby where the problem says why.
+        grid: the settings that were tried; empty where nothing was tuned.
+        batch: samples per step, drawn with replacement; None for all of them.
+        scale: a factor on the loss that it sees.
+    """
+
+    name: str
+    build: Callable[..., Optimizer]
+    settings: Mapping[str, float] = field(default_factory=dict)
+    grid: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    batch: int | None = None
+    scale: float = 1.0
+
+    def __call__(self, model: nn.Module, **settings: float) -> Optimizer:
+        """The optimizer of this model, at the given settings or at its own."""
+        return self.build(model, **(settings or self.settings))
+
+    def candidates(self) -> Iterator[dict[str, float]]:
+        """Every point of the grid.
+
+        >>> list(Contender("Adam", Optimizer, grid={"lr": (0.1, 0.2)}).candidates())
+        [{'lr': 0.1}, {'lr': 0.2}]
+        """
+        for values in product(*self.grid.values()):
+            yield dict(zip(self.grid, values, strict=True))
+
+
+def sgd(model: nn.Module, lr: float) -> Optimizer:
+    """Gradient descent with momentum 0.9."""
+    return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+
+
+def adam(model: nn.Module, lr: float) -> Optimizer:
+    """Adam with its usual moments."""
+    return torch.optim.Adam(model.parameters(), lr=lr)
+
+
+def lbfgs(model: nn.Module) -> Optimizer:
+    """L-BFGS with a strong Wolfe line search, one iteration per step, no early stopping."""
+    return torch.optim.LBFGS(
+        model.parameters(),
+        max_iter=1,
+        max_eval=25,
+        history_size=100,
+        tolerance_grad=0.0,
+        tolerance_change=0.0,
+        line_search_fn="strong_wolfe",
+    )
+
 
 #: takes one step, and returns the loss before it
 Stepper = Callable[[], float]

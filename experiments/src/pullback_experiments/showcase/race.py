@@ -10,8 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from .contender import Contender
-from .problem import Problem, Stepper
+from .problem import Contender, Problem, Stepper
 
 _SPACING = 1.12  # ratio of the times of two measurements
 _FIRST = 2e-3  # the first one, as a share of the budget

@@ -11,7 +11,7 @@ from torch import Tensor
 from pullback.geometry import Point
 
 from ..framework.experiment import Context
-from ..framework.plain import Record
+from ..framework.records import Record
 
 _SLOPE = (1.0, 0.6)  # of the linear objective in the plane
 

@@ -12,7 +12,7 @@ from pullback.geometry import Damped, MoorePenrose, Point, RandomInverse, Weight
 from pullback.solvers import Solver
 
 from ..framework.experiment import Context
-from ..framework.plain import Record
+from ..framework.records import Record
 
 INPUTS, INNER, OUTPUTS = 8, 3, 5
 DAMPED = "damped"

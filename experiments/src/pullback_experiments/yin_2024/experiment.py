@@ -7,20 +7,19 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
+from ..framework import plots
 from ..framework.check import Check
-from ..framework.curves import Chart
+from ..framework.curves import Chart, over_seeds
 from ..framework.experiment import Context, Experiment, Item
-from ..framework.results import Results
+from ..framework.store import Results
 from ..framework.tabular import Table
-from .charts import charts
-from .checks import EARLY
-from .methods import Method
+from .methods import DescentMethod
 from .problems import Setting
-from .runs import Record, run
-from .statistics import Summary
+from .runs import EARLY, DescentRun, Summary, run
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
 
 PAPER = "Yin (2024), Natural Gradient Descent with Orthogonal Greedy Approximation"
 _ABOUT = (
@@ -44,7 +43,7 @@ class Comparison(Experiment):
     """
 
     setting: Setting
-    methods: Sequence[tuple[Method, int]]
+    methods: Sequence[tuple[DescentMethod, int]]
     groups: Mapping[str, Sequence[str]]
     claims: Callable[[dict[str, Summary], int, Sequence[bool]], list[Check]]
     held: Sequence[bool]
@@ -80,11 +79,11 @@ class Comparison(Experiment):
     def _length(self, steps: int, quick: bool) -> int:
         return min(steps, self.quick_steps) if quick else steps
 
-    def _work(self, method: Method, steps: int, context: Context) -> dict[str, Any]:
+    def _work(self, method: DescentMethod, steps: int, context: Context) -> dict[str, Any]:
         return run(self.setting, method, context.seed, steps).as_dict()
 
     def line(self, record: dict[str, Any]) -> str:
-        r = Record(**record)
+        r = DescentRun(**record)
         stuck = "" if r.stuck is None else ", stuck"
         return f"{r.steps[-1]} steps, loss {r.loss[-1]:.1e}, error {r.error[-1]:.1e}{stuck}"
 
@@ -97,8 +96,6 @@ class Comparison(Experiment):
         return {m.name: Summary(records(results, m.name)) for m, _ in self.methods}
 
     def draw(self, results: Results) -> dict[str, Figure]:
-        from .figure import draw  # matplotlib is slow to import
-
         return {"": draw(self, results)}
 
     def curves(self, results: Results) -> list[Chart]:
@@ -121,6 +118,60 @@ class Comparison(Experiment):
         return [Table(columns, rows, f"Medians over {len(results.seeds)} seeds")]
 
 
-def records(results: Results, method: str) -> list[Record]:
+def records(results: Results, method: str) -> list[DescentRun]:
     """The runs of a method, in the order of the seeds."""
-    return [Record(**one) for one in results.of(method)]
+    return [DescentRun(**one) for one in results.of(method)]
+
+
+_MEASURES = {"loss": "loss", "error": "relative L² error"}
+_ALONG = {"steps": "steps", "seconds": "CPU seconds"}
+
+
+def charts(experiment: Comparison, results: Results) -> list[Chart]:
+    """A pair for each group."""
+    return [
+        Chart(
+            group,
+            name,
+            [
+                # which lies upon the search that it varies
+                over_seeds(
+                    method,
+                    results.of(method),
+                    measure,
+                    _ALONG,
+                    style="dashed" if "arg-min" in method else "solid",
+                )
+                for method in methods
+            ],
+            x=_ALONG,
+            note="medians and quartiles over seeds",
+        )
+        for group, methods in experiment.groups.items()
+        for measure, name in _MEASURES.items()
+    ]
+
+
+_COLUMNS = (("loss", "steps"), ("loss", "seconds"), ("error", "steps"), ("error", "seconds"))
+_NAMES = {"loss": "loss", "error": "relative L² error"}
+
+
+def draw(experiment: Comparison, results: Results) -> Figure:
+    """One row per group of methods."""
+    groups = experiment.groups
+    layers = "-".join(map(str, experiment.setting.layers))
+    problem, count = experiment.setting.problem().name, len(results.seeds)
+    title = f"{problem}, {layers} tanh network, {count} seeds: medians and quartiles"
+    figure = plots.new(16, 0.6 + 3.4 * len(groups), title, dpi=110)
+    grid = figure.subplots(len(groups), 4, squeeze=False, sharey=False)
+    for row, (group, names) in zip(grid, groups.items(), strict=True):
+        for axes, (what, along) in zip(row, _COLUMNS, strict=True):
+            for color, name in zip(plots.PALETTE, names, strict=False):
+                runs = results.of(name)
+                xs, ys = [r[along] for r in runs], [r[what] for r in runs]
+                plots.band(axes, xs, ys, color, name, spaced=along == "seconds")
+            plots.dress(axes)
+            plots.label(axes, "CPU seconds" if along == "seconds" else along, _NAMES[what])
+        plots.label(row[0], title=group)
+        row[-1].legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=9)
+    return figure

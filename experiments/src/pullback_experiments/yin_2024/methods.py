@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from pullback import NaturalGradient
-from pullback.solvers import OrthogonalGreedy, Solver
-from pullback.steps import Step, TargetRatio
+from pullback.solvers import Damping, OrthogonalGreedy, Solution, Solver
+from pullback.steps import GridLineSearch, Local, Move, Step, TargetRatio, Wrapper
 
 from .problems import Fit
-from .search import Watch
 
 #: numbers about one step, by name
 Seen = dict[str, float]
@@ -39,7 +39,7 @@ class Stepper(ABC):
 
 
 @dataclass(frozen=True)
-class Method(ABC):
+class DescentMethod(ABC):
     """Something to compare.
 
     Attributes:
@@ -60,7 +60,7 @@ class Method(ABC):
 
 
 @dataclass(frozen=True)
-class FirstOrder(Method):
+class FirstOrder(DescentMethod):
     """One of torch's optimizers; lr is the best of `tried` by the mean loss of seeds 100, 101."""
 
     build: Callable[..., Optimizer]
@@ -88,7 +88,7 @@ class _Gradient(Stepper):
 
 
 @dataclass(frozen=True)
-class Natural(Method):
+class Natural(DescentMethod):
     """A natural gradient.
 
     Attributes:
@@ -161,3 +161,32 @@ class _Natural(Stepper):
     def stuck(self) -> bool:
         # points are fixed: a rule without memory would reject the same step for ever
         return self._rejected >= (1 if self._memoryless else 30)
+
+
+class ArgMin(GridLineSearch):
+    """The best of the grid even where the loss rises: there is no accept test.
+
+    Any loss is a fall from ∞.
+    """
+
+    def take(self, local: Local) -> Move:
+        return super().take(replace(local, loss=float("inf")))
+
+
+class Watch(Wrapper):
+    """Keeps two numbers of the direction x before anything cuts it.
+
+    Attributes:
+        largest: max |x_i|.
+        energy: ∇Lᵀx, the squared length of the projected gradient.
+    """
+
+    def __init__(self, step: Step) -> None:
+        super().__init__(step)
+        self.largest, self.energy = float("nan"), float("nan")
+
+    def solution(self, local: Local, damping: Damping | None, about: Tensor | None) -> Solution:
+        found = local.solve(damping, about)
+        self.largest = float(found.x.abs().max())
+        self.energy = float(local.gradient @ found.x)
+        return found

@@ -1,20 +1,113 @@
-"""The three experiments with their methods and lengths."""
+"""The three experiments with their methods and lengths, and the paper's claims as checks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from pullback.solvers import Cholesky, OrthogonalGreedy, PseudoInverse, Relative, Solver
 from pullback.steps import Backtracking, Clip, GridLineSearch, Step, TargetRatio
 
+from ..framework.check import Check, Claim, recorded
 from . import problems
-from .checks import least_squares_claims, poisson_claims
 from .experiment import Comparison
-from .methods import FirstOrder, Method, Natural
+from .methods import ArgMin, DescentMethod, FirstOrder, Natural
 from .problems import Setting
-from .search import ArgMin
+from .runs import EARLY, SOLVED, Summary
+
+
+def least_squares_claims(found: dict[str, Summary], size: int, held: Sequence[bool]) -> list[Check]:
+    """What section 2.1 shows and section 1.1 promises, for p = size parameters."""
+    full, greedy, damped = (found[m] for m in ("NGD", "NGD-OGA", "NGD-OGA, damped"))
+    return recorded(
+        [
+            _singular(full, size),
+            _nearly_best(full),
+            _faster("NGD-OGA", greedy, "NGD", full),
+            _safer("NGD-OGA", greedy, "NGD", full),
+            _as_accurate("NGD-OGA", greedy, "NGD", full),
+            _cheaper("NGD-OGA", greedy, "NGD", full),
+            _never_stuck("NGD-OGA", greedy),
+            _never_stuck("NGD-OGA, damped", damped),
+        ],
+        held,
+        ours={7},
+    )
+
+
+def poisson_claims(found: dict[str, Summary], size: int, held: Sequence[bool]) -> list[Check]:
+    """What section 2.2 says, for p = size parameters."""
+    cut, greedy, plain = (found[m] for m in ("E-NGD", "E-NGD-OGA", "E-NGD, not cut"))
+    first, pretrained = cut.first("largest"), found["E-NGD, pre-trained"]
+    return recorded(
+        [
+            _singular(plain, size),
+            ("the first directions are astronomical", first > 1e6, f"an entry of {first:.0e}"),
+            ("E-NGD sometimes sticks at a large loss", cut.below(SOLVED) < len(cut), _got(cut)),
+            _nearly_best(cut),
+            _safer("E-NGD-OGA", greedy, "E-NGD", cut),
+            _as_accurate("E-NGD-OGA", greedy, "E-NGD, not cut", plain),
+            _cheaper("E-NGD-OGA", greedy, "E-NGD, not cut", plain),
+            _safer("E-NGD", cut, "E-NGD, not cut", plain),
+            _safer("E-NGD, pre-trained", pretrained, "E-NGD", cut),
+            _small("E-NGD, pre-trained", pretrained),
+            _safer("E-NGD, backtracking", found["E-NGD, backtracking"], "E-NGD", cut),
+            _safer("E-NGD, from rows", found["E-NGD, from rows"], "E-NGD, not cut", plain),
+        ],
+        held,
+        ours={11},
+    )
+
+
+def _got(summary: Summary) -> str:
+    return f"{summary.below(SOLVED)} of {len(summary)} below {SOLVED:g}"
+
+
+def _singular(full: Summary, size: int) -> Claim:
+    rank = full.median("rank")
+    return "the Gram is singular to working precision", rank < size, f"rank {rank:g} of {size}"
+
+
+def _nearly_best(full: Summary) -> Claim:
+    share = full.median("share")
+    claim = "greedily chosen vectors keep nine tenths of the energy of the full direction"
+    return claim, share >= 0.9, f"median {share:.2f}"
+
+
+def _faster(one: str, first: Summary, two: str, second: Summary) -> Claim:
+    a, b = first.after(EARLY), second.after(EARLY)
+    claim = f"{one} lowers the loss faster than {two} in {EARLY} steps"
+    return claim, a < b, f"median loss {a:.1e} against {b:.1e}"
+
+
+def _safer(one: str, first: Summary, two: str, second: Summary) -> Claim:
+    claim = f"{one} gets somewhere from more seeds than {two}"
+    holds = first.below(SOLVED) > second.below(SOLVED)
+    return claim, holds, f"{_got(first)}, against {_got(second)}"
+
+
+def _as_accurate(one: str, first: Summary, two: str, second: Summary) -> Claim:
+    a, b = min(first.errors), min(second.errors)
+    claim = f"the best run of {one} is as accurate as that of {two}, within a factor of ten"
+    return claim, a <= 10 * b, f"errors {a:.1e} and {b:.1e}"
+
+
+def _cheaper(one: str, first: Summary, two: str, second: Summary) -> Claim:
+    a, b = 1e3 * first.per_step, 1e3 * second.per_step
+    claim = f"a step of {one} costs less than half of one of {two}"
+    return claim, a < 0.5 * b, f"{a:.0f} and {b:.0f} ms"
+
+
+def _small(name: str, summary: Summary) -> Claim:
+    first = summary.first("largest")
+    return f"the first direction of {name} is moderate", first < 10, f"an entry of {first:.0e}"
+
+
+def _never_stuck(name: str, summary: Summary) -> Claim:
+    holds = summary.stuck == 0
+    return f"{name} never gets stuck", holds, f"{summary.stuck} of {len(summary)} did"
+
 
 _GRID = 30  # step sizes 1, ½, …, 2⁻²⁹: the paper's logarithmic grid of [0, 1]
 _CUT = 1000.0  # bound on each entry of the direction, the paper's
@@ -60,7 +153,7 @@ def _damped_greedy(k: int) -> Callable[[], Solver]:
 
 def _first_order(
     adam: float, sgd: float, tried: tuple[float, ...], steps: int
-) -> list[tuple[Method, int]]:
+) -> list[tuple[DescentMethod, int]]:
     return [
         (FirstOrder("Adam", "torch's Adam", torch.optim.Adam, adam, _ADAM), steps),
         (FirstOrder("SGD", "gradient descent", torch.optim.SGD, sgd, tried), steps),

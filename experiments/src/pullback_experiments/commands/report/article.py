@@ -7,11 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...framework.outcome import BESIDE, UNJUDGED
-from ...framework.progress import clocked
-from ...framework.seeds import ranges
-from . import charts, pictures
-from .curves import Curves
+from ...framework.check import BESIDE, UNJUDGED
+from ...framework.progress import clocked, ranges
+from . import charts
+from .charts import Curves
 from .markup import (
     VERDICTS,
     Entry,
@@ -21,6 +20,7 @@ from .markup import (
     folded,
     lines,
     listing,
+    pictures,
     table,
     text,
 )
@@ -43,7 +43,7 @@ def article(path: Path, out: Path, state: Mapping[str, Any], anchor: str, curves
         plots,
         "<noscript><p>The curves are drawn by a script.</p></noscript>" if plots else "",
         f'<p class="note">{text(curves.note)}</p>' if curves.note else "",
-        pictures.shown(path, figures, name, bool(plots)),
+        pictures(path, figures, name, bool(plots)),
         *(table(one) for one in summary.get("tables") or []),
         f'<p class="about">{text(about["about"])}</p>' if about.get("about") else "",
         command(_again(path, about, summary)),

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
+from pullback import PullbackError
+
+from ... import registry
 from ...framework.curves import Chart, Line, Series
-from ...framework.palette import PALETTE
+from ...framework.plots import PALETTE
+from ...framework.store import Available
 from .markup import text
 
 _MOST = 320  # points of a line
@@ -102,3 +108,32 @@ def thinned(y: Sequence[float | None], most: int = _MOST) -> list[int]:
         else:
             kept.add(start)  # a gap stays one
     return sorted(kept)
+
+
+#: what records that were changed by hand make of a computation
+MALFORMED = (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError)
+
+
+@dataclass(frozen=True)
+class Curves:
+    """What to draw, or why there is nothing; the reason is empty where none is expected."""
+
+    charts: Sequence[Chart] = ()
+    note: str = ""
+
+
+def curves(path: Path, state: Mapping[str, Any]) -> Curves:
+    """Those of all items that are done; experiments of others have none here."""
+    name, quick = str(state["about"].get("name")), bool(state["about"].get("quick"))
+    if name not in registry.names():
+        return Curves()
+    try:
+        experiment = registry.find(name)
+        if path.stem != experiment.stem(quick):
+            return Curves(note=f"No curves: results of {name} are called {experiment.stem(quick)}.")
+        held = experiment.opened(quick, path.parent)
+        return Curves(experiment.curves(Available(held, quick)))
+    except PullbackError as error:
+        return Curves(note=f"No curves: {error.why}.")
+    except MALFORMED as error:
+        return Curves(note=f"No curves: the records were changed by hand ({error!r}).")

@@ -12,7 +12,7 @@ from importlib import resources
 
 import pullback
 
-from ...framework.palette import PALETTE
+from ...framework.plots import PALETTE
 from ...framework.progress import clocked
 from .markup import VERDICTS, Entry, badge, lines, text
 

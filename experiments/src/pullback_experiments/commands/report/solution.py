@@ -10,8 +10,19 @@ from typing import Any
 
 from ...framework.curves import Chart, Line, Series
 from ...framework.progress import clocked
-from . import charts, pictures
-from .markup import Entry, badge, command, environments, folded, lines, listing, table, text
+from . import charts
+from .markup import (
+    Entry,
+    badge,
+    command,
+    environments,
+    folded,
+    lines,
+    listing,
+    pictures,
+    table,
+    text,
+)
 
 PAPER = "Solved equations"
 _AXES = {"step": "steps", "seconds": "seconds"}
@@ -40,7 +51,7 @@ def solution(path: Path, out: Path, state: Mapping[str, Any], anchor: str) -> En
         f'<p class="claim">{text(words)}.</p>',
         f"<p>{text(config['equation'])}</p>" if config.get("equation") else "",
         plots,
-        pictures.shown(path, [f"{path.stem}.png"], name, bool(plots)),
+        pictures(path, [f"{path.stem}.png"], name, bool(plots)),
         table({"columns": ["what", "value"], "rows": rows, "text": 2}),
         command(again),
         folded(
