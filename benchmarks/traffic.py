@@ -29,7 +29,7 @@ import pullback as pb
 from pullback._core.processes import Processes, Traffic
 from pullback.grams.kronecker.packed import map_memory
 from pullback.optim.kfac.factors.placement import Placement
-from pullback.optim.kfac.statistics.sync import shared_sides, sum_sides
+from pullback.optim.kfac.replicas import shared_sides, sum_sides
 
 from .kfac_models import GPT, convnet, resnet50
 from .timing import environment

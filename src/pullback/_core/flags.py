@@ -33,6 +33,21 @@ def _largest_norm(tensors: list[Tensor], order: float) -> Tensor:
     return torch.stack(list(norms)).amax()
 
 
+def lerp_unless(
+    broken: Tensor | None, values: list[Tensor], news: list[Tensor], weight: float
+) -> None:
+    """Set v ← v + weight·(new − v) in place; nothing where the float32 flag on the device is 1."""
+    if broken is None:
+        torch._foreach_lerp_(values, news, weight)
+        return
+    # v − weight·(v − new), by the one kernel that reads a flag on the device
+    torch._fused_sgd_(
+        values, news, [], weight_decay=1.0, momentum=0.0, lr=weight, dampening=0.0,
+        nesterov=False, maximize=True, is_first_step=False, grad_scale=None,
+        found_inf=broken.to(values[0].device),
+    )  # fmt: skip
+
+
 class Verdict:
     """Flags of a step that are copied to the host, which waits for them only when it reads them.
 

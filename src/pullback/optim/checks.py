@@ -126,10 +126,15 @@ def refuse_context(closure: object, objective: object) -> None:
             "neither was given" if closure is None else "both were given",
             "Call step(closure) with a closure that runs backward(), or step(objective=f)",
         )
+    refuse_inference("no graph can be built there, so there is no Jacobian")
+
+
+def refuse_inference(why: str) -> None:
+    """Raise in inference mode, for this reason."""
     if torch.is_inference_mode_enabled():
         raise PullbackError(
             "step() was called in inference mode",
-            "no graph can be built there, so there is no Jacobian",
+            why,
             "Leave torch.inference_mode() before stepping",
         )
 

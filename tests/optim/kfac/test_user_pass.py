@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import pullback as pb
 from pullback.grams.kronecker.packed import memory, whole
-from pullback.optim.kfac.statistics import structure, user_pass
+from pullback.optim.kfac.statistics import cotangents, structure
 from pullback.optim.kfac.statistics.cotangents import CotangentPass
 from pullback.optim.kfac.statistics.record import ForwardRecord
 
@@ -386,7 +386,7 @@ def test_nothing_is_kept_after_the_pass(along: list[bool]) -> None:
         handle.remove()
         loss.backward(retain_graph=True)
         assert along[-1]
-        assert _alive(user_pass.UserPass, CotangentPass, ForwardRecord) == 0
+        assert _alive(cotangents.UserPass, CotangentPass, ForwardRecord) == 0
         assert hidden[0]() is not None  # the user keeps the graph, and nobody else
         del loss
         assert hidden[0]() is None
@@ -402,7 +402,7 @@ def test_a_graph_that_is_dropped(along: list[bool]) -> None:
     try:
         loss = F.cross_entropy(model(torch.randn(8, 3)), _labels(8))
         del loss
-        assert _alive(user_pass.UserPass, CotangentPass, ForwardRecord) == 0
+        assert _alive(cotangents.UserPass, CotangentPass, ForwardRecord) == 0
     finally:
         gc.enable()
     F.cross_entropy(model(torch.randn(8, 3)), _labels(8)).backward()
@@ -439,7 +439,7 @@ def test_a_pass_that_fails(clear: bool, along: list[bool]) -> None:
     h.pop().register_hook(fail)
     with pytest.raises(ValueError, match="stop"):
         loss.backward()
-    assert _alive(user_pass.UserPass) == 0
+    assert _alive(cotangents.UserPass) == 0
     if clear:  # an ordinary pass follows, while the first graph is still there
         opt.zero_grad()
         F.cross_entropy(model(torch.randn(8, 3)), _labels(8)).backward()
@@ -494,7 +494,7 @@ def test_passes_that_do_not_go_as_foreseen_are_left_out(
 ) -> None:
     model, opt = _known()
     routes = opt._capture.structure._routes
-    monkeypatch.setattr(user_pass, "_observe", lambda *_: None)
+    monkeypatch.setattr(cotangents, "_observe", lambda *_: None)
     F.cross_entropy(model(torch.randn(8, 3)), _labels(8)).backward()
     assert along[-1]
     assert not routes

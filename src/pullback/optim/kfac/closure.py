@@ -8,14 +8,15 @@ by adaptive damping, which compares the actual reduction of the loss with the pr
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy, deepcopy
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..._core.capture import Call, Capture, Selector, first_input
+from ..._core.capture import Call, Capture, first_input
 from ..._core.errors import PullbackError
 from ..._core.processes import Processes
 from ..._core.state import Snapshot
@@ -28,9 +29,11 @@ from ..checks import loss_of, refuse_uncallable
 from ..objective import ObjectiveProblem
 from ..terms import Objective
 from .factors.damping import Damping
-from .update import Share, move
-
-Point = Mapping[str, Tensor]
+from .options import Options
+from .report import KFACInfo
+from .state import KFACState
+from .statistics.capture import StatisticsCapture
+from .update import Groups, Parameters, Share, State, Tensors, buffer_of, move
 
 
 class Source:
@@ -52,52 +55,39 @@ class Source:
     def restore(self) -> None:
         """Put back what `evaluate` has changed beside gradients."""
 
-    def products(self, span: Sequence[Point]) -> list[list[Tensor]]:
+    def products(self, span: Sequence[Tensors]) -> list[list[Tensor]]:
         """Return x_iᵀ G x_j with the exact Gram."""
         raise NotImplementedError
-
-
-@dataclass(frozen=True)
-class Output:
-    """How the metric sees the model's output."""
-
-    model: nn.Module
-    metric: Metric
-    selector: Selector
-    batch_dim: int
-    reduction: str
-    #: what was established about the model's derivatives, kept between steps
-    plans: dict[Any, Any]
-    #: which evaluate the closure together; the loss is the mean of theirs
-    processes: Processes
 
 
 class ClosureSource(Source):
     """A closure that evaluates the loss and calls backward.
 
-    Where the step is `controlled`, the model's calls are recorded. Within `unwatched()` they give
-    no statistics.
+    Where the step is `controlled`, the model's calls are recorded, and `plans` keeps what is known
+    of its derivatives. The loss is the mean of those of all processes.
     """
 
     def __init__(
         self,
-        output: Output,
-        params: Mapping[str, nn.Parameter],
         closure: Callable[[], Any],
-        controlled: bool,
-        unwatched: Callable[[], contextlib.AbstractContextManager[None]],
+        options: Options,
+        capture: StatisticsCapture,
+        params: Mapping[str, nn.Parameter],
+        processes: Processes,
+        plans: dict[Any, Any],
     ) -> None:
-        self._output, self._params, self._closure = output, params, closure
-        self._controlled, self._unwatched = controlled, unwatched
+        self._closure, self._params, self._processes = closure, params, processes
+        self._model, self._options, self._plans = capture.model, options, plans
+        self._unwatched = capture.watch.paused
         self._calls: list[Call] = []
         self._device = next(iter(params.values())).device
-        self._before = Snapshot(output.model, self._device) if controlled else None
+        self._before = Snapshot(self._model, self._device) if options.controlled else None
 
     def evaluate(self) -> Any:
         with torch.enable_grad():
-            if not self._controlled:
+            if not self._options.controlled:
                 return self._closure()
-            with Capture(self._output.model, self._output.selector, self._device) as capture:
+            with Capture(self._model, self._options.output, self._device) as capture:
                 loss = self._closure()
             self._calls = capture.calls
         self.loss = self._mean(loss_of(loss))
@@ -105,10 +95,11 @@ class ClosureSource(Source):
 
     def _mean(self, loss: float) -> float:
         """Return the mean of the processes' losses, whose gradient is the mean of theirs."""
-        own, processes = torch.tensor(loss, dtype=torch.float64), self._output.processes
+        processes = self._processes
         if processes.alone:
             return loss
-        return float(processes.sum([own.to(processes.device)], "losses")[0]) / processes.size
+        own = torch.tensor(loss, dtype=torch.float64, device=processes.device)
+        return float(processes.sum([own], "losses")[0]) / processes.size
 
     def restore(self) -> None:
         if self._before is not None:
@@ -116,7 +107,7 @@ class ClosureSource(Source):
 
     def again(self) -> float:
         assert self._before is not None
-        after = Snapshot(self._output.model, self._device)
+        after = Snapshot(self._model, self._device)
         grads = [(p, p.grad) for p in self._params.values()]
         try:
             for p, _ in grads:
@@ -129,39 +120,37 @@ class ClosureSource(Source):
             for p, g in grads:
                 p.grad = g
 
-    def products(self, span: Sequence[Point]) -> list[list[Tensor]]:
+    def products(self, span: Sequence[Tensors]) -> list[list[Tensor]]:
         params = {n: p for n, p in self._params.items() if p.requires_grad and n in span[0]}
         total = next(iter(span[0].values())).new_zeros((len(span), len(span)), dtype=torch.float64)
         samples = total.new_zeros(())
         for call in self._calls:
-            white, count = _whitened(self._output, call, params, span)
+            white, count = self._whitened(call, params, span)
             rows = [torch.stack([(a * b).sum() for b in white]) for a in white]
             total, samples = total + torch.stack(rows), samples + count
-        total, samples = self._output.processes.sum([total, samples], "losses")
-        scale = 1.0 if self._output.reduction == "sum" else 1 / samples.clamp(min=1.0)
+        total, samples = self._processes.sum([total, samples], "losses")
+        scale = 1.0 if self._options.reduction == "sum" else 1 / samples.clamp(min=1.0)
         return [list(row) for row in total * scale]
 
-
-def _whitened(
-    output: Output, call: Call, params: Mapping[str, Tensor], span: Sequence[Point]
-) -> tuple[list[Tensor], float]:
-    """Return SᵀJx for each x of the span, with M = SSᵀ the metric, and how many samples count."""
-    metric, axis = output.metric, output.batch_dim
-    source = ModuleMap(
-        output.model, call, output=output.selector, batch_dim=axis, plans=output.plans, coupled=True
-    )
-    with _unfused_recurrence(output.model):
-        linear = source.linearize(params)
-        z = linear.value
-        tangents = [linear.jvp(linear.space.flatten(x)) for x in span]
-    count = float(metric.samples(z))
-    if call.cotangent is not None:
-        mask = metric.counted(z, source.arranged(call.cotangent).to(z.dtype))
-        if mask is not None:
-            tangents = [t * mask for t in tangents]
-            count *= float(mask.to(z.dtype).mean())
-    factor = metric.factor(z, inputs=first_input(call.tensors, len(z), axis))
-    return [factor.transpose(t) for t in tangents], count
+    def _whitened(
+        self, call: Call, params: Mapping[str, Tensor], span: Sequence[Tensors]
+    ) -> tuple[list[Tensor], float]:
+        """Return SᵀJx for each x of the span, M = SSᵀ the metric, and how many samples count."""
+        model, metric, axis = self._model, self._options.metric, self._options.batch_dim
+        selected = {"output": self._options.output, "batch_dim": axis}
+        source = ModuleMap(model, call, **selected, plans=self._plans, coupled=True)
+        with _unfused_recurrence(model):
+            linear = source.linearize(params)
+            z = linear.value
+            tangents = [linear.jvp(linear.space.flatten(x)) for x in span]
+        count = float(metric.samples(z))
+        if call.cotangent is not None:
+            mask = metric.counted(z, source.arranged(call.cotangent).to(z.dtype))
+            if mask is not None:
+                tangents = [t * mask for t in tangents]
+                count *= float(mask.to(z.dtype).mean())
+        factor = metric.factor(z, inputs=first_input(call.tensors, len(z), axis))
+        return [factor.transpose(t) for t in tangents], count
 
 
 @contextlib.contextmanager
@@ -200,21 +189,27 @@ class ObjectiveSource(Source):
         here = {n: p.detach() for n, p in self._problem.params.items()}
         return float(self._problem.losses(zero, lambda origin, move: here)[0])
 
-    def products(self, span: Sequence[Point]) -> list[list[Tensor]]:
+    def products(self, span: Sequence[Tensors]) -> list[list[Tensor]]:
         parts, flat = self.parts(), [self._problem.space.flatten(x) for x in span]
         pushed = [torch.cat([part.push(v) for part in parts]) for v in flat]
         return [[a @ b for b in pushed] for a in pushed]
 
 
-def refuse_sources(closure: Any, objective: Any, *, controlled: bool, rule: Any = None) -> None:
-    """Raise where `step` was given what it cannot use, or lacks what it needs.
-
-    A `rule` for matrices alone cannot use an objective.
-    """
+def source_of(
+    closure: Any,
+    objective: Any,
+    options: Options,
+    capture: StatisticsCapture,
+    params: Parameters,
+    groups: Groups,
+    processes: Processes,
+    plans: dict[Any, Any],
+) -> Source:
+    """Return what `step` was given; raise where it cannot be used, or something is lacking."""
     refuse_uncallable(closure)
-    if objective is not None and rule is not None:
+    if objective is not None and options.rule.matrices:
         raise PullbackError(
-            f"An objective does not go with {rule!r}",
+            f"An objective does not go with {options.rule!r}",
             "the metric of its terms is read by the natural gradient alone",
             "Use rule='natural', or call backward() and step() without an objective",
         )
@@ -230,31 +225,35 @@ def refuse_sources(closure: Any, objective: Any, *, controlled: bool, rule: Any 
             f"got {type(objective).__name__}",
             "Give an optim.Objective, or a function of the parameter dict",
         )
-    if closure is None and objective is None and controlled:
+    if closure is None and objective is None and options.controlled:
         raise PullbackError(
             "This step needs a closure",
             "adaptive damping and steps from the quadratic model look at the loss again",
             "Call step(closure), with a closure that returns the loss",
         )
+    if objective is not None and not processes.alone:
+        raise PullbackError(
+            "An objective does not go with several processes",
+            "its terms have counts of their own, which are not joined",
+            "Use NaturalGradient or pde.solve on several processes",
+        )
+    if objective is not None:
+        own = {n: p for n, p in params.of(groups).items() if p.requires_grad}
+        return ObjectiveSource(own, objective, options.metric, options.reduction)
+    if closure is None:
+        return Source()
+    return ClosureSource(closure, options, capture, params.by_name, processes, plans)
 
 
 # --- controlled moves -------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What a controlled move did."""
-
-    accepted: bool = True
-    reason: str = ""
-    damping: float = 0.0
-    ratio: float | None = None
-    step_size: float | None = None
-    momentum: float | None = None
-
-
 def best_combination(
-    shares: Sequence[Share], source: Source, step: QuadraticModel, gradients: Point, damping: float
+    shares: Sequence[Share],
+    source: Source,
+    step: QuadraticModel,
+    gradients: Tensors,
+    damping: float,
 ) -> tuple[float, float | None]:
     """Replace directions by the best αΔ + βm in the plane of Δ and the last move m.
 
@@ -279,8 +278,8 @@ def best_combination(
 
 
 def trial_move(
-    shares: Sequence[Share], source: Source, damping: Damping, value: float, gradients: Point
-) -> Outcome:
+    shares: Sequence[Share], source: Source, damping: Damping, value: float, gradients: Tensors
+) -> KFACInfo:
     """Move, compare the loss with its prediction, and take the move back if the loss rose.
 
     Decay is left out of the comparison: the loss knows nothing of it.
@@ -299,13 +298,46 @@ def trial_move(
     if not actual >= 0:
         for m in buffers:
             m.zero_()  # which no damping makes shorter
-        return Outcome(False, "the loss rose", damping.next(value, -1.0), ratio)
+        return KFACInfo(False, "the loss rose", damping.next(value, -1.0), ratio=ratio)
     for m, momentum in zip(buffers, momenta, strict=True):
         m.copy_(momentum)
     move(shares)  # once more, with the decay
-    return Outcome(True, "", damping.next(value, ratio), ratio)
+    return KFACInfo(True, "", damping.next(value, ratio), ratio=ratio)
 
 
-def _inner(x: Point, y: Point) -> Tensor:
+def _inner(x: Tensors, y: Tensors) -> Tensor:
     """⟨x, y⟩ over all parameters of x."""
     return torch.stack([torch.sum(x[n].double() * y[n].double()) for n in x]).sum()
+
+
+class Undo:
+    """Everything that a step may change, to be put back after an exception.
+
+    A step that is not `learning` renews neither statistics nor inverses.
+    """
+
+    def __init__(
+        self, state: KFACState, params: Iterable[Tensor], published: State, *, learning: bool
+    ) -> None:
+        params = list(params)
+        buffers = [buffer_of(published, p) for p in params if "momentum" in published[p]]
+        own = self._preconditioner = state.preconditioner
+        held: list[Any] = [state.schedule, state.averages, state.learned, state.reserved]
+        held += [own.inverses, own.spectra, own.ready, own.notes, own.absent]
+        self._collections = [(one, copy(one)) for one in held]
+        self._tensors = [(t, t.detach().clone()) for t in (*params, *buffers)]
+        records = [*state.averages.values(), *own.spectra.values(), *own.inverses.values()]
+        self._records = [vars(record) for record in records if learning]
+        self._fields = deepcopy(self._records)  # at once: inverses may be views of one stack
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put all of it back into the same objects."""
+        for held, before in self._collections:
+            held.clear()
+            held.update(before)
+        for t, before in self._tensors:
+            t.copy_(before)
+        for record, fields in zip(self._records, self._fields, strict=True):
+            record.update(fields)
+        self._preconditioner.regroup()

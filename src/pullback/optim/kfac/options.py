@@ -1,27 +1,28 @@
-"""Arguments of `KFAC`: what is refused, with the reason and the remedy."""
+"""The arguments of `KFAC`: settled with the rule's defaults, or refused with the remedy."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from math import inf
 from numbers import Real
-from types import SimpleNamespace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from ..._core.capture import plain
 from ..._core.errors import PullbackError
+from ...likelihoods import reduction_of
+from ...maps.layers.moments import Sharing
 from ...steps import QuadraticModel
-from ..checks import metric_of as metric_of
-from ..checks import refuse_parameter
+from ..checks import metric_of, refuse_parameter
 from .factors.damping import Damping, as_damping
 from .rules.eigenbasis import Eigenbasis
 from .rules.natural import Natural
 from .rules.rule import Rule
 from .rules.spectral import Spectral
+from .statistics.covectors import Recipe, refuse_coupled
 
 #: what is read from a param group
 _GROUPED = ("lr", "momentum", "weight_decay", "betas", "rule")
@@ -151,19 +152,10 @@ def rule_of(
     return found
 
 
-def filled(
-    rule: Rule, kl_clip: float | str | None, step: QuadraticModel | None, **given: Any
-) -> SimpleNamespace:
-    """Return the arguments, those that are None from the rule's defaults."""
-    values = {n: rule.defaults.get(n, _ABSENT.get(n)) if v is None else v for n, v in given.items()}
-    if kl_clip == "auto":  # a controlled step looks at the loss itself
-        controlled = step is not None or getattr(values["damping"], "controlled", False)
-        kl_clip = None if controlled else rule.defaults.get("kl_clip")
-    return SimpleNamespace(**values, kl_clip=kl_clip)
-
-
 #: of arguments that a rule does not read
 _ABSENT = {"fisher": "mc", "damping": 0.0, "momentum": 0.0}
+#: arguments that the rule has a default for
+_FILLED = ("lr", "fisher", "damping", "momentum", "ema", "statistics_every", "invert_every")
 _RULES: dict[str, Callable[[tuple[float, float]], Rule]] = {
     "natural": lambda betas: Natural(),
     "eigenbasis": Eigenbasis,
@@ -171,16 +163,82 @@ _RULES: dict[str, Callable[[tuple[float, float]], Rule]] = {
 }
 
 
-def damping_of(damping: float | Damping, *, ekfac: bool) -> Damping:
-    """Return the damping; raise where it does not go with corrected eigenvalues."""
-    found = as_damping(damping)
-    if ekfac and found.referenced:
+@dataclass(frozen=True)
+class Options(Recipe):
+    """The arguments of `KFAC`, checked, and those that were left out from the rule's defaults."""
+
+    rule: Rule
+    damping: Damping
+    lr: float
+    momentum: float
+    betas: tuple[float, float]
+    weight_decay: float
+    kl_clip: float | None
+    ema: float
+    statistics_every: int
+    invert_every: int
+    grad_scaler: Any
+    step: QuadraticModel | None
+    seed: int
+
+    @property
+    def controlled(self) -> bool:
+        """Whether steps look at the loss again."""
+        return self.damping.controlled or self.step is not None
+
+    @property
+    def once(self) -> bool:
+        """Whether factors serve one step, for which they are damped by a constant."""
+        own, often = self.damping, self.invert_every == 1 == self.statistics_every
+        return often and own.value > 0 and not (own.referenced or own.controlled)
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """What param groups have where they say nothing else."""
+        own = {"lr": self.lr, "weight_decay": self.weight_decay}
+        if self.rule.matrices:
+            return own | {"betas": self.betas, "rule": None}
+        return own | {"momentum": self.momentum}
+
+    @property
+    def common(self) -> dict[str, Any]:
+        """What several processes must have in common; param groups are compared by themselves."""
+        own = ("grad_scaler", "scaled", "output", "weight_decay")
+        return {n: v for n, v in vars(self).items() if n not in own}
+
+
+def settle(model: nn.Module, likelihood: Any, metric: Any, **given: Any) -> Options:
+    """Return the options of these arguments of `KFAC`; raise for what is not usable."""
+    if given["reduction"] is None:
+        given["reduction"] = reduction_of(likelihood)
+    asked = {n: given[n] for n in ("fisher", "damping", "momentum", "step")}
+    asked |= {"likelihood": likelihood, "metric": metric, "ekfac": given["ekfac"] or None}
+    asked["kl_clip"] = None if given["kl_clip"] == "auto" else given["kl_clip"]
+    rule = rule_of(given.pop("rule"), given["betas"], model, **asked)
+    defaults = {**_ABSENT, **rule.defaults}
+    for name in _FILLED:
+        if given[name] is None:
+            given[name] = defaults.get(name)
+    damping, ekfac = given.pop("damping"), given["ekfac"]
+    if given["kl_clip"] == "auto":  # a controlled step looks at the loss itself
+        controlled = given["step"] is not None or getattr(damping, "controlled", False)
+        given["kl_clip"] = None if controlled else defaults.get("kl_clip")
+    check(**given)
+    reduce, longest = given.pop("sharing") == "reduce", given.pop("max_factor")
+    given["sharing"] = Sharing(reduce, given["batch_dim"], longest)
+    given["joint"] = given["joint"] and not rule.matrices
+    given["scaled"] = given["grad_scaler"] is not None or rule.matrices  # bases know no scale
+    given |= {"metric": metric_of(likelihood, metric), "damping": as_damping(damping)}
+    given |= {n: getattr(rule, n) for n in ("inputs", "matrices", "head")}
+    out = Options(**given, rule=rule)
+    if ekfac and out.damping.referenced:
         raise PullbackError(
             "Corrected eigenvalues do not go with this damping",
             f"{damping!r} adds to the sides, and ekfac=True damps the corrected eigenvalues",
             "Give a number, or leave ekfac out",
         )
-    return found
+    refuse_coupled(out.metric, fisher=out.fisher, ekfac=ekfac)
+    return out
 
 
 def refuse_unready(model: nn.Module, params: Sequence[Any]) -> None:
@@ -196,11 +254,17 @@ def refuse_unready(model: nn.Module, params: Sequence[Any]) -> None:
         )
 
 
-def refuse_inference() -> None:
-    """Raise where averages would be made of tensors that nothing may change later."""
-    if torch.is_inference_mode_enabled():
+def refuse_spread(own: Options, *, teams: bool, shards: bool) -> None:
+    """Raise for options that do not go with `teams` of processes, or parameters in `shards`."""
+    if own.ekfac and teams:
         raise PullbackError(
-            "step() was called in inference mode",
-            "what is made there cannot be updated later",
-            "Leave torch.inference_mode() before stepping",
+            "workers= does not go with ekfac=True",
+            "all processes measure in the eigenbases",
+            "Leave workers out, so that all of them hold these",
+        )
+    if own.controlled and shards:
+        raise PullbackError(
+            "A controlled step does not go with a sharded model",
+            "Adaptive damping and QuadraticModel look at whole parameters",
+            "Leave them out, or wrap the model in DistributedDataParallel",
         )

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...grams.kronecker import Block, Pair, Units, sides
-from .factors.factor import BlockKey
+from ..._core.errors import PullbackError
+from ...grams.kronecker import Block, Kronecker, Pair, Units, sides
+from ..checks import warn_growth
+from .factors.average import block_of
+from .factors.factor import BlockKey, block_shape, describe, to_block
+from .rules.rule import Rule
+from .state import KFACState
+from .update import Tensors
+
+_DIAGONAL = 0.1  # of the parameters that may go without a layer's block
 
 
 @dataclass(frozen=True)
@@ -67,6 +78,119 @@ class Coverage(tuple[Row, ...]):
         return "\n".join(lines)
 
 
+def coverage_of(
+    state: KFACState,
+    params: Tensors,
+    given: Collection[str],
+    measured: Collection[str],
+    kinds: Mapping[str, tuple[str, str]],
+    reasons: Mapping[str, str],
+    rule: Rule,
+) -> Coverage:
+    """Return the rows of all parameters, of which those `given` are optimized.
+
+    `kinds` are what is expected of the `measured` ones, and `reasons` what statistics have shown.
+    """
+    blocks, taken = {n: k for k in state.learned for n in k.names}, state.schedule["taken"]
+    notes, rows = state.preconditioner.notes, []
+    for name, p in params.items():
+        block, reason = kinds.get(name, ("diagonal", "plain parameter"))
+        follows = type(rule).__name__.lower()
+        if not p.requires_grad:
+            block, reason, follows = "none", "frozen", "none"
+        elif name not in given:
+            block, reason, follows = "none", "not given to the optimizer", "none"
+        elif not p.numel():
+            block, reason, follows = "none", "it has no entries", "none"
+        elif name in blocks:
+            key = blocks[name]
+            block = describe(key, state.averages[key].value)
+            reason = reasons.get(name) or reason
+            reason += f"; {notes[key]}" if key in notes else ""
+        elif rule.matrices and (name not in measured or taken):
+            block, follows = "none", "adam"
+            reason = reasons.get(name) or "an embedding, an output layer, a gain or a bias"
+        elif taken:
+            block = "gradient"
+            reason = "no output seen so far depended on it; its gradient is followed as it is"
+        elif name not in kinds:
+            reason = "plain parameter: the first statistics show what is done with it"
+        rows.append(Row(name, tuple(p.shape), block, reason, follows))
+    out = Coverage(rows)
+    out.forecast = not state.learned
+    return out
+
+
+def gram_of(state: KFACState, params: Tensors) -> Kronecker:
+    """Return F̂ without damping, over the parameters that have a block, in the model's order."""
+    keys = [k for k in state.averages if k in state.learned]
+    if not keys:
+        raise PullbackError("There are no statistics yet", "no step was taken", "Call step() first")
+    covered, start, offsets = {n for k in keys for n in k.names}, 0, {}
+    for name, p in params.items():
+        if name in covered:
+            offsets[name], start = start, start + p.numel()
+    index = []
+    for key in keys:
+        own = [(offsets[n], params[n]) for n in key.names]
+        places = [torch.arange(at, at + p.numel()).view(p.shape) for at, p in own]
+        shape = block_shape(key, state.averages[key].value)
+        index.append(to_block(key, places, shape).flatten())
+    blocks = [state.preconditioner.block(k, state.averages[k]) for k in keys]
+    return Kronecker(blocks, torch.cat(index).to(blocks[0].diagonal().device))
+
+
+def notes_of(state: KFACState, skipped: bool) -> dict[str, str]:
+    """Return what is to be said of blocks, by parameters, and of statistics that were `skipped`."""
+    notes = {", ".join(k.names): note for k, note in state.preconditioner.notes.items()}
+    if skipped:
+        notes["statistics"] = "they were not finite, or not complete; the last good ones stay"
+    return notes
+
+
+def warn_unmeasured(state: KFACState, gradients: Tensors) -> bool:
+    """Say which parameters the loss reaches and the measured output does not; True if any."""
+    seen = {n for key in state.learned for n in key.names}
+    lost = [n for n, g in gradients.items() if n not in seen and bool(g.any())]
+    if lost:
+        warnings.warn(
+            f"The loss reaches {', '.join(lost)}, on which the measured output does not "
+            "depend: their gradient is followed as it is. Measure their output too (output=), "
+            "or give them to another optimizer.",
+            RuntimeWarning,
+            stacklevel=5,
+        )
+    return bool(lost)
+
+
+def warn_diagonal(params: Tensors, plain: Mapping[str, str], rule: Rule) -> None:
+    """Say that more than a tenth of what is trained has no block of its layer: those `plain`."""
+    sizes = {n: p.numel() for n, p in params.items() if p.requires_grad}
+    plain = {n: why for n, why in plain.items() if n in sizes}
+    share = sum(sizes[n] for n in plain) / max(1, sum(sizes.values()))
+    if share > _DIAGONAL:
+        most = max(plain, key=sizes.__getitem__)
+        what = "follow AdamW" if rule.matrices else "are held as a diagonal"
+        warnings.warn(
+            f"{100 * share:.0f} % of the trained parameters {what}, {most} among them: "
+            f"{plain[most]}. coverage() says what is known of each.",
+            RuntimeWarning,
+            stacklevel=5,
+        )
+
+
+def watch_growth(watch: list[Any], loss: Any) -> None:
+    """Warn of a closure's loss that has grown, where reading it waits for no device.
+
+    `watch` holds its first loss, and steps far above it.
+    """
+    if isinstance(loss, Tensor):
+        loss = loss.item() if loss.device.type == "cpu" and loss.numel() == 1 else None
+    if isinstance(loss, float):
+        watch[:] = watch or [loss, 0]
+        warn_growth(watch, loss, "Take a smaller lr, or a smaller kl_clip=", 5)
+
+
 @dataclass(frozen=True)
 class Degenerate:
     """One singular side of one block: its rank, its size, and the reason."""
@@ -78,7 +202,13 @@ class Degenerate:
     reason: str
 
 
-def degenerate_sides(key: BlockKey, block: Block) -> list[Degenerate]:
+def degenerate_of(state: KFACState) -> list[Degenerate]:
+    """Return the singular sides of all blocks that have statistics."""
+    found = [(k, a) for k, a in state.averages.items() if k in state.learned]
+    return [d for k, a in found for d in _degenerate_sides(k, block_of(k, a.corrected()))]
+
+
+def _degenerate_sides(key: BlockKey, block: Block) -> list[Degenerate]:
     """Return the singular sides of a block: directions of length zero, which change nothing.
 
     If the expected pullback metric of a layer is nondegenerate, so is its Kronecker block.

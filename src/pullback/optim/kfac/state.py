@@ -14,9 +14,8 @@ A bias that shares the block of its weight has numbers alone there.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
-from copy import copy, deepcopy
-from dataclasses import dataclass, field, replace
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from math import prod
 from typing import Any
@@ -25,15 +24,24 @@ import torch
 from torch import Tensor
 
 from ..._core.errors import PullbackError
+from ..._core.flags import finite
 from ...grams.kronecker.inverse import MOMENTS, Inverse
 from ...grams.kronecker.packed import Side, as_side, memory
 from .factors.average import Average, ema_update
-from .factors.factor import SPECTRUM, BlockKey, Factor, Factors, block_shape
-from .factors.preconditioner import Preconditioner
+from .factors.damping import refuse_reference
+from .factors.factor import SPECTRUM, BlockKey, Factor, Factors, block_shape, to_block
+from .factors.preconditioner import Preconditioner, placeholder
+from .replicas import Replicas
 from .statistics.plan import Forecast
+from .update import Guard, State, Tensors
 
 _ALONE = BlockKey("kronecker", ("",))
+_HALF = 0.5  # weights of the past below it would keep the round-off of what is forgotten
 _SCHEDULE = ("step", "taken", "damping", "retry")
+
+
+#: the means of one statistics step
+Found = Mapping[BlockKey, dict[Factor, Side]]
 
 
 @dataclass
@@ -41,6 +49,8 @@ class KFACState:
     """Averages and inverses of all blocks, and where the schedule stands."""
 
     preconditioner: Preconditioner
+    #: the processes that share the work
+    replicas: Replicas
     #: whether plain means are kept beside the averages
     mean: bool
     #: steps done, statistics taken, λ, and whether a rejected step asks for new inverses
@@ -62,12 +72,20 @@ class KFACState:
         """Show a block of these shapes; memory is taken with its first statistics."""
         self.allocate(key, like)
         own = self.preconditioner
-        self.averages[key] = self.averages[key].map(_placeholder)
-        shown = {n: _placeholder(t) for n, t in own.inverses[key].tensors().items()}
-        own.inverses[key] = replace(own.inverses[key], **shown)
+        self.averages[key] = self.averages[key].map(placeholder)
+        own.change(key, placeholder)
         if key in own.spectra:
-            own.spectra[key] = own.spectra[key].map(_placeholder)
+            own.spectra[key] = own.spectra[key].map(placeholder)
         self.reserved.add(key)
+
+    def reserve_expected(self, expected: Forecast) -> None:
+        """Show the blocks that are expected, of parameters that have none with statistics."""
+        learned = {n for key in self.learned for n in key.names}
+        for key, factors in expected.factors.items():
+            if key not in self.averages and learned.isdisjoint(key.names):
+                for other in [k for k in self.averages if not {*key.names}.isdisjoint(k.names)]:
+                    self.drop(other)  # a bias whose weight came with another group
+                self.reserve(key, factors)
 
     def take_memory(self) -> None:
         """Give every reserved block its memory."""
@@ -98,15 +116,12 @@ class KFACState:
         self.averages[key] = self.averages[key].map(lambda t: t.to(like))
         if key in own.spectra:
             own.spectra[key] = own.spectra[key].map(lambda t: t.to(like))
-        inverse = own.inverses[key]
-        if inverse.dtype == like.dtype:
-            moved = {n: t.to(like.device) for n, t in inverse.tensors().items()}
-            own.inverses[key] = replace(inverse, **moved)
+        if own.inverses[key].dtype == like.dtype:
+            own.change(key, lambda t: t.to(like.device))
         else:  # made anew from the averages
             own.allocate(key, self.averages[key])
-        own.regroup()
 
-    def follow(self, params: Mapping[str, Tensor]) -> None:
+    def follow(self, params: Tensors) -> None:
         """Bring blocks to the devices of their parameters, where the model was moved."""
         for key in self.learned:
             mass, device = self.averages[key].mass, params[key.names[0]].device
@@ -120,16 +135,115 @@ class KFACState:
         self.reserved.discard(key)
         return self.averages.pop(key, None) is not None
 
-    def update(self, found: Mapping[BlockKey, Factors], ema: float, broken: Tensor | None) -> None:
-        """Take up the statistics of one step; nothing changes where the flag `broken` is 1."""
-        ema_update([(self.averages[k], own) for k, own in found.items()], ema, broken)
+    def succeed(self, old: KFACState, saved: Container[str]) -> None:
+        """Take the place of a state, of which the parameters that were not `saved` are shown."""
+        for key, average in old.averages.items():
+            if not any(n in saved for n in key.names) and key not in self.averages:
+                self.reserve(key, average.value)  # they were frozen when it was saved
+        old.schedule.update(self.schedule)  # the dict itself is shared
+        self.schedule = old.schedule
+        keys = self.averages.keys() - self.reserved
+        self.replicas.place(self.preconditioner, keys, loaded=True)
+
+    # --- statistics → averages → inverses → directions ------------------------------------------
+
+    def learn(self, found: Found, ema: float, guard: Guard) -> bool:
+        """Take up the statistics of one step, if all of them are finite."""
+        new = [memory(t) for own in found.values() for t in own.values()]
+        if not guard.holds(self.replicas.agree(finite(new))):
+            return False
+        refuse_reference(self.preconditioner.damping, found)
+        if self.make_room(found):
+            self.replicas.place(self.preconditioner, self.averages.keys() - self.reserved)
+        spectra = {k: own.pop(SPECTRUM) for k, own in found.items() if SPECTRUM in own}
+        self.replicas.split(self.blocks)
+        ema_update([(self.averages[k], own) for k, own in found.items()], ema, guard.broken)
         self.learned.update(found)
         self.schedule["taken"] += 1
+        if spectra:
+            self.preconditioner.correct(spectra, ema, self.schedule["damping"])
+        return True
+
+    def stack(self, params: Tensors, like: Tensors) -> bool:
+        """Bring inverses to their parameters and into few stacks; True if that had to be done."""
+        self.follow(params)
+        if self.preconditioner.stacked:
+            return False
+        self.preconditioner.stack(like)
+        return True
+
+    def directions(
+        self, gradients: Tensors, good: Tensor | None
+    ) -> tuple[dict[str, Tensor], list[Tensor]]:
+        """Return the rule's directions by name, and in few tensors."""
+        own = self.preconditioner
+        found, stacks = own.directions(gradients, good)
+        found, stacks = self.replicas.placement.complete(own, found, stacks, gradients)
+        if not own.rule.matrices:  # without a block the gradient is followed
+            stacks += [g for n, g in gradients.items() if n not in found]
+            found = {n: found.get(n, g) for n, g in gradients.items()}
+        return found, stacks
 
     @property
-    def complete(self) -> bool:
-        """Whether every block with statistics has an inverse."""
-        return self.learned <= self.preconditioner.ready
+    def bases(self) -> dict[BlockKey, Inverse]:
+        """The eigenbases in which statistics are to be taken."""
+        own = self.preconditioner
+        return {k: own.inverses[k] for k in own.spectra if k in own.ready}
+
+    def inverts(self, count: int, every: int) -> bool:
+        """Whether inverses are to be renewed with this many statistics taken up."""
+        step = self.schedule["step"]
+        return step % every == 0 or (step < every and count & (count - 1) == 0)
+
+    def renew(self, taken: bool, every: int) -> None:
+        """Renew inverses when it is time, and make those that are missing."""
+        own, schedule = self.preconditioner, self.schedule
+        due = schedule["retry"] or (taken and self.inverts(schedule["taken"], every))
+        keys = self.learned if due else self.learned - own.ready
+        schedule["retry"] = 0
+        if keys:
+            self.replicas.whole(self.blocks)
+            keys = sorted(keys, key=lambda key: key.names)
+            self.replicas.placement.renew(own, self.averages, keys, schedule["damping"])
+
+    @property
+    def blocks(self) -> list[tuple[BlockKey, Average]]:
+        """The blocks that have statistics, in an order that all processes have."""
+        keys = sorted(self.learned, key=lambda key: key.names)
+        return [(key, self.averages[key]) for key in keys]
+
+    def squared_length(self, move: Tensors, like: Tensors) -> Tensor:
+        """Return xᵀF̂x for a move x by name; each process adds what its shares give."""
+        total = []
+        for key, average in self.blocks:
+            if move.keys().isdisjoint(key.names):
+                continue
+            some = [move[n] if n in move else torch.zeros_like(like[n]) for n in key.names]
+            shape = block_shape(key, average.value)
+            v = to_block(key, [t.to(average.mass.dtype) for t in some], shape)
+            corner = self.replicas.corner(key, average)
+            if corner is None:
+                total.append(v.new_zeros(()))
+                continue
+            block = self.preconditioner.block(key, average, corner)
+            total.append((v * block.matvec(v)).sum())
+        if not total:  # no statistics yet
+            return next(iter(move.values())).new_zeros(())
+        return self.replicas.total(torch.stack([t.to(total[0]) for t in total]).sum()).clamp(min=0)
+
+    def guardable(self, found: Mapping[BlockKey, Factors], ema: float) -> bool:
+        """Whether these statistics can be taken up under a flag on the device.
+
+        All blocks have inverses and room for them, and there is such a kernel.
+        """
+        if not self.learned <= self.preconditioner.ready or not self.learned.issuperset(found):
+            return False
+        for average, new in [(self.averages[key], own) for key, own in found.items()]:
+            if ema < _HALF or average.mean or not average.mass.is_cuda or not average.fits(new):
+                return False
+            if any(memory(average.value[f]).stride() != memory(t).stride() for f, t in new.items()):
+                return False
+        return True
 
     def memory(self) -> dict[str, int]:
         """Bytes held, by what for."""
@@ -145,17 +259,10 @@ class KFACState:
         }
 
 
-def _placeholder(t: Tensor) -> Tensor:
-    """Zeros of this shape that take no memory."""
-    return t.new_zeros(()).expand(t.shape)
-
-
 # --- published and taken up again ---------------------------------------------------------------
 
 
-def publish(
-    state: KFACState, into: MutableMapping[Tensor, dict[str, Any]], params: Mapping[str, Tensor]
-) -> None:
+def publish(state: KFACState, into: State, params: Tensors) -> None:
     """Write the state under its parameters; tensors are the state's own, not copies."""
     for p in params.values():  # a number keeps a dict that a flattened checkpoint would lose
         into[p] |= {"schedule": state.schedule, "average": {"mass": 0.0}, "inverse": {"ready": 0}}
@@ -198,57 +305,73 @@ def _own(t: Tensor, p: Tensor) -> Tensor:
 def restore(
     state: KFACState,
     saved: Mapping[str, Mapping[str, Any]],
-    params: Mapping[str, Tensor],
+    params: Tensors,
     expected: Forecast,
 ) -> None:
     """Fill an empty state with what `publish` wrote, by name; partners are as `expected`."""
-    held = state.preconditioner
-    # those without factors of their own share the block of a weight
-    shared = [n for n, own in saved.items() if not _factors(own["average"], params[n])]
-    for name, own in saved.items():
-        p, factors = params[name], _factors(own["average"], params[name])
-        if not factors:
-            continue
-        key = _key_of(name, params, factors, expected, shared)
-        size, wanted = prod(block_shape(key, factors)), sum(params[n].numel() for n in key.names)
-        if size != wanted:
-            names = " and ".join(key.names)
-            raise _foreign(f"{names} had {size} entries, and have {wanted} now")
-        state.allocate(key, factors)
-        average = state.averages[key]
-        average.value, average.mass = factors, _own(own["average"]["mass"], p)
-        if state.mean:
-            average.mean, average.count = _factors(own["mean"], p), own["mean"]["count"]
-        tensors = {n: _own(t, p) for n, t in own["inverse"].items() if n != "ready"}
-        room = held.inverses[key]
-        if _moments(tensors) != _moments(room.tensors()):
-            raise PullbackError(
-                "The saved state is of another rule",
-                f"moments of {name} are not those that this one keeps",
-                "Load it into an optimizer with the same rule=",
-            )
-        held.inverses[key] = Inverse(**{"left": None, **tensors}, factors=room.factors)
-        if own["inverse"]["ready"]:
-            held.ready.add(key)
-        if key in held.spectra:
-            values, mass = own["spectrum"]["values"], own["spectrum"]["mass"]
-            held.spectra[key] = Average({SPECTRUM: _own(values, p)}, _own(mass, p))
-        if average.started:
-            state.learned.add(key)
-    schedule = next(iter(saved.values()))["schedule"]
-    for name in _SCHEDULE:
-        value = schedule[name]
-        state.schedule[name] = value.item() if isinstance(value, Tensor) else value
+    try:
+        # those without factors of their own share the block of a weight
+        factors = {n: _factors(own["average"], params[n]) for n, own in saved.items()}
+        shared = [n for n, own in factors.items() if not own]
+        for name, own in factors.items():
+            if own:
+                key = _key_of(name, params, own, expected, shared)
+                _restore_block(state, key, own, saved[name], params)
+        schedule = next(iter(saved.values()))["schedule"]
+        for name in _SCHEDULE:
+            value = schedule[name]
+            state.schedule[name] = value.item() if isinstance(value, Tensor) else value
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise PullbackError(
+            "The saved state is not whole",
+            f"its averages cannot be read ({error!r})",
+            "Load what KFAC.state_dict() gave, as it was",
+        ) from error
 
 
-def _moments(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
+def _restore_block(
+    state: KFACState,
+    key: BlockKey,
+    factors: dict[Factor, Side],
+    own: Mapping[str, Any],
+    params: Tensors,
+) -> None:
+    held, p = state.preconditioner, params[key.names[0]]
+    size, wanted = prod(block_shape(key, factors)), sum(params[n].numel() for n in key.names)
+    if size != wanted:
+        names = " and ".join(key.names)
+        raise _foreign(f"{names} had {size} entries, and have {wanted} now")
+    state.allocate(key, factors)
+    average = state.averages[key]
+    average.value, average.mass = factors, _own(own["average"]["mass"], p)
+    if state.mean:
+        average.mean, average.count = _factors(own["mean"], p), own["mean"]["count"]
+    tensors = {n: _own(t, p) for n, t in own["inverse"].items() if n != "ready"}
+    room = held.inverses[key]
+    if _moments(tensors) != _moments(room.tensors()):
+        raise PullbackError(
+            "The saved state is of another rule",
+            f"moments of {key.names[0]} are not those that this one keeps",
+            "Load it into an optimizer with the same rule=",
+        )
+    held.inverses[key] = Inverse(**{"left": None, **tensors}, factors=room.factors)
+    if own["inverse"]["ready"]:
+        held.ready.add(key)
+    if key in held.spectra:
+        values, mass = own["spectrum"]["values"], own["spectrum"]["mass"]
+        held.spectra[key] = Average({SPECTRUM: _own(values, p)}, _own(mass, p))
+    if average.started:
+        state.learned.add(key)
+
+
+def _moments(tensors: Tensors) -> dict[str, torch.Size]:
     """The shapes of a rule's moments, by name."""
     return {n: t.shape for n, t in tensors.items() if n in MOMENTS}
 
 
 def _key_of(
     name: str,
-    params: Mapping[str, Tensor],
+    params: Tensors,
     factors: Factors,
     expected: Forecast,
     shared: Sequence[str],
@@ -322,34 +445,3 @@ def _foreign(why: str) -> PullbackError:
         why,
         "Load it into the optimizer of a model that was built in the same way",
     )
-
-
-class Undo:
-    """Everything that a step may change, to be put back after an exception.
-
-    A step that is not `learning` renews neither statistics nor inverses.
-    """
-
-    def __init__(
-        self, state: KFACState, params: Iterable[Tensor], buffers: Iterable[Tensor], learning: bool
-    ) -> None:
-        own = self._preconditioner = state.preconditioner
-        held: list[Any] = [state.schedule, state.averages, state.learned, state.reserved]
-        held += [own.inverses, own.spectra, own.ready, own.notes, own.absent]
-        self._collections = [(one, copy(one)) for one in held]
-        self._tensors = [(t, t.detach().clone()) for t in (*params, *buffers)]
-        records = [*state.averages.values(), *own.spectra.values(), *own.inverses.values()]
-        self._records = [vars(record) for record in records if learning]
-        self._fields = deepcopy(self._records)  # at once: inverses may be views of one stack
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Put all of it back into the same objects."""
-        for held, before in self._collections:
-            held.clear()
-            held.update(before)
-        for t, before in self._tensors:
-            t.copy_(before)
-        for record, fields in zip(self._records, self._fields, strict=True):
-            record.update(fields)
-        self._preconditioner.regroup()

@@ -1,4 +1,4 @@
-r"""The one update path: pure functions on lists of tensors.
+r"""The parameters with their buffers, and the one update path: functions on lists of tensors.
 
     m ← μm + Δ,   m ← m·min(1, √(δ/(η²mᵀF̂m))),   w ← (1 − η·decay)w − ηm,
 
@@ -7,17 +7,106 @@ and nothing moves where a flag on the device says that a direction is not finite
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
+from ..._core.capture import plain
+from ..._core.processes import Processes
+from ..._core.shards import Shards, local
 from ...steps.trust import clip_factor
+from ..checks import dense_gradients
 
+#: a parameter's own tensors: momentum, or Adam's moments
+BUFFERS = ("momentum", "first", "second")
 _EPS = 1e-8  # Adam's
+
+#: by parameter name
+Tensors = Mapping[str, Tensor]
+Groups = Iterable[Mapping[str, Any]]
+#: an optimizer's `state`
+State = MutableMapping[Tensor, dict[str, Any]]
+
+
+class Parameters:
+    """The parameters of a model by name; some may be cut into pieces by `fully_shard`."""
+
+    def __init__(self, model: nn.Module, processes: Processes) -> None:
+        self.by_name: dict[str, Any] = dict(plain(model).named_parameters())
+        self.names = {id(p): n for n, p in self.by_name.items()}
+        self.shapes = {n: p.shape for n, p in self.by_name.items()}
+        self.shards = Shards(self.by_name, processes)
+        #: what shows shapes, dtypes and devices
+        self.like = {
+            n: torch.zeros((), dtype=p.dtype, device=p.device).expand(p.shape)
+            if n in self.shards
+            else p
+            for n, p in self.by_name.items()
+        }
+
+    def of(self, groups: Groups) -> dict[str, Any]:
+        """Return the parameters of these groups, by name."""
+        return {self.names[id(p)]: p for group in groups for p in group["params"]}
+
+    def among(self, group: Mapping[str, Any], names: Container[str]) -> tuple[list[str], list[Any]]:
+        """Return those of a group's parameters that have one of these names, names first."""
+        own = [p for p in group["params"] if self.names[id(p)] in names]
+        return [self.names[id(p)] for p in own], own
+
+    def gradients(self, groups: Groups) -> dict[str, Tensor]:
+        """Return the gradients at hand, by name."""
+        found = dense_gradients(groups, self.names, self.shapes)
+        if not self.shards:
+            return found
+        return self.shards.gather({n: local(g) for n, g in found.items()}, self.shapes, "gradients")
+
+    def gather(self) -> dict[str, Tensor]:
+        """Return whole parameters, as leaves of a graph of their own."""
+        pieces = {n: local(p) for n, p in self.by_name.items()}
+        with torch.no_grad():
+            found = self.shards.gather(pieces, self.shapes, "parameters")
+        return {
+            n: t.detach().requires_grad_(self.by_name[n].requires_grad) for n, t in found.items()
+        }
+
+    def pieces(
+        self, names: Sequence[str], whole: list[Tensor], *held: list[Any]
+    ) -> tuple[list[Any], ...]:
+        """Return this process's pieces of whole tensors by name, and of what is held in pieces."""
+        if not self.shards:
+            return whole, *held
+        cut = list(map(self.shards.cut, names, whole))
+        return cut, *(list(map(local, some)) for some in held)
+
+
+def buffer_of(state: State, p: Tensor, name: str = "momentum") -> Tensor:
+    """Return one of the parameter's own buffers, on its device."""
+    own = state[p]
+    if name not in own:
+        own[name] = torch.zeros_like(p)
+    elif own[name].device != p.device or own[name].dtype != p.dtype:
+        own[name] = own[name].to(p)
+    return own[name]
+
+
+def make_buffers(
+    groups: Groups, state: State, names: Mapping[int, str], adam: Container[str], moving: bool
+) -> None:
+    """Make Adam's two moments for the parameters `adam`, and momentum where the group has one.
+
+    Where the step is `moving` by its last move, all have one.
+    """
+    for group in groups:
+        for p in group["params"]:
+            if names[id(p)] in adam:
+                buffer_of(state, p, "first")
+                buffer_of(state, p, "second")
+            elif moving or group.get("momentum"):
+                buffer_of(state, p)
 
 
 @dataclass
@@ -34,42 +123,78 @@ class Share:
     decay: float
 
 
-@dataclass
-class AdamShare:
-    """The parameters of one param group that follow AdamW, with gradients and both moments."""
+def shares_of(
+    groups: Groups, state: State, params: Parameters, given: Tensors, moving: bool
+) -> list[Share]:
+    """Return the parameters of these directions, by group; `moving` as in `make_buffers`."""
+    shares = []
+    for group in groups:
+        names, own = params.among(group, given)
+        if not own:
+            continue
+        momentum, lr = float(group.get("momentum", 0.0)), group["lr"]
+        buffers = [buffer_of(state, p) for p in own] if momentum or moving else []
+        if isinstance(lr, Tensor) and not lr.is_cuda:
+            lr = float(lr)
+        some, own, buffers = params.pieces(names, [given[n] for n in names], own, buffers)
+        some, decay = list(map(like_parameter, some, own)), float(group["weight_decay"])
+        shares.append(Share(names, own, some, buffers, lr, momentum, decay))
+    return shares
 
-    params: list[Tensor]
-    gradients: list[Tensor]
-    first: list[Tensor]
-    second: list[Tensor]
-    lr: float | Tensor
-    betas: tuple[float, float]
-    decay: float
+
+class Guard:
+    """Whether a step goes on: asked at once, or by a flag on the device that guards every change.
+
+    Where it is `deferred`, nobody waits for the device: `broken` is 1 where nothing may change.
+    """
+
+    def __init__(self, deferred: bool, good: Tensor | None = None) -> None:
+        self.deferred, self.good = deferred, good
+
+    def holds(self, flag: Tensor) -> bool:
+        """Ask for one more condition; False where it is known to fail."""
+        if not self.deferred:
+            return bool(flag)
+        self.good = flag if self.good is None else self.good & flag
+        return True
+
+    @property
+    def broken(self) -> Tensor | None:
+        """A float32 flag, or None where nothing is deferred."""
+        return None if self.good is None else (~self.good).float()
 
 
-def adam_move(shares: Sequence[AdamShare], step: int, broken: Tensor | None = None) -> None:
-    """Take AdamW's step number `step`, from 1 on; nothing moves where the flag `broken` is 1."""
-    for share in shares:
+def adam_move(
+    groups: Groups, state: State, params: Parameters, gradients: Tensors, step: int,
+    rest: float, broken: Tensor | None,
+) -> None:  # fmt: skip
+    """Take AdamW's step number `step`, from 1 on, along these gradients.
+
+    The rate is the share `rest` of a group's, and all of it in a group with a rule of its own.
+    Nothing moves where the flag `broken` is 1.
+    """
+    for group in groups:
+        names, own = params.among(group, gradients)
+        moments = ([buffer_of(state, p, part) for p in own] for part in BUFFERS[1:])
+        lists = params.pieces(names, [gradients[n] for n in names], own, *moments)
         kinds: dict[torch.device, list[int]] = {}
-        for i, p in enumerate(share.params):
+        for i, p in enumerate(own):
             kinds.setdefault(p.device, []).append(i)
-        for device, own in kinds.items():
-            lists = (share.params, share.gradients, share.first, share.second)
-            params, gradients, first, second = ([some[i] for i in own] for some in lists)
-            steps = torch.full((len(own),), step - 1.0, device=device).unbind()
-            like = zip(params, gradients, strict=True)
+        for device, some in kinds.items():
+            given, moved, first, second = ([every[i] for i in some] for every in lists)
+            steps = torch.full((len(some),), step - 1.0, device=device).unbind()
+            like = zip(moved, given, strict=True)
             fused = all(p.stride() == g.stride() and p.dtype == g.dtype for p, g in like)
             adamw(
-                params, gradients, first, second, [], list(steps), fused=fused,
+                moved, given, first, second, [], list(steps), fused=fused,
                 found_inf=None if broken is None else broken.to(device), amsgrad=False,
-                beta1=share.betas[0], beta2=share.betas[1], lr=share.lr, weight_decay=share.decay,
-                eps=_EPS, maximize=False,
+                beta1=group["betas"][0], beta2=group["betas"][1],
+                lr=group["lr"] if group["rule"] else rest * group["lr"],
+                weight_decay=float(group["weight_decay"]), eps=_EPS, maximize=False,
             )  # fmt: skip
 
 
-def clip_shares(
-    shares: Sequence[Share], limit: float, length: Callable[[Mapping[str, Tensor]], Tensor]
-) -> None:
+def clip_shares(shares: Sequence[Share], limit: float, length: Callable[[Tensors], Tensor]) -> None:
     """Shorten the coming move m = μm + Δ to η²mᵀF̂m ≤ limit, where `length` returns xᵀF̂x.
 
     Directions are replaced by c·m − μm_old, so that `move` takes the step η·c·m.

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ...._core.flags import lerp_unless
 from ....grams.kronecker import Block, Pair, Units, merged, sides
 from ....grams.kronecker.inverting import over_groups
 from ....grams.kronecker.packed import Side, map_memory, memory, whole, zeros_like
 from .factor import BlockKey, Factor, Factors, block_shape
-
-_HALF = 0.5  # weights of the past below it would keep the round-off of what is forgotten
 
 
 @dataclass
@@ -111,23 +110,7 @@ def ema_update(
             own = [memory(average.mean[f]) for f in new]
             torch._foreach_lerp_(own, list(map(memory, new.values())), 1 / average.count)
     for values, news in kinds.values():
-        if broken is None:
-            torch._foreach_lerp_(values, news, 1 - ema)
-            continue
-        # v − (1 − ema)(v − new), by the one kernel that reads a flag on the device
-        torch._fused_sgd_(
-            values, news, [], weight_decay=1.0, momentum=0.0, lr=1 - ema, dampening=0.0,
-            nesterov=False, maximize=True, is_first_step=False, grad_scale=None,
-            found_inf=broken.to(values[0].device),
-        )  # fmt: skip
-
-
-def guardable(pairs: Sequence[tuple[Average, Factors]], ema: float) -> bool:
-    """Whether `ema_update` can be guarded by a flag on the device: there is such a kernel."""
-    cuda = all(average.mass.is_cuda and not average.mean for average, _ in pairs)
-    both = [(average.value[f], t) for average, new in pairs for f, t in new.items()]
-    alike = all(memory(held).stride() == memory(t).stride() for held, t in both)
-    return cuda and alike and ema >= _HALF
+        lerp_unless(broken, values, news, 1 - ema)
 
 
 def block_of(key: BlockKey, factors: Factors, corner: Tensor | float = 1.0) -> Block:

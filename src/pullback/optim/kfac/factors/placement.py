@@ -8,7 +8,6 @@ direction. One team of all processes sends no directions; teams of one hold leas
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -21,7 +20,7 @@ from ....grams.kronecker.inverse import Inverse
 from ....grams.kronecker.packed import memory
 from .average import Average
 from .factor import SPECTRUM, BlockKey
-from .preconditioner import Preconditioner
+from .preconditioner import Preconditioner, placeholder
 
 
 class Placement:
@@ -97,17 +96,24 @@ class Placement:
             own.renew(averages, [k for k in keys if self.inverts(k)], value)
         except Exception as error:
             failure = error
-        mine = {k: _Report.of(own, k) for k in keys if self.inverts(k) and failure is None}
-        every = self._processes.values((mine, failure and repr(failure)))
+        mine = [k for k in keys if self.inverts(k) and failure is None]
+        ends = {k: (k in own.ready, own.notes.get(k), _form(own.inverses[k])) for k in mine}
+        every = self._processes.values((ends, failure and repr(failure)))
         for rank, (_, said) in enumerate(every):
             if said is not None:
                 raise PullbackError(
                     f"Process {rank} could not renew its inverses", said, "See its own error"
                 ) from failure
-        for key in keys:
-            report = every[self.owners[key]][0][key]
-            if not self.inverts(key):
-                report.take_up(own, key, held=self.holds(key))
+        for key in [k for k in keys if not self.inverts(k)]:
+            ready, note, form = every[self.owners[key]][0][key]
+            if note is not None:
+                own.notes[key] = note
+            if ready and key not in own.ready:
+                own.ready.add(key)
+                own.regroup()
+            if form != _form(own.inverses[key]):
+                own.inverses[key] = _room(own.inverses[key], form, held=self.holds(key))
+                own.regroup()
         self.send(own, keys)
 
     def send(self, own: Preconditioner, keys: Sequence[BlockKey]) -> None:
@@ -127,13 +133,8 @@ class Placement:
         """Give up the memory of inverses that other teams hold."""
         for key in own.inverses:
             if key not in own.absent and key in self.owners and not self.holds(key):
-                shown = {
-                    n: t.new_zeros(()).expand(t.shape)
-                    for n, t in own.inverses[key].tensors().items()
-                }
-                own.inverses[key] = replace(own.inverses[key], **shown)
+                own.change(key, placeholder)
                 own.absent.add(key)
-                own.regroup()
 
     def collect(self, own: Preconditioner) -> None:
         """Bring the inverses of all teams here; `release` gives them up again."""
@@ -141,8 +142,7 @@ class Placement:
         tensors, owners = [], []
         for key in keys:
             if key in own.absent:
-                room = {n: t.contiguous() for n, t in own.inverses[key].tensors().items()}
-                own.inverses[key] = replace(own.inverses[key], **room)
+                own.change(key, Tensor.contiguous)
             for t in own.inverses[key].tensors().values():
                 tensors.append(t)
                 owners.append(self.team_of(key))
@@ -180,33 +180,17 @@ def _cost(own: Preconditioner, key: BlockKey) -> float:
     return sum(groups * float(n) ** 3 + entries * n for groups, n, _ in dense) + entries
 
 
-class _Report:
-    """How a block's renewal ended: whether it is ready, what was noted, and the inverse's form."""
+def _form(inverse: Inverse) -> tuple[dict[str, Any], bool]:
+    """Return shapes and dtypes of an inverse's tensors, and whether they are factors."""
+    form = {n: (tuple(t.shape), t.dtype) for n, t in inverse.tensors().items()}
+    return form, inverse.factors
 
-    def __init__(self, ready: bool, note: str | None, form: dict[str, Any], factors: bool) -> None:
-        self._ready, self._note, self._form, self._factors = ready, note, form, factors
 
-    @classmethod
-    def of(cls, own: Preconditioner, key: BlockKey) -> _Report:
-        inverse = own.inverses[key]
-        form = {n: (tuple(t.shape), t.dtype) for n, t in inverse.tensors().items()}
-        return cls(key in own.ready, own.notes.get(key), form, inverse.factors)
-
-    def take_up(self, own: Preconditioner, key: BlockKey, *, held: bool) -> None:
-        """Note the same here, and make room for the inverse."""
-        if self._note is not None:
-            own.notes[key] = self._note
-        if self._ready and key not in own.ready:
-            own.ready.add(key)
-            own.regroup()
-        mine = own.inverses[key]
-        now = {n: (tuple(t.shape), t.dtype) for n, t in mine.tensors().items()}
-        if (now, mine.factors) == (self._form, self._factors):
-            return
-        device = next(iter(mine.tensors().values())).device
-        room: dict[str, Any] = {"left": None}
-        for name, (shape, dtype) in self._form.items():
-            one = torch.zeros((), dtype=dtype, device=device)
-            room[name] = one.expand(shape).clone() if held else one.expand(shape)
-        own.inverses[key] = Inverse(**room, factors=self._factors)
-        own.regroup()
+def _room(mine: Inverse, form: tuple[dict[str, Any], bool], *, held: bool) -> Inverse:
+    """Return an inverse of this form, with memory of its own where it is `held` here."""
+    device = next(iter(mine.tensors().values())).device
+    room: dict[str, Any] = {"left": None}
+    for name, (shape, dtype) in form[0].items():
+        one = torch.zeros((), dtype=dtype, device=device)
+        room[name] = one.expand(shape).clone() if held else one.expand(shape)
+    return Inverse(**room, factors=form[1])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -33,8 +33,10 @@ _GROWTH, _TRIES = 10.0, 8
 _COARSE = 0.05  # the least damping with which roots are first tried with few bits
 _PORTION = 2**27  # entries of matrices that are inverted at once
 
+Averages = Mapping[BlockKey, Average]
 #: blocks of one kind, one after the other in an inverse of all
 Blocks = tuple[BlockKey, ...]
+Prepared = dict[Blocks, Inverse]
 
 
 class Preconditioner:
@@ -47,10 +49,10 @@ class Preconditioner:
     """
 
     def __init__(self, rule: Rule, damping: Damping, *, ekfac: bool) -> None:
-        self._rule, self._damping, self.ekfac = rule, damping, ekfac
+        self.rule, self.damping, self.ekfac = rule, damping, ekfac
         self.inverses: dict[BlockKey, Inverse] = {}
         #: shapes of the blocks' coordinates; inverses may be filled up
-        self._shapes: dict[BlockKey, tuple[int, ...]] = {}
+        self.shapes: dict[BlockKey, tuple[int, ...]] = {}
         #: blocks whose inverse has been computed
         self.ready: set[BlockKey] = set()
         #: corrected eigenvalues, where they are wanted
@@ -71,7 +73,7 @@ class Preconditioner:
         """Make room for a block, which is not ready yet."""
         self.drop(key)
         factors, zeros = average.value, average.mass.new_zeros
-        self._shapes[key] = shape = block_shape(key, factors)
+        self.shapes[key] = shape = block_shape(key, factors)
         if not key.kronecker:
             self.inverses[key] = Inverse(zeros(*shape, shape[-1]))
             return
@@ -81,9 +83,9 @@ class Preconditioner:
         sizes = {"left": rows, "right": columns}
         dense = {f.side for f, t in factors.items() if len(t.shape) == 3}
         matrices = {side: zeros(groups, n, n) for side, n in sizes.items() if side in dense}
-        if self._rule.moments:
+        if self.rule.moments:
             self.inverses[key] = self._with_moments(matrices, shape, average.mass)
-        elif self._rule.needs == "eigenbasis":
+        elif self.rule.needs == "eigenbasis":
             own = matrices.get("left"), matrices.get("right"), zeros(shape)
             self.inverses[key] = Inverse(*own)
         else:
@@ -92,7 +94,7 @@ class Preconditioner:
 
     def _form(self, left: Tensor, right: Tensor) -> Inverse:
         """Return inverse sides as they are held: padded and perhaps in float16, or factors."""
-        if self._rule.needs == "factors":
+        if self.rule.needs == "factors":
             return Inverse(left, right, factors=True)
         more = aligned(right.shape[-1]) - right.shape[-1]
         inverse = Inverse(left, F.pad(right, (0, more) * (right.ndim - 1)))
@@ -104,9 +106,9 @@ class Preconditioner:
         """Return sides of norm 1, and moments of the gradient."""
         half = {side: m.to(half_sides(like)) for side, m in matrices.items()}
         own: Any = {}
-        for name, of in self._rule.moments.items():
+        for name, of in self.rule.moments.items():
             own[name] = like.new_zeros(shape if of == "entries" else (*shape[:-1], 1))
-        if self._rule.needs == "root":
+        if self.rule.needs == "root":
             return Inverse(None, half.get("right", like.new_zeros(shape[0], shape[-1])), **own)
         steps = like.new_zeros(shape[0])
         return Inverse(half.get("left"), half.get("right"), **own, steps=steps)
@@ -119,15 +121,15 @@ class Preconditioner:
         self.absent.discard(key)
         self._groups = None
 
-    @property
-    def shapes(self) -> Mapping[BlockKey, tuple[int, ...]]:
-        """The shapes of the blocks' coordinates."""
-        return self._shapes
+    def change(self, key: BlockKey, change: Callable[[Tensor], Tensor]) -> None:
+        """Replace all tensors of a block's inverse."""
+        new: Any = {n: change(t) for n, t in self.inverses[key].tensors().items()}
+        self.inverses[key], self._groups = replace(self.inverses[key], **new), None
 
     @property
     def untouched(self) -> tuple[str, ...]:
         """What a renewal leaves as it was: all moments, but those that turn with a basis."""
-        return MOMENTS[1:] if self._rule.needs == "basis" else MOMENTS
+        return MOMENTS[1:] if self.rule.needs == "basis" else MOMENTS
 
     def regroup(self) -> None:
         """Build stacks again when they are next needed: inverses were replaced."""
@@ -135,15 +137,13 @@ class Preconditioner:
 
     # --- renewal ------------------------------------------------------------------------------
 
-    def renew(
-        self, averages: Mapping[BlockKey, Average], keys: Sequence[BlockKey], value: float
-    ) -> None:
+    def renew(self, averages: Averages, keys: Sequence[BlockKey], value: float) -> None:
         """Prepare these blocks anew with λ = `value`; where one fails, the last good one stays."""
         for key in keys:
             self.notes.pop(key, None)
         self._accept(self._units(averages, [k for k in keys if not k.kronecker], value))
         ways = {"eigenbasis": self._decompose, "basis": self._turn, "root": self._root}
-        prepare = ways.get(self._rule.needs, self._invert)
+        prepare = ways.get(self.rule.needs, self._invert)
         for some in self._portions([k for k in keys if k.kronecker]):
             self._accept(prepare(averages, some, value))
 
@@ -151,8 +151,8 @@ class Preconditioner:
         """Blocks that are inverted together, large ones first: copies of all take much memory."""
         out: list[list[BlockKey]] = []
         room = 0
-        for key in sorted(keys, key=lambda key: -sum(n * n for n in self._shapes[key][1:])):
-            groups, *sizes = self._shapes[key]
+        for key in sorted(keys, key=lambda key: -sum(n * n for n in self.shapes[key][1:])):
+            groups, *sizes = self.shapes[key]
             entries = groups * sum(n * n for n in sizes)
             if not out or entries > room:
                 out.append([])
@@ -161,26 +161,22 @@ class Preconditioner:
             room -= entries
         return out
 
-    def _alike(
-        self, averages: Mapping[BlockKey, Average], keys: Sequence[BlockKey], apart: bool
-    ) -> list[Blocks]:
+    def _alike(self, averages: Averages, keys: Sequence[BlockKey], apart: bool) -> list[Blocks]:
         """Blocks that are prepared as one, unless each is wanted `apart`."""
         kinds: dict[Any, list[BlockKey]] = {}
         for key in keys:
-            average, size = averages[key], max(self._shapes[key][1:])
+            average, size = averages[key], max(self.shapes[key][1:])
             alone = apart or goes_alone(size, average.mass.device)
             kinds.setdefault(key if alone else (key.joint, average.kind), []).append(key)
         return [tuple(some) for some in kinds.values()]
 
-    def _units(
-        self, averages: Mapping[BlockKey, Average], keys: Sequence[BlockKey], value: float
-    ) -> dict[Blocks, Inverse]:
+    def _units(self, averages: Averages, keys: Sequence[BlockKey], value: float) -> Prepared:
         """Invert gains, shifts and single entries, all of a size at once."""
-        found, apart = {}, self._damping.referenced
+        found, apart = {}, self.damping.referenced
         for some in self._alike(averages, keys, apart):
             key, average = some[0], stacked([averages[k] for k in some])
             block: Any = block_of(key, average.corrected())
-            block, shift = self._damping.units(block, self._reference(key, averages), value)
+            block, shift = self.damping.units(block, self._reference(key, averages), value)
             m, inverse = block.matrices, block.inverse(shift)
             found[some] = Inverse(inverse)
             if apart:
@@ -189,26 +185,24 @@ class Preconditioner:
                     self._note(key, f"it is singular: rank {rank} of {size}, inverted on its range")
         return found
 
-    def _reference(self, key: BlockKey, averages: Mapping[BlockKey, Average]) -> Any:
+    def _reference(self, key: BlockKey, averages: Averages) -> Any:
         """Return the block of long-run averages, where the damping needs one."""
-        if not self._damping.referenced:
+        if not self.damping.referenced:
             return None
-        average, given = averages[key], self._damping.reference
+        average, given = averages[key], self.damping.reference
         if given is not None and key in given:
             return block_of(key, {f: whole(t).to(average.mass) for f, t in given[key].items()})
         if given is not None:
             self._note(key, "its reference is its own average: the one given lacks this block")
         return block_of(key, average.mean or average.corrected())
 
-    def _invert(
-        self, averages: Mapping[BlockKey, Average], keys: Sequence[BlockKey], value: float
-    ) -> dict[Blocks, Inverse]:
+    def _invert(self, averages: Averages, keys: Sequence[BlockKey], value: float) -> Prepared:
         """Invert damped sides by Cholesky; more damping where that fails.
 
         Without damping, or with an invariant one, a singular side is inverted on its range.
         """
-        found: dict[Blocks, Inverse] = {}
-        singular, attempt = value == 0 or self._damping.referenced, 0
+        found: Prepared = {}
+        singular, attempt = value == 0 or self.damping.referenced, 0
         waiting = self._alike(averages, keys, singular)
         while waiting and attempt < (_TRIES if value else 1):
             now = value * _GROWTH**attempt
@@ -232,11 +226,7 @@ class Preconditioner:
         return found
 
     def _damped(
-        self,
-        averages: Mapping[BlockKey, Average],
-        blocks: Sequence[Blocks],
-        value: float,
-        singular: bool,
+        self, averages: Averages, blocks: Sequence[Blocks], value: float, singular: bool
     ) -> Inverses:
         """Return the inverses of damped left and right sides, one kind of blocks after another."""
         every: list[Tensor] = []
@@ -252,15 +242,13 @@ class Preconditioner:
             means: Any = [sides.diagonal(s).mean(-1) / scale for s in (pair.left, pair.right)]
             every += [pair.left, pair.right]
             scales += [scale, scale]
-            added += self._damping.added(tuple(means), self._reference(key, averages), value)
-        factors = self._rule.needs == "factors"
+            added += self.damping.added(tuple(means), self._reference(key, averages), value)
+        factors = self.rule.needs == "factors"
         return inverses(every, scales=scales, shifts=added, singular=singular, factors=factors)
 
-    def _decompose(
-        self, averages: Mapping[BlockKey, Average], keys: Sequence[BlockKey], value: float
-    ) -> dict[Blocks, Inverse]:
+    def _decompose(self, averages: Averages, keys: Sequence[BlockKey], value: float) -> Prepared:
         """Find the eigenbases of blocks; corrected eigenvalues are carried to the new ones."""
-        found: dict[Blocks, Inverse] = {}
+        found: Prepared = {}
         for key in keys:
             pair: Any = block_of(key, averages[key].corrected())
             try:
@@ -277,15 +265,13 @@ class Preconditioner:
             found[key,] = Inverse(u, w, _reciprocal(values, value))
         return found
 
-    def _pair(self, averages: Mapping[BlockKey, Average], some: Blocks) -> Any:
+    def _pair(self, averages: Averages, some: Blocks) -> Any:
         """Return the sides of blocks of one kind, up to a factor."""
         average = stacked([averages[k] for k in some])
         one = len({factor.role for factor in average.value}) == 1
         return block_of(some[0], average.value if one else average.corrected())
 
-    def _root(
-        self, averages: Mapping[BlockKey, Average], keys: Sequence[BlockKey], value: float
-    ) -> dict[Blocks, Inverse]:
+    def _root(self, averages: Averages, keys: Sequence[BlockKey], value: float) -> Prepared:
         """Find the inverse roots of input sides; more bits and more damping where that fails."""
         waiting = self._alike(averages, keys, apart=False)
         for now, fine in ((value, value < _COARSE), (value, True), (10 * value, True)):
@@ -301,9 +287,7 @@ class Preconditioner:
             self._note(key, f"its root did not converge; {self._kept(key)}")
         return {}
 
-    def _turn(
-        self, averages: Mapping[BlockKey, Average], keys: Sequence[BlockKey], value: float
-    ) -> dict[Blocks, Inverse]:
+    def _turn(self, averages: Averages, keys: Sequence[BlockKey], value: float) -> Prepared:
         """Turn eigenbases after their sides, and first moments with them; the first by `eigh`."""
         for ready in (True, False):
             own = [k for k in keys if (k in self.ready) is ready]
@@ -329,7 +313,7 @@ class Preconditioner:
 
     def _put(self, some: Blocks, new: Mapping[str, Tensor]) -> None:
         """Copy new tensors of blocks of one kind to the memory of the old ones."""
-        counts = [self._shapes[k][0] for k in some]
+        counts = [self.shapes[k][0] for k in some]
         for name, t in new.items():
             torch._foreach_copy_([getattr(self.inverses[k], name) for k in some], t.split(counts))
         if not self.ready.issuperset(some):
@@ -365,18 +349,16 @@ class Preconditioner:
     def _accept(self, found: Mapping[Blocks, Inverse]) -> None:
         """Copy new inverses to the memory of the old ones; factors serve one step and stay."""
         for keys, new in found.items():
-            counts, held = [self._shapes[k][0] for k in keys], [self.inverses[k] for k in keys]
+            if not new.factors and all(self.inverses[k].kind == new.kind for k in keys):
+                self._put(keys, new.tensors())
+                continue
+            # perhaps another precision, or a dense reference beside a diagonal
+            counts = [self.shapes[k][0] for k in keys]
             parts = {name: t.split(counts) for name, t in new.tensors().items()}
-            if not new.factors and all(old.kind == new.kind for old in held):
-                for name, some in parts.items():
-                    torch._foreach_copy_([getattr(old, name) for old in held], some)
-            else:  # perhaps another precision, or a dense reference beside a diagonal
-                for i, key in enumerate(keys):
-                    own = {name: some[i] for name, some in parts.items()}
-                    self.inverses[key], self._groups = replace(new, **own), None
-            if not self.ready.issuperset(keys):
-                self.ready.update(keys)
-                self._groups = None
+            for i, key in enumerate(keys):
+                own = {name: some[i] for name, some in parts.items()}
+                self.inverses[key], self._groups = replace(new, **own), None
+            self.ready.update(keys)
 
     def _note(self, key: BlockKey, text: str) -> None:
         said = self.notes.get(key)
@@ -397,7 +379,7 @@ class Preconditioner:
         stacks: list[Tensor] = []
         for group in self._groups or ():
             if not gradients.keys().isdisjoint(group.names):
-                own, some = group.directions(self._rule, gradients, good)
+                own, some = group.directions(self.rule, gradients, good)
                 found |= own
                 stacks += some
         return {n: found[n] for n in gradients if n in found}, stacks
@@ -413,7 +395,7 @@ class Preconditioner:
         for key, inverse in self.inverses.items():
             if key in self.ready and key not in self.absent:
                 shapes = tuple(like[n].shape for n in key.names) if key.kronecker else ()
-                shape = self._shapes[key][1:]
+                shape = self.shapes[key][1:]
                 kind = (shape, key.kind, key.bias, key.turned, len(key.names), shapes)
                 kind += tuple(inverse.kind)
                 kinds.setdefault(kind, {})[key] = inverse
@@ -491,6 +473,11 @@ class _Group:
         elif g.dtype != self._dtype:
             g = g.to(self._dtype)
         return g.reshape(-1) if self._units and g.ndim != 1 else g
+
+
+def placeholder(t: Tensor) -> Tensor:
+    """Return zeros of this shape that take no memory."""
+    return t.new_zeros(()).expand(t.shape)
 
 
 def _overlap(new: Tensor | None, old: Tensor | None) -> Tensor | None:

@@ -6,9 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
+from ...._core.flags import lerp_unless
 from ....grams.kronecker.inverse import Inverse
 
 
@@ -60,12 +60,4 @@ class Rule(ABC):
 
 def advance(moment: Tensor, new: Tensor, weight: float, good: Tensor | None) -> None:
     """Set moment ← moment + weight·(new − moment), unless the flag on the device is False."""
-    if good is None:
-        moment.lerp_(new, weight)
-        return
-    # m − weight·(m − new), by a kernel that reads a flag on the device
-    torch._fused_sgd_(
-        [moment], [new], [], weight_decay=1.0, momentum=0.0, lr=weight, dampening=0.0,
-        nesterov=False, maximize=True, is_first_step=False, grad_scale=None,
-        found_inf=(~good).float(),
-    )  # fmt: skip
+    lerp_unless(None if good is None else (~good).float(), [moment], [new], weight)

@@ -27,7 +27,7 @@ from ...._core.graph import below_casts, on_second_pass, reaches_parameters, ref
 from ...._core.processes import active_wrapper
 from ...._core.space import compute_dtype
 from ....grams import Part
-from ....grams.kronecker.packed import packed
+from ....grams.kronecker.packed import Side, packed
 from ....maps.layers import AffineBlock
 from ...checks import warn_derivatives, warn_mismatch
 from ..factors.factor import DIAGONAL, BlockKey, Factor
@@ -116,28 +116,15 @@ class StatisticsCapture:
         self.choose(name for name, _ in plain(model).named_parameters())
         self._open: weakref.WeakSet[PendingPass] = weakref.WeakSet()
         self._begun: tuple[Source, list[Tensor]] | None = None
-        self._watch = Watch(self, model)
+        #: `due` says that the next forward pass shall give statistics
+        self.watch = Watch(self, model)
         self._checks = _CHECKS
         self._whole = False  # whether all places of the last pass counted
 
     @property
-    def due(self) -> bool:
-        """Whether the next forward pass shall give statistics."""
-        return self._watch.due
-
-    @due.setter
-    def due(self, value: bool) -> None:
-        self._watch.due = value
-
-    @property
-    def called(self) -> bool:
-        """Whether the model was called since the last step."""
-        return self._watch.called
-
-    @property
     def wanted(self) -> bool:
         """Whether it is due, or a parameter was frozen or unfrozen since its block was made."""
-        return self.due or self.lacking
+        return self.watch.due or self.lacking
 
     @property
     def lacking(self) -> bool:
@@ -155,25 +142,21 @@ class StatisticsCapture:
 
     def close(self) -> None:
         """Remove the hooks."""
-        self._watch.close()
+        self.watch.close()
         self.settle()
 
     def clear(self) -> None:
         """Forget what was gathered: it belonged to gradients that were dropped."""
         waiting = any(p.source is not None for p in self._open)
         self.pool = Pool(missed=MISSED[5] if waiting else MISSED[0])
-        self._watch.reset()
+        self.watch.reset()
 
     def settle(self) -> None:
         """Forget the passes that still wait as well: the parameters they used have changed."""
         for pending in list(self._open):
             pending.clear()
         self.clear()
-        self._watch.called = False
-
-    def unwatched(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which the model's calls give no statistics."""
-        return self._watch.paused()
+        self.watch.called = False
 
     def generator(self, device: torch.device) -> torch.Generator:
         """Return a generator that follows from the counter: nothing random has to be saved."""
@@ -266,7 +249,7 @@ class StatisticsCapture:
             if record.params is not None:
                 leaves = {n: record.params[n] for n in leaves}
             call, record = record, ForwardRecord(plain(self.model), leaves)
-            with self.unwatched(), torch.compiler.set_stance("force_eager"):
+            with self.watch.paused(), torch.compiler.set_stance("force_eager"):
                 root = select(call(record), self.recipe.output)
             z, cotangent = [root.detach()], cotangent.to(root.dtype)
         else:
@@ -342,24 +325,22 @@ class StatisticsCapture:
                 stacklevel=2,
             )
 
-    def take(self) -> Pool:
-        """Return what was pooled since the last step, and begin anew."""
-        pool = self.pool
+    def take(self, loss_scale: float) -> dict[BlockKey, dict[Factor, Side]] | None:
+        """Return the means of what was pooled since the last step, and begin anew.
+
+        "sum" multiplies them by the samples. None where nothing finite was met.
+        """
+        pool, mean = self.pool, self.recipe.reduction == "mean"
         if pool.missed == DERIVED:
             warn_derivatives(stacklevel=2)
         self.clear()
-        return pool
-
-
-def averaged(pool: Pool, recipe: Recipe, loss_scale: float) -> dict[BlockKey, dict[Factor, Any]]:
-    """Return the means of what was pooled; "sum" multiplies them by the samples."""
-    if not pool.sums:
-        return {}
-    samples, mean = pool.samples, recipe.reduction == "mean"
-    scale: Any = 1.0 if mean else samples
-    if recipe.fisher == "empirical":  # a mean's own cotangents are divided by N
-        scale = samples ** (2 if mean else 1) / loss_scale**2
-    return means(pool, scale)
+        if not pool.sums:
+            return {} if pool.samples > 0 else None
+        samples = pool.samples
+        scale: Any = 1.0 if mean else samples
+        if self.recipe.fisher == "empirical":  # a mean's own cotangents are divided by N
+            scale = samples ** (2 if mean else 1) / loss_scale**2
+        return means(pool, scale)
 
 
 def averaged_parts(

@@ -10,8 +10,10 @@ then multiplied together, and the largest cotangents and moments are not there a
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +22,7 @@ from torch.autograd.forward_ad import _set_fwd_grad_enabled
 
 from ...._core.space import compute_dtype
 from ....grams.kronecker.inverse import Inverse
-from ....grams.kronecker.packed import Side, packed, packed_together, whole
+from ....grams.kronecker.packed import Side, memory, packed, packed_together, whole
 from ....maps.layers import AffineBlock, Block, Use
 from ....maps.layers.moments import Moments, Sharing
 from ....maps.layers.product import ProductBlock
@@ -32,12 +34,16 @@ from ....maps.record import Entry
 from ..factors.factor import SPECTRUM, UNITS, BlockKey
 from .descent import Descent
 from .plan import BlockPlan
-from .sums import BIAS, Pool, factors_of
+from .sums import BIAS, Pool, Sums, factors_of
 
 _HALF = (torch.float16, torch.bfloat16)
 _FEW = 2**18  # entries of a normalization's sums that are finished together with those of others
 _AT_ONCE = 2**26  # entries of inputs' moments before they are packed
 _PIECE = 2**25  # entries of cotangents whose formula is evaluated at once
+_WAITING = 2**25  # entries of inputs that are held until their moments are formed together
+_ENGINE: Any = torch.autograd.Variable._execution_engine
+
+AllSums = Mapping[BlockKey, Sums]
 
 
 @contextlib.contextmanager
@@ -201,6 +207,77 @@ class CotangentPass:
                     held.add(SPECTRUM, own.spectrum)
             if own.shifts is not None and (key := plan.bias_block(names)) is not None:
                 pool.of(key).add(BIAS[1], packed(whole(own.shifts).clone()))
+
+
+class UserPass:
+    """Measures the layers along the user's backward pass, and calls `finish` at its end.
+
+    With fisher="empirical" a second pass would repeat the loss's own cotangents, up to a sign per
+    sample: hooks before the layers' nodes see them for nothing. The pass under way owns what they
+    add up, by a callback at its end, and the hooks know it weakly: one that fails leaves nothing
+    behind. The descent's root is the node whose hook runs now, its covector the cotangent there.
+    """
+
+    def __init__(self, down: CotangentPass, finish: Callable[[CotangentPass], None]) -> None:
+        way = down.descent
+        self._down, self._finish, self._entries = down, finish, way.record.entries
+        self._task = torch._C._current_graph_task_id()
+        self._versions = [entry.input._version for entry in self._entries]
+        self._waiting: list[UseMoments] = []
+        self._held = 0  # entries of the inputs that wait
+        self._handles: list[Any] = []
+        for i, edge in enumerate(way.edges):
+            if edge == way.root:
+                self._measure(i, way.covector)
+            else:
+                hook = partial(_observe, weakref.ref(self), i, edge.output_nr)
+                self._handles.append(edge.node.register_prehook(hook))
+        way.covector = way.covector.new_empty(()).expand(way.covector.shape)  # may be large
+        _ENGINE.queue_callback(self._end)
+
+    def _measure(self, i: int, delta: Tensor) -> None:
+        """Measure one use and let go of its input, which the pass under way frees too."""
+        entry = self._entries[i]
+        if entry.input._version != self._versions[i]:  # overwritten meanwhile
+            return
+        if torch._C._current_graph_task_id() != self._task:  # a pass inside of a user's hook
+            return
+        with measuring(delta.device):
+            self._down.measure(i, delta)
+            entry.input = entry.input.new_empty(0)
+            own = self._down.uses[i]
+            if own.seen is not None:
+                self._waiting.append(own)
+                self._held += own.seen[1].numel()
+            if self._held > _WAITING:
+                form_inputs(self._waiting)
+                self._waiting, self._held = [], 0
+
+    def _end(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        with measuring(self._down.descent.covector.device):
+            self._finish(self._down)
+
+
+def _observe(
+    held: weakref.ref[UserPass], i: int, number: int, cotangents: Sequence[Tensor | None]
+) -> None:
+    own, delta = held(), cotangents[number]
+    if own is not None and delta is not None:
+        own._measure(i, delta)
+
+
+def alike(way: Descent, found: AllSums, expected: AllSums) -> bool:
+    """Whether both sums of squares are the same, up to round-off in the layers' precision."""
+    half = any(entry.input.dtype in _HALF for entry in way.record.entries)
+    for key, own in found.items():
+        for factor, side in own.values.items():
+            got, want = memory(side), memory(expected[key].values[factor])
+            limit = 1e-3 if half else torch.finfo(want.dtype).eps ** 0.8
+            if got.shape != want.shape or not (got - want).norm() <= limit * want.norm():
+                return False
+    return True
 
 
 def _form_units(uses: Sequence[UseMoments]) -> None:

@@ -21,7 +21,7 @@ from ...._core.graph import Root, pull
 from ....maps.layers.layout import candidates, told
 from ....maps.layers.moments import Sharing
 from ....maps.record import Entry
-from .coupling import Coupling, samples_axis
+from .covectors import Coupling, samples_axis
 from .record import ForwardRecord
 
 #: the layout of a use where the samples' places are not known
@@ -92,6 +92,16 @@ class Descent:
         finally:
             for handle in handles:
                 handle.remove()
+
+    def upcoming(self) -> tuple[int, ...]:
+        """Return the uses that the user's backward pass under way is going to reach."""
+        will = torch._C._will_engine_execute_node
+        return tuple([i for i, edge in enumerate(self.edges) if will(edge.node)])
+
+    def differs(self, covector: Tensor) -> bool:
+        """Whether a covector with signs would show that samples meet: some have another sign."""
+        same = torch.equal(covector, self.covector) or torch.equal(covector, -self.covector)
+        return self.samples == 1 or not same
 
     def everywhere(self) -> Tensor:
         """A fixed random covector, nonzero at all positions and about as long as the metric's."""

@@ -1,8 +1,8 @@
-"""Which block every parameter belongs to: settled from the uses of one pass, or forecast."""
+"""Which parameters are measured, and the block of each: from the uses of one pass, or forecast."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from ...._core.capture import plain
 from ...._core.space import compute_dtype
 from ....maps.layers import Compound, Layer, find
-from ....maps.layers.moments import Sharing
-from ..factors.factor import DIAGONAL, UNITS, BlockKey, Factor
+from ..factors.factor import DIAGONAL, UNITS, BlockKey, Factor, Factors
+from .covectors import Recipe
 from .sums import BIAS, factors_of
 
 Names = Mapping[str, str | None]
@@ -127,25 +127,19 @@ class Forecast:
     last: str | None
 
 
-def forecast(
-    model: nn.Module,
-    chosen: Mapping[str, Tensor],
-    sharing: Sharing,
-    joint: bool,
-    *,
-    flat: bool = False,
-) -> Forecast:
+def forecast(model: nn.Module, chosen: Mapping[str, Tensor], recipe: Recipe) -> Forecast:
     """Plan the blocks of these parameters as if every module were used once, and as its kind is.
 
-    With `flat` the metric on a layer's outputs is flat, a diagonal.
+    Where inputs alone are measured, the metric on a layer's outputs is flat, a diagonal.
     """
+    longest, flat = recipe.sharing.longest, recipe.inputs
     names = {id(p): n for n, p in chosen.items()}
     every = list(plain(model).modules())
     inside = {m for c in every if find(c, Compound) for m in c.modules() if m is not c}
     found = [use for module in every if module not in inside for use in _uses(module, names)]
     covered = {n for use, *_ in found for n in use.names.values()}
     rest = {n: "" for n in chosen if n not in covered}
-    plan = BlockPlan([use for use, *_ in found], rest, joint)
+    plan = BlockPlan([use for use, *_ in found], rest, recipe.joint)
     factors: dict[BlockKey, dict[Factor, Tensor]] = {k: {} for k in plan.keys}
     kinds: dict[str, tuple[str, str]] = {}
     for use, layer, groups, text in found:
@@ -160,7 +154,7 @@ def forecast(
             rows, columns = len(w) // groups, w.numel() // max(1, len(w))
             for factor, thin in zip(factors_of(layer, key), (one_hot, False), strict=True):
                 n = rows if factor.side == "left" else columns
-                thin = thin or n > sharing.longest or (flat and factor == factors_of(layer, key)[1])
+                thin = thin or n > longest or (flat and factor == factors_of(layer, key)[1])
                 bordered = key.joint and factor.side == "right"
                 shape = (groups, n + bordered) if thin else (groups, n, n)
                 factors[key][factor] = _empty(w, shape)
@@ -169,7 +163,7 @@ def forecast(
         if (key := plan.bias_block(use.names)) is not None:
             b, apart = held["bias"], groups if use.joint else 1
             n = b.numel() // apart
-            shape = (apart, n) if n > sharing.longest else (apart, n, n)
+            shape = (apart, n) if n > longest else (apart, n, n)
             factors[key] |= {BIAS[1]: _empty(b, shape), BIAS[0]: _empty(b, (apart, 1))}
     for name in rest:
         p = chosen[name]
@@ -179,6 +173,33 @@ def forecast(
     ends = [use.names["weight"] for use, *_ in found if plan.weight_block(use.names) is not None]
     biases = {b for _, b in pairs if b is not None}
     return Forecast(factors, kinds, partners, biases, ends[-1] if ends else None)
+
+
+def measured_names(
+    model: nn.Module, params: Mapping[str, Tensor], given: Collection[str], recipe: Recipe
+) -> list[str]:
+    """Return which of the `given` parameters are measured: all, or the matrices for the rule."""
+    if not recipe.matrices:
+        return list(given)
+    every = forecast(model, params, recipe)
+    weights = {k.names[0]: own for k, own in every.factors.items() if k.kronecker and not k.bias}
+    dense = [n for n, own in weights.items() if all(t.ndim == 3 for t in own.values())]
+    if recipe.inputs:  # theirs is the side of columns; that of outputs is not read
+        read = {n: [(f.side, own[f].ndim) for f in [*own][::2]] for n, own in weights.items()}
+        dense = [n for n, sides in read.items() if {*sides} == {("right", 3)}]
+    # what no module of a known kind holds may turn out to be one, by what is done with it
+    unknown = {n: p for n, p in params.items() if n not in every.kinds}
+    dense += [n for n, p in unknown.items() if p.ndim > 1 and min(p.shape[-2:]) > 1]
+    head = None if recipe.head else every.last
+    return [n for n in dense if n in given and n != head]
+
+
+def follows(recipe: Recipe, key: BlockKey, factors: Factors) -> bool:
+    """Whether a block follows the rule: what is no matrix after all follows AdamW."""
+    if not recipe.matrices:
+        return True
+    read = [t for f, t in factors.items() if f.side == "right" or not recipe.inputs]
+    return key.kronecker and not key.bias and all(len(t.shape) == 3 for t in read)
 
 
 def _uses(

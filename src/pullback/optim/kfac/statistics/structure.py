@@ -18,13 +18,12 @@ from ....maps.record import Entry
 from ...checks import refuse_sparse
 from ..factors.factor import DIAGONAL, BlockKey
 from .compound import CompoundReplays, tap_moments
-from .cotangents import CotangentPass, UseMoments, form_inputs
+from .cotangents import AllSums, CotangentPass, UseMoments, UserPass, alike, form_inputs
 from .covectors import Covectors, NotFinite, Recipe
 from .descent import Descent, unknown_layouts, used_by_functions
 from .plan import BlockPlan, different_forms, use_of
 from .record import ForwardRecord
 from .sums import Pool, factors_of
-from .user_pass import AllSums, UserPass, alike, passes, tells
 
 _ROUTES = 256  # ways through a network that are remembered
 _PLACES = 4096  # at which a layer's inputs are measured where they alone are
@@ -83,7 +82,7 @@ class Structure:
         if route is None or route.alike.get(modes) is not (True if tried else None):
             return False
         diagonals = bool(route.plan.plain) and not self._matrices  # squares of their gradients
-        if diagonals or passes(own) != route.reached:
+        if diagonals or own.upcoming() != route.reached:
             return False
 
         def finish(down: CotangentPass) -> None:
@@ -102,7 +101,7 @@ class Structure:
     def _try_along(self, own: Descent, covector: Tensor, expected: Pool) -> None:
         """Find out whether the user's own pass gives these sums of a second one."""
         route, modes = self._routes.get(own.signature(self._apart)), own.record.modes
-        if route is not None and modes not in route.alike and tells(own, covector):
+        if route is not None and modes not in route.alike and own.differs(covector):
             known = route.alike
 
             def compare(sums: AllSums) -> None:
