@@ -91,7 +91,6 @@ RUNS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: solve(network=pde.mlp(1, 4, 1, activation=torch.nn.LeakyReLU)),
         "LeakyReLU is piecewise",
     ),
-    "linear": (lambda: solve(network=pde.mlp(1, 1)), "it is piecewise linear"),
     "unknown derivative": (lambda: solve(problem(pde.Equation(lambda u: u.yy))), "no derivative"),
     "unknown argument": (lambda: solve(problem(pde.Equation(lambda v: v.x))), "asks for 'v'"),
     "unknown field": (lambda: solve(problem(EQUATION, pde.Dirichlet(0.0, field="p"))), "no field"),
@@ -327,7 +326,8 @@ def test_tensors_of_other_precisions_are_taken() -> None:
 
 
 def test_a_network_that_begins_at_zero_is_not_taken_for_a_flat_one() -> None:
-    network = pde.mlp(1, 6, 1, seed=0)
+    network = pde.mlp(1, 6, 6, 1, seed=0)
+    network[1] = nn.ReLU()
     with torch.no_grad():
         for p in network[-1].parameters():
             p.zero_()

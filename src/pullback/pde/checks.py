@@ -83,6 +83,9 @@ _KINKED = (nn.ReLU, nn.LeakyReLU, nn.PReLU, nn.RReLU, nn.ReLU6, nn.Hardtanh, nn.
 
 def refuse_flat(problem: Problem, network: nn.Module, sites: Mapping[str, Sites]) -> None:
     """A network of straight pieces solves no equation of second order."""
+    found = sorted({type(m).__name__ for m in network.modules() if isinstance(m, _KINKED)})
+    if not found:
+        return
     like, unknowns = next(network.parameters()), {}
     for name, value in problem.unknowns.items():
         unknowns[name] = torch.tensor(value, dtype=torch.float64)
@@ -98,10 +101,9 @@ def refuse_flat(problem: Problem, network: nn.Module, sites: Mapping[str, Sites]
         for order in (1, 2)
     )
     if bool(first.any()) and not bool(second.any()):  # a constant may yet become anything
-        found = sorted({type(m).__name__ for m in network.modules() if isinstance(m, _KINKED)})
         raise PullbackError(
             "The network's second derivatives vanish everywhere",
-            f"{' and '.join(found)} is piecewise linear" if found else "it is piecewise linear",
+            f"{' and '.join(found)} is piecewise linear",
             "Use a smooth activation: tanh, sin, gelu, silu",
         )
 
