@@ -164,6 +164,19 @@ def test_processes_that_nobody_told_of(world: World) -> None:
         assert "group=" in error
 
 
+def step_of_an_older_one(rank: int, size: int, opt: pb.KFAC) -> None:
+    x, y = batch(rank, 8, "dense")
+    F.cross_entropy(opt.model(x), y).backward()
+    opt.step()
+
+
+def test_an_optimizer_that_is_older_than_the_processes(world: World) -> None:
+    """It would train every replica by itself."""
+    opt = pb.KFAC(model_of("dense"), 0.05, likelihood=CATEGORICAL)
+    for error in world.errors(step_of_an_older_one, opt):
+        assert "built before they met" in error
+
+
 def indivisible(rank: int, size: int) -> None:
     wrapped(size, workers=2)
 

@@ -25,6 +25,8 @@ from .common import (
     vector,
 )
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 #: by package, what each of two processes wrote
 Found = Callable[[str], list[dict[str, Any]]]
@@ -64,15 +66,14 @@ def _alone(package: str, loop: str, folder: Path) -> Tensor:
     return vector(module.net)
 
 
-slow = pytest.mark.slow
 LOOPS = [
     ("trainer", "whole"),
-    pytest.param("natural_trainer", "whole", marks=slow),
+    ("natural_trainer", "whole"),
     *(
-        pytest.param("accelerate", loop, marks=slow)
+        ("accelerate", loop)
         for loop in ("built before wrapping", "built after wrapping", "spectral")
     ),
-    *(pytest.param("lightning", loop, marks=slow) for loop in ("automatic", "manual")),
+    *(("lightning", loop) for loop in ("automatic", "manual")),
 ]
 
 
@@ -84,7 +85,7 @@ def test_two_processes_are_one(found: Found, package: str, loop: str, tmp_path: 
     torch.testing.assert_close(first, _alone(package, loop, tmp_path), rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("package", ["trainer", pytest.param("natural_trainer", marks=slow)])
+@pytest.mark.parametrize("package", ["trainer", "natural_trainer"])
 def test_a_trainer_resumes_to_the_same_bits(found: Found, package: str) -> None:
     """The first process alone has saved, between two inversions."""
     for own in found(package):
@@ -96,9 +97,7 @@ def test_a_trainer_resumes_to_the_same_bits(found: Found, package: str) -> None:
     [
         ("trainer", "built too early", ["2 processes", "built before they met", "group="]),
         ("trainer", "not told", ["2 processes", "not wrapped", "Accelerate or Trainer", "group="]),
-        pytest.param(
-            "lightning", "the whole module", ["single number", "training_step calls"], marks=slow
-        ),
+        ("lightning", "the whole module", ["single number", "training_step calls"]),
     ],
 )
 def test_what_would_drift_is_refused(
