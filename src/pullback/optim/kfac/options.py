@@ -109,8 +109,8 @@ def _as_number(value: Any) -> Any:
     return float(value) if isinstance(value, Real) and not isinstance(value, bool) else value
 
 
-#: layers by which a model of tokens is known
-_OF_TOKENS = (nn.Embedding, nn.MultiheadAttention)
+#: layers by which a transformer or a relative of it is known
+_OF_TRANSFORMERS = (nn.Embedding, nn.MultiheadAttention, nn.LayerNorm, nn.RMSNorm)
 #: arguments that rules do not take which are for matrices alone
 _NATURAL = ("momentum", "kl_clip", "ekfac", "step")
 
@@ -121,13 +121,13 @@ def rule_of(
     """Return the rule that was given, or that the other arguments and the model ask for.
 
     A metric, a damping and all that belongs to the natural gradient ask for `Natural`. Where there
-    is nothing of the kind, models of tokens take `Spectral` and others `Eigenbasis`. Arguments that
+    is nothing of the kind, transformers take `Spectral` and others `Eigenbasis`. Arguments that
     were left out are None.
     """
     asked = [name for name, value in given.items() if value is not None]
     if rule is None:
-        tokens = any(isinstance(m, _OF_TOKENS) for m in model.modules())
-        rule = "natural" if asked else "spectral" if tokens else "eigenbasis"
+        transformer = any(isinstance(m, _OF_TRANSFORMERS) for m in model.modules())
+        rule = "natural" if asked else "spectral" if transformer else "eigenbasis"
     found: Any = _RULES[rule](betas) if isinstance(rule, str) and rule in _RULES else rule
     if not isinstance(found, Rule):
         raise PullbackError(
