@@ -14,18 +14,20 @@ CHANGED  = $(BIN)/python -m tests.changed
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-setup: $(STAMP) ## create .venv and install pullback with its development tools
+setup: $(STAMP) ## create .venv and install pullback, its experiments and development tools
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml experiments/pyproject.toml constraints.txt
 	@echo "==> creating .venv"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@echo "==> installing pullback and its development tools (a few minutes the first time)"
-	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@echo "==> installing pullback, its experiments and development tools (a few minutes the first time)"
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[dev]" -e ./experiments
+	@echo "==> installing the packages whose models and loops are tested"
+	@$(BIN)/python -m pip install -q --disable-pip-version-check --no-compile -c constraints.txt -e ".[models]"
 	@touch $@
 
 demo: $(STAMP) ## run the demonstration; its figure is written to demo/
 	@echo "==> running the demonstration"
-	@$(BIN)/python -m pullback.experiments.demo
+	@$(BIN)/python -m pullback_experiments.demo
 
 test: lint types contracts unit docs ## everything a change must pass
 	@echo "==> all checks passed"
@@ -36,10 +38,12 @@ check: lint contracts ## for daily work: what differs from origin/main, or from 
 	@echo "==> pytest, tests of changed files"
 	@$(CHANGED) tests $(BASE) | xargs -r $(PYTEST)
 
-lint: $(STAMP) ## style and formatting
+lint: $(STAMP) ## style, formatting and spelling
 	@echo "==> ruff"
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
+	@echo "==> codespell"
+	@$(BIN)/codespell
 
 types: $(STAMP) ## static types
 	@echo "==> basedpyright"
@@ -76,5 +80,5 @@ format: $(STAMP) ## fix what ruff can fix
 	@$(BIN)/ruff format .
 
 clean: ## remove the environment, caches and outputs
-	rm -rf .venv build dist site demo .pytest_cache .ruff_cache .hypothesis .import_linter_cache
-	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -rf .venv build dist experiments/dist site demo .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find src experiments tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -27,10 +27,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import pullback as pb
-from pullback.experiments.learning.data import DataSet, cifar10, digits
-from pullback.experiments.races.corpus import python_files
-from pullback.experiments.races.decoder import Decoder
-from pullback.experiments.races.vision import ResNet
+from pullback_experiments.learning.data import DataSet, cifar10, digits
+from pullback_experiments.races.networks import Decoder, ResNet
+from pullback_experiments.races.tasks import python_files
 
 from .timing import environment, synchronize
 

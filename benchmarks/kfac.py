@@ -6,7 +6,8 @@ A step is zero_grad, forward, backward and the optimizer's step. Three kinds of 
 turn with the baseline (SGD on a CPU, fused AdamW on a GPU): plain ones, ones that take statistics,
 and ones that also invert. A schedule's cost is computed from these three, and that of 10/100 also
 measured by running it. A GPU is waited for after a few steps of one kind, since no training loop
-waits after each. Beside each cost stands the floor: the baseline's time, and the extra products at
+waits after each; its own time, without the waits for Python to launch its kernels, is measured
+too. Beside each cost stands the floor: the baseline's time, and the extra products at
 this machine's rate for large ones. The peer is `naive_kfac`, with the cheaper empirical Fisher. It
 is timed by itself, with a baseline of its own.
 """
@@ -30,7 +31,7 @@ import pullback as pb
 from .kfac_cases import Case, cases
 from .kfac_floor import Rates, floor, rates
 from .naive_kfac import NaiveKFAC
-from .timing import compare, environment, peak_bytes
+from .timing import compare, environment, kernel_seconds, peak_bytes
 
 RESULTS = Path(__file__).parent / "results"
 NEVER = 10**9
@@ -88,13 +89,31 @@ class Bench:
             model, 0.0, damping=1e-1, statistics_every=statistics, invert_every=inversion
         )
 
-    def seconds(self, who: str, repeats: int) -> dict[str, float]:
-        """Of a step of each kind, and of the baseline; inverting ones take statistics as well."""
-        make, row = {"kfac": self.kfac, "naive": self.naive}[who], IN_A_ROW[self.device.type]
-        routes = {"baseline": self.route(self.baseline)}
+    def routes(self, who: str) -> dict[str, Callable[[], Any]]:
+        """A step of each kind, and the baseline's; inverting ones take statistics as well."""
+        make = {"kfac": self.kfac, "naive": self.naive}[who]
         every = {"plain": (NEVER, NEVER), "statistics": (1, NEVER), "inversion": (1, 1)}
-        for kind, schedule in every.items():
-            routes[f"{who} {kind}"] = self.route(make(*schedule))
+        own = {f"{who} {kind}": self.route(make(*s)) for kind, s in every.items()}
+        return {"baseline": self.route(self.baseline), **own}
+
+    def kernels(self) -> dict[str, float]:
+        """The GPU's own time over that of the baseline, by schedule, kind of step and rule."""
+        kinds = {}
+        for kind, step in self.routes("kfac").items():
+            repeated(step, 4)()  # the fifth and sixth statistics renew no inverse
+            kinds[kind] = kernel_seconds(step, self.device, 2)
+        out = {s: combined(kinds, "kfac", v) for s, v in SCHEDULES.items()}
+        for kind in ("plain", "statistics"):
+            out[kind] = kinds[f"kfac {kind}"] / kinds["baseline"]
+        for rule in RULES:  # a whole cycle of statistics and renewals
+            step = self.route(self.rule(rule))
+            repeated(step, 21)()
+            out[f"{rule}, run"] = kernel_seconds(step, self.device, 20) / kinds["baseline"]
+        return out
+
+    def seconds(self, who: str, repeats: int) -> dict[str, float]:
+        """Of a step of each kind, and of the baseline."""
+        row, routes = IN_A_ROW[self.device.type], self.routes(who)
         in_rows = {kind: repeated(step, row) for kind, step in routes.items()}
         found = compare(in_rows, self.device, repeats=repeats, warmup=3, patience=90)
         return {kind: seconds / row for kind, seconds in found.items()}
@@ -152,6 +171,8 @@ def measure(name: str, case: Case, device: torch.device, quick: bool) -> dict[st
     bench, at = Bench(case, device), rates(device, case.half)
     work = floor(bench.model, lambda: bench.forward(bench.model), lambda z: case.loss(z, bench.y))
     memory = bench.memory() if device.type == "cuda" else {}
+    kernels = bench.kernels() if device.type == "cuda" else {}
+    gc.collect()
     repeats = 2 if quick else max(10, 40 // IN_A_ROW[device.type])
     kinds = bench.seconds("kfac", repeats)
     gc.collect()
@@ -180,15 +201,17 @@ def measure(name: str, case: Case, device: torch.device, quick: bool) -> dict[st
     for kind, seconds in kinds.items():
         print(f"  {kind:18} {1e3 * seconds:9.2f} ms")
     print("  floor " + ", ".join(f"{part} {1e3 * s:.2f} ms" for part, s in lowest.items()))
-    print(f"  {'× baseline':14} {'kfac':>6} {'floor':>7} {'naive':>7} {'target':>7}")
+    print(f"  {'× baseline':18} {'kfac':>6} {'GPU':>7} {'floor':>7} {'naive':>7} {'target':>7}")
     for kind, ratio in ratios.items():
-        cells = [floors.get(kind), peer.get(kind), case.targets.get(kind.removesuffix(", run"))]
+        cells = [kernels.get(kind), floors.get(kind), peer.get(kind)]
+        cells.append(case.targets.get(kind.removesuffix(", run")))
         shown = " ".join(f"{'' if c is None else format(c, '.2f'):>7}" for c in cells)
         print(f"  {kind:18} {ratio:6.2f} {shown}")
     return {
         "milliseconds": {k: 1e3 * s for k, s in kinds.items()},
         "floor_milliseconds": {k: 1e3 * s for k, s in lowest.items()},
         "ratio": ratios,
+        "kernels": kernels,
         "floor": floors,
         "naive": peer,
         "target": case.targets | {f"{r}, run": case.targets[r] for r in RULES if r in case.targets},

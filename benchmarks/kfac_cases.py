@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import pullback as pb
-from pullback.experiments.kfac_training.networks import autoencoder
+from pullback_experiments.kfac_training.tasks import autoencoder
 
 from .kfac_models import GPT, convnet, resnet50
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pullback.experiments.kfac_training.transformer import GPT
+from pullback_experiments.kfac_training.tasks import GPT
 
 __all__ = ["GPT", "Bottleneck", "convnet", "resnet50"]
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 import pullback as pb
-from pullback.experiments.pde_benchmarks.targets import TARGETS
+from pullback_experiments.pde_benchmarks.methods import TARGETS
 
 from .timing import environment
 

@@ -24,9 +24,8 @@ from typing import Any
 
 import torch
 
-from pullback.experiments.races.corpus import python_files
-from pullback.experiments.races.loop import run
-from pullback.experiments.races.tasks import TASKS, TextData
+from pullback_experiments.races.loop import run
+from pullback_experiments.races.tasks import TASKS, TextData, python_files
 
 SIZES = {"quick": "text-quick", "small": "text", "large": "text-large"}
 _DIGITS = 5  # of the losses in a curve
@@ -139,7 +138,7 @@ def _corpus(asked: argparse.Namespace) -> tuple[tuple[int, bool], Any] | None:
 
 
 def _begin(shared: tuple[tuple[int, bool], Any] | None) -> None:
-    from pullback.experiments.races import tasks
+    from pullback_experiments.races import tasks
 
     if shared is not None:
         key, files = shared

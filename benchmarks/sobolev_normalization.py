@@ -29,8 +29,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pullback.experiments.showcase.digits import load
 from pullback.metrics.rkhs import Matern, median_distance
+from pullback_experiments.showcase.problems import load
 
 from .timing import environment
 

@@ -7,7 +7,7 @@ entries by block, after two steps of natural K-FAC. The ratio is the time of ten
 `KFAC(model)`, statistics and inverses included, beside ten of AdamW. With --train each model learns
 a small task for 30 steps: SGD with momentum, Adam and `KFAC(model)`, three rates each, the same
 batches; a score is the mean loss of the last five steps at the best rate.
-Needs `pip install pullback[models]`; a model whose package is not there is left out.
+Needs `pip install pullback[models] diffusers`; a model whose package is not there is left out.
 """
 
 from __future__ import annotations

@@ -60,6 +60,18 @@ def first_and_later(
     return took[0], statistics.median(took[i] for i in (2, 4, 5, 6))
 
 
+def kernel_seconds(route: Callable[[], Any], device: torch.device, steps: int = 1) -> float:
+    """Return the GPU's own seconds per step: its kernels and copies, not the waits between."""
+    kinds = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=kinds) as trace:
+        for _ in range(steps):
+            route()
+        synchronize(device)
+    found = trace.events() or []
+    spent = [e.device_time for e in found if e.device_type == torch.autograd.DeviceType.CUDA]
+    return sum(spent) / steps / 1e6
+
+
 def peak_bytes(route: Callable[[], Any], device: torch.device) -> int:
     """Peak device memory while the route runs; on the CPU the process's peak so far."""
     if device.type == "cuda":

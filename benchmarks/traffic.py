@@ -1,28 +1,37 @@
-"""Bytes that K-FAC sends per step, beside those of DistributedDataParallel's gradients.
+"""What K-FAC sends per step, beside the gradients of DistributedDataParallel.
 
-The library's own code packs, places and counts; tensors have shapes alone, and nothing is sent.
+Bytes are counted on paper: the library's own code packs, places and counts; tensors have shapes
+alone, and nothing is sent. With `--measure` two processes with gloo train small networks, and the
+host's time in collectives is measured.
 
     python -m benchmarks.traffic --processes 8
+    python -m benchmarks.traffic --measure
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import pullback as pb
 from pullback._core.processes import Processes, Traffic
 from pullback.grams.kronecker.packed import map_memory
 from pullback.optim.kfac.factors.placement import Placement
-from pullback.optim.kfac.statistics.sync import sum_sides
+from pullback.optim.kfac.statistics.sync import shared_sides, sum_sides
 
-from .kfac_models import GPT, resnet50
+from .kfac_models import GPT, convnet, resnet50
 from .timing import environment
 
 RESULTS = Path(__file__).parent / "results"
@@ -67,8 +76,19 @@ def count(model: nn.Module, options: dict[str, Any], size: int, workers: int) ->
     state, paper = opt.blocks, Paper(size)
     own, placement = state.preconditioner, Placement(paper, workers)
     keys = sorted(state.averages, key=lambda key: key.names)
-    sides = [map_memory(shape_of, t) for k in keys for t in state.averages[k].value.values()]
-    sum_sides(sides, paper, [True] * len(sides))
+    rare: list[Any] = []  # the sides that are summed before inversions alone
+    often: list[Any] = []  # and those that are summed with statistics
+    for key in keys:
+        value = state.averages[key].value
+        shapes = {f: t.shape for f, t in value.items()}
+        shared = shared_sides(key, shapes, read=opt.kl_clip is not None)
+        for f, t in value.items():
+            (rare if f.side in shared else often).append(map_memory(shape_of, t))
+    factors = 0.0
+    for sides, every in ((rare, opt.invert_every), (often, opt.statistics_every)):
+        sums = Paper(size)
+        sum_sides(sides, sums, [True] * len(sides))
+        factors += sum(own.bytes for own in sums.traffic().values()) / every
     for key in keys:
         held = own.inverses[key]
         for name, t in held.tensors().items():
@@ -78,21 +98,91 @@ def count(model: nn.Module, options: dict[str, Any], size: int, workers: int) ->
     placement.send(own, keys)
     gradients = {n: shape_of(p) for n, p in model.named_parameters()}
     placement.complete(own, gradients, [], gradients)
-    lazy = opt.kl_clip is None
-    often = {
-        "factors": opt.invert_every if lazy else opt.statistics_every,
-        "inverses": opt.invert_every,
-        "directions": 1,
-    }
     opt.close()
-    return {what: sent.bytes / often[what] for what, sent in paper.traffic().items()}
+    steps = {"inverses": opt.invert_every, "directions": 1}
+    sent = {what: own.bytes / steps[what] for what, own in paper.traffic().items()}
+    return {"factors": factors, **sent}
+
+
+# --- measured -------------------------------------------------------------------------------------
+
+_IMAGES, _TOKENS, _LENGTH, _LETTERS = 16, 4, 32, 96
+#: networks, and batches of one process
+SMALL: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], tuple[int, ...], int]] = {
+    "convnet": (lambda: convnet(16), lambda: torch.randn(_IMAGES, 3, 32, 32), (_IMAGES,), 10),
+    "decoder": (
+        lambda: GPT(_LETTERS, _LENGTH, width=64, depth=2, heads=4),
+        lambda: torch.randint(0, _LETTERS, (_TOKENS, _LENGTH)),
+        (_TOKENS, _LENGTH),
+        _LETTERS,
+    ),
+}
+
+
+def measure(rank: int, size: int, name: str, options: dict[str, Any] | None, steps: int) -> Any:
+    """Return seconds per step, and those in collectives by purpose, from step 100 on."""
+    build, draw, shape, classes = SMALL[name]
+    torch.manual_seed(0)
+    net = DistributedDataParallel(build())
+    if options is None:
+        opt: Any = torch.optim.SGD(net.parameters(), 1e-3)
+    else:
+        opt = pb.KFAC(net, **options)
+    torch.manual_seed(rank)
+    before, start = {}, 0.0
+    for step in range(100 + steps):
+        if step == 100:  # inversions become rare
+            dist.barrier()
+            before = opt.traffic() if options is not None else {}
+            start = time.perf_counter()
+        x, y = draw(), torch.randint(0, classes, shape)
+        opt.zero_grad()
+        F.cross_entropy(net(x).flatten(0, -2), y.flatten()).backward()
+        opt.step()
+    dist.barrier()
+    whole, sent = time.perf_counter() - start, {}
+    assert options is None or opt.info.accepted
+    if options is not None:
+        for what, own in opt.traffic().items():
+            sent[what] = (own.seconds - before.get(what, Traffic()).seconds) / steps
+    return whole / steps, sent
+
+
+def _measure_all(rank: int, size: int, out: str, steps: int) -> None:
+    torch.set_num_threads(1)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29417"}
+    dist.init_process_group("gloo", rank=rank, world_size=size)
+    results = []
+    rules = {"SGD": None, **{rule: o for rule, o in RULES.items() if rule != "natural"}}
+    for name in SMALL:
+        for rule, options in rules.items():
+            seconds, sent = measure(rank, size, name, options, steps)
+            spent = sum(sent.values())
+            row = {"model": name, "rule": rule, "processes": size, "seconds": seconds}
+            results.append({**row, "collectives": spent, "share": spent / seconds, **sent})
+            if rank == 0:
+                print(
+                    f"{name:9} {rule:17} {1e3 * seconds:7.1f} ms per step, "
+                    f"{1e3 * spent:6.2f} ms in collectives: {spent / seconds:.1%}",
+                    flush=True,
+                )
+    if rank == 0:
+        record = {"environment": environment(torch.device("cpu")), "results": results}
+        Path(out).write_text(json.dumps(record, indent=1) + "\n")
+    dist.destroy_process_group()
 
 
 def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--processes", type=int, default=8)
-    parser.add_argument("--out", type=Path, default=RESULTS / "traffic.json")
+    parser.add_argument("--measure", action="store_true", help="time on two processes instead")
+    parser.add_argument("--steps", type=int, default=100, help="that are measured")
+    parser.add_argument("--out", type=Path)
     options = parser.parse_args(arguments)
+    out = options.out or RESULTS / f"traffic{'-time' if options.measure else ''}.json"
+    if options.measure:
+        mp.spawn(_measure_all, (2, str(out), options.steps), nprocs=2)
+        return []
     size, results = options.processes, []
     for name, build in MODELS.items():
         model = build()
@@ -111,7 +201,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
                     f"{total / gradients:6.1%} of the gradients ({parts})"
                 )
     record = {"environment": environment(torch.device("cpu")), "results": results}
-    options.out.write_text(json.dumps(record, indent=1) + "\n")
+    out.write_text(json.dumps(record, indent=1) + "\n")
     return results
 
 

@@ -1,14 +1,19 @@
 """K-FAC under Lightning: `configure_optimizers` returns it, and nothing else changes.
 
-Lightning runs forward, backward and step in a closure of its own; K-FAC sees them by its hooks.
-Needs `pip install lightning`.
+    python examples/kfac_lightning.py      # one process
+    python examples/kfac_lightning.py 2    # two, with strategy="ddp"
+
+Give it the network that `training_step` calls. Lightning wraps the module, so `group=` tells K-FAC
+of the processes; with one of them it is None. Needs `pip install lightning`.
 """
 
 import logging
+import sys
 from typing import Any
 
 import lightning as L
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -24,33 +29,31 @@ class Classifier(L.LightningModule):
         self.net = nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 3))
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        x, y = batch
-        loss = F.cross_entropy(self.net(x), y)
-        self.log("loss", loss)
-        return loss
+        return F.cross_entropy(self.net(batch[0]), batch[1])
 
     def configure_optimizers(self) -> Any:
-        opt = pb.KFAC(self.net, lr=0.1, likelihood=pb.likelihoods.Categorical(), damping=1e-2)
+        likelihood = pb.likelihoods.Categorical()
+        opt = pb.KFAC(self.net, 0.1, likelihood=likelihood, damping=1e-2, group=dist.group.WORLD)
         return [opt], [torch.optim.lr_scheduler.CosineAnnealingLR(opt, 10)]
 
 
-def main(epochs: int = 10) -> float:
+def main(processes: int = 1, epochs: int = 10) -> float:
     """Train, and return the accuracy."""
-    L.seed_everything(0)
-    centers = 3 * torch.randn(6, 2)
-    which = torch.arange(600) % 6
+    L.seed_everything(0, verbose=False)
+    centers, which = 3 * torch.randn(6, 2), torch.arange(600) % 6
     x, y = centers[which] + 0.3 * torch.randn(600, 2), which % 3
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     trainer = L.Trainer(
-        max_epochs=epochs, accelerator="cpu", gradient_clip_val=1.0, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        max_epochs=epochs, accelerator="cpu", devices=processes, gradient_clip_val=1.0,
+        strategy="ddp" if processes > 1 else "auto", logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     model = Classifier()
-    trainer.fit(model, DataLoader(TensorDataset(x, y), batch_size=60, shuffle=True))
+    trainer.fit(model, DataLoader(TensorDataset(x, y), batch_size=60 // processes, shuffle=True))
     accuracy = (model.net(x).argmax(1) == y).float().mean().item()
-    print(f"last loss {trainer.callback_metrics['loss']:.4f}, accuracy {accuracy:.1%}")
+    print(f"process {trainer.global_rank}: accuracy {accuracy:.1%}")
     return accuracy
 
 
 if __name__ == "__main__":
-    main()
+    main(*map(int, sys.argv[1:2]))

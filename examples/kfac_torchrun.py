@@ -1,7 +1,6 @@
-"""K-FAC on several processes: `torchrun --nproc-per-node 2 examples/kfac_torchrun.py`.
+"""K-FAC on several processes: `torchrun --nproc-per-node 2 examples/kfac_torchrun.py folder`.
 
-Wrap the model, then build the optimizer: a step is that of one process on the joined batch. A run
-goes on from its last checkpoint with any number of processes.
+A run goes on from its last checkpoint; with `--max-restarts 1` also where a process was lost.
 """
 
 import sys
@@ -20,34 +19,35 @@ import pullback as pb
 
 def rings(count: int, seed: int) -> tuple[Tensor, Tensor]:
     """Points on four rings, and which ring each is on."""
-    random = torch.Generator().manual_seed(seed)
-    y = torch.randint(0, 4, (count,), generator=random)
-    angle = 6.28 * torch.rand(count, generator=random)
-    return torch.stack([angle.cos(), angle.sin()], 1) * (1 + y)[:, None], y
+    random = torch.Generator(torch.get_default_device()).manual_seed(seed)
+    y, turn = torch.randint(0, 4, (count,), generator=random), torch.rand(count, generator=random)
+    return torch.view_as_real(torch.polar(1.0 + y, 6.28 * turn)), y
 
 
-def main(folder: str = "", steps: int = 100) -> float:
+def main(folder: str = "", steps: int = 100, every: int = 20) -> float:
     """Train, and return the accuracy."""
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    rank, size = dist.get_rank(), dist.get_world_size()
+    if torch.cuda.is_available():
+        torch.cuda.set_device(dist.get_node_local_rank(0))
+        torch.set_default_device("cuda")
+    rank, size, start = dist.get_rank(), dist.get_world_size(), 0
     torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 4)
-    )
+    model = nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 4))
     net = DistributedDataParallel(model)
     opt = pb.KFAC(net, lr=0.1, likelihood=pb.likelihoods.Categorical())
-    if folder and Path(folder, ".metadata").exists():
-        weights, state = get_state_dict(net, opt)
-        dcp.load({"model": weights, "optimizer": state}, checkpoint_id=folder)
+    saved = [int(path.parent.name) for path in Path(folder).glob("*/.metadata") if folder]
+    if saved:  # a checkpoint without metadata was not finished
+        weights, state, start = *get_state_dict(net, opt), max(saved)
+        dcp.load({"model": weights, "optimizer": state}, checkpoint_id=f"{folder}/{start}")
         set_state_dict(net, opt, model_state_dict=weights, optim_state_dict=state)
-    for step in range(steps):
+    for step in range(start, steps):
         x, y = rings(256, seed=step * size + rank)
         opt.zero_grad()
         F.cross_entropy(net(x), y).backward()
         opt.step()
-    if folder:
-        weights, state = get_state_dict(net, opt)
-        dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder)
+        if folder and (step + 1) % every == 0:
+            weights, state = get_state_dict(net, opt)
+            dcp.save({"model": weights, "optimizer": state}, checkpoint_id=f"{folder}/{step + 1}")
     x, y = rings(512, seed=-1)
     accuracy = (model(x).argmax(1) == y).float().mean().item()
     print(f"process {rank}: accuracy {accuracy:.1%}; sent: {opt.traffic()}")
@@ -56,4 +56,4 @@ def main(folder: str = "", steps: int = 100) -> float:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:2])
+    main("".join(sys.argv[1:2]))

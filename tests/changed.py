@@ -1,6 +1,6 @@
 """What differs from the main branch, and the tests of it; `make check` runs these.
 
-    python -m tests.changed sources        # changed files of the library
+    python -m tests.changed sources        # changed files of both packages
     python -m tests.changed tests          # tests of everything that changed
     python -m tests.changed tests HEAD~3   # compared with another commit
 
@@ -16,6 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LIBRARY = Path("src/pullback")
+EXPERIMENTS = Path("experiments/src/pullback_experiments")
 #: packages, and folders in them, whose tests have another name
 FOLDERS = {"_core": "core", "likelihoods": "metrics", "testing": "laws"}
 MODULES = {"framework": "runner", "commands": "cli", "volume": "flatness", "invariance": "audit"}
@@ -37,8 +38,8 @@ def git(*words: str) -> str:
 
 
 def sources(files: Iterable[Path]) -> list[Path]:
-    """Those of the library that are Python."""
-    return [f for f in files if LIBRARY in f.parents and f.suffix == ".py"]
+    """Those of the library and of the experiments that are Python."""
+    return [f for f in files if {LIBRARY, EXPERIMENTS} & {*f.parents} and f.suffix == ".py"]
 
 
 def nearest(files: Iterable[Path]) -> list[str]:
@@ -61,6 +62,9 @@ def _of(file: Path) -> Iterator[str]:
     elif LIBRARY in file.parents:
         yield file.as_posix()  # its docstrings
         yield from _mirror(file.relative_to(LIBRARY).with_suffix("").parts)
+    elif EXPERIMENTS in file.parents:
+        yield file.as_posix()
+        yield from _mirror(("experiments", *file.relative_to(EXPERIMENTS).with_suffix("").parts))
     elif file.parts[0] == "tests":
         yield (file if file.name.startswith("test_") else file.parent).as_posix()
     elif (ROOT / "tests" / file.parts[0]).is_dir():  # examples, benchmarks, docs

@@ -13,10 +13,10 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from .costs import costs, kfac, worth
+from .costs import ablation, costs, kfac, races, rules, vision, worth
 from .environments import environments
 from .numbers import Rows
-from .peers import exact, greedy, kernels, pde, pde_seed0, poisson, scale, spectrum, trust
+from .peers import exact, greedy, kernels, pde, pde_chosen, poisson, scale, spectrum, trust
 from .verdicts import failures, own, verdicts
 
 #: name -> its rows, of which the first is the head
@@ -24,8 +24,8 @@ TABLES: dict[str, Callable[[], Rows]] = {
     table.__name__: table
     for table in (
         *(verdicts, failures),
-        *(costs, worth, kfac),
-        *(exact, scale, pde, pde_seed0, poisson, trust, spectrum, greedy, kernels),
+        *(costs, worth, kfac, rules, races, vision, ablation),
+        *(exact, scale, pde, pde_chosen, poisson, trust, spectrum, greedy, kernels),
         environments,
     )
 }

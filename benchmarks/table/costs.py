@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from .numbers import RESULTS, Rows, record, size, times
+import re
+
+from .numbers import RESULTS, Rows, record, seconds, size, times
 
 KFAC = {  # label, batch, parameters
     "autoencoder": ("autoencoder 784-1000-500-250-30", "512", 2_837_314),
@@ -102,13 +104,77 @@ SAID = {
 
 
 def kfac() -> Rows:
-    rows = [["× the baseline's step", "K-FAC", "straightforward", "floor", "aim"]]
+    rows = [["× the baseline's step", "K-FAC", "GPU alone", "straightforward", "floor", "aim"]]
+    parts = "ratio", "kernels", "naive", "floor", "target"
     for name, kinds in ASKED.items():
         where = ", H200" if name == "kfac-cuda" else ""
         for key, one in record(name)["results"].items():
             label, batch, _ = KFAC[key]
             for kind in kinds:
-                cells = [one[part].get(kind) for part in ("ratio", "naive", "floor", "target")]
+                cells = [one.get(part, {}).get(kind) for part in parts]
                 what = f"{label}, batch {batch}{where}, {SAID.get(kind, kind)}"
                 rows.append([what, *("–" if c is None else f"{c:.2f}" for c in cells)])
+    return rows
+
+
+def rules() -> Rows:
+    """Time and peak memory of K-FAC's rules at their default schedules."""
+    found = record("kfac-cuda")["results"]
+    names = {"resnet50": "ResNet-50", "gpt2": "GPT-2 small"}
+    head = [f"{label}, {what}" for label in names.values() for what in ("time", "memory")]
+    rows = [["rule", *head]]
+    keys = {
+        "Eigenbasis": ("eigenbasis, run", "eigenbasis, memory"),
+        "Spectral": ("spectral, run", "spectral, memory"),
+        "Natural": ("10/100", "memory"),
+    }
+    for rule, kinds in keys.items():
+        cells = [times(found[name]["ratio"][kind]) for name in names for kind in kinds]
+        rows.append([f"`{rule}`", *cells])
+    return rows
+
+
+def vision() -> Rows:
+    """Medians of three seeds on CIFAR-10."""
+    rows = [["network", "optimizer", "rate", "steps", "test loss", "accuracy"]]
+    for found in record("race-vision")["summary"]["tables"]:
+        label = found["title"].partition(":")[0]
+        rows += [[label, *row[:5]] for row in found["rows"]]
+    return rows
+
+
+#: record, title of its table, task as the README calls it, rival
+RACES = [
+    ("race-text", "Decoder of 6 layers", "decoder, 10.9M parameters, bytes of code", "AdamW"),
+    ("race-text", "Decoder of 6 layers", "the same", "Muon"),
+    ("race-text-large", "Decoder of 12 layers", "decoder, 85.7M parameters", "Muon"),
+    ("race-vision", "ResNet-18", "ResNet-18, CIFAR-10", "AdamW"),
+    ("race-vision", "ViT of 6 layers", "ViT of 6 layers, CIFAR-10", "AdamW"),
+]
+
+
+def races() -> Rows:
+    """Final losses beside a tuned rival's, and what it takes K-FAC to be where that one ends."""
+    rows = [["task", "rival", "its loss", "`KFAC`", "steps to its loss", "seconds to its loss"]]
+    for name, title, task, rival in RACES:
+        summary, key = record(name)["summary"], rival.lower()
+        found = next(t["rows"] for t in summary["tables"] if t["title"].startswith(title))
+        runs = {row[0]: row for row in found}
+        ours = min((r for k, r in runs.items() if k.startswith("kfac-")), key=lambda r: float(r[3]))
+        claim = f"{title}: K-FAC's rules reach {key}'s final loss in"
+        said = next(c["numbers"] for c in summary["checks"] if c["claim"].startswith(claim))
+        steps, of = re.findall(r"[\d.]+", said)[:2]
+        spent = [float(n) * float(r[6]) / 1000 for n, r in ((steps, ours), (of, runs[key]))]
+        took = f"{seconds(spent[0])}, its {seconds(spent[1])}"
+        rows.append([task, rival, runs[key][3], ours[3], f"{float(steps):.0f} of {of}", took])
+    return rows
+
+
+def ablation() -> Rows:
+    """Held-out losses of the spectral rule with one choice changed, the lowest first."""
+    found = record("race-ablation")["results"]
+    base = found["the rule as it is"]["final"]
+    rows = [["changed", "held-out loss", "difference"]]
+    for name, one in sorted(found.items(), key=lambda pair: pair[1]["final"]):
+        rows.append([name, f"{one['final']:.3f}", f"{one['final'] - base:+.3f}".replace("-", "−")])
     return rows

@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
 import pullback as pb
-from pullback.experiments.framework import plots
+from pullback_experiments.framework import plots
 
 HERE = Path(__file__).parent
 ORANGE, BLUE, GREEN = plots.PALETTE[:3]

@@ -1,5 +1,18 @@
 """`python -m pullback` is the command `pullback`."""
 
-from .experiments.cli import main
+from ._core.errors import PullbackError
+from ._core.extras import extra
 
-main()
+
+def main() -> None:
+    """Run the command."""
+    try:
+        with extra("cli"):
+            from .cli.app import app
+    except PullbackError as error:
+        raise SystemExit(str(error)) from None
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -14,7 +14,10 @@ from tests.changed import ROOT, nearest, sources
         ("src/pullback/optim/kfac/factors/damping.py", "tests/optim/kfac"),
         ("src/pullback/_core/lazy.py", "tests/core"),
         ("src/pullback/__init__.py", "tests/core"),
-        ("src/pullback/experiments/yin_2024/table.py", "tests/experiments/test_yin_2024.py"),
+        (
+            "experiments/src/pullback_experiments/yin_2024/table.py",
+            "tests/experiments/test_yin_2024.py",
+        ),
         ("src/pullback/maps/layers/conv.py", "tests/maps/layers"),
         ("tests/solvers/helpers.py", "tests/solvers"),
         ("tests/solvers/test_cg.py", "tests/solvers/test_cg.py"),

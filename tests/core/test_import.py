@@ -21,7 +21,8 @@ assert not loaded, f"the library loads {loaded}"
 
 COMMAND = """
 import sys
-import pullback.experiments.cli
+import pullback.cli.app
+import pullback_experiments.cli
 
 slow = ("torch", "numpy", "scipy", "matplotlib")
 loaded = set(slow) & set(sys.modules)

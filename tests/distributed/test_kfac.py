@@ -15,7 +15,7 @@ import pullback as pb
 from benchmarks.traffic import count
 
 from .training import MODELS, STEPS, batch, model_of, train
-from .world import World
+from .world import World, place
 
 CATEGORICAL = pb.likelihoods.Categorical()
 NATURAL: dict[str, Any] = {"likelihood": CATEGORICAL, "fisher": "exact"}
@@ -51,6 +51,7 @@ def test_layers(world: World, kind: str) -> None:
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "clip": {**NATURAL, "kl_clip": 1e-3},
+    "clip between inversions": {**NATURAL, "statistics_every": 1, "invert_every": 8},
     "no clip": {**NATURAL, "kl_clip": None},
     "every step": {**NATURAL, "kl_clip": None, "statistics_every": 1, "invert_every": 1},
     "exact damping": {**NATURAL, "damping": pb.optim.kfac.Exact(1e-2)},
@@ -79,6 +80,12 @@ def test_options(world: World, name: str) -> None:
 def test_workers(world: World, name: str) -> None:
     """One process for each inverse; the others receive directions."""
     equal(world, "convolutions", {**OPTIONS[name], "workers": 1})
+
+
+@pytest.mark.parametrize("kind", ["convolutions", "experts", "tied"])
+def test_clips_between_inversions(world: World, kind: str) -> None:
+    """Processes hold shares of averages, and xᵀF̂x is the sum of what these give."""
+    equal(world, kind, {**OPTIONS["clip between inversions"], "kl_clip": 1e-4})
 
 
 def test_empty_batches(world: World) -> None:
@@ -120,7 +127,7 @@ def test_checkpoints(world: World, tmp_path: Path, name: str) -> None:
 def _loop(rank: int, size: int, kind: str) -> Result:
     """A plain loop in float32 on batches of its own, with what people put around a model."""
     model: Any = model_of("dense").float()
-    scaler = torch.amp.GradScaler("cpu", enabled=kind == "scaler")
+    scaler = torch.amp.GradScaler(place().type, enabled=kind == "scaler")
     if kind == "compiled inside":
         net: Any = DistributedDataParallel(torch.compile(model, backend="eager"))
     elif kind == "compiled outside":
@@ -149,7 +156,7 @@ def _loop(rank: int, size: int, kind: str) -> Result:
         scaler.update()
         scheduler.step()
     sent = {what: (t.calls, t.bytes) for what, t in opt.traffic().items()}
-    return nn.utils.parameters_to_vector(model.parameters()).detach(), sent
+    return nn.utils.parameters_to_vector(model.parameters()).detach().cpu(), sent
 
 
 @pytest.mark.parametrize(
@@ -165,27 +172,30 @@ def test_replicas_are_equal_to_the_bit(world: World, kind: str) -> None:
 
 
 def test_traffic(world: World) -> None:
-    """Triangles are sent with statistics, inverses with inversions, and nothing between."""
+    """The shorter sides' triangles are sent with statistics, the others before inversions."""
     (_, sent), *_ = world.run(_loop, "plain")
     calls, size = sent["factors"]
     sides = [(6, 20), (20, 17), (17, 4)]
     thin = [n * (n + 1) // 2 if n >= 16 else n * n for pair in sides for n in pair]
     means = [columns for columns, _ in sides]
-    assert calls == 3
+    assert calls == 2 * 3
     assert size == pytest.approx(3 * 4 * (sum(thin) + sum(means)) * 2 * 2 / 3)
     assert sent["counts"][0] == 3
     assert sent["inverses"][0] == 3  # the first, second and third statistics
-    every: dict[str, Any] = {"statistics_every": 2, "invert_every": 4}
+    every: dict[str, Any] = {"statistics_every": 2, "invert_every": 2}
     paper = count(model_of("dense").float(), {"likelihood": CATEGORICAL, **every}, 3, 3)
     assert sent["factors"][1] == pytest.approx(3 * 2 * paper["factors"])
-    assert sent["inverses"][1] == pytest.approx(3 * 4 * paper["inverses"])
+    assert sent["inverses"][1] == pytest.approx(3 * 2 * paper["inverses"])
 
 
 def test_lazy_sums(world: World) -> None:
-    """Without a clip averages are summed before inversions alone."""
-    found = world.run(_sent, {**NATURAL, "kl_clip": None, "invert_every": 8})
-    assert found[0]["factors"].calls == 4  # first, second, fourth statistics, and eighth step
-    assert found[0]["counts"].calls == 5
+    """Longer sides are summed before inversions alone, and without a clip all of them."""
+    for clip, calls in ((None, 4), (1e-3, 4 + 5)):
+        found = world.run(_sent, {**NATURAL, "kl_clip": clip, "invert_every": 8})
+        sent = found[0]
+        assert sent["factors"].calls == calls  # 1st, 2nd, 4th statistics, and the eighth step
+        assert sent["counts"].calls == 5
+    assert sent["lengths"].bytes == 2 * 8 * 4 / 3  # of two steps that have shares, one number each
 
 
 def _sent(rank: int, size: int, options: dict[str, Any]) -> Any:

@@ -10,20 +10,19 @@ from torch import Tensor, nn
 import pullback as pb
 
 from .checks import Checks, same_everywhere
-from .world import World
+from .world import World, place
 
 CHECKS = Checks(__name__)
 
 
 def model() -> nn.Module:
     torch.manual_seed(1)
-    return nn.Sequential(
-        nn.Conv2d(1, 2, 3), nn.Tanh(), nn.Flatten(), nn.Linear(8, 5), nn.GELU(), nn.Linear(5, 2)
-    )
+    layers = nn.Conv2d(1, 2, 3), nn.Tanh(), nn.Flatten(), nn.Linear(8, 5), nn.GELU()
+    return nn.Sequential(*layers, nn.Linear(5, 2)).to(place())
 
 
 def inputs(count: int) -> Tensor:
-    return torch.randn(count, 1, 4, 4, generator=torch.Generator().manual_seed(count))
+    return torch.randn(count, 1, 4, 4, generator=torch.Generator().manual_seed(count)).to(place())
 
 
 def compare(count: int, other: int | None = None, **options: object) -> None:

@@ -24,13 +24,13 @@ from pullback.pde.discretize import Trial
 from pullback.pde.validation import Validation
 
 from .checks import Checks, same_everywhere
-from .world import World
+from .world import World, place, round_off
 
 CHECKS = Checks(__name__)
 
 
 def network(inputs: int = 2) -> nn.Module:
-    return pde.mlp(inputs, 8, 1, seed=0)
+    return pde.mlp(inputs, 8, 1, seed=0).to(place())
 
 
 def flat(model: nn.Module) -> Tensor:
@@ -41,9 +41,9 @@ def mine(rank: int) -> Any:
     return dist.new_group([rank], use_local_synchronization=True)
 
 
-def compare(rank: int, problem: pde.Problem, tol: float = 1e-10, **options: Any) -> None:
+def compare(rank: int, problem: pde.Problem, tol: float = 0.0, **options: Any) -> None:
     """The same problem by each process alone, and by all together."""
-    options = {"steps": 10, "progress": False, "points": 50, **options}
+    options, tol = {"steps": 10, "progress": False, "points": 50, **options}, tol or round_off()
     inputs = problem.domain.dim
     one, many = network(inputs), network(inputs)
     start = flat(one)
@@ -84,6 +84,29 @@ def more_parameters_than_rows(rank: int, size: int) -> None:
 @CHECKS.add
 def fewer_points_than_processes(rank: int, size: int) -> None:
     compare(rank, pde.Poisson(dim=2), points={"equation": 2, "dirichlet": 1}, sampler="uniform")
+
+
+@CHECKS.add
+def random_subspaces(rank: int, size: int) -> None:
+    """Each process compresses its own rows, in one subspace."""
+    for points in (50, 12):
+        solver = pb.solvers.Sketched(columns=10)
+        compare(rank, pde.Poisson(dim=2), points=points, solver=solver, steps=5)
+
+
+@CHECKS.add
+def integrals(rank: int, size: int) -> None:
+    """A sum over points that is squared belongs to one process, and counts on all."""
+    eigenproblem = pde.Problem(
+        pde.Interval(0, 1),
+        [
+            pde.Equation(lambda u, k: u.xx + k * u),
+            pde.Dirichlet(0.0),
+            pde.Integral(lambda u: u**2, 1.0),
+        ],
+        unknowns={"k": 8.0},
+    )
+    compare(rank, eigenproblem, steps=6)
 
 
 @CHECKS.add
@@ -187,6 +210,20 @@ def any_process_stops_all(rank: int, size: int) -> None:
     found = pde.solve(pde.Poisson(2), network(), points=40, budget=1e-6, progress=False)
     same_everywhere(torch.tensor(found.history.seconds))
     assert len(found.history) == 1
+
+
+@CHECKS.add
+def slabs(rank: int, size: int) -> None:
+    """The first process alone warns of what the slabs did not reach."""
+
+    def stop(run: Any, info: Any) -> bool:
+        return len(run.history) == 2
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        options: Any = {"points": 40, "progress": False, "callbacks": [stop], "slabs": 2}
+        pde.solve(pde.Heat(1), network(), **options)
+    assert any("alone" in str(w.message) for w in said) == (rank == 0)
 
 
 @CHECKS.add

@@ -17,7 +17,7 @@ import pullback as pb
 
 from .test_kfac import OPTIONS
 from .training import IGNORED, batch, load, model_of, save, share, train
-from .world import GROUPS, World
+from .world import GROUPS, World, place
 
 COUNTS = (15, 8, 13)
 
@@ -33,9 +33,9 @@ def sharded(kind: str, size: int, **options: Any) -> Any:
     """Every layer by itself, and the rest with the root; four processes are two pairs."""
     model = model_of(kind)
     if size == 4:
-        own = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+        own = init_device_mesh(place().type, (2, 2), mesh_dim_names=("replicas", "shards"))
     else:
-        own = DeviceMesh.from_group(GROUPS[size], "cpu")
+        own = DeviceMesh.from_group(GROUPS[size], place().type)
     for layer in model.children():
         if any(True for _ in layer.parameters()):
             fully_shard(layer, mesh=own, **options)
@@ -43,7 +43,7 @@ def sharded(kind: str, size: int, **options: Any) -> Any:
 
 
 def whole(net: Any) -> dict[str, Tensor]:
-    return {n: p.full_tensor().detach() for n, p in net.named_parameters()}
+    return {n: p.full_tensor().detach().cpu() for n, p in net.named_parameters()}
 
 
 def run(

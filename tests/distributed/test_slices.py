@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import pullback as pb
 
 from .checks import Checks, same_everywhere
-from .world import World
+from .world import World, place
 
 CHECKS = Checks(__name__)
 CUTS = (0, 7, 7, 12)  # process 1 has no samples
@@ -25,12 +25,13 @@ CUTS = (0, 7, 7, 12)  # process 1 has no samples
 def model() -> nn.Module:
     torch.manual_seed(1)
     layers = nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3)
-    return nn.Sequential(*layers)
+    return nn.Sequential(*layers).to(place())
 
 
 def compare(rank: int, size: int, make: Callable[[nn.Module, Any], Any]) -> None:
     g = torch.Generator().manual_seed(2)
-    x, y = torch.randn(12, 4, generator=g), torch.randint(0, 3, (12,), generator=g)
+    x = torch.randn(12, 4, generator=g).to(place())
+    y = torch.randint(0, 3, (12,), generator=g).to(place())
     own = slice(CUTS[rank], CUTS[rank + 1])
     first = model()
     alone, shared = copy.deepcopy(first), copy.deepcopy(first)
@@ -59,7 +60,14 @@ def slice_sgd(rank: int, size: int) -> None:
         {"momentum": 0.9, "weight_decay": 0.01},
         {"group": "layer", "gradient": "gtk-orthonormal"},
     ):
-        compare(rank, size, lambda m, g, o=options: pb.SliceSGD(m, 0.1, **o))
+        compare(rank, size, lambda m, g, o=options: pb.SliceSGD(m, 0.1, processes=g, **o))
+
+
+@CHECKS.add
+def what_the_processes_must_be_told(rank: int, size: int) -> None:
+    with pytest.raises(pb.PullbackError, match=r"DistributedDataParallel.*processes="):
+        pb.SliceSGD(model(), 0.1)
+    pb.SliceSGD(DDP(model()), 0.1)
 
 
 @CHECKS.add

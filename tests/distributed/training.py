@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pullback as pb
 
-from .world import GROUPS
+from .world import GROUPS, place
 
 STEPS, IGNORED = 10, -100
 
@@ -82,6 +82,20 @@ class Experts(nn.Module):
         return self.last(torch.tanh(out) + h)
 
 
+class Tied(nn.Module):
+    """A weight in two roles, whose factors are merged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.mix = nn.Embedding(4, 6), nn.Linear(6, 6)
+        self.last = nn.Linear(6, 4)
+        self.last.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed((3 * x[..., 0]).abs().long() % 4).mean(1)
+        return self.last(torch.tanh(self.mix(h + x[:, 1])))
+
+
 #: those with well-conditioned factors are named small
 MODELS: dict[str, Any] = {
     "dense": Dense,
@@ -90,12 +104,13 @@ MODELS: dict[str, Any] = {
     "attention": Attention,
     "recurrence": Recurrence,
     "experts": Experts,
+    "tied": Tied,
 }
 
 
 def model_of(kind: str) -> nn.Module:
     torch.manual_seed(1)
-    return MODELS[kind]().double()
+    return MODELS[kind]().double().to(place())
 
 
 def batch(step: int, samples: int, kind: str) -> tuple[Tensor, Tensor]:
@@ -105,7 +120,7 @@ def batch(step: int, samples: int, kind: str) -> tuple[Tensor, Tensor]:
     y = torch.randint(0, 4, shape, generator=random)
     if kind == "attention":  # padding
         y[torch.rand(shape, generator=random) < 0.2] = IGNORED
-    return x, y
+    return x.to(place()), y.to(place())
 
 
 def share(counts: tuple[int, ...], rank: int) -> slice:
@@ -144,7 +159,7 @@ def train(
 
         def closure(x: Tensor = x[rows], y: Tensor = y[rows], total: Tensor = total) -> Tensor:
             opt.zero_grad()
-            out = torch.zeros((), dtype=torch.float64)
+            out = torch.zeros((), dtype=torch.float64, device=place())
             pieces = list(zip(x.chunk(micro), y.chunk(micro), strict=True))
             for i, (some, target) in enumerate(pieces):
                 last = i == len(pieces) - 1 or size == 1
@@ -166,7 +181,7 @@ def train(
             opt.step()
     if path := how.get("save"):
         save(net, opt, path, size)
-    return {n: p.detach().clone() for n, p in model.named_parameters()}
+    return {n: p.detach().cpu().clone() for n, p in model.named_parameters()}
 
 
 def save(net: nn.Module, opt: Any, path: str, size: int) -> None:

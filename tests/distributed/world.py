@@ -15,24 +15,54 @@ import torch.multiprocessing as mp
 
 #: by size, the group of the first processes
 GROUPS: dict[int, Any] = {}
+_PLACE = [torch.device("cpu")]
+#: what is said of a process that does not answer
+GONE, HANGS = "the process is gone", "the process hangs"
+
+
+def place() -> torch.device:
+    """Return where models and batches of tests are."""
+    return _PLACE[0]
+
+
+def round_off() -> float:
+    """Return how far equal results may differ where a pseudo-inverse magnifies round-off.
+
+    A GPU adds in another order, alone as well.
+    """
+    return 1e-10 if place().type == "cpu" else 1e-8
+
+
+def settle(device: str) -> None:
+    """Let models and batches be there from now on, in this process."""
+    _PLACE[0] = torch.device(device)
 
 
 class World:
-    """`size` processes with gloo; `run` calls a function of a module in the first of them."""
+    """`size` processes; `run` calls a function of a module in the first of them.
 
-    def __init__(self, size: int, seconds: float = 60.0) -> None:
+    With gloo they may share one CUDA device; with NCCL each needs one of its own.
+    """
+
+    def __init__(
+        self, size: int, seconds: float = 60.0, device: str = "cpu", backend: str = "gloo"
+    ) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        context = mp.get_context("forkserver")  # torch is imported once
-        context.set_forkserver_preload([
-            "pullback", "torch.distributed", "torch._dynamo", "torch.distributed.fsdp",
-            "torch.distributed.checkpoint.state_dict", __name__,
-        ])  # fmt: skip
-        self.size, self.pipes, self.processes = size, [], []
+        if device == "cpu":
+            context = mp.get_context("forkserver")  # torch is imported once
+            context.set_forkserver_preload([
+                "pullback", "torch.distributed", "torch._dynamo", "torch.distributed.fsdp",
+                "torch.distributed.checkpoint.state_dict", __name__,
+            ])  # fmt: skip
+        else:
+            context = mp.get_context("spawn")  # CUDA does not go with forks
+        self.size, self.pipes, self.processes, self.lost = size, [], [], size
         for rank in range(size):
             here, there = context.Pipe()
-            own = context.Process(target=_serve, args=(rank, size, port, there, seconds))
+            given = (rank, size, port, there, seconds, device, backend)
+            own = context.Process(target=_serve, args=given)
             own.daemon = True
             own.start()
             self.pipes.append(here)
@@ -52,12 +82,24 @@ class World:
         """Return every process's error, as text; None where it returned."""
         return [error for _, error in self.outcomes(function, *args, size=size)]
 
-    def outcomes(self, function: Callable[..., Any], *args: Any, size: int | None = None) -> Any:
+    def outcomes(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        size: int | None = None,
+        patience: float = 120.0,
+    ) -> Any:
         """Return pairs of values and errors."""
         some = self.pipes[: size or self.size]
+        if self.lost < len(some):
+            return [(None, f"an earlier test lost process {self.lost}")] * len(some)
         for pipe in some:
             pipe.send((function, args, len(some)))
-        return [_received(pipe) for pipe in some]
+        found = [_received(pipe, patience) for pipe in some]
+        for rank, (_, error) in enumerate(found):
+            if error in (GONE, HANGS):
+                self.lost = min(self.lost, rank)
+        return found
 
     def close(self) -> None:
         for own in self.processes:
@@ -65,18 +107,23 @@ class World:
             own.join()
 
 
-def _received(pipe: Any) -> tuple[Any, Any]:
+def _received(pipe: Any, patience: float) -> tuple[Any, Any]:
     try:
-        return pipe.recv() if pipe.poll(120.0) else (None, "the process hangs")
+        return pipe.recv() if pipe.poll(patience) else (None, HANGS)
     except (EOFError, OSError):
-        return None, "the process is gone"
+        return None, GONE
 
 
-def _serve(rank: int, size: int, port: int, pipe: Any, seconds: float) -> None:
+def _serve(
+    rank: int, size: int, port: int, pipe: Any, seconds: float, device: str, backend: str
+) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
+    settle(device)
+    if device == "cuda":
+        torch.cuda.set_device(0 if backend == "gloo" else rank)
     address, limit = f"tcp://127.0.0.1:{port}", timedelta(seconds=seconds)
-    dist.init_process_group("gloo", address, rank=rank, world_size=size, timeout=limit)
+    dist.init_process_group(backend, address, rank=rank, world_size=size, timeout=limit)
     for n in range(1, size + 1):
         GROUPS[n] = dist.group.WORLD if n == size else dist.new_group(range(n), timeout=limit)
     while True:

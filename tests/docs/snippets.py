@@ -4,7 +4,7 @@ A ``text`` fence right after a python fence shows what that one prints, and is c
 words exactly, numbers to 5 % or 1e-9, or to the part that a comment ``<!-- rtol 0.5 -->`` between
 the two allows. (Numbers are those of x86 processors: on others sums are rounded and random numbers
 made otherwise, and long runs end elsewhere; there none is compared.) A fence after
-``<!-- no-run -->`` is skipped.
+``<!-- no-run -->`` is skipped, and one after ``<!-- needs peft -->`` where that is not installed.
 
     python -m tests.docs.snippets docs/start.md    # writes what is printed into the page, and
                                                    # figures whose names are in docs/figures/ there
@@ -13,6 +13,7 @@ made otherwise, and long runs end elsewhere; there none is compared.) A fence af
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
 import math
 import os
@@ -33,7 +34,7 @@ FIGURES = ROOT / "docs" / "figures"
 COMPARED = platform.machine() in ("x86_64", "AMD64")
 ROUND_OFF = 1e-9  # numbers that differ by less are the same
 FENCE = re.compile(
-    r"(?P<skip><!-- no-run -->\s*\n)?"
+    r"(?P<skip><!-- no-run -->\s*\n)?(?:<!-- needs (?P<needs>[\w ]+) -->\s*\n)?"
     r"^(?P<indent>[ \t]*)```python\b[^\n]*\n(?P<code>.*?)^(?P=indent)```[ \t]*$"
     r"(?:\n+(?:<!-- rtol (?P<rtol>\S+) -->\n+)?"
     r"(?P=indent)```text\n(?P<output>.*?)^(?P=indent)```)?",
@@ -56,7 +57,8 @@ class Snippet:
 def snippets(text: str) -> Iterator[Snippet]:
     """Every fence that is to be run, in order."""
     for match in FENCE.finditer(text):
-        if match["skip"] is None:
+        needs = (match["needs"] or "").split()
+        if match["skip"] is None and all(importlib.util.find_spec(name) for name in needs):
             code, output = (
                 None
                 if part is None

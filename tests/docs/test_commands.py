@@ -10,7 +10,8 @@ import pytest
 import typer
 
 from pullback import pde
-from pullback.experiments import cli, registry
+from pullback.cli.app import app
+from pullback_experiments import registry
 from tests.docs.snippets import ROOT
 
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
@@ -35,13 +36,15 @@ FOUND = sorted({(page, *words) for page, words in commands()})
 def test_command_exists(found: tuple[str, ...]) -> None:
     _, program, *rest = found
     if program == "pullback":
-        known = typer.main.get_command(cli.app).commands[rest[0]]  # type: ignore[attr-defined]
+        known = typer.main.get_command(app).commands[rest[0]]  # type: ignore[attr-defined]
         options = {name for param in known.params for name in param.opts}
         assert {word for word in rest if word.startswith("--")} <= options
         if rest[0] == "run" and rest[1] != "NAME":
             assert registry.find(rest[1]).anywhere or "--device" not in rest
-        if rest[0] == "solve" and rest[1] != "NAME":
+        if rest[0] == "solve" and rest[1:] not in ([], ["NAME"]):
             assert rest[1] in pde.SETUPS
+    elif program == "torchrun" or rest[0].endswith(".py"):
+        assert all((ROOT / word).exists() for word in rest if word.endswith(".py"))
     elif program == "python":
         flag, module, *arguments = rest
         assert flag == "-m"

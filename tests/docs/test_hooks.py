@@ -1,21 +1,32 @@
-"""What the reference makes of docstrings."""
+"""What the hooks make of docstrings and pages."""
 
 import importlib.util
+from types import ModuleType
 
 import pytest
 
 from tests.docs.snippets import ROOT
 
-pytest.importorskip("griffe")
 
-
-def test_examples_are_fenced() -> None:
-    path = ROOT / "docs/hooks/doctests.py"
-    spec = importlib.util.spec_from_file_location("doctests", path)
+def hook(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"docs/hooks/{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    return module
+
+
+def test_examples_are_fenced() -> None:
+    pytest.importorskip("griffe")
+    fenced = hook("doctests").fenced
     text = "Adds.\n\n>>> add(1, 2)\n[3, 4]\n\nMore.\n"
-    assert module.fenced(text) == "Adds.\n\n```pycon\n>>> add(1, 2)\n[3, 4]\n```\n\nMore.\n"
-    assert module.fenced("No example.") == "No example."
+    assert fenced(text) == "Adds.\n\n```pycon\n>>> add(1, 2)\n[3, 4]\n```\n\nMore.\n"
+    assert fenced("No example.") == "No example."
+
+
+def test_formulas_are_typeset() -> None:
+    pytest.importorskip("latex2mathml")
+    shown = hook("formulas").typeset(r"G = A^\top A")
+    assert "<math" in shown
+    assert "<msup>" in shown

@@ -52,6 +52,12 @@ def test_fences() -> None:
     assert second.rtol == 0.5
 
 
+def test_fences_that_need_a_package() -> None:
+    text = "<!-- needs {} -->\n```python\na = 1\n```\n"
+    assert [s.code for s in snippets(text.format("torch numpy"))] == ["a = 1\n"]
+    assert not [*snippets(text.format("torch no_such_package"))]
+
+
 @pytest.mark.parametrize(
     ("shown", "printed", "same"),
     [

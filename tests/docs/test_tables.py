@@ -42,16 +42,38 @@ def test_ratios(value: float | None, shown: str) -> None:
     assert times(value) == shown
 
 
+def said(page: str) -> str:
+    return " ".join((table.ROOT / page).read_text("utf-8").split())
+
+
 def test_numbers_in_the_limits() -> None:
-    """What the README says in words."""
     rows = table.TABLES["costs"]()[1:]
     exact = [float(row[4].rstrip("×")) for row in rows if row[0] == "exact, sample space"]
     found = record("kfac-cuda")["results"]
     resnet, gpt = (found[name]["ratio"] for name in ("resnet50", "gpt2"))
-    text = " ".join((table.ROOT / "README.md").read_text("utf-8").split())
+    text = said("docs/choosing.md")
     assert f"{min(exact):.0f} to {max(exact):.0f} times SGD" in text
     assert f"costs {resnet['10/100']:.2f} (ResNet-50) and {gpt['10/100']:.2f} (GPT-2)" in text
-    assert f"statistics {resnet['statistics']:.1f} and {gpt['statistics']:.1f} (aim: 2)" in text
+    assert f"statistics costs {resnet['statistics']:.1f} and {gpt['statistics']:.1f};" in text
+
+
+def test_costs_that_a_newcomer_reads() -> None:
+    def between(cells: list[str], digits: int) -> str:
+        low, *_, high = sorted(float(cell.rstrip("×")) for cell in cells)
+        return f"{low:.{digits}f} to {high:.{digits}f}"
+
+    costs = table.TABLES["costs"]()[1:]
+    mlps = [row for row in costs if row[0] == "exact, sample space" and "MLP" in row[1]]
+    solve = next(row[4].rstrip("×") for row in costs if row[0] == "exact, pseudo-inverse")
+    rules = table.TABLES["rules"]()[1:]
+    kfac = between([row[i] for row in rules for i in (1, 3)], 1) + " of AdamW's"
+    mlp, start = between([row[4] for row in mlps], 1), said("docs/start.md")
+    for text in (said("README.md"), start):
+        assert f"| {kfac} |" in text
+        assert f"| {mlp} of SGD's |" in text
+        assert f"| {solve} of Adam's |" in text
+    assert f"| {between([row[i] for row in rules for i in (2, 4)], 1)} of AdamW's |" in start
+    assert f"| {between([row[5] for row in mlps], 1)} of SGD's |" in start
 
 
 def test_the_tables_of_yins_problems_are_those_of_the_records() -> None:

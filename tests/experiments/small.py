@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from pullback.experiments import Check, Context, Experiment, Item, Results, Table
-from pullback.experiments.framework import plots
+from pullback_experiments import Check, Context, Experiment, Item, Results, Table
+from pullback_experiments.framework import plots
 
 
 def quiet() -> Console:

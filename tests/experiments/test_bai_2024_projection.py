@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.func import functional_call, jacrev
 
-from pullback.experiments.bai_2024_projection import moves
-from pullback.experiments.bai_2024_projection.checks import slope
-from pullback.experiments.bai_2024_projection.moves import SCALE, Scene
+from pullback_experiments.bai_2024_projection import moves
+from pullback_experiments.bai_2024_projection.experiment import slope
+from pullback_experiments.bai_2024_projection.moves import SCALE, Scene
 
 CPU = torch.device("cpu")
 

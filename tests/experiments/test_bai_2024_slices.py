@@ -14,30 +14,29 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from pullback import PullbackError
-from pullback.experiments.bai_2024_slices import (
+from pullback.symmetry import Sliced
+from pullback_experiments.bai_2024_slices import (
     EXPERIMENTS,
     Figure2,
     Rescaled,
     figure2,
+    networks,
     rescaled,
-    starts,
 )
-from pullback.experiments.bai_2024_slices.checks import claims, final, seconds, seconds_per_epoch
-from pullback.experiments.bai_2024_slices.law import law
-from pullback.experiments.bai_2024_slices.methods import METHODS, START, UNITS
-from pullback.experiments.bai_2024_slices.networks import (
+from pullback_experiments.bai_2024_slices.checks import claims, final, seconds, seconds_per_epoch
+from pullback_experiments.bai_2024_slices.law import law
+from pullback_experiments.bai_2024_slices.methods import METHODS, START, UNITS
+from pullback_experiments.bai_2024_slices.networks import (
     PAPER_WIDTHS,
     convnet,
     digits,
     load,
     mlp,
 )
-from pullback.experiments.bai_2024_slices.rescaled_checks import apart
-from pullback.experiments.bai_2024_slices.rescaled_methods import METHODS as CONTENDERS
-from pullback.experiments.framework.experiment import Context
-from pullback.experiments.framework.results import Available
-from pullback.experiments.framework.runner import opened
-from pullback.symmetry import Sliced
+from pullback_experiments.bai_2024_slices.rescaled import METHODS as CONTENDERS
+from pullback_experiments.bai_2024_slices.rescaled import apart
+from pullback_experiments.framework.experiment import Context
+from pullback_experiments.framework.store import Available
 
 CPU = torch.device("cpu")
 BY_NAME = {m.name: m for m in METHODS}
@@ -160,12 +159,12 @@ def test_held_out_images_are_not_trained_on() -> None:
 # --- rescaled starts -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("network", list(starts.NETWORKS))
+@pytest.mark.parametrize("network", list(networks.NETWORKS))
 @pytest.mark.parametrize("trained", [False, True])
 def test_a_start_is_the_same_function_elsewhere(network: str, trained: bool) -> None:
     x, _ = batch()
-    plain, _, none = starts.start(network, trained, 0, 1, CPU)
-    model, symmetry, moved = starts.start(network, trained, 3, 1, CPU)
+    plain, _, none = networks.start(network, trained, 0, 1, CPU)
+    model, symmetry, moved = networks.start(network, trained, 3, 1, CPU)
     assert none == 0.0
     assert moved < 1e-10
     torch.testing.assert_close(model(x), plain(x), rtol=1e-9, atol=1e-10)
@@ -178,7 +177,7 @@ def test_a_start_is_the_same_function_elsewhere(network: str, trained: bool) -> 
 def test_sliced_optimizers_forget_the_scale(method: Any) -> None:
     ends = []
     for size in (0, 3):
-        model, symmetry, _ = starts.start("conv net", False, size, 0, CPU)
+        model, symmetry, _ = networks.start("conv net", False, size, 0, CPU)
         ends.append(stepped(model, method.build(model, symmetry, 0.01, 0)))
     torch.testing.assert_close(*ends, rtol=1e-8, atol=1e-9)
 
@@ -195,7 +194,7 @@ def test_apart() -> None:
 def test_rescaled_quick_run_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     some = [m for m in CONTENDERS if m.name in ("SGD", "SliceSGD")]
     monkeypatch.setattr(rescaled, "METHODS", tuple(some))
-    monkeypatch.setattr("pullback.experiments.bai_2024_slices.rescaled_figure.METHODS", some)
+    monkeypatch.setattr("pullback_experiments.bai_2024_slices.rescaled.METHODS", some)
     (full,) = (e for e in EXPERIMENTS if isinstance(e, Rescaled))
     experiment = replace(full, epochs=2, judged=False)
     assert experiment.run(True, [0], tmp_path, quiet(), seconds=0).status == 3
@@ -238,7 +237,7 @@ def test_figure2_searches_trains_and_draws(tmp_path: Path, monkeypatch: pytest.M
 
 def test_seconds_of_the_full_version_are_those_of_steps_alone(tmp_path: Path) -> None:
     short = _Short(name="short", figure="", claim="", held=(), quick_held=())
-    held = opened(short, False, tmp_path)
+    held = short.opened(False, tmp_path)
     record = {"step": [0, 5, 10], "seconds": [0.0, 7.0, 9.0]}
     held.put((("SGD",), 0), record, 1.0, {})
     assert short._found(Available(held, False))["SGD"] == [record]

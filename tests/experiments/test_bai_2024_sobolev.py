@@ -13,15 +13,20 @@ import torch
 from torch import Tensor, nn
 
 from pullback import PullbackError
-from pullback.experiments import bai_2024_sobolev
-from pullback.experiments.bai_2024_sobolev import images
-from pullback.experiments.bai_2024_sobolev.checks import paper_claims
-from pullback.experiments.bai_2024_sobolev.curves import clearly_fewer, epochs, final, reached
-from pullback.experiments.bai_2024_sobolev.digits import METRICS, TASKS, Tuned
-from pullback.experiments.bai_2024_sobolev.methods import METHODS, OURS, THEIRS, Method
-from pullback.experiments.bai_2024_sobolev.networks import convnet, mlp, vgg16
-from pullback.experiments.bai_2024_sobolev.vgg import SETTINGS, Training
-from pullback.experiments.learning import data
+from pullback_experiments import bai_2024_sobolev
+from pullback_experiments.bai_2024_sobolev.curves import clearly_fewer, epochs, final, reached
+from pullback_experiments.bai_2024_sobolev.digits import METRICS, TASKS, Tuned
+from pullback_experiments.bai_2024_sobolev.vgg import (
+    METHODS,
+    OURS,
+    SETTINGS,
+    THEIRS,
+    SobolevMethod,
+    Training,
+    paper_claims,
+)
+from pullback_experiments.learning import data, images
+from pullback_experiments.learning.networks import convnet, mlp, vgg16
 
 from .small import quiet, said
 
@@ -37,7 +42,7 @@ def test_vgg_is_the_papers() -> None:
     assert abs(float(convs[-1].weight.detach().std()) - math.sqrt(2 / (9 * 512))) < 1e-4
     assert vgg16(100, 8)(torch.randn(2, 3, 32, 32)).shape == (2, 100)
     assert mlp(64, 5, 3)(torch.randn(2, 1, 8, 8)).shape == (2, 3)
-    assert convnet()(torch.randn(2, 1, 14, 14)).shape == (2, 10)
+    assert convnet(14)(torch.randn(2, 1, 14, 14)).shape == (2, 10)
 
 
 def test_schedules_and_scalings_are_the_papers() -> None:
@@ -169,7 +174,9 @@ def tiny(experiment: Training, monkeypatch: pytest.MonkeyPatch) -> Training:
 @pytest.mark.parametrize(
     ("experiment", "methods"), [(FULL, METHODS[:2]), (HUNDRED, METHODS[5:])], ids=["10", "100"]
 )
-def test_quick_training(experiment: Training, methods: Sequence[Method], tmp_path: Path) -> None:
+def test_quick_training(
+    experiment: Training, methods: Sequence[SobolevMethod], tmp_path: Path
+) -> None:
     shown = {part: [m.name for m in methods] for part in experiment.figures}
     experiment = replace(experiment.smoke(), methods=methods, figures=shown)
     done = experiment.run(True, None, tmp_path, quiet())

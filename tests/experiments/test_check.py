@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from pullback import PullbackError
-from pullback.experiments import Check, Table, recorded, seed_range
-from pullback.experiments.framework.check import concluded
+from pullback_experiments import Check, Table, recorded, seed_range
+from pullback_experiments.framework.check import concluded
 
 
 def test_a_check_says_when_it_differs_from_the_record() -> None:

@@ -2,7 +2,6 @@
 
 import io
 import json
-import math
 import os
 import re
 import subprocess
@@ -14,12 +13,11 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
-from pullback import __version__, pde
-from pullback.experiments import registry
-from pullback.experiments.cli import app
-from pullback.experiments.commands import bench, doctor, listing, pace, record
-from pullback.experiments.framework import environment
-from pullback.pde.networks import Slabs
+from pullback import pde
+from pullback.cli.app import app
+from pullback.cli.solving import setups
+from pullback_experiments import registry
+from pullback_experiments.commands import bench, listing
 
 from .small import Small, said, slow
 
@@ -36,15 +34,10 @@ def test_list_shows_every_setup() -> None:
     assert re.search(r"kdv .* 4 × 7-24-24-24-1 +5,668", done.stdout)  # one for each slab of time
 
 
-def test_slabs_of_time_are_described_as_such() -> None:
-    part = pde.mlp(2, 5, 1, seed=0)
-    assert record.described(Slabs([part, part], torch.linspace(0, 1, 3))) == "2 × 2-5-1"
-
-
 @pytest.mark.parametrize("width", [40, 80, 119, 120])
 def test_list_is_whole_at_any_width(width: int, tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=width)
-    console.print(listing.setups(width), listing.experiments(tmp_path, width))
+    console.print(setups(width), listing.experiments(tmp_path, width))
     lines = said(console).splitlines()
     assert max(map(len, lines)) <= width
     first = [line.split()[0] for line in lines if line[:1].strip()]
@@ -63,104 +56,9 @@ def test_an_output_that_lacks_characters_is_written_all_the_same() -> None:
 
 
 def test_every_quick_version_has_an_expected_time(tmp_path: Path) -> None:
-    assert set(pace.QUICK) == set(registry.names())
+    assert set(listing.QUICK) == set(registry.names())
     told = [listing.known(registry.find(name), tmp_path) for name in registry.names()]
     assert all(re.fullmatch(r"about .* \(quick\)", time) and not word for time, word in told)
-
-
-def test_solve_writes_and_goes_on(tmp_path: Path) -> None:
-    arguments = ["solve", "ritz", "--seed", "3", "--out", str(tmp_path)]
-    done = run.invoke(app, [*arguments, "--steps", "3"])
-    assert done.exit_code == 0, done.output
-    for word in ("Ritz 1D", "61 parameters", "all 3 steps were taken", "relative L²"):
-        assert word in done.stdout
-    assert (tmp_path / "ritz-seed3.png").read_bytes()[:4] == b"\x89PNG"
-    first = json.loads((tmp_path / "ritz-seed3.json").read_text())
-    assert first["config"]["seed"] == 3
-    assert first["config"]["options"]["steps"] == 3
-    assert len(first["history"]["loss"]) == first["result"]["steps"] == 3
-    assert {"torch", "device", "threads", "commit"} <= set(first["environment"])
-
-    again = run.invoke(app, [*arguments, "--steps", "5"])
-    assert "Going on from" in again.stdout
-    second = json.loads((tmp_path / "ritz-seed3.json").read_text())
-    assert second["history"]["loss"][:3] == first["history"]["loss"]
-    assert len(second["history"]["loss"]) == 5
-
-    fresh = run.invoke(app, [*arguments, "--steps", "2", "--fresh"])
-    assert "Going on from" not in fresh.stdout
-    third = json.loads((tmp_path / "ritz-seed3.json").read_text())
-    assert third["history"]["loss"] == first["history"]["loss"][:2]
-
-
-def test_a_problem_from_a_file(tmp_path: Path) -> None:
-    file = tmp_path / "mine.py"
-    file.write_text(
-        "import torch\n"
-        "from pullback import pde\n"
-        "problem = pde.Problem(pde.Interval(0, 1), [pde.Equation(lambda u: u.xx + 1),\n"
-        "                      pde.Dirichlet(0.0)], name='Mine')\n"
-        "network = lambda seed: pde.mlp(1, 5, 1, seed=seed)\n"
-        "options = {'points': 20}\n"
-    )
-    done = run.invoke(app, ["solve", str(file), "--steps", "3", "--out", str(tmp_path)])
-    assert done.exit_code == 0, done.output
-    assert "Mine" in done.stdout
-    assert json.loads((tmp_path / "mine.json").read_text())["config"]["network"] == "1-5-1"
-    file.write_text("network = 3\n")
-    bad = run.invoke(app, ["solve", str(file), "--out", str(tmp_path)])
-    assert bad.exit_code == 1
-    assert "defines no problem" in bad.output
-
-
-def test_seconds_are_a_budget(tmp_path: Path) -> None:
-    done = run.invoke(app, ["solve", "ritz", "--seconds", "0", "--out", str(tmp_path)])
-    assert done.exit_code == 0
-    assert "budget" in done.stdout
-    assert json.loads((tmp_path / "ritz.json").read_text())["result"]["loss"] is None
-
-
-def test_interrupt_leaves_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    step, taken = pde.Run._step, []
-
-    def interrupted(self: pde.Run):
-        if len(taken) == 2:
-            raise KeyboardInterrupt
-        taken.append(1)
-        return step(self)
-
-    arguments = ["solve", "ritz", "--steps", "4", "--out", str(tmp_path)]
-    with monkeypatch.context() as patched:
-        patched.setattr(pde.Run, "_step", interrupted)
-        done = run.invoke(app, arguments)
-    assert done.exit_code == 130
-    assert "ritz-seed0.pt" in done.stdout.replace("\n", "")
-    assert run.invoke(app, arguments).exit_code == 0
-    assert json.loads((tmp_path / "ritz.json").read_text())["result"]["steps"] == 4
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["poison"], "the nearest are poisson5d, poisson2d, poisson10d"),
-        (["kfac-vgg"], "Use `pullback run kfac-vgg`"),
-        (["ritz", "--device", "abacus"], "--device cpu"),
-    ],
-)
-def test_refusals_are_messages(arguments: list[str], words: str, tmp_path: Path) -> None:
-    done = run.invoke(app, ["solve", *arguments, "--out", str(tmp_path)])
-    assert done.exit_code == 1
-    assert words in done.output.replace("\n", " ")
-    assert "Traceback" not in done.output
-
-
-def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
-    arguments = ["--steps", "1", "--out", str(tmp_path)]
-    assert run.invoke(app, ["solve", "ritz", *arguments]).exit_code == 0
-    (tmp_path / "ritz-seed0.pt").rename(tmp_path / "heat1d-seed0.pt")
-    done = run.invoke(app, ["solve", "heat1d", *arguments])
-    assert done.exit_code == 1
-    assert "another run" in done.output
 
 
 def test_the_package_runs() -> None:
@@ -169,17 +67,6 @@ def test_the_package_runs() -> None:
     assert done.returncode == 1
     assert "There is no experiment 'nothing'" in done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_version() -> None:
-    assert run.invoke(app, ["--version"]).stdout == f"pullback {__version__}\n"
-
-
-def test_commit_only_of_its_own_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import pullback
-
-    monkeypatch.setattr(pullback, "__file__", str(tmp_path / "__init__.py"))
-    assert environment.commit() is None
 
 
 def test_run_repeats_an_experiment(small: list[Small], tmp_path: Path) -> None:
@@ -284,24 +171,6 @@ def test_a_full_disk_is_a_message_and_leaves_what_was_there(
     assert run.invoke(app, [*arguments, "--seeds", "0-1"]).exit_code == 0
 
 
-def test_solve_on_a_full_disk_is_a_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = ["solve", "ritz", "--out", str(tmp_path), "--steps"]
-    assert run.invoke(app, [*arguments, "1"]).exit_code == 0
-    kept = (tmp_path / "ritz-seed0.pt").read_bytes()
-
-    def full(content: object, path: Path) -> None:
-        path.write_bytes(b"half")
-        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos")
-
-    monkeypatch.setattr(torch, "save", full)
-    done = run.invoke(app, [*arguments, "2"])
-    assert done.exit_code == 1
-    assert "Free some space" in done.output.replace("\n", " ")
-    assert "Traceback" not in done.output
-    assert (tmp_path / "ritz-seed0.pt").read_bytes() == kept
-    assert not list(tmp_path.glob("*.part"))
-
-
 def test_results_of_another_experiment_are_refused(small: list[Small], tmp_path: Path) -> None:
     (tmp_path / "small.json").write_text('{"format": "something else"}')
     done = run.invoke(app, ["run", "small", "--out", str(tmp_path)])
@@ -319,8 +188,7 @@ def test_list_names_paper_figure_claim_and_time(small: list[Small], tmp_path: Pa
     assert run.invoke(app, ["run", "small", "--out", str(tmp_path)]).exit_code == 0
     listed = run.invoke(app, ["list", "--out", str(tmp_path)])
     line = next(line for line in listed.stdout.splitlines() if line.startswith("small "))
-    for words in ("Nobody (2000), Figure 1", "0.0 s", "reproduced"):
-        assert words in line
+    assert re.search(r"Nobody \(2000\), Figure 1 .* \d\.\d s +reproduced", line)
 
 
 @pytest.fixture
@@ -356,27 +224,6 @@ def test_run_passes_on_status_and_interruption(small: list[Small], tmp_path: Pat
 
 def at_once(key: str, context: object) -> None:
     raise KeyboardInterrupt
-
-
-def test_doctor_finds_the_numerics_sound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PULLBACK_DATA", "/some/[where]")
-    done = run.invoke(app, ["doctor"])
-    assert done.exit_code == 0, done.output
-    for word in ("torch", "natural gradient", "K-FAC", "/some/[where]", "good"):
-        assert word in done.stdout
-    assert "wrong" not in done.stdout
-
-
-def test_doctor_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(device: torch.device) -> float:
-        raise ValueError("[oh] no")
-
-    checks = (("a", lambda device: 0.1, 1e-3), ("b", broken, 1.0), ("c", lambda d: math.nan, 1.0))
-    monkeypatch.setattr(doctor, "CHECKS", checks)
-    done = run.invoke(app, ["doctor"])
-    assert done.exit_code == 1
-    assert done.stdout.count("wrong") == 3
-    assert "ValueError: [oh] no" in done.stdout
 
 
 def test_bench_times_every_method(monkeypatch: pytest.MonkeyPatch) -> None:

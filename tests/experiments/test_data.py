@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pullback import PullbackError
-from pullback.experiments.learning import data
+from pullback_experiments.learning import data
 
 HELD = Path(os.environ.get("PULLBACK_DATA", "data"))
 

@@ -11,16 +11,14 @@ from torch import Tensor
 from torch.func import hessian, vmap
 
 from pullback import PullbackError
-from pullback.experiments.showcase import digits
-from pullback.experiments.showcase.least_squares import LeastSquares, target
-from pullback.experiments.showcase.poisson import Poisson
-from pullback.experiments.showcase.race import run, tune
-from pullback.experiments.showcase.table import PROBLEMS
+from pullback_experiments.showcase import problems
+from pullback_experiments.showcase.problems import PROBLEMS, LeastSquares, Poisson, target
+from pullback_experiments.showcase.race import run, tune
 
 
 @pytest.mark.slow
 def test_quick_demo_without_a_terminal(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "pullback.experiments.demo", "--quick", "--out", str(tmp_path)]
+    command = [sys.executable, "-m", "pullback_experiments.demo", "--quick", "--out", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     titles = ("Least squares", "Poisson's equation", "Digits")
@@ -112,7 +110,11 @@ def test_a_diverging_setting_ends_last() -> None:
     assert not math.isfinite(ends[1][1])
 
 
-def test_missing_scikit_learn_is_said_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_scikit_learn_is_said_plainly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PULLBACK_DATA", raising=False)
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(PullbackError, match="scikit-learn"):
-        digits.load()
+        problems.load()

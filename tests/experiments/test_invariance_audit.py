@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from pullback.experiments.framework.experiment import Context
-from pullback.experiments.invariance_audit import EXPERIMENTS
-from pullback.experiments.invariance_audit import experiment as module
-from pullback.experiments.invariance_audit.checks import claims
+from pullback_experiments.framework.experiment import Context
+from pullback_experiments.invariance_audit import EXPERIMENTS
+from pullback_experiments.invariance_audit import experiment as module
+from pullback_experiments.invariance_audit.experiment import claims
 
 
 def row(verdict: str, kind: str = "per-layer affine", place: str = "batch") -> dict[str, Any]:
@@ -35,8 +35,8 @@ def test_one_seed(tmp_path: Path) -> None:
 
 
 def test_an_item_and_the_grid() -> None:
-    from pullback.experiments.invariance_audit.checks import worst
-    from pullback.geometry.invariance.figure import grid
+    from pullback.geometry.invariance.table import grid
+    from pullback_experiments.invariance_audit.experiment import worst
 
     (experiment,) = EXPERIMENTS
     item = experiment.items(True)[0]

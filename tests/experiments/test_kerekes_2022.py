@@ -16,26 +16,29 @@ from torch import Tensor
 from torch.func import jacfwd
 
 from pullback import PullbackError, flow
-from pullback.experiments import kerekes_2022, registry
-from pullback.experiments.kerekes_2022 import margins
-from pullback.experiments.kerekes_2022.adaptive import march, relative
-from pullback.experiments.kerekes_2022.common import angle, expected_accuracy, flat_start, sparse
-from pullback.experiments.kerekes_2022.factorization import (
+from pullback.likelihoods import Bernoulli
+from pullback.linear import DiagonalNetwork
+from pullback.linear.solutions import l1_max_margin, l2_max_margin
+from pullback_experiments import kerekes_2022, registry
+from pullback_experiments.kerekes_2022 import margins
+from pullback_experiments.kerekes_2022.common import (
+    angle,
+    expected_accuracy,
+    flat_start,
+    population_descent,
+    sample_descent,
+    sparse,
+)
+from pullback_experiments.kerekes_2022.factorization import (
     Norm,
     Observed,
     descend,
     effective_rank,
     product,
 )
-from pullback.experiments.kerekes_2022.jacobian import Jacobian
-from pullback.experiments.kerekes_2022.margins import EuclideanFlow, Signed
-from pullback.experiments.kerekes_2022.natural import population_descent, sample_descent
-from pullback.experiments.kerekes_2022.planar import points
-from pullback.experiments.kerekes_2022.rosenbrock import Stiff
-from pullback.experiments.kerekes_2022.runge_kutta import Explicit
-from pullback.likelihoods import Bernoulli
-from pullback.linear import DiagonalNetwork
-from pullback.linear.solutions import l1_max_margin, l2_max_margin
+from pullback_experiments.kerekes_2022.integrators import Explicit, Jacobian, Stiff, march, relative
+from pullback_experiments.kerekes_2022.margins import EuclideanFlow, Signed
+from pullback_experiments.kerekes_2022.planar import points
 
 DOUBLE = torch.float64
 CPU = torch.device("cpu")

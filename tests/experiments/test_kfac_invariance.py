@@ -13,25 +13,24 @@ from rich.console import Console
 from torch import nn
 from typer.testing import CliRunner
 
-from pullback.experiments.cli import app
-from pullback.experiments.kfac_invariance import EXPERIMENTS, Invariance, experiment
-from pullback.experiments.kfac_invariance.checks import RECORDED, claims
-from pullback.experiments.kfac_invariance.methods import GROUPS, METHODS, Method
-from pullback.experiments.kfac_invariance.nets import EXHIBITS, NETS, Net, Pair
-from pullback.experiments.kfac_invariance.run import Record, run
+from pullback.cli.app import app
 from pullback.geometry.charts.affine import Change, Coordinates, changed, drawn, same, whitening
 from pullback.geometry.charts.twin import tanh_twin, twin
+from pullback_experiments.kfac_invariance import EXPERIMENTS, Invariance, experiment
+from pullback_experiments.kfac_invariance.experiment import RECORDED, claims
+from pullback_experiments.kfac_invariance.methods import GROUPS, METHODS, TwinMethod, TwinRun, run
+from pullback_experiments.kfac_invariance.nets import EXHIBITS, NETS, Net, Pair
 
 PARTED = {"zero padding with a shift", "RNN, a₀ kept"}
 UNLIKE = {*PARTED, "RNN, inputs shifted", "Gauss–Newton, output", "softmax, logits"}
 
 
-def pretended(net: str, group: str) -> Record:
+def pretended(net: str, group: str) -> TwinRun:
     """What theory predicts."""
     kfac = group.startswith("K-FAC")
     unlike = net in UNLIKE or group in GROUPS[2:]
     first = 0.5 if net in PARTED else 1e-15
-    return Record(
+    return TwinRun(
         mismatch=[first, 0.5 if unlike else 1e-13],
         loss=[1.0],
         condition=1e4 if kfac else None,
@@ -126,12 +125,12 @@ def test_claims_are_as_recorded_when_theory_holds() -> None:
     found = {(n.name, g): [pretended(n.name, g)] for n in (*NETS, *EXHIBITS) for g in GROUPS}
     checks = claims(found)
     assert [c.holds for c in checks] == list(RECORDED)
-    found["tanh MLP", GROUPS[0]] = [Record([0.0, 1e-3], condition=10.0)]
+    found["tanh MLP", GROUPS[0]] = [TwinRun([0.0, 1e-3], condition=10.0)]
     broken = claims(found)
     assert not broken[0].holds
     assert "unlike the record" in str(broken[0])
     # a run with unsound factors says nothing
-    found["tanh MLP", GROUPS[0]] = [Record([0.0, 1e-3], condition=1e9)]
+    found["tanh MLP", GROUPS[0]] = [TwinRun([0.0, 1e-3], condition=1e9)]
     assert claims(found)[0].holds
 
 
@@ -141,7 +140,7 @@ def test_the_experiment_writes_record_and_figure_and_resumes(
 ) -> None:
     made: list[tuple[Any, str]] = []
 
-    def pretend(net: Any, method: Method, steps: int) -> Record:
+    def pretend(net: Any, method: TwinMethod, steps: int) -> TwinRun:
         made.append((net, method.name))
         return pretended(net, method.group)
 

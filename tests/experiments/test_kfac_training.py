@@ -9,25 +9,43 @@ import torch
 from torch import Tensor, nn
 
 from pullback import KFAC
-from pullback.experiments import Context, Results, kfac_training
-from pullback.experiments.framework.store import Store
-from pullback.experiments.kfac_training.checks import claims, final, first_order, mark, table, to
-from pullback.experiments.kfac_training.grids import LARGE, METHODS, QUICK_TEXT, QUICK_VGG, TEXT
-from pullback.experiments.kfac_training.grids import VGG as VGG_METHODS
-from pullback.experiments.kfac_training.methods import ADAM, ADAMW, KRONECKER, SGD
-from pullback.experiments.kfac_training.networks import DIGITS, MNIST, autoencoder
-from pullback.experiments.kfac_training.tasks import (
+from pullback.likelihoods import Categorical
+from pullback_experiments import Context, Results, kfac_training
+from pullback_experiments.framework.store import Store
+from pullback_experiments.kfac_training.experiment import (
+    claims,
+    final,
+    first_order,
+    mark,
+    table,
+    to,
+)
+from pullback_experiments.kfac_training.methods import (
+    ADAM,
+    ADAMW,
+    KRONECKER,
+    LARGE,
+    METHODS,
+    QUICK_TEXT,
+    QUICK_VGG,
+    SGD,
+    TEXT,
+)
+from pullback_experiments.kfac_training.methods import VGG as VGG_METHODS
+from pullback_experiments.kfac_training.tasks import (
     AUTOENCODER,
     CONVNET,
+    DIGITS,
+    GPT,
+    MNIST,
     SHAKESPEARE,
     VGG,
     Task,
+    autoencoder,
     bernoulli,
     categorical,
 )
-from pullback.experiments.kfac_training.transformer import GPT
-from pullback.experiments.learning.training import fit
-from pullback.likelihoods import Categorical
+from pullback_experiments.learning.training import fit
 
 CPU = torch.device("cpu")
 TASKS = [AUTOENCODER, CONVNET, VGG, SHAKESPEARE]

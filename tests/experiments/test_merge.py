@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from pullback import PullbackError
-from pullback.experiments import merge as module
-from pullback.experiments.merge import main, merge
+from pullback_experiments import merge as module
+from pullback_experiments.merge import main, merge
 
 from .small import Small, quiet
 

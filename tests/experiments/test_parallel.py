@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from pullback import PullbackError
-from pullback.experiments import Paused, registry
-from pullback.experiments.framework import parallel
-from pullback.experiments.framework.experiment import Context
-from pullback.experiments.framework.parallel import Job
+from pullback_experiments import Paused, registry
+from pullback_experiments.framework import parallel
+from pullback_experiments.framework.experiment import Context
+from pullback_experiments.framework.parallel import Job
 
 from .small import Small, quiet, said
 
@@ -116,7 +116,7 @@ def test_a_process_that_dies_is_reported() -> None:
 @pytest.mark.skipif(sys.platform == "win32", reason="signals to groups of processes")
 def test_an_interruption_ends_the_processes_and_keeps_what_is_finished(tmp_path: Path) -> None:
     command = [
-        sys.executable, "-m", "pullback.experiments.cli", "run", "kerekes-2022-support", "--seeds",
+        sys.executable, "-m", "pullback", "run", "kerekes-2022-support", "--seeds",
         "0-300", "--workers", "2", "--out", str(tmp_path),
     ]  # fmt: skip
     process = subprocess.Popen(
@@ -144,7 +144,7 @@ def test_an_interruption_ends_the_processes_and_keeps_what_is_finished(tmp_path:
 def test_processes_end_when_the_first_one_is_killed(tmp_path: Path) -> None:
     lines = (
         "import os, time\n"
-        "from pullback.experiments.framework import parallel\n"
+        "from pullback_experiments.framework import parallel\n"
         "if __name__ == '__main__':\n"
         "    with parallel.processes(1, 1) as pool:\n"
         "        print(pool._pool.submit(os.getpid).result(), flush=True)\n"

@@ -9,14 +9,19 @@ import pytest
 import torch
 
 from pullback import pde
-from pullback.experiments import Paused, pde_benchmarks
-from pullback.experiments.framework.experiment import Context
-from pullback.experiments.framework.results import Results
-from pullback.experiments.framework.store import Store
-from pullback.experiments.pde_benchmarks.checks import claims, final, reached
-from pullback.experiments.pde_benchmarks.methods import ADAM, GAUSS_NEWTON, LBFGS, METHODS
-from pullback.experiments.pde_benchmarks.runs import solved
-from pullback.experiments.pde_benchmarks.targets import QUICK, SLABS, TARGETS
+from pullback_experiments import Paused, pde_benchmarks
+from pullback_experiments.framework.experiment import Context
+from pullback_experiments.framework.store import Results, Store
+from pullback_experiments.pde_benchmarks.experiment import claims, final, reached, solved
+from pullback_experiments.pde_benchmarks.methods import (
+    ADAM,
+    GAUSS_NEWTON,
+    LBFGS,
+    METHODS,
+    QUICK,
+    SLABS,
+    TARGETS,
+)
 
 (OURS,) = pde_benchmarks.EXPERIMENTS
 

@@ -9,15 +9,13 @@ import torch
 from torch import nn
 
 from pullback._core.errors import PullbackError
-from pullback.experiments.learning import data
-from pullback.experiments.races import EXPERIMENTS, checks
-from pullback.experiments.races.checks import Lead, final, reached
-from pullback.experiments.races.corpus import Corpus, python_files
-from pullback.experiments.races.decoder import Decoder
-from pullback.experiments.races.loop import RaceTask, run
-from pullback.experiments.races.optimizers import OPTIMIZERS, OURS, hidden
-from pullback.experiments.races.tasks import TASKS
-from pullback.experiments.races.vision import ImageData, ResNet, VisionTransformer
+from pullback_experiments.learning import data
+from pullback_experiments.races import EXPERIMENTS, checks
+from pullback_experiments.races.checks import Lead, final, reached
+from pullback_experiments.races.loop import RaceTask, run
+from pullback_experiments.races.networks import Decoder, ImageData, ResNet, VisionTransformer
+from pullback_experiments.races.optimizers import OPTIMIZERS, OURS, hidden
+from pullback_experiments.races.tasks import TASKS, Corpus, python_files
 
 CPU = torch.device("cpu")
 

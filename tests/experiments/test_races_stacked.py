@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from pullback.experiments.races.stacked import SOAP, Muon, polar
+from pullback_experiments.races.optimizers import SOAP, Muon, polar
 
 
 def _gradients(shape: tuple[int, ...], count: int) -> list[torch.Tensor]:

@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from pullback import PullbackError
-from pullback.experiments import Context, Item, Paused, registry
-from pullback.experiments.commands.report import gathered
-from pullback.experiments.framework import doing, experiment, files, progress, runner, working
-from pullback.experiments.framework.outcome import UNFINISHED
-from pullback.experiments.framework.store import Store
-from pullback.experiments.framework.workshop import workshop
+from pullback.cli import files
+from pullback_experiments import Context, Item, Paused, registry
+from pullback_experiments.commands.report import gathered
+from pullback_experiments.framework import executor, experiment, progress
+from pullback_experiments.framework.check import UNFINISHED
+from pullback_experiments.framework.store import Store, checkpoints
 
 from .small import Small, quiet, said
 
@@ -200,7 +200,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     found = Clock()
-    for module in (runner, doing, working, experiment, progress):
+    for module in (executor, experiment, progress):
         monkeypatch.setattr(module, "time", found)
     return found
 
@@ -431,7 +431,7 @@ def test_two_processes_may_share_a_folder(tmp_path: Path) -> None:
 PUTTING = """
 import sys
 from pathlib import Path
-from pullback.experiments.framework.store import Store
+from pullback_experiments.framework.store import Store
 
 store = Store(Path(sys.argv[1]), {})
 for seed in range(40):
@@ -450,7 +450,7 @@ def test_checkpoints_outlive_another_process_that_ends_before_they_are_written(
     tmp_path: Path, clock: Clock
 ) -> None:
     def other(key: str, context: Context) -> None:
-        with workshop(Store(tmp_path / "small.json", ours.config(False), {"name": "small"})):
+        with checkpoints(Store(tmp_path / "small.json", ours.config(False), {"name": "small"})):
             pass  # it comes and goes, and there is no checkpoint yet
         clock.parts(4)(key, context)
 
@@ -489,7 +489,7 @@ def test_no_such_device_and_no_such_folder(tmp_path: Path) -> None:
 def test_items_that_stay_on_the_cpu_refuse_another_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runner, "usable", torch.device)
+    monkeypatch.setattr(executor, "usable", torch.device)
     with pytest.raises(PullbackError, match="compute on the CPU"):
         Small(anywhere=False).run(out=tmp_path, device="cuda")
     assert not list(tmp_path.iterdir())
@@ -500,7 +500,7 @@ def test_items_that_stay_on_the_cpu_refuse_another_device(
 
 def test_the_registry_names_what_folders_hold() -> None:
     for folder, names in registry.FOLDERS.items():
-        found = __import__(f"pullback.experiments.{folder}", fromlist=["x"]).EXPERIMENTS
+        found = __import__(f"pullback_experiments.{folder}", fromlist=["x"]).EXPERIMENTS
         assert tuple(e.name for e in found) == names
         for one in found:
             assert registry.find(one.name) is one
@@ -515,4 +515,4 @@ def test_nearest_names_are_offered() -> None:
 
 
 def test_run_is_the_same_from_the_module(tmp_path: Path) -> None:
-    assert runner.run(Small(), out=tmp_path).status == 0
+    assert executor.run(Small(), out=tmp_path).status == 0

@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from pullback.experiments import Results, registry
-from pullback.experiments.cli import app
-from pullback.experiments.framework.check import Check
-from pullback.experiments.framework.runner import opened
+from pullback.cli.app import app
+from pullback_experiments import Results, registry
+from pullback_experiments.framework.check import Check
 
 from .small import quiet
 
@@ -52,7 +51,7 @@ def test_smoke(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert all(p.read_bytes()[:4] == b"\x89PNG" for p in pictures)
     assert {p.with_suffix(".svg") for p in pictures} <= set(done.files)
 
-    store = opened(ours, True, tmp_path)  # the same configuration: nothing would be done again
+    store = ours.opened(True, tmp_path)  # the same configuration: nothing would be done again
     assert len(store) == done.total
     assert not ours.judged or tuple(ours.judge(Results(store, done.seeds, True))) == done.checks
 
@@ -89,7 +88,7 @@ def test_quick(name: str, tmp_path: Path) -> None:
     """Two minutes of two cores at most, and all checks as recorded; where there are the data."""
     if "cifar10" in name:
         pytest.importorskip("PIL")
-        from pullback.experiments.learning.data import available
+        from pullback_experiments.learning.data import available
 
         file = "cifar100.npz" if "cifar100" in name else "cifar10_test.npz"
         if not available(file):

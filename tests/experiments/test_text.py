@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pullback import PullbackError
-from pullback.experiments.learning import text
+from pullback_experiments.learning import text
 
 
 def test_windows_foretell_the_next_character() -> None:

@@ -14,15 +14,14 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Adam, Optimizer
 
 from pullback import KFAC, NaturalGradient, PullbackError
-from pullback.experiments import Context, Paused, Results
-from pullback.experiments.framework.store import Store
-from pullback.experiments.learning import data, schedules
-from pullback.experiments.learning.evaluation import Seen, accuracy
-from pullback.experiments.learning.training import fit
 from pullback.likelihoods import Categorical
 from pullback.metrics import Fisher
 from pullback.solvers import Cholesky
 from pullback.steps import Constant
+from pullback_experiments import Context, Paused, Results
+from pullback_experiments.framework.store import Store
+from pullback_experiments.learning import data, schedules
+from pullback_experiments.learning.training import Seen, accuracy, fit
 
 DATA = data.generated(shape=(6,), classes=3, samples=60).to("cpu", torch.float64)
 

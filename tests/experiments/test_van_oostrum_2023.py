@@ -6,13 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from pullback.experiments import van_oostrum_2023
-from pullback.experiments.framework.experiment import Context
-from pullback.experiments.framework.results import Results
-from pullback.experiments.framework.store import Store
-from pullback.experiments.van_oostrum_2023 import examples, theorems
-from pullback.experiments.van_oostrum_2023.theorems import DAMPED, INVERSES, Scene
 from pullback.testing import assert_close
+from pullback_experiments import van_oostrum_2023
+from pullback_experiments.framework.experiment import Context
+from pullback_experiments.framework.store import Results, Store
+from pullback_experiments.van_oostrum_2023 import examples, theorems
+from pullback_experiments.van_oostrum_2023.theorems import DAMPED, INVERSES, Scene
 
 (OURS,) = van_oostrum_2023.EXPERIMENTS
 

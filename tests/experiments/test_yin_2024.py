@@ -14,16 +14,14 @@ from torch import Tensor
 from torch.func import grad, vmap
 
 from pullback import NaturalGradient
-from pullback.experiments import yin_2024
-from pullback.experiments.yin_2024 import problems
-from pullback.experiments.yin_2024.methods import Natural
-from pullback.experiments.yin_2024.problems import Fit, Setting
-from pullback.experiments.yin_2024.runs import entries
-from pullback.experiments.yin_2024.runs import run as run_one
-from pullback.experiments.yin_2024.search import ArgMin, Watch
-from pullback.experiments.yin_2024.statistics import Summary
 from pullback.solvers import OrthogonalGreedy, PseudoInverse, Solution
 from pullback.steps import Clip, Constant, GridLineSearch, Local
+from pullback_experiments import yin_2024
+from pullback_experiments.yin_2024 import problems
+from pullback_experiments.yin_2024.methods import ArgMin, Natural, Watch
+from pullback_experiments.yin_2024.problems import Fit, Setting
+from pullback_experiments.yin_2024.runs import Summary, entries
+from pullback_experiments.yin_2024.runs import run as run_one
 
 EXPERIMENTS = {e.name.removeprefix("yin-2024-"): e for e in yin_2024.EXPERIMENTS}
 FITTED = Setting(problems.least_squares, (2, 4, 1), {"equation": 40})

@@ -161,3 +161,23 @@ def test_auto_asks_the_model_for_its_closed_form_first() -> None:
         moved = before - model.weight.detach()
         own = torch.allclose(moved, model.weight.grad / 7.0)
         assert own == (curvature is not None)
+
+
+@pytest.mark.parametrize("form", ["rows", "panels", "kernel"])
+def test_rows_are_compressed_without_being_held(form: str) -> None:
+    """A Ω against the matrix A, which in panels is never whole."""
+    built = MLP.make()
+    one = part(built.model, built.args[0])
+    a = part(built.model, built.args[0]).rows()
+    with torch.no_grad():
+        gram = assemble([one, one], form, 2**30)
+        assert isinstance(gram, FactoredGram)
+        omega = torch.linspace(-1, 1, 3 * a.shape[1], dtype=a.dtype).view(-1, 3).sin()
+        assert_close(gram.compressed(lambda x: x @ omega), torch.cat([a, a]) @ omega, 1e-12, "A Ω")
+        if form == "panels":
+            check_gram(gram, tol=1e-11)
+
+
+def test_panels_where_rows_do_not_fit() -> None:
+    assert choose(10, 10, 8, 800, "panels") == "rows"
+    assert choose(10, 10, 8, 799, "panels") == "panels"

@@ -83,6 +83,15 @@ RUNS: dict[str, tuple[Callable[[], Any], str]] = {
         "outside the domain",
     ),
     "no dependence": (lambda: solve(problem(pde.Equation(lambda x: x))), "does not depend"),
+    "relu": (
+        lambda: solve(network=pde.mlp(1, 4, 1, activation=torch.nn.ReLU)),
+        "ReLU is piecewise",
+    ),
+    "leaky relu": (
+        lambda: solve(network=pde.mlp(1, 4, 1, activation=torch.nn.LeakyReLU)),
+        "LeakyReLU is piecewise",
+    ),
+    "linear": (lambda: solve(network=pde.mlp(1, 1)), "it is piecewise linear"),
     "unknown derivative": (lambda: solve(problem(pde.Equation(lambda u: u.yy))), "no derivative"),
     "unknown argument": (lambda: solve(problem(pde.Equation(lambda v: v.x))), "asks for 'v'"),
     "unknown field": (lambda: solve(problem(EQUATION, pde.Dirichlet(0.0, field="p"))), "no field"),
@@ -315,3 +324,11 @@ def test_tensors_of_other_precisions_are_taken() -> None:
     x: Tensor = torch.linspace(0, 1, 5)  # float32
     of = problem(EQUATION, pde.Data(x, x * (1 - x) / 2))
     assert len(solve(of).history) == 3
+
+
+def test_a_network_that_begins_at_zero_is_not_taken_for_a_flat_one() -> None:
+    network = pde.mlp(1, 6, 1, seed=0)
+    with torch.no_grad():
+        for p in network[-1].parameters():
+            p.zero_()
+    assert len(solve(network=network).history) == 3

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import pullback as pb
 from pullback import PullbackError
-from pullback.experiments.cli import app
+from pullback.cli.app import app
 from pullback.pde.history import History
 
 pde: Any = pb.pde  # what follows is of the wrong type on purpose

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from torch import Tensor, nn
 
 from pullback import PullbackError, pde
@@ -248,7 +247,7 @@ def test_a_terminated_run_is_saved(tmp_path: Path) -> None:
 
 def test_plain_lines_and_forecasts() -> None:
     file = io.StringIO()
-    log = Log(Console(file=file), "Poisson", 400)
+    log = Log(file, "Poisson", 400)
     log(1, loss=1.0, fresh=math.nan)
     log.forecast(399, 0.01, 0, 8)
     assert file.getvalue() == ""

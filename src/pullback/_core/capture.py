@@ -77,7 +77,8 @@ def samples_first(z: Tensor, batch_dim: int) -> Tensor:
         raise PullbackError(
             "The model's output is a single number",
             "it has no batch axis, so there are no samples to average over",
-            "Return one value per sample",
+            "Return one value per sample; with Lightning give the optimizer the network that "
+            "training_step calls, not the LightningModule",
         )
     odd = "complex" if z.is_complex() else "nested" if z.is_nested else ""
     if not odd and z.layout is not torch.strided:

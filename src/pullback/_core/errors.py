@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from enum import Enum
 
 
@@ -52,6 +54,16 @@ class Status(Enum):
     def ok(self) -> bool:
         """Whether the accompanying value can be used."""
         return self is not Status.SINGULAR and self is not Status.NOT_REPRESENTABLE
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Why an unknown name is refused: the three known ones that are most like it.
+
+    >>> nearest("poison", ["poisson", "heat", "wave", "prism"])
+    'the nearest are poisson, prism, wave'
+    """
+    close = difflib.get_close_matches(name.lower(), list(known), n=3, cutoff=0.0)
+    return f"the nearest are {', '.join(close)}"
 
 
 def reraise_fatal(error: Exception) -> None:

@@ -109,7 +109,8 @@ def _reentrant() -> PullbackError:
     return PullbackError(
         "The model uses reentrant activation checkpointing",
         "its graph cannot be asked for the cotangents inside",
-        "Use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)",
+        "Use torch.utils.checkpoint.checkpoint(..., use_reentrant=False); in a Trainer "
+        "gradient_checkpointing_kwargs={'use_reentrant': False}",
     )
 
 

@@ -50,6 +50,12 @@ class Processes:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # a pickle finds the default group of the process that reads it
+        if not self.alone and dist.is_initialized() and self.size != dist.get_world_size():
+            raise PullbackError(
+                "A part of the processes cannot be pickled",
+                f"its group has {self.size} of {dist.get_world_size()}, and is not found again",
+                "Save state_dict(), and load it into an optimizer that is built with its group",
+            )
         return _default, (self.size > 1,)
 
     @property
@@ -308,23 +314,31 @@ def group_of(model: nn.Module) -> dist.ProcessGroup | None:
     return None
 
 
-def find_processes(model: nn.Module, group: dist.ProcessGroup | None, who: str) -> Processes:
+def find_processes(
+    model: nn.Module, group: dist.ProcessGroup | None, who: str, keyword: str = "group"
+) -> Processes:
     """Return the processes of a given group, else those of the model's wrapper.
 
-    Raise if several processes run and there is neither a group nor a wrapper.
+    Raise if several processes run and there is neither a group, by this `keyword`, nor a wrapper.
     """
     group = group_of(model) if group is None else group
-    if group is None and dist.is_available() and dist.is_initialized():
-        if dist.get_world_size() > 1:
-            raise PullbackError(
-                f"{who} was not told how the {dist.get_world_size()} processes work together",
-                "the model is not wrapped, so that replicas would drift apart",
-                f"Wrap the model first, {who}(DistributedDataParallel(model), ...); or give "
-                "group=torch.distributed.group.WORLD and average the gradients yourself; or "
-                "group=torch.distributed.new_group([rank]) where each process trains by itself",
-            )
+    if group is None:
+        refuse_untold(who, "the model is not wrapped", keyword)
         return Processes()
     return Processes(group)
+
+
+def refuse_untold(who: str, why: str, keyword: str = "group") -> None:
+    """Raise if several processes run, of which an optimizer knows nothing."""
+    if dist.is_available() and dist.is_initialized() and (size := dist.get_world_size()) > 1:
+        raise PullbackError(
+            f"{who} was not told how the {size} processes work together",
+            f"{why}, so that replicas would drift apart",
+            f"Wrap the model first, {who}(DistributedDataParallel(model), ...); or give "
+            f"{keyword}=torch.distributed.group.WORLD once the processes have met, where "
+            f"Lightning, Accelerate or Trainer wraps it later; or {keyword}=torch.distributed."
+            "new_group([rank], use_local_synchronization=True) where each trains by itself",
+        )
 
 
 # --- flat buffers -------------------------------------------------------------------------------

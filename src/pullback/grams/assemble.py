@@ -14,7 +14,7 @@ from .._core.factor import Factor
 from .._core.space import ParameterSpace
 from ..maps import Covered, Linearization, Pulled, identity_covectors
 from .base import Gram
-from .forms import Dense, Kernel, Operator, Rows
+from .forms import Dense, Kernel, Operator, Panels, Rows
 
 FORMS = ("auto", "rows", "kernel", "dense", "matrix_free")
 
@@ -84,8 +84,8 @@ def assemble(parts: Sequence[Part], form: str, budget: int, prefers: str = "smal
         form: one of "rows", "kernel", "dense", "matrix_free", or "auto": the map's own closed
             form where it has one, else what fits the sizes.
         budget: bytes that one matrix may take.
-        prefers: what the solver works from best: "rows", "small" (the smaller of the
-            kernel and the dense Gram) or "products".
+        prefers: what the solver works from best: "rows", "panels" (rows, a few at a time where
+            they do not fit), "small" (the smaller of the kernel and the dense Gram) or "products".
     """
     space = parts[0].linear.space
     n, p = sum(part.count for part in parts), space.size
@@ -107,6 +107,9 @@ def assemble(parts: Sequence[Part], form: str, budget: int, prefers: str = "smal
     if form == "kernel":
         products = _products(parts, "project", "lift")
         return Kernel(_kernel(parts, budget), *products, p, lambda: squares(parts, space, budget))
+    if form == "panels":
+        products = _products(parts, "project", "lift")
+        return Panels(lambda: panels(parts, space), *products, (n, p), space.dtype, space.device)
     if form == "matrix_free":
         return Operator(*_products(parts, "push", "pull"), (n, p), space.dtype, space.device)
     raise PullbackError(
@@ -118,6 +121,8 @@ def choose(n: int, p: int, itemsize: int, budget: int, prefers: str) -> str:
     """The form for n rows and p parameters: the small side, kept factored where it fits."""
     if prefers == "products":
         return "matrix_free"
+    if prefers == "panels":
+        return "rows" if n * p * itemsize <= budget else "panels"
     need = min(n, p) ** 2 * itemsize
     if need > budget:
         raise PullbackError(
@@ -153,7 +158,7 @@ def _products(parts: Sequence[Part], forward: str, backward: str):
 def dense(parts: Sequence[Part], space: ParameterSpace, budget: int) -> Tensor:
     """Σ AᵀA over panels of samples whose rows fit the budget."""
     out = space.zeros(space.size, space.size)
-    for rows in _panels(parts, space, budget):
+    for rows in panels(parts, space, budget):
         out.addmm_(rows.T, rows)
     return out
 
@@ -161,12 +166,12 @@ def dense(parts: Sequence[Part], space: ParameterSpace, budget: int) -> Tensor:
 def squares(parts: Sequence[Part], space: ParameterSpace, budget: int) -> Tensor:
     """The diagonal of Σ AᵀA."""
     out = space.zeros(space.size)
-    for rows in _panels(parts, space, budget):
+    for rows in panels(parts, space, budget):
         out += rows.norm(dim=0).square()
     return out
 
 
-def _panels(parts: Sequence[Part], space: ParameterSpace, budget: int) -> Iterator[Tensor]:
+def panels(parts: Sequence[Part], space: ParameterSpace, budget: int = 2**27) -> Iterator[Tensor]:
     """The rows of all parts, as many samples at a time as fit half the budget."""
     itemsize = torch.finfo(space.dtype).bits // 8
     for part in parts:

@@ -6,11 +6,14 @@ Vectors on the parameter side have shape (p,), on the row side (n,), where A = S
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+_PANEL = 2**23  # entries of A that are compressed at once
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,11 @@ class FactoredGram(Gram):
         """A as a matrix (n, p)."""
         eye = torch.eye(self.count, dtype=self.dtype, device=self.device)
         return torch.stack([self.lift(e) for e in eye])
+
+    def compressed(self, columns: Callable[[Tensor], Tensor]) -> Tensor:
+        """A Ω, (n, k), for Ω as a function of rows: (..., p) -> (..., k)."""
+        rows = self.rows()
+        return torch.cat([columns(x) for x in rows.split(max(1, _PANEL // self.size))])
 
     def kernel(self) -> Tensor:
         """A Aᵀ as a matrix (n, n)."""

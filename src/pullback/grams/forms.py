@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -150,6 +150,27 @@ class Operator(FactoredGram):
             signs = torch.randint(0, 2, (self.size,), generator=generator) * 2 - 1
             total += self.project(signs.to(self.device, self.dtype)).square().sum()
         return total / _PROBES
+
+
+class Panels(Operator):
+    """G by products with A and Aᵀ, and A itself a panel of rows at a time, never held whole."""
+
+    def __init__(
+        self,
+        panels: Callable[[], Iterator[Tensor]],
+        project: Callable[[Tensor], Tensor],
+        lift: Callable[[Tensor], Tensor],
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+        gather: Callable[[Tensor], Tensor] = lambda a: a,
+    ) -> None:
+        super().__init__(project, lift, shape, dtype, device)
+        self._panels, self._gather = panels, gather
+
+    def compressed(self, columns: Callable[[Tensor], Tensor]) -> Tensor:
+        empty = columns(torch.zeros(0, self.size, dtype=self.dtype, device=self.device))
+        return self._gather(torch.cat([empty, *(columns(rows) for rows in self._panels())]))
 
 
 class Kernel(Operator):

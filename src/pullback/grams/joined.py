@@ -24,9 +24,9 @@ from .._core.products import gram
 from .._core.space import ParameterSpace
 from .._core.svd import qr
 from ..maps import Pulled
-from .assemble import Part, choose, dense, squares
+from .assemble import Part, choose, dense, panels, squares
 from .base import FactoredGram, Gram, Structure
-from .forms import Dense, Kernel, Operator, Rows
+from .forms import Dense, Kernel, Operator, Panels, Rows
 
 
 class Stack:
@@ -220,6 +220,12 @@ def assemble_stack(
     _refuse(stack)
     if form == "auto":
         form = choose(n, p, torch.finfo(space.dtype).bits // 8, budget, prefers)
+    if prefers == "panels" and form in ("rows", "panels"):
+        found = Panels(
+            lambda: panels(stack.parts, space), stack.project, stack.lift, (n, p),
+            space.dtype, space.device, lambda a: stack.processes.gather([a], "rows")[0],
+        )  # fmt: skip
+        return found, stack.gather(white)
     if form == "rows" and p <= n and prefers != "small":
         a, white = stack.triangle(white)
         return Rows(a), white

@@ -3,6 +3,7 @@
 from .._core.capture import Call
 from .base import Covered, Linearization, Map, Pulled, identity_covectors
 from .function import FunctionLinearization
+from .integral import IntegralMap
 from .jets import Scheme
 from .module import ModuleMap
 from .objective import ObjectiveMap, Residual
@@ -13,6 +14,7 @@ __all__ = [
     "Call",
     "Covered",
     "FunctionLinearization",
+    "IntegralMap",
     "Linearization",
     "Map",
     "ModuleMap",

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from .._core.capture import Selector, plain
 from .._core.errors import PullbackError, Status
-from .._core.processes import Traffic, find_processes
+from .._core.processes import Traffic, find_processes, refuse_untold
 from .._core.products import full_precision
 from ..grams import FORMS, Part, Stack, assemble, assemble_stack, coverage
 from ..likelihoods import Likelihood, reduction_of
@@ -224,6 +224,8 @@ class NaturalGradient(Optimizer):
             What was done; a rejected step has changed nothing.
         """
         refuse_context(closure, objective)
+        if self._processes.group is None:
+            refuse_untold(type(self).__name__, "it was built before they met")
         batch = self.metric_batch if metric_batch is None else metric_batch
         problem = self._problem(closure, objective)
         if objective is not None and batch is None:

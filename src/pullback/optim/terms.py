@@ -12,7 +12,7 @@ from torch.func import grad, jvp
 from .._core.errors import PullbackError
 from .._core.factor import Blocks, Diagonal, Factor
 from .._core.space import tolerance
-from ..maps import ObjectiveMap, OperatorMap
+from ..maps import IntegralMap, ObjectiveMap, OperatorMap
 from .program import record
 
 Loss = Callable[[Mapping[str, Tensor]], Tensor]
@@ -24,7 +24,7 @@ _RECORDS = 3  # that are made of one objective
 class Term(ABC):
     """ℓ(z) for the values z of a map, with the metric that goes with it."""
 
-    def __init__(self, map: ObjectiveMap | OperatorMap) -> None:
+    def __init__(self, map: ObjectiveMap | OperatorMap | IntegralMap) -> None:
         self.map = map
 
     @abstractmethod

@@ -8,8 +8,10 @@ from .conditions import (
     Energy,
     Equation,
     Initial,
+    Integral,
     Neumann,
     Periodic,
+    Prior,
     Robin,
 )
 from .domains import (
@@ -88,6 +90,8 @@ __all__ = [
     "Periodic",
     "Initial",
     "Data",
+    "Integral",
+    "Prior",
     # at which points
     "Points",
     "Sampler",

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from .._core.errors import PullbackError
+from ..maps import Scheme
 from ..optim import Term
 from .conditions import Condition
-from .discretize import Sites
+from .discretize import Local, Sites, derivatives
 from .problem import Problem
 
 
@@ -77,6 +78,34 @@ def refuse_shape(problem: Problem, network: nn.Module, like: Tensor) -> None:
             )
 
 
+_KINKED = (nn.ReLU, nn.LeakyReLU, nn.PReLU, nn.RReLU, nn.ReLU6, nn.Hardtanh, nn.Threshold)
+
+
+def refuse_flat(problem: Problem, network: nn.Module, sites: Mapping[str, Sites]) -> None:
+    """A network of straight pieces solves no equation of second order."""
+    like, unknowns = next(network.parameters()), {}
+    for name, value in problem.unknowns.items():
+        unknowns[name] = torch.tensor(value, dtype=torch.float64)
+    asked = [Local(problem, c, sites[c.name], unknowns).keys for c in problem.conditions]
+    if not any(i is None or len(i) > 1 for keys in asked for _, _, i in keys):
+        return
+    axes = range(problem.domain.dim)
+    scheme = Scheme.of([(i, j) for i in axes for j in axes if i <= j])
+    x = problem.domain.sample(16, "uniform").x.to(like)
+    bends = derivatives(network, x[None], scheme)
+    first, second = (
+        torch.stack([bends[at] for index, at in scheme.position.items() if len(index) == order])
+        for order in (1, 2)
+    )
+    if bool(first.any()) and not bool(second.any()):  # a constant may yet become anything
+        found = sorted({type(m).__name__ for m in network.modules() if isinstance(m, _KINKED)})
+        raise PullbackError(
+            "The network's second derivatives vanish everywhere",
+            f"{' and '.join(found)} is piecewise linear" if found else "it is piecewise linear",
+            "Use a smooth activation: tanh, sin, gelu, silu",
+        )
+
+
 def refuse_infinite(
     terms: Sequence[tuple[Condition, Sites, Term]], params: Mapping[str, Tensor]
 ) -> None:
@@ -88,9 +117,9 @@ def refuse_infinite(
             if not bool(bad.any()):
                 bad = ~torch.isfinite(item.slope(z)).all(1)
         if bool(bad.any()):
-            where = sites[0].x[bad][0].tolist()
+            where = "" if condition.whole else f", such as {sites[0].x[bad][0].tolist()}"
             raise PullbackError(
                 f"The residual of {condition.name!r} is not finite",
-                f"at {int(bad.sum())} of {len(bad)} points, such as {where}",
+                f"at {int(bad.sum())} of {len(bad)} points{where}",
                 "Check the residual there (division, logarithm, root), or move the points",
             )

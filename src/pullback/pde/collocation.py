@@ -14,14 +14,27 @@ from .._core.processes import Processes
 from .._core.space import ParameterSpace
 from ..optim import Objective, Term
 from .checks import refuse_infinite
-from .conditions import Condition, Energy, Equation
-from .discretize import Local, Sites, Trial, fingerprint, nested, term
+from .conditions import Condition, Data, Energy, Equation, Prior
+from .discretize import (
+    Local,
+    Sites,
+    Trial,
+    fingerprint,
+    nested,
+    refuse_coupled,
+    refuse_unused,
+    shared,
+    term,
+)
+from .evidence import evidence
 from .plan import Plan
 from .problem import Problem
 from .sampling import Points
 
 _SPECTRUM = 2**22  # entries of A up to which its singular values are reported
 _HEAVIEST = 1e6
+_LATER = 1e-4  # of their weight: equations whose coefficients have priors, in the beginning
+_SETTLED = 1.3  # a prior's weight that is right up to this factor stays
 
 
 class Collocation:
@@ -39,6 +52,7 @@ class Collocation:
         sites: the points now, by condition; in float64, rounded ones would lie beside the boundary.
         objective: on the share of these points, None until the first step.
         weights: of the conditions in the loss, by name.
+        count: of residuals at the first points.
     """
 
     def __init__(
@@ -56,9 +70,13 @@ class Collocation:
         self._dtype, self._device, self._single = like.dtype, like.device, single
         self._like = like.detach().new_empty(0)
         self.sites: dict[str, Sites] = plan.draw(plan.at(0))
+        self.count = sum(refuse_coupled(problem, c, self.sites[c.name]) for c in problem.conditions)
+        refuse_unused(problem, self.sites)
         self.objective: Objective | None = None
         self._drawn, self._refined = plan.at(0), None
         self.weights = processes.share(balanced(problem, self.sites))
+        if self._priors:  # data first: an equation alone is solved by coefficients of either sign
+            self.weights |= {c.name: _LATER * c.weight for c in self._equations}
 
     def fingerprints(self) -> list[Any]:
         """What the conditions say on the points."""
@@ -94,6 +112,35 @@ class Collocation:
         with self._processes.together():
             moved = self._plan.refined(self.sites, self._trial, step) if first else self.sites
         return self._processes.share(moved)
+
+    def reweigh(self, step: int) -> bool:
+        """Let equations count after the data, then weigh priors; whether any weight changed."""
+        if not self._priors:
+            return False
+        before = dict(self.weights)
+        self.weights |= {c.name: c.weight for c in self._equations}
+        if self.weights == before:
+            terms = [(c, item) for c, _, item in self._terms]
+            with torch.enable_grad():
+                found = evidence(terms, dict(self._trial.named_parameters()), self._processes)
+            for c in self._priors if not 1 / _SETTLED < found.factor < _SETTLED else []:
+                # beyond its first value a prior would replace the equation
+                self.weights[c.name] = min(c.weight, self.weights[c.name] * found.factor)
+        if self.weights == before:
+            return False
+        self.objective = self._build(next(self._trial.parameters()).dtype)
+        self.unsettle(step)
+        return True
+
+    @property
+    def _priors(self) -> list[Prior]:
+        """Those whose weights the data choose."""
+        found = [c for c in self._problem.conditions if isinstance(c, Prior) and c.chosen]
+        return found if any(isinstance(c, Data) for c in self._problem.conditions) else []
+
+    @property
+    def _equations(self) -> list[Equation]:
+        return [c for c in self._problem.conditions if isinstance(c, Equation)]
 
     def unsettle(self, step: int) -> None:
         """Let losses compare from this step on alone: the parameters were moved."""
@@ -183,8 +230,7 @@ class Collocation:
         for c in self._problem.conditions:
             sites = tuple(p.to(dtype, self._device) for p in self.sites[c.name])
             total = sites[0].weights.sum()
-            if not processes.alone:
-                sites = tuple(p.share(processes.rank, processes.size) for p in sites)
+            sites = shared(c, sites, processes)
             if len(sites[0]):
                 item = term(self._problem, c, self._trial, sites, self.weights[c.name], total)
                 self._terms.append((c, sites, item))

@@ -30,9 +30,11 @@ class Condition(ABC):
 
     Attributes:
         paired: whether the points come in pairs, on opposite faces.
+        whole: whether one process must have all points, as a sum over them is squared.
     """
 
     paired: ClassVar[bool] = False
+    whole: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -227,6 +229,66 @@ class Data(Condition):
 
     def residual(self, view: View) -> Tensor:
         return view.field(self.field).value - view.points.own(self._values).to(view.points.x)
+
+
+class Integral(Condition):
+    """∫ f(u, ∂u, x) = value over the domain, or `on=` a part of it: one number for all points.
+
+    A mean that is zero, a total mass, the norm of an eigenfunction. The loss has
+    ½·weight·(∫f − value)². Its points are those of a quadrature, Gauss up to three dimensions.
+
+    >>> Integral(lambda u: u**2, 1.0).name
+    'integral'
+    """
+
+    whole = True
+
+    def __init__(self, integrand: Callable[..., Any], value: float = 0.0, **options: Any) -> None:
+        super().__init__(**options)
+        usable = callable(integrand)
+        require(usable, "The integrand", integrand, "Pass a function: Integral(lambda u: u**2, 1)")
+        remedy = "Use a number; what depends on unknowns belongs to the integrand"
+        require(is_number(value), "The value of an integral", value, remedy)
+        require(not self.balanced, "The weight of an integral", "balanced", "Use a number > 0")
+        self.integrand, self.value = integrand, float(value)
+
+    def default(self, domain: Domain) -> Region:
+        return domain
+
+    def residual(self, view: View) -> Tensor:
+        """The integrand at the points, (N,)."""
+        what = f"The integrand of {self.name!r}"
+        return view.value(call(self.integrand, view.offered, what), what).expand(len(view.points))
+
+
+class Prior(Condition):
+    """A field that is found from data with noise is moderate and smooth.
+
+    The loss has ½·weight·mean ((k − mean)² + length²·|∇k|²) over the domain. Without a number the
+    weight begins at 1, and falls while the run goes on to what the noise in the data asks for,
+    which is estimated with it (`evidence`).
+
+    >>> Prior("k").name
+    'prior'
+    """
+
+    def __init__(self, field: str, mean: float = 0.0, length: float = 1.0, **options: Any) -> None:
+        super().__init__(**options)
+        usable = isinstance(field, str)
+        require(usable, "The field of a prior", field, 'Name a field: Prior("k")')
+        require(is_number(mean), "The mean of a prior", mean, "Use a number")
+        usable = is_number(length) and length > 0
+        require(usable, "The length of a prior", length, "Use a number > 0")
+        require(not self.balanced, "The weight of a prior", "balanced", "Use a number > 0 or None")
+        self.field, self.mean, self.length = field, mean, length
+        self.chosen = options.get("weight") is None
+
+    def default(self, domain: Domain) -> Region:
+        return domain
+
+    def residual(self, view: View) -> list[Tensor]:
+        k = view.field(self.field)
+        return [k.value - self.mean, self.length * k.grad]
 
 
 class Energy(Condition):

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from .._core.errors import PullbackError
-from ..maps import OperatorMap, Scheme
+from .._core.processes import Processes
+from ..maps import IntegralMap, OperatorMap, Scheme
 from ..maps.jets import Index, Jet, Unsupported
 from ..maps.jets import nested as nested_derivatives
 from ..optim import Energy, Squares, Term
@@ -105,6 +106,9 @@ def term(
         ]
         return _columns(condition, condition.residual(view(getters, params)), len(points))
 
+    if isinstance(condition, conditions.Integral):
+        values = OperatorMap(trial.apply_to, x, scheme, operator, torch.ones_like(q))
+        return Squares(IntegralMap(values, points.weights, condition.value, weight))
     return Squares(OperatorMap(trial.apply_to, x, scheme, operator, q))
 
 
@@ -256,8 +260,9 @@ def _view(
 def fingerprint(problem: Problem, condition: Condition, sites: Sites) -> list[Any]:
     """What tells one condition from another: derivatives, weight, and made-up residuals."""
     request, found = _dry_run(problem, condition, sites)
-    values = [f"{v:.9e}" for v in found.double().mean(0).tolist()]
+    values: list[Any] = [f"{v:.9e}" for v in found.detach().double().mean(0).tolist()]
     weight = "balanced" if condition.balanced else condition.weight
+    values += [condition.value] if isinstance(condition, conditions.Integral) else []
     return [sorted(map(list, request.indices)), request.laplacian, weight, *values]
 
 
@@ -266,6 +271,8 @@ def _dry_run(
     condition: Condition,
     sites: Sites,
     known: dict[int, Tensor] | None = None,
+    shift: Tensor | float = 0.0,
+    unknowns: Mapping[str, Tensor] | None = None,
 ) -> tuple[Request, Tensor]:
     """Evaluate once with made-up values, to see which derivatives are asked for.
 
@@ -273,7 +280,7 @@ def _dry_run(
     """
     request = Request()
     x = sites[0].x
-    made_up = torch.linspace(0.3, 0.7, len(x), dtype=x.dtype, device=x.device)
+    made_up = torch.linspace(0.3, 0.7, len(x), dtype=x.dtype, device=x.device) + shift
 
     def asked(index: Index | None) -> Tensor:
         if index is None:
@@ -283,7 +290,7 @@ def _dry_run(
         return made_up + 0.01 * (len(index) + 3 * sum(index))  # each derivative its own values
 
     channels = [dict.fromkeys(problem.fields, asked) for _ in sites]
-    unknowns = {n: x.new_tensor(v) for n, v in problem.unknowns.items()}
+    unknowns = unknowns or {n: x.new_tensor(v) for n, v in problem.unknowns.items()}
     view = _view(problem, sites, problem.columns(x), channels, unknowns, known)
     found = condition.residual(view)
     columns = _columns(condition, found, len(x))
@@ -293,7 +300,44 @@ def _dry_run(
             "its residual uses no field",
             f"Use {', '.join(problem.fields)} or a derivative of it in the residual",
         )
-    return request, columns.detach()
+    return request, columns
+
+
+def refuse_coupled(problem: Problem, condition: Condition, sites: Sites) -> int:
+    """What must vanish at a point may depend on the fields at that point alone.
+
+    Returns:
+        How many residuals there are at the points.
+    """
+    half = len(sites[0]) // 2
+    shift = torch.zeros_like(sites[0].x[:, 0])
+    shift[half:] = 0.1
+    one, two = (_dry_run(problem, condition, sites, shift=s)[1] for s in (0.0, shift))
+    if not torch.equal(one[:half].nan_to_num(), two[:half].nan_to_num()):
+        raise PullbackError(
+            f"The residual of {condition.name!r} at one point depends on other points",
+            "it takes a mean, sum or extremum over them",
+            "State what holds at a point, and means and integrals by Integral(lambda u: …, value)",
+        )
+    return one.shape[1] if condition.whole else one.numel()
+
+
+@torch.enable_grad()
+def refuse_unused(problem: Problem, sites: Mapping[str, Sites]) -> None:
+    """An unknown coefficient must be in some residual, or it would stay where it began."""
+    leaves = {n: torch.tensor(v).double().requires_grad_() for n, v in problem.unknowns.items()}
+    idle = set(leaves)
+    for c in problem.conditions:
+        found = _dry_run(problem, c, sites[c.name], unknowns=leaves)[1]
+        if leaves and found.requires_grad:
+            slopes = torch.autograd.grad(found.sum(), list(leaves.values()), allow_unused=True)
+            idle -= {n for n, g in zip(leaves, slopes, strict=True) if g is not None}
+    if idle:
+        raise PullbackError(
+            f"The unknown {min(idle)!r} is in no residual",
+            "it would keep its initial value",
+            f"Name it among an equation's arguments, lambda u, {min(idle)}: …, or leave it out",
+        )
 
 
 def _columns(condition: Condition, found: Any, n: int) -> Tensor:
@@ -324,7 +368,8 @@ def _columns(condition: Condition, found: Any, n: int) -> Tensor:
             raise PullbackError(
                 f"The residual of {condition.name!r} is not one number per point",
                 f"got {shape} for {n} points",
-                "Return values of shape (N,), or several of these in a tuple",
+                "Return values of shape (N,), or several of these in a tuple; one number for the "
+                "whole domain is what Integral(…) is for",
             )
     if not columns:
         raise PullbackError(
@@ -350,7 +395,10 @@ def draw(
             f"its coordinates are {region.names}, the domain's {domain.names}",
             "Use a boundary, face or part of the problem's domain",
         )
-    found = region.sample(n, sampler, seed=seed)
+    if isinstance(condition, conditions.Integral) and isinstance(region, Region):
+        found = region.quadrature(n)
+    else:
+        found = region.sample(n, sampler, seed=seed)
     sites = found if isinstance(found, tuple) else (found,)
     for points in sites:
         outside = ~domain.contains(points.x)
@@ -364,9 +412,18 @@ def draw(
     return sites
 
 
+def shared(condition: Condition, sites: Sites, processes: Processes) -> Sites:
+    """This process's points; those of a sum that is squared are all the first one's."""
+    if processes.alone:
+        return sites
+    if condition.whole:
+        return tuple(p.share(0 if processes.rank == 0 else len(p), 1) for p in sites)
+    return tuple(p.share(processes.rank, processes.size) for p in sites)
+
+
 def nested(terms: Sequence[Term]) -> str:
     """Why derivatives are not carried forward, where they are not."""
     for item in terms:
-        if isinstance(item.map, OperatorMap) and item.map.nested_because:
+        if isinstance(item.map, (OperatorMap, IntegralMap)) and item.map.nested_because:
             return item.map.nested_because
     return ""

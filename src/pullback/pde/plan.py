@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .._core.errors import PullbackError
-from .conditions import Condition, Energy, Equation
+from .conditions import Condition, Energy, Equation, Integral
 from .discretize import Sites, Trial, draw, term
 from .domains import PointSet
 from .domains.checks import check_count, check_seed
@@ -19,6 +19,7 @@ from .sampling import Points, Sampler
 
 _FEWEST, _MOST = 1000, 10_000
 _PER_PARAMETER = 4
+_QUADRATURE = {1: 2**8, 2: 2**10}  # points of an integral by dimension; 2¹² beyond
 
 
 @dataclass(frozen=True)
@@ -83,8 +84,9 @@ class Plan:
         self.refine = refine if isinstance(refine, Refine) else None
         #: whether points move where a run overfits them
         self.adaptive = refine == "auto" and resample is None
-        dim = problem.domain.dim
-        self.sampler = sampler or ("grid" if dim <= 2 and resample is None else "sobol")
+        # along characteristics and layers a grid sees the same few places again and again
+        still = problem.domain.dim <= 2 and not problem.evolves
+        self.sampler = sampler or ("grid" if still and resample is None else "sobol")
         if points is not None and not isinstance(points, Mapping):
             check_count(points, "points")
         if isinstance(points, Mapping):
@@ -105,6 +107,8 @@ class Plan:
         region = condition.region(self.problem.domain)
         if isinstance(region, PointSet):
             return len(region)
+        if isinstance(condition, Integral):
+            return _QUADRATURE.get(self.problem.domain.dim, 2**12)
         inside = isinstance(condition, (Equation, Energy))
         if isinstance(points, int):
             return points if inside else max(points // 4, 1)

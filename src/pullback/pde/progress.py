@@ -1,15 +1,18 @@
-"""How a solve is getting on: a bar on terminals and in notebooks, else a line now and then."""
+"""How a solve is getting on: a bar on terminals and in notebooks, else a line now and then.
+
+Without rich there are only lines.
+"""
 
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.progress import Progress
 
 _EVERY = 10.0  # seconds between two plain lines
@@ -30,7 +33,7 @@ class Line:
         whole = steps * seconds
         if whole >= _LONG:
             size = f", {entries * itemsize / 2**30:.2g} GiB for the Jacobian" if entries else ""
-            self.say(f"{steps} steps of {seconds:.2g} s: about {_spoken(whole)}{size}")
+            self.say(f"{steps} steps of {seconds:.2g} s: about {spoken(whole)}{size}")
 
 
 class Bar(Line):
@@ -50,20 +53,19 @@ class Bar(Line):
 class Log(Line):
     """A plain line every ten seconds."""
 
-    def __init__(self, console: Console, title: str, steps: int) -> None:
-        self._console, self._title, self._steps = console, title, steps
+    def __init__(self, file: IO[str], title: str, steps: int) -> None:
+        self._file, self._title, self._steps = file, title, steps
         self._start = self._last = time.monotonic()
 
     def __call__(self, step: int, **numbers: float) -> None:
         now = time.monotonic()
         if now - self._last >= _EVERY:
             self._last = now
-            spent = _spoken(now - self._start)
+            spent = spoken(now - self._start)
             self.say(f"step {step}/{self._steps}  {_written(numbers)}  after {spent}")
 
     def say(self, text: str) -> None:
-        line = f"{self._title}: {text}"
-        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+        print(f"{self._title}: {text}", file=self._file, flush=True)
 
 
 @contextmanager
@@ -72,12 +74,15 @@ def shown(title: str, steps: int, *, enabled: bool) -> Iterator[Line]:
     if not enabled:
         yield Line()
         return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
+    try:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+    except ModuleNotFoundError:
+        yield Log(sys.stderr, title, steps)
+        return
     console = Console(stderr=True)
     if not console.is_terminal and not console.is_jupyter:
-        yield Log(console, title, steps)
+        yield Log(sys.stderr, title, steps)
         return
     with Progress(
         TextColumn("{task.description}"),
@@ -95,12 +100,14 @@ def _written(numbers: dict[str, float]) -> str:
     return "  ".join(f"{n} {v:.1e}" for n, v in numbers.items() if not math.isnan(v))
 
 
-def _spoken(seconds: float) -> str:
+def spoken(seconds: float) -> str:
     """Return a duration in a unit that fits it.
 
-    >>> _spoken(40), _spoken(400), _spoken(10_000)
-    ('40 s', '7 min', '2.8 h')
+    >>> spoken(0.25), spoken(40), spoken(400), spoken(10_000)
+    ('0.25 s', '40 s', '7 min', '2.8 h')
     """
+    if seconds < 10:
+        return f"{seconds:.2g} s"
     if seconds < 100:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"

@@ -14,17 +14,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from .._core.errors import PullbackError
 from .._core.processes import Processes
 from ..optim import StepInfo
 from . import checkpoint as saved
-from .checks import precision, refuse_shape
+from .checks import precision, refuse_flat, refuse_shape
 from .collocation import Collocation
 from .discretize import Trial, coefficients
 from .history import History
 from .measure import Yardstick
-from .method import optimizer, stepped
+from .method import costs, optimizer, size, stepped
 from .plan import Plan
 from .problem import Problem
 from .progress import Line, shown
@@ -41,6 +42,8 @@ _DRIFT = 2.0  # of losses at fresh and own points beyond which points move
 _EARLY = 1e-8  # of the first loss, above which they do so; below it the end is near
 _LATE = 1e-12  # of the first loss, above which they do so where points are overfitted
 _KICK = 0.01  # of the parameters' size
+_FEW = 4  # dimensions up to which all second derivatives of a network are looked at
+_LEVEL = 10, 0.05  # steps, and the share of the loss, after which a prior is weighed anew
 _TRY = 40  # steps that a kick needs to pay
 _RESTART = 1e-3  # of their terms: residuals at which a run that is stuck starts anew
 
@@ -69,11 +72,10 @@ class Run:
         self._trial = Trial(network, problem.unknowns, like)
         refuse_shape(problem, network, like)
         self._device = like.device
-        size = sum(p.numel() for p in self._trial.parameters() if p.requires_grad)
         self._settings = settings
         plan = Plan(
             problem,
-            size,
+            size(self._trial),
             points=settings.points,
             sampler=settings.sampler,
             seed=settings.seed,
@@ -81,10 +83,12 @@ class Run:
             refine=settings.refine,
         )
         self._processes.adopt([*self._trial.parameters(), *self._trial.buffers()])
-        self.optimizer = optimizer(self._trial, settings, like.dtype, self._processes)
         self._points = Collocation(
             problem, self._trial, plan, like, settings.single, self._processes
         )
+        if problem.domain.dim <= _FEW:
+            refuse_flat(problem, network, self._points.sites)
+        self.optimizer = self._made(like.dtype)
         self._validation = Validation(
             problem,
             self._trial,
@@ -115,6 +119,11 @@ class Run:
         self._processes.same("what they solve", self._identity, "Call solve alike on all processes")
 
     @property
+    def first(self) -> bool:
+        """Whether this process warns and writes for all."""
+        return self._processes.rank == 0
+
+    @property
     def error(self) -> float:
         """The last measured error, NaN where no solution is known."""
         return self.history.error[-1] if self.history.error else float("nan")
@@ -140,6 +149,8 @@ class Run:
                 shown(self.problem.name, self._settings.steps, enabled=show) as line,
             ):
                 first = len(self.history)
+                if show and (text := costs(self._trial, self._settings, self._points.count)):
+                    line.say(text)
                 while not (stopped := self._finished()):
                     info = self._step()
                     line(len(self.history), loss=info.loss, fresh=self._fresh, error=self.error)
@@ -231,6 +242,10 @@ class Run:
             and history.spent - self.begun >= self._settings.budget
         ):
             return f"the budget of {self._settings.budget:g} s is spent"
+        if self._stagnation(*_LEVEL) and self._points.reweigh(len(history)):
+            # losses before and after do not compare
+            self._validation.weights, self._best, self._rejected = self._points.weights, None, 0
+            return ""
         wait = self._settings.patience
         if wait is not None and self._stagnation(max(1, wait // 2), self._slow) and self._revived():
             return ""
@@ -332,9 +347,13 @@ class Run:
         self._processes.adopt([*self._trial.parameters()])
         self._points.unsettle(number)
         dtype = next(self._trial.parameters()).dtype
-        self.optimizer = optimizer(self._trial, self._settings, dtype, self._processes)
+        self.optimizer = self._made(dtype)
         self._rejected = 0
         self.history.restarted.append(number)
+
+    def _made(self, dtype: torch.dtype) -> Optimizer:
+        count = self._points.count
+        return optimizer(self._trial, self._settings, dtype, self._processes, count)
 
     def _remember(self, fresh: float) -> None:
         if self._best is None or fresh < self._best["fresh"]:

@@ -43,6 +43,13 @@ def march(
             "every slab has a domain of its own",
             "Give its region as a function of the domain: on=lambda domain: domain.face(...)",
         )
+    whole = [c.name for c in problem.conditions if c.whole and c.on is None]
+    if whole:
+        raise PullbackError(
+            f"The condition {whole[0]!r} is an integral over all time",
+            "every slab has a domain of its own",
+            "Give on=lambda domain: domain.final, so that it holds at the end of every slab",
+        )
     _refuse_repeated(problem, domain)
     edges = torch.linspace(*domain.time, count + 1, dtype=torch.float64)
     networks: list[nn.Module] = []
@@ -69,13 +76,11 @@ def march(
         reason = solved.verdict.reason
         early = reason.startswith("the budget") and checkpoint is not None
         if i + 1 < count and (early or reason.startswith("a callback")):
-            warnings.warn(
-                f"{problem.name} is solved up to t = {float(edges[i + 1]):.4g} alone, and "
-                "extrapolated beyond. Call again to go on from the checkpoint"
-                if early
-                else f"{problem.name} is solved up to t = {float(edges[i + 1]):.4g} alone",
-                stacklevel=3,
-            )
+            said = f"{problem.name} is solved up to t = {float(edges[i + 1]):.4g} alone"
+            if early:
+                said += ", and extrapolated beyond. Call again to go on from the checkpoint"
+            if run.first:
+                warnings.warn(said, stacklevel=3)
             edges = torch.cat([edges[: i + 1], edges[-1:]])
             break
     assert solved is not None

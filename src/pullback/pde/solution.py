@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .._core.errors import PullbackError
+from .._core.extras import extra
 from ..maps import Scheme
 from . import checkpoint
 from .check import Check, estimate
@@ -147,7 +148,8 @@ class Solution:
 
     def plot(self, path: str | Path | None = None) -> Any:
         """Solution, error, convergence and spectrum; written to `path` where it is given."""
-        from .plots import draw  # matplotlib is slow to import
+        with extra("plots"):
+            from .plots import draw  # matplotlib is slow to import
 
         return draw(self, path)
 

@@ -58,7 +58,8 @@ def solve(
         network: (N, d) ↦ (N, fields); its dtype is the precision of the solve.
         steps: at most this many.
         points: of the equations (others get a quarter), or by condition name.
-        sampler: "grid", "gauss", "sobol", "lhs", "uniform"; a grid up to two dimensions by default.
+        sampler: "grid", "gauss", "sobol", "lhs", "uniform"; by default a grid in up to two
+            dimensions of space, and Sobol points beyond or where there is time.
         seed: of the points.
         resample: draw all points anew every so many steps.
         refine: a schedule that moves points to where the residual is large. By default that

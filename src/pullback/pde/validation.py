@@ -11,8 +11,18 @@ from torch import Tensor
 from .._core.processes import Processes
 from ..maps import Scheme
 from ..maps.jets import Index
-from .conditions import Condition, Data, Energy
-from .discretize import Fields, Local, Sites, Trial, coefficients, derivatives, draw, term
+from .conditions import Condition, Data, Energy, Integral, Prior
+from .discretize import (
+    Fields,
+    Local,
+    Sites,
+    Trial,
+    coefficients,
+    derivatives,
+    draw,
+    shared,
+    term,
+)
 from .domains import PointSet
 from .problem import Problem
 
@@ -69,6 +79,9 @@ class Validation:
         self._processes = processes or Processes()
         self._problem, self._trial, self._seed = problem, trial, seed
         self._counts = {n: min(max(count, _FEWEST), _MOST) for n, count in counts.items()}
+        # a quadrature has no seed: one with twice the points is another
+        integrals = [c.name for c in problem.conditions if isinstance(c, Integral)]
+        self._counts |= {n: 2 * counts[n] for n in integrals}
         self.weights = dict(weights)
 
     def points(self, condition: Condition, number: int, count: int | None = None) -> Sites:
@@ -98,8 +111,7 @@ class Validation:
             for c in self._problem.conditions:
                 sites = self.points(c, number)
                 total, weight = sites[0].weights.sum(), self.weights[c.name]
-                if not processes.alone:
-                    sites = tuple(p.share(processes.rank, processes.size) for p in sites)
+                sites = shared(c, sites, processes)
                 if len(sites[0]):
                     item = term(self._problem, c, self._trial, sites, weight, total)
                     own += float(item.loss(item.map(params)))
@@ -107,15 +119,20 @@ class Validation:
         return float(processes.sum([found])[0])
 
     def residuals(self, number: int = 0) -> dict[str, Residual]:
-        """Every condition that should vanish, by name; an energy should not."""
+        """Every condition that should vanish, by name; an energy and a prior should not."""
         unknowns = coefficients({n: p.detach() for n, p in self._trial.named_parameters()})
         found = {
             c.name: Local(self._problem, c, self.points(c, number), unknowns)
             for c in self._problem.conditions
-            if not isinstance(c, Energy)
+            if not isinstance(c, (Energy, Prior))
         }
         sizes = self._sizes({index for x in found.values() for _, _, index in x.keys})
-        return {name: _judged(x, x.fields(self._trial), sizes) for name, x in found.items()}
+        judged = {name: _judged(x, x.fields(self._trial), sizes) for name, x in found.items()}
+        for c in self._problem.conditions:
+            if isinstance(c, Integral):
+                local, points = found[c.name], self.points(c, number)[0]
+                judged[c.name] = _totaled(local, local.fields(self._trial), points.weights, c.value)
+        return judged
 
     def relative(self, number: int = 0) -> float:
         """The largest relative residual; measurements have noise, and are left out."""
@@ -152,6 +169,14 @@ class Validation:
                 (n, index): float(v) for n, v in zip(self._problem.fields, floored, strict=True)
             }
         return out
+
+
+def _totaled(local: Local, c: Fields, q: Tensor, value: float) -> Residual:
+    """∫f − value, beside ∫|f| and the value."""
+    f = local(c)
+    off = abs(float((q @ f).sum()) - value)
+    size = float((q @ f.abs()).sum().square() + value**2) ** 0.5
+    return Residual(off, off, size, local.affine(c))
 
 
 def _judged(local: Local, c: Fields, sizes: Mapping[tuple[str, Index | None], float]) -> Residual:

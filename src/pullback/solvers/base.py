@@ -75,7 +75,7 @@ def delicate(damping: float, top: Tensor, dtype: torch.dtype) -> bool:
 class Solver(ABC):
     """How G⁺g is found."""
 
-    #: what the solver works from best: "rows", "small" or "products"
+    #: what the solver works from best: "rows", "panels", "small" or "products"
     prefers: str = "small"
     #: whether x is linear in the right-hand side, so that parts of it may be solved for apart
     linear: bool = True

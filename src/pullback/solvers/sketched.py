@@ -63,13 +63,17 @@ class ColumnSketch:
 
 
 def dct(x: Tensor) -> Tensor:
-    """The orthonormal cosine transform (type II) along the last axis, by one FFT."""
+    """The orthonormal cosine transform (type II) along the last axis, by one real FFT.
+
+    Frequency n − k is −Im of what frequency k is Re of.
+    """
     n = x.shape[-1]
     reordered = torch.cat([x[..., ::2], x[..., 1::2].flip(-1)], -1)
-    k = torch.arange(n, dtype=x.dtype, device=x.device)
-    phase = torch.polar(torch.ones_like(k), -torch.pi * k / (2 * n))
-    out = (torch.fft.fft(reordered) * phase).real * (2 / n) ** 0.5
-    return torch.cat([out[..., :1] / 2**0.5, out[..., 1:]], -1)
+    k = torch.arange(n // 2 + 1, dtype=x.dtype, device=x.device)
+    size = torch.full_like(k, (2 / n) ** 0.5)
+    size[0] = (1 / n) ** 0.5
+    waves = torch.fft.rfft(reordered) * torch.polar(size, -torch.pi * k / (2 * n))
+    return torch.cat([waves.real, -waves.imag[..., 1 : n - n // 2].flip(-1)], -1)
 
 
 def idct(x: Tensor) -> Tensor:
@@ -110,13 +114,14 @@ class Sketched(Solver):
         rows: how many combined rows; None keeps all.
         columns: dimension of the random subspace of parameters; None keeps all.
         damping: absolute, or `Relative(c)`.
+        rcond, double: as for `PseudoInverse`, for the sketched matrix.
         refine: conjugate-gradient steps on the unsketched system, preconditioned by the
             sketch (which then wants all columns); 0 leaves the sketched answer.
         seed: of the random sketches. A sketch follows from the seed and its own number, which is
             that of the step, so that nothing random is saved.
     """
 
-    prefers = "rows"
+    prefers = "panels"
 
     def __init__(
         self,
@@ -126,6 +131,8 @@ class Sketched(Solver):
         damping: Damping = 0.0,
         refine: int = 0,
         seed: int = 0,
+        rcond: float | None = None,
+        double: bool = False,
     ) -> None:
         for name, value in (("rows", rows), ("columns", columns)):
             if value is not None and value < 1:
@@ -140,6 +147,7 @@ class Sketched(Solver):
             )
         self.rows, self.columns, self.damping, self.refine = rows, columns, damping, refine
         self.seed, self._draw = seed, 0
+        self._inner = PseudoInverse(rcond, double=double)
 
     def init(self, gram: Gram) -> Compressed:
         if not isinstance(gram, FactoredGram):
@@ -148,16 +156,16 @@ class Sketched(Solver):
                 f"this Gram holds {gram.structure.holds} only",
                 'Use gram="rows", "kernel" or "matrix_free"',
             )
-        a = gram.rows()
         row = column = None
         generator = self._next_generator()
-        if self.rows is not None and self.rows < a.shape[0]:
-            row = RowSketch.draw(a.shape[0], self.rows, a, generator)
-            a = row(a)
-        if self.columns is not None and self.columns < a.shape[1]:
-            column = ColumnSketch.draw(a.shape[1], self.columns, a, generator)
-            a = column.compress(a)
-        return Compressed(gram, PseudoInverse().init(Rows(a)), row, column)
+        like = torch.empty(0, dtype=gram.dtype, device=gram.device)
+        if self.rows is not None and self.rows < gram.count:
+            row = RowSketch.draw(gram.count, self.rows, like, generator)
+        if self.columns is not None and self.columns < gram.size:
+            column = ColumnSketch.draw(gram.size, self.columns, like, generator)
+        a = gram.rows() if column is None else gram.compressed(column.compress)
+        a = a if row is None else row(a)
+        return Compressed(gram, self._inner.init(Rows(a)), row, column)
 
     def path(self, state: Compressed, rhs: Tensor, whitened: Tensor | None = None) -> Path:
         g = rhs if state.columns is None else state.columns.compress(rhs)
@@ -165,7 +173,7 @@ class Sketched(Solver):
         if r is not None and state.rows is not None:
             r = state.rows(r)
             g = state.lift(r)  # the sketched problem has a gradient of its own
-        inner = PseudoInverse().path(state.spectrum, g, r)
+        inner = self._inner.path(state.spectrum, g, r)
         columns = state.columns
         if columns is None:
             return inner

@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from .._core.capture import plain
 from .._core.errors import PullbackError
+from .._core.processes import find_processes
 from ..optim.checks import own_group, refuse_model, refuse_sharded, refuse_sparse
 from ..steps.memory import shared_numbers
 from .descent.directions import GRADIENTS, direction
@@ -75,6 +77,8 @@ class SliceSGD(Optimizer):
         captured: how many steps are recorded in one CUDA graph, if any are: a multiple of `every`,
             with sweeps=None for units of twice that, as layers take turns. Without it, recording
             steps that differ is refused.
+        processes: the group of processes that train together, where the model is wrapped later or
+            gradients are averaged by hand; by default that of the model's wrapper.
     """
 
     def __init__(
@@ -91,8 +95,10 @@ class SliceSGD(Optimizer):
         every: int = 1,
         sweeps: int | None = None,
         captured: int | None = None,
+        processes: ProcessGroup | None = None,
     ) -> None:
         refuse_model(model, "SliceSGD")
+        find_processes(model, processes, "SliceSGD", "processes")
         refuse_sharded(model, "a unit's incoming and outgoing weights are scaled together")
         _one_of("group", group, ("neuron", "layer"))
         _one_of("gradient", gradient, GRADIENTS)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pullback.experiments.commands import report
+from pullback_experiments.commands import report
 
 from ..small import Small
 from .browser import Browser, Page

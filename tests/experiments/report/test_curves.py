@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pullback.experiments import registry
-from pullback.experiments.commands.report import charts, curves
-from pullback.experiments.framework import store
-from pullback.experiments.framework.curves import Chart, Line, Series, averages, over_seeds
+from pullback_experiments import registry
+from pullback_experiments.commands.report import charts
+from pullback_experiments.framework import store
+from pullback_experiments.framework.curves import Chart, Line, Series, averages, over_seeds
 
 WITH_CURVES = (
     "bai-2024-projection", "bai-2024-slices-figure2", "bai-2024-slices-figure2-quick",
@@ -96,7 +96,7 @@ def test_more_series_than_colors_are_dashed() -> None:
 @pytest.mark.parametrize("name", WITH_CURVES)
 def test_committed_records_have_curves(name: str, records: Path) -> None:
     path = records / f"{name}.json"
-    found = curves.curves(path, store.read(path))
+    found = charts.curves(path, store.read(path))
     assert found.note == ""
     assert found.charts
     for chart in found.charts:
@@ -108,7 +108,7 @@ def test_committed_records_have_curves(name: str, records: Path) -> None:
 
 def test_error_against_time_and_steps(records: Path) -> None:
     path = records / "yin-2024-deep.json"
-    for chart in curves.curves(path, store.read(path)).charts:
+    for chart in charts.curves(path, store.read(path)).charts:
         assert chart.axes() == {"steps": "steps", "seconds": "CPU seconds"}
         assert all(set(s.lines) == {"steps", "seconds"} for s in chart.shown())
 
@@ -119,7 +119,7 @@ def test_curves_that_cannot_be_drawn_say_why(records: Path, tmp_path: Path) -> N
 
     def note(**changes: object) -> str:
         path.write_text(json.dumps({**state, **changes}))
-        return curves.curves(path, store.read(path)).note
+        return charts.curves(path, store.read(path)).note
 
     assert note() == ""
     assert "layers differ" in note(config={**state["config"], "layers": [1]})
@@ -134,7 +134,7 @@ def test_curves_that_cannot_be_drawn_say_why(records: Path, tmp_path: Path) -> N
 def test_arrays_that_are_gone_are_missed_and_named(records: Path, tmp_path: Path) -> None:
     shutil.copy(records / "kerekes-2022-figure6.json", tmp_path)
     path = tmp_path / "kerekes-2022-figure6.json"
-    assert "No such file" in curves.curves(path, store.read(path)).note
+    assert "No such file" in charts.curves(path, store.read(path)).note
 
 
 def test_all_names_are_known_to_the_registry() -> None:

@@ -11,8 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from pullback import PullbackError
-from pullback.experiments.cli import app
-from pullback.experiments.commands import report
+from pullback.cli.app import app
+from pullback_experiments.commands import report
 
 from ..small import Small, slow
 

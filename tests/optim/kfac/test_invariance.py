@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import pullback as pb
-from pullback.experiments.kfac_invariance.nets import EXHIBITS, NETS, Pair, Side
 from pullback.geometry.charts.affine import drawn
 from pullback.optim.kfac import Adaptive, Exact, Invariant
+from pullback_experiments.kfac_invariance.nets import EXHIBITS, NETS, Pair, Side
 
 from ..common import closure_of, flat, refused
 from .common import DOUBLE, vector

@@ -624,3 +624,17 @@ def test_affine_inputs_turn_a_polar_factor_and_no_more() -> None:
         far.append(float((moves[0] @ turn - moves[1]).norm() / moves[1].norm()))
     assert far[0] < 0.05  # polar factors are not exact
     assert far[1] > 0.2
+
+
+def test_inputs_of_a_convolution_are_measured_on_enough_samples() -> None:
+    """Of 64 images with 1024 places each, 4 give 4096."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 3, 3, padding=1), nn.Flatten(), nn.Linear(3 * 1024, 2))
+    x = torch.randn(64, 2, 32, 32)
+    opt = pb.KFAC(model, rule="spectral")
+    model(x).square().sum().backward()
+    opt.step()
+    patches = F.unfold(x[::16], 3, padding=1).mT.reshape(-1, 18)
+    (key,) = [key for key in opt.average() if key.names == ("0.weight",)]
+    (found,) = [t for f, t in opt.average()[key].items() if f.side == "right"]
+    torch.testing.assert_close(found[0], patches.T @ patches / len(patches))

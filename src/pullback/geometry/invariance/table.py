@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-import io
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..._core import plots
 from ..._core.errors import PullbackError
 from .verdict import Measure, Verdict
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from matplotlib.figure import Figure
+
+_FILL = {
+    Verdict.EXACT: "#9FD8C4",
+    Verdict.FIRST_ORDER: "#BBDDF3",
+    Verdict.NOT: "#F6C9AE",
+    Verdict.UNDECIDED: "#EEEEEE",
+}
+_LEAST, _MOST = 1e-17, 1e3  # mismatches that a figure shows
 
 
 @dataclass(frozen=True)
@@ -126,46 +134,73 @@ class Audit:
 
     def plot(self, path: str | Path) -> Path:
         """Write the figure: verdicts of several optimizers, or one optimizer's curves."""
-        from .figure import figure
+        path = Path(path)
+        figure = grid(self.cells()) if len(self.optimizers) > 1 else curves(self)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path)
+        return path
 
-        return figure(self, path)
-
-    def __rich__(self) -> Table:
-        return matrix(self) if len(self.optimizers) > 1 else details(self)
+    def cells(self) -> dict[tuple[str, str], tuple[Verdict, str] | None]:
+        """Verdict and mismatch by optimizer and transformation; None where it was left out."""
+        rows = {(r.optimizer, r.transformation): r for r in self.rows}
+        keys = [(o, t) for o in self.optimizers for t in self.transformations]
+        told = {key: (r.verdict, shown(r.batch.direction.mismatch)) for key, r in rows.items()}
+        return {key: told.get(key) for key in keys}
 
     def __str__(self) -> str:
-        from rich.console import Console
-
-        console = Console(file=io.StringIO(), width=160, color_system=None, legacy_windows=False)
-        console.print(self.__rich__())
+        several = len(self.optimizers) > 1
+        lines = [matrix(self) if several else details(self)]
         for s in self.skipped:
-            name = f"{s.optimizer}, {s.transformation}" if len(self.optimizers) > 1 else None
-            console.print(f"left out: {name or s.transformation}: {s.reason}", highlight=False)
-        return console.file.getvalue().rstrip()  # pyright: ignore[reportAttributeAccessIssue]
+            name = f"{s.optimizer}, {s.transformation}" if several else s.transformation
+            lines.append(f"left out: {name}: {s.reason}")
+        return "\n".join(lines)
 
 
-def details(audit: Audit) -> Table:
+def grid(found: Mapping[tuple[str, str], tuple[Verdict, str] | None]) -> Figure:
+    """One cell per optimizer and transformation: the verdict, and the mismatch at η → 0."""
+    cells = {k: v and (_FILL[v[0]], str(v[0]), v[1]) for k, v in found.items()}
+    return plots.grid(cells, "verdict on the model, and the update's relative mismatch as η → 0")
+
+
+def curves(audit: Audit) -> Figure:
+    """m(η) per transformation, dotted the round-off that the worst of them has."""
+    figure = plots.new(7.0, 4.4, dpi=130)
+    axes = figure.subplots()
+    for number, row in enumerate(audit.rows):
+        color, m = plots.PALETTE[number % len(plots.PALETTE)], row.batch
+        name = f"{row.transformation}: {row.verdict}"
+        values = [min(max(s.mismatch, _LEAST), _MOST) for s in m.steps]
+        axes.plot(m.sizes, values, "o-", color=color, lw=1.7, ms=4, label=name)
+    if audit.rows:
+        sizes = audit.rows[0].batch.sizes
+        off = [max(r.batch.steps[i].roundoff for r in audit.rows) for i in range(len(sizes))]
+        axes.plot(sizes, off, ":", color=plots.INK, lw=1, label="round-off")
+        axes.legend(frameon=False, fontsize=8)
+    plots.dress(axes)
+    what, of = "relative mismatch of the update", ", ".join(audit.optimizers)
+    plots.label(axes, "step size, in units of the lr", what, of)
+    return figure
+
+
+def details(audit: Audit) -> str:
     """One optimizer: where it is invariant, the mismatch at small steps and after finite ones."""
     steps = max((len(r.batch.finite) for r in audit.rows), default=0)
-    table = _titled(f"Audit of {', '.join(audit.optimizers)}")
-    table.add_column("transformation")
-    titles = ["on the batch", "order", "η → 0", "one step", f"{steps} steps"]
-    titles += ["on probes", "on parameters"]
-    for title in titles:
-        table.add_column(title, justify="left" if title.startswith("on ") else "right")
-    for r in audit.rows:
-        order = r.batch.order
-        table.add_row(
+    columns = ["transformation", "on the batch", "order", "η → 0", "one step", f"{steps} steps"]
+    columns += ["on probes", "on parameters"]
+    rows = [
+        [
             r.transformation,
             str(r.batch.verdict),
-            "–" if order is None else f"{order:.1f}",
+            "–" if r.batch.order is None else f"{r.batch.order:.1f}",
             shown(r.batch.direction.mismatch),
             shown(r.batch.steps[0].mismatch),
             _last(r.batch),
             "–" if r.probes is None else str(r.probes.verdict),
             str(r.parameters.verdict),
-        )
-    return table
+        ]
+        for r in audit.rows
+    ]
+    return _set(f"Audit of {', '.join(audit.optimizers)}", columns, rows)
 
 
 def _last(m: Measure) -> str:
@@ -176,26 +211,26 @@ def _last(m: Measure) -> str:
     return text if m.decides(m.finite[-1]) else f"({text})"
 
 
-def matrix(audit: Audit) -> Table:
-    """Several optimizers: the verdict on the batch and the mismatch as η → 0."""
-    table = _titled("Invariance of the update on the model")
-    table.add_column("optimizer")
-    for name in audit.transformations:
-        table.add_column(name)
-    rows = {(r.optimizer, r.transformation): r for r in audit.rows}
-    for optimizer in audit.optimizers:
-        found: Sequence[Row | None] = [rows.get((optimizer, t)) for t in audit.transformations]
-        cells = [
-            "–" if r is None else f"{r.verdict}\n{shown(r.batch.direction.mismatch)}" for r in found
-        ]
-        table.add_row(optimizer, *cells)
-    return table
+def matrix(audit: Audit) -> str:
+    """Several optimizers: the verdict on the batch, and below it the mismatch as η → 0."""
+    cells, rows = audit.cells(), []
+    for o in audit.optimizers:
+        found = [cells[o, t] for t in audit.transformations]
+        rows.append([o, *("–" if c is None else str(c[0]) for c in found)])
+        rows.append(["", *("" if c is None else c[1] for c in found)])
+    columns = ["optimizer", *audit.transformations]
+    return _set("Invariance of the update on the model", columns, rows)
 
 
-def _titled(title: str) -> Table:
-    from rich.table import Table
-
-    return Table(title=title, title_justify="left")
+def _set(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table as text, flush left."""
+    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
+    rule = ["─" * width for width in widths]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in (columns, rule, *rows)
+    ]
+    return "\n".join([title, *lines])
 
 
 def shown(value: float) -> str:

@@ -28,6 +28,7 @@ from ..._core.space import compute_dtype
 from .layout import Layout
 
 _LARGE = 2048  # features from which on a symmetric product is formed by halves
+_ROUND_OFF = 10  # in units of the last place
 _TOGETHER = 2**26  # bytes of inputs that are copied to be multiplied at once
 
 
@@ -74,7 +75,8 @@ class Moments:
 
 
 def counted(delta: Tensor, keep: Tensor, axis: int = -1) -> Tensor:
-    """Which places count, the shape of δ without `axis`, its features: kept, or with δ ≠ 0.
+    """Which places count, the shape of δ without `axis`, its features: kept, or with δ ≠ 0
+    beyond round-off.
 
     `keep` says which places of the model's output the loss counts, (N, *places). A layer whose
     places begin like these keeps the same. Elsewhere they are others (an encoder's beside those of
@@ -83,13 +85,21 @@ def counted(delta: Tensor, keep: Tensor, axis: int = -1) -> Tensor:
     none but places of its own sample. Where no axis is as long as the samples' (rows that an expert
     was given), δ alone tells, unless there is none at all.
     """
-    reached = delta.any(axis)
+    reached = _reached(delta, axis)
     if (found := _placed(keep, reached)) is not None:
         return reached | found
     if (agree := _agree(keep.shape, reached.shape)) is not None:
         whole = keep.movedim(agree[0], 0).flatten(1).all(1)
         reached = reached | whole.view([-1 if i == agree[1] else 1 for i in range(reached.ndim)])
     return reached | ~reached.any()
+
+
+def _reached(delta: Tensor, axis: int) -> Tensor:
+    """Where δ is not zero but for round-off: a first query, say, has but one key to choose."""
+    if not delta.numel() or delta.dtype == torch.bool:
+        return delta.any(axis)
+    length = torch.linalg.vector_norm(delta, torch.inf, axis)
+    return length > _ROUND_OFF * torch.finfo(compute_dtype(delta.dtype)).eps * length.amax()
 
 
 def _placed(keep: Tensor, reached: Tensor) -> Tensor | None:

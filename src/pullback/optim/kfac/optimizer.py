@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from ..._core.capture import Selector, plain
 from ..._core.errors import PullbackError
 from ..._core.flags import Verdict, finite
-from ..._core.processes import Traffic, find_processes, group_of, unwrapped
+from ..._core.processes import Traffic, find_processes, group_of, refuse_untold, unwrapped
 from ..._core.shards import Shards, local, reshard
 from ...grams.kronecker import Kronecker
 from ...grams.kronecker.packed import Side, memory
@@ -57,7 +57,14 @@ from .statistics.capture import StatisticsCapture, averaged, averaged_parts
 from .statistics.coupling import refuse_options
 from .statistics.covectors import Recipe
 from .statistics.plan import Forecast, forecast
-from .statistics.sync import join_layouts, join_partners, layouts_of, sum_pool, sum_sides
+from .statistics.sync import (
+    join_layouts,
+    join_partners,
+    layouts_of,
+    shared_sides,
+    sum_pool,
+    sum_sides,
+)
 from .update import (
     AdamShare,
     Share,
@@ -237,9 +244,11 @@ class KFAC(Optimizer):
                 "all processes measure in the eigenbases",
                 "Leave workers out, so that all of them hold these",
             )
-        # averages are linear: where nobody reads them between inversions, processes hold shares
+        # averages are linear: between inversions processes may hold shares of them
         lazy = not (self._processes.alone or ekfac or self.damping.referenced or self._controlled)
-        self._lazy, self._shared = lazy and self.kl_clip is None, False
+        # but a framework that wraps the model later may let one of them save alone
+        self._lazy = lazy and group is None
+        self._shared = False
         self._closed, self._warned = False, False
         self._info, self._skipped = KFACInfo(), False
         self._growth: list[Any] = []  # the first loss of a closure, and steps far above it
@@ -436,15 +445,22 @@ class KFAC(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Param groups, and under each parameter momentum, averages, inverses and schedule.
 
-        Where processes hold shares of it (`workers` fewer than all, or no `kl_clip`), all of them
-        call this together.
+        Where processes hold parts of it (`workers` fewer than all, or statistics since the last
+        inversion), all of them call this together.
         """
         self._settle()
-        self._whole()
         own = self._held.preconditioner
         spread = not self._placement.across.alone
-        if spread:
-            self._placement.collect(own)
+        try:
+            self._whole()
+            if spread:
+                self._placement.collect(own)
+        except RuntimeError as error:
+            raise PullbackError(
+                "state_dict() did not hear from all processes",
+                "each of them holds a part of the state, and one did not call it, or is lost",
+                "Call state_dict() on all processes together; one of them may write it",
+            ) from error
         self._held.take_memory()
         self._publish()
         out = super().state_dict()
@@ -523,6 +539,8 @@ class KFAC(Optimizer):
         """
         options.refuse_inference()
         options.check_rates(self.param_groups)
+        if self._processes.group is None:
+            refuse_untold("KFAC", "it was built before they met")
         told, wanted = self._capture.due, self._capture.wanted
         self._settle()
         rule = self._rule if self._rule.matrices else None
@@ -627,18 +645,17 @@ class KFAC(Optimizer):
         good = finite(list(gradients.values()), squares=True) if squares else None
         directions, stacks = self._directions(gradients, good)
         shares, good = self._shares(directions), finite(stacks) if good is None else good
-        if self.kl_clip is not None:
-            clip_shares(shares, self.kl_clip, self.squared_length)
-        broken = (~good).float()
-        move(shares, broken)
-        adam = self._adam_shares(gradients, directions)
-        adam_move(adam, self._held.schedule["step"] + 1, broken)
-        learned = good
-        if found:
+        learned, broken = good, (~good).float()
+        if found:  # before the clip, which is by the averages as they are now
             new = [memory(t) for own in found.values() for t in own.values()]
             learned = good & self._everywhere(finite(new))
             self._split()
             self._held.update(found, self.ema, (~learned).float())
+        if self.kl_clip is not None:
+            clip_shares(shares, self.kl_clip, self.squared_length)
+        move(shares, broken)
+        adam = self._adam_shares(gradients, directions)
+        adam_move(adam, self._held.schedule["step"] + 1, broken)
         self._skipped = False
         self._finish(bool(found), owing, Outcome(damping=self._held.schedule["damping"]))
         self._verdict = Verdict(torch.stack([good, learned]), bool(found))
@@ -751,7 +768,8 @@ class KFAC(Optimizer):
             structure.partners = join_partners([own for _, own in every])
         pool.calls = max(pool.calls, 1)
         if whole:
-            sum_pool(pool, layouts, self._by_name, processes, not self._lazy)
+            shared = {key: self._shared_sides(key, own.sides) for key, own in layouts.items()}
+            sum_pool(pool, layouts, self._by_name, processes, shared)
         else:
             pool.sums, pool.samples = {}, torch.nan
 
@@ -759,21 +777,36 @@ class KFAC(Optimizer):
         """Whether the flag is true on all processes, of what only their sum makes the same."""
         return self._processes.agree(flag) if self._lazy else flag
 
+    def _shared_sides(
+        self, key: BlockKey, shapes: Mapping[Factor, Sequence[int]]
+    ) -> frozenset[str]:
+        """The sides of a block of which processes hold shares between inversions."""
+        if not self._lazy:
+            return frozenset()
+        return shared_sides(key, shapes, read=self.kl_clip is not None)
+
+    def _averages_in_shares(self) -> list[Side]:
+        """The sides of which processes hold shares, in an order that all have."""
+        out = []
+        for key in sorted(self._held.learned, key=lambda key: key.names):
+            value = self._held.averages[key].value
+            some = self._shared_sides(key, {f: t.shape for f, t in value.items()})
+            out += [value[f] for f in sorted(value) if f.side in some]
+        return out
+
     def _split(self) -> None:
         """Let averages be shares, whose sum over all processes is the average."""
         if self._lazy and not self._shared:
             self._shared = True
-            if self._processes.rank:
-                averages = self._held.averages.values()
-                torch._foreach_zero_([memory(t) for a in averages for t in a.value.values()])
+            held = [memory(side) for side in self._averages_in_shares()]
+            if self._processes.rank and held:
+                torch._foreach_zero_(held)
 
     def _whole(self) -> None:
         """Make averages whole, where they are shares; all processes call it."""
         if not self._shared:
             return
-        held = self._held
-        keys = sorted(held.learned, key=lambda key: key.names)
-        sides = [held.averages[k].value[f] for k in keys for f in sorted(held.averages[k].value)]
+        sides = self._averages_in_shares()
         totals = sum_sides(sides, self._processes, [True] * len(sides))
         for side, total in zip(sides, totals, strict=True):
             memory(side).copy_(memory(total))
@@ -897,14 +930,16 @@ class KFAC(Optimizer):
             params: list[Any] = [p for p in group["params"] if self._names[id(p)] in rest]
             if params:
                 names = [self._names[id(p)] for p in params]
-                given = [self._shards.cut(n, gradients[n]) for n in names]
-                first, second = (
-                    [local(self._buffer(p, part)) for p in params] for part in _BUFFERS[1:]
-                )
-                own = [local(p) for p in params]
+                given = [gradients[n] for n in names]
+                first, second = ([self._buffer(p, part) for p in params] for part in _BUFFERS[1:])
+                if self._shards:
+                    given = list(map(self._shards.cut, names, given))
+                    params, first, second = (
+                        list(map(local, some)) for some in (params, first, second)
+                    )
                 lr = group["lr"] if group["rule"] else self._rule.rest * group["lr"]
                 betas, decay = group["betas"], float(group["weight_decay"])
-                shares.append(AdamShare(own, given, first, second, lr, betas, decay))
+                shares.append(AdamShare(params, given, first, second, lr, betas, decay))
         return shares
 
     def _show_bases(self) -> None:
@@ -915,19 +950,21 @@ class KFAC(Optimizer):
             self._capture.structure.bases = bases
 
     def _shares(self, directions: Mapping[str, Tensor]) -> list[Share]:
-        shares = []
+        shares, names_of = [], self._names
         for group in self.param_groups:
-            params: list[Any] = [p for p in group["params"] if self._names[id(p)] in directions]
+            params: list[Any] = [p for p in group["params"] if names_of[id(p)] in directions]
             if params:
-                names = [self._names[id(p)] for p in params]
+                names = [names_of[id(p)] for p in params]
                 momentum, lr = float(group.get("momentum", 0.0)), group["lr"]
                 buffered = momentum or self.quadratic is not None
-                buffers = [local(self._buffer(p)) for p in params] if buffered else []
+                buffers = [self._buffer(p) for p in params] if buffered else []
                 if isinstance(lr, Tensor) and not lr.is_cuda:
                     lr = float(lr)
-                params = [local(p) for p in params]
-                cut = [self._shards.cut(n, directions[n]) for n in names]
-                own = [like_parameter(d, p) for d, p in zip(cut, params, strict=True)]
+                given = [directions[n] for n in names]
+                if self._shards:
+                    params, buffers = list(map(local, params)), list(map(local, buffers))
+                    given = list(map(self._shards.cut, names, given))
+                own = list(map(like_parameter, given, params))
                 decay = float(group["weight_decay"])
                 shares.append(Share(names, params, own, buffers, lr, momentum, decay))
         return shares
@@ -952,8 +989,10 @@ class KFAC(Optimizer):
         return replace(outcome, step_size=factors[0], momentum=factors[1])
 
     def squared_length(self, move: Mapping[str, Tensor]) -> Tensor:
-        """xᵀF̂x for a move x by parameter name, with F̂ as it is averaged now."""
-        self._whole()
+        """xᵀF̂x for a move x by parameter name, with F̂ as it is averaged now.
+
+        All processes call it; each adds what its shares of the averages give.
+        """
         if self._shards:  # of which each process moves a piece
             move = self._shards.gather(move, self._shapes, "moves")
         held, total = self._held, []
@@ -964,11 +1003,21 @@ class KFAC(Optimizer):
             some = [move[n] if n in move else torch.zeros_like(self._like[n]) for n in key.names]
             shape = block_shape(key, average.value)
             v = to_block(key, [t.to(average.mass.dtype) for t in some], shape)
-            block = held.preconditioner.block(key, average)
+            shapes = {f: t.shape for f, t in average.value.items()}
+            shared = self._shared_sides(key, shapes) if self._shared else None
+            first = self._processes.rank == 0
+            if shared == frozenset() and not first:  # held by all, and added by one
+                total.append(v.new_zeros(()))
+                continue
+            corner = float(first or shared is None or "mean" not in shared)
+            block = held.preconditioner.block(key, average, corner)
             total.append((v * block.matvec(v)).sum())
         if not total:  # no statistics yet
             return next(iter(move.values())).new_zeros(())
-        return torch.stack([t.to(total[0]) for t in total]).sum().clamp(min=0)
+        found = torch.stack([t.to(total[0]) for t in total]).sum()
+        if self._shared:
+            found = self._processes.sum([found], "lengths")[0]
+        return found.clamp(min=0)
 
     def _finish(self, taken: bool, owing: bool, outcome: Outcome) -> None:
         """Count the step and report it; what was seen belonged to the old parameters."""

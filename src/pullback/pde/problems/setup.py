@@ -81,7 +81,9 @@ SETUPS: dict[str, Callable[[], Setup]] = {
         points=_points(8000, 30_000), steps=150,
         solver=Cholesky(), step=LevenbergMarquardt(1e-2), gram="dense", memory=2**35,
     ),
-    "heat1d": lambda: _made(Heat(1), 2, 20, 20, 1, points=_points(2000, 300, 300), steps=400),
+    "heat1d": lambda: _made(
+        Heat(1), 2, 20, 20, 1, points=_points(2000, 300, 300), sampler="grid", steps=400
+    ),
     "heat4d": lambda: _made(
         Heat(4, boundary_weight=100), 5, 64, 1, points=_points(6000, 2000, 1000), steps=400
     ),
@@ -113,8 +115,12 @@ SETUPS: dict[str, Callable[[], Setup]] = {
             "sampler": "sobol", "slabs": 4, "steps": 220, "patience": 30,
         },
     ),
-    "wave": lambda: _made(Wave(hard=True), 2, 40, 40, 1, points=4900, steps=600),
-    "convection": lambda: _made(Convection(hard=True), 3, 30, 30, 1, points=4900, steps=600),
+    "wave": lambda: _made(
+        Wave(hard=True), 2, 40, 40, 1, points=4900, sampler="grid", steps=600
+    ),
+    "convection": lambda: _made(
+        Convection(hard=True), 3, 30, 30, 1, points=4900, sampler="grid", steps=600
+    ),
     "helmholtz": lambda: _made(Helmholtz(hard=True), 2, 30, 30, 1, points=3600, steps=400),
     "kovasznay": lambda: _made(
         Kovasznay(), 2, 30, 30, 3, steps=400,

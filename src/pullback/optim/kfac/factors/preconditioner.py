@@ -351,10 +351,13 @@ class Preconditioner:
             assert scale is not None
             scale.copy_(_reciprocal(self.spectra[key].corrected()[SPECTRUM], value))
 
-    def block(self, key: BlockKey, average: Average) -> Block:
-        """Return the Gram of a block without damping, with corrected eigenvalues if known."""
+    def block(self, key: BlockKey, average: Average, corner: float = 1.0) -> Block:
+        """Return the Gram of a block without damping, with corrected eigenvalues if known.
+
+        `corner` is the second moment of the bias's input: 1, or this process's share of it.
+        """
         if not self._corrects(key):
-            return block_of(key, average.corrected())
+            return block_of(key, average.corrected(), corner)
         held = self.inverses[key]
         left, right = (None if t is None else t.clone() for t in (held.left, held.right))
         return Rotated(left, right, self.spectra[key].corrected()[SPECTRUM])
@@ -451,9 +454,10 @@ class _Group:
         given = [[self._gradient(n, gradients) for n in names] for names in self._roles]
         if self._units:
             found = rule.directions(self._stack, [torch.stack([torch.cat(g) for g in given])], good)
-            flat = found[0].flatten().split([self._like[n].numel() for n in chain(*self._roles)])
-            pairs = zip(chain(*self._roles), flat, strict=True)
-            return {n: part.view(self._like[n].shape) for n, part in pairs}, found
+            like = [(n, self._like[n]) for n in chain(*self._roles)]
+            flat = found[0].flatten().split([p.numel() for _, p in like])
+            parts = zip(like, flat, strict=True)
+            return {n: t if p.ndim == 1 else t.view(p.shape) for (n, p), t in parts}, found
         widths = [(self._rows, self._columns), (self._rows,)]
         if self._turned:
             widths[0] = (self._columns, self._rows)

@@ -61,17 +61,12 @@ class Spectral(Rule):
     def directions(
         self, prepared: Inverse, given: Sequence[Tensor], good: Tensor | None = None
     ) -> list[Tensor]:
-        (g,), right = given, prepared.right
+        (g,) = given
         first, second = prepared.first, prepared.second
         assert first is not None
         assert second is not None
-        assert right is not None
         advance(first, g, 1 - self.momentum, good)
-        x = torch.lerp(g, first, self.momentum)
-        if sides.is_diagonal(right):
-            x = x * right[:, None]
-        else:
-            x = torch.bmm(to_half(x, right)[0], right)
+        x = self.whitened(torch.lerp(g, first, self.momentum), prepared)
         count, rows, columns = x.shape
         parts = 3 if rows == 3 * columns else 1
         u = polar(x.reshape(count * parts, rows // parts, columns)).view(x.shape)
@@ -81,3 +76,11 @@ class Spectral(Rule):
         size = (lengths * scale).square().sum(1, keepdim=True).sqrt()
         scale *= _RMS * sqrt(rows * columns) / size.clamp(min=_LEAST)
         return [u * scale]
+
+    def whitened(self, m: Tensor, prepared: Inverse) -> Tensor:
+        """Return M (C + λ tr(C)/n)^(-½)."""
+        right = prepared.right
+        assert right is not None
+        if sides.is_diagonal(right):
+            return m * right[:, None]
+        return torch.bmm(to_half(m, right)[0], right)

@@ -109,7 +109,8 @@ class StatisticsCapture:
     ) -> None:
         self.model, self.recipe, self._counter = model, recipe, counter
         self._several, self._gather = several, whole
-        #: whether `DistributedDataParallel` made the last call, and averages the gradients
+        #: whether `DistributedDataParallel` made the last call that can give gradients, and
+        #: averages these
         self.wrapped = False
         self.pool, self.structure = Pool(), Structure(recipe)
         self.choose(name for name, _ in plain(model).named_parameters())
@@ -181,7 +182,8 @@ class StatisticsCapture:
 
     def begin_call(self, args: Any, kwargs: Any, compiled: bool) -> Any:
         """Record the layers of a forward pass, if it can give statistics."""
-        self.wrapped = active_wrapper() is not None
+        if torch.is_grad_enabled():
+            self.wrapped = active_wrapper() is not None
         if not self.wanted:
             return None
         stack = contextlib.ExitStack()

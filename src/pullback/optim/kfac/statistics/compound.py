@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -32,12 +32,17 @@ class CompoundReplays:
 
     def __init__(self, way: Descent, cotangents: Sequence[Tensor | None]) -> None:
         self._way = way
-        self._found: list[tuple[CompoundCall, list[Tensor | None], Maps]] = []
+        self._calls: list[tuple[CompoundCall, list[Tensor | None]]] = []
         pieces = iter(cotangents)
         for call in way.record.compounds if way.coupling is None else ():
             ends = [None if e is None else next(pieces) for e in call.edges]
             if any(d is not None for d in ends):
-                self._found.append((call, ends, _replay(call, ends)))
+                self._calls.append((call, ends))
+
+    def _replayed(self) -> Iterator[tuple[CompoundCall, Maps]]:
+        """Every layer with its maps; those of one are gone when the next is replayed."""
+        for call, ends in self._calls:
+            yield call, _replay(call, ends)
 
     def _names(self, tap: Tap) -> dict[str, str | None]:
         name = self._way.record.name
@@ -46,29 +51,32 @@ class CompoundReplays:
     @property
     def uses(self) -> list[LayerUse]:
         """The maps, as a plan of blocks sees them."""
-        taps = [tap for *_, maps in self._found for tap, _ in maps]
-        return [LayerUse(self._names(tap), "kronecker", True, tap.form) for tap in taps]
+        return [
+            LayerUse(self._names(tap), "kronecker", True, tap.form)
+            for _, maps in self._replayed()
+            for tap, _ in maps
+        ]
 
     @property
     def remarks(self) -> dict[str, str]:
         """What `coverage` says of parameters whose layer did not do what its replay does."""
         out = {}
-        for call, _, maps in self._found:
+        for call, _ in self._calls:
             text = f"{type(call.module).__name__}, replayed without {call.note}"
-            names = [n for tap, _ in maps for n in self._names(tap).values()]
+            names = [self._way.record.name(p) for p in call.module.parameters()]
             out |= {n: text for n in names if n is not None and call.note}
         return out
 
     def prove(self, proof: Proof) -> None:
         """Add what the maps give to the proof; layers with dropout are proven by themselves."""
-        random = [(call, ends) for call, ends, _ in self._found if call.note]
+        random = [(call, ends) for call, ends in self._calls if call.note]
         own: dict[str, Tensor] = {}
         for call, ends in random:
             accumulate(own, self._alone(call, ends))
         parts, leaves = [(call.edges, call.below) for call, _ in random], self._way.leaves
         others = reached_outside(self._way.root, parts) if own else set()
         proof.add_alone(own, {n for n in own if get_gradient_edge(leaves[n]).node in others})
-        for *_, maps in self._found:
+        for _, maps in self._replayed():
             # what cancels inside a layer, before q and k where there is one key, leaves round-off
             largest = torch.stack([norm(delta) for _, delta in maps]).amax()
             for tap, delta in maps:
@@ -90,7 +98,7 @@ class CompoundReplays:
         keep, sharing = self._way.keep, self._way.sharing
         if keep is not None:  # which places of the output count, in its layout
             keep = keep.movedim(min(sharing.batch_dim, keep.ndim - 1), 0)
-        for call, _, maps in self._found:
+        for call, maps in self._replayed():
             for tap, delta in maps:
                 if not any(tap.places):
                     continue

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -26,7 +27,8 @@ from .sums import Pool, factors_of
 from .user_pass import AllSums, UserPass, alike, passes, tells
 
 _ROUTES = 256  # ways through a network that are remembered
-_PLACES = 4096  # at which a linear layer's inputs are measured where they alone are
+_PLACES = 4096  # at which a layer's inputs are measured where they alone are
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 @dataclass(frozen=True)
@@ -246,12 +248,20 @@ class Structure:
 
 
 def _some_places(entry: Entry) -> Tensor:
-    """Return the inputs of a linear layer at enough places: a root needs no more."""
-    x = entry.input
-    if type(entry.module) is not nn.Linear or not x.numel():
+    """Return the inputs at enough places: a root needs no more.
+
+    Of a linear layer single places, of a convolution whole samples.
+    """
+    x, module = entry.input, entry.module
+    if type(module) is nn.Linear and x.numel():
+        x = x.reshape(-1, x.shape[-1])
+        places, columns = len(x), x.shape[-1]
+    elif isinstance(module, _CONVOLUTIONS) and x.numel() and x.ndim == module.weight.ndim:
+        places = prod(entry.shape) // module.out_channels
+        columns = module.weight[0].numel()
+    else:
         return x
-    rows = x.reshape(-1, x.shape[-1])
-    return rows[:: max(1, len(rows) // max(_PLACES, 2 * x.shape[-1]))]
+    return x[:: min(len(x), max(1, places // max(_PLACES, 2 * columns)))]
 
 
 def _norms(gradients: Mapping[str, Tensor | None]) -> Sequence[Tensor]:

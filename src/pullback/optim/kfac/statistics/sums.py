@@ -69,12 +69,18 @@ class Pool:
     samples: Tensor | float = 0.0
     calls: int = 0
     missed: str = MISSED[0]
-    #: of what is known without measuring: 1, or what this process adds to the sum over all
+    #: the sides of each block of which this process has a share, and the others have the rest
+    shared: Mapping[BlockKey, frozenset[str]] = field(default_factory=dict)
+    #: what it adds there of what is known without measuring: all on one process, 0 on the others
     share: float = 1.0
 
     def of(self, key: BlockKey) -> Sums:
         """Return a block's sums, empty ones at first."""
         return self.sums.setdefault(key, Sums())
+
+    def share_of(self, key: BlockKey, side: str) -> float:
+        """Return how much of what is known without measuring this process adds to a side."""
+        return self.share if side in self.shared.get(key, ()) else 1.0
 
     def add(self, sums: Mapping[BlockKey, Sums], samples: Tensor | float) -> None:
         """Add the sums of one forward pass."""
@@ -102,11 +108,12 @@ def means(pool: Pool, scale: Tensor | float) -> dict[BlockKey, dict[Factor, Side
             values.setdefault((t.device, t.dtype), []).append(t)
         if BIAS[1] in own:
             ones = memory(own[BIAS[1]]).new_ones(own[BIAS[1]].shape[0], 1)
-            own[BIAS[0]] = ones * pool.share
+            own[BIAS[0]] = ones * pool.share_of(key, BIAS[0].side)
         roles = {factor.role for factor in held.values}
         for factor, m in held.inputs.items():
             if factor.role in roles:
-                for side, t in _sums(m, key.joint, pool.share).items():
+                share = pool.share_of(key, factor.side)
+                for side, t in _sums(m, key.joint, share).items():
                     own[Factor(factor.role, side or factor.side)] = t
                     if isinstance(m.places, Tensor):  # one per group, perhaps
                         _divide(memory(t), m.places.view(-1, *[1] * (len(t.shape) - 1)))

@@ -32,6 +32,13 @@ class Layout:
     values: tuple[tuple[Factor, tuple[int, ...]], ...]
     dtype: torch.dtype
 
+    @property
+    def sides(self) -> dict[Factor, tuple[int, ...]]:
+        """The shapes of Σaaᵀ and of Σδδᵀ."""
+        roles = {f.role for f, _ in self.values}
+        inputs = {f: shapes[0] for f, shapes in self.inputs if f.role in roles}
+        return inputs | dict(self.values)
+
     @classmethod
     def of(cls, sums: Sums) -> Layout:
         """Return the shapes of these sums."""
@@ -114,12 +121,34 @@ def join_partners(every: Sequence[Partners]) -> dict[str, tuple[str, ...]]:
     return {name: names for partners in reversed(every) for name, names in partners.items()}
 
 
-def sum_pool(
-    pool: Pool, layouts: Layouts, params: Mapping[str, Tensor], processes: Processes, whole: bool
-) -> None:
-    """Replace counts by their sums over all processes and, if `whole`, the sums as well.
+def shared_sides(
+    key: BlockKey, shapes: Mapping[Factor, Sequence[int]], *, read: bool
+) -> frozenset[str]:
+    """Return the sides of a block of which every process may hold a share between inversions.
 
-    Otherwise every process keeps its share of the sums, over the counts of all.
+    Averages are linear, so that shares can be averaged and added up later. If xᵀF̂x is `read` in
+    between, it must be linear in what is shared: the longer of both sides, and neither of them
+    where a parameter has several roles.
+    """
+    if not read or not key.kronecker:
+        return frozenset({"left", "right", "mean"})
+    if len({factor.role for factor in shapes}) > 1:
+        return frozenset()
+    lengths = {f.side: shape[-1] for f, shape in shapes.items() if len(shape) == 3}
+    longer = lengths.get("right", 0) > lengths.get("left", 0)
+    return frozenset({"right", "mean"} if longer else {"left"})
+
+
+def sum_pool(
+    pool: Pool,
+    layouts: Layouts,
+    params: Mapping[str, Tensor],
+    processes: Processes,
+    shared: Mapping[BlockKey, frozenset[str]],
+) -> None:
+    """Replace counts by their sums over all processes, and the sums of sides that are not `shared`.
+
+    Of these every process keeps its share, over the counts of all.
     """
     device = next(iter(params.values())).device
     for key, layout in layouts.items():
@@ -133,11 +162,13 @@ def sum_pool(
     for (inputs, f), count in zip(every, counts[1:], strict=True):
         m = inputs[f]
         inputs[f] = Moments(m.second, m.first, count.to(m.first))
-    if not whole:
-        pool.share = float(processes.rank == 0)
-        return
+    pool.shared, pool.share = shared, float(processes.rank == 0)
+    blocks = [(own, shared[key]) for key, own in pool.sums.items()]
+    every = [
+        (own.inputs, f) for own, kept in blocks for f in sorted(own.inputs) if f.side not in kept
+    ]
     homes: list[tuple[dict[Any, Any], Any]] = [
-        (own.values, f) for own in pool.sums.values() for f in sorted(own.values)
+        (own.values, f) for own, kept in blocks for f in sorted(own.values) if f.side not in kept
     ]
     sides = [values[f] for values, f in homes] + [inputs[f].second for inputs, f in every]
     firsts = [inputs[f].first for inputs, f in every]

@@ -25,7 +25,7 @@ AllSums = Mapping[BlockKey, Sums]
 
 _ENGINE: Any = torch.autograd.Variable._execution_engine
 _HALF = (torch.float16, torch.bfloat16)
-_WAITING = 2**26  # entries of inputs that are held until their moments are formed together
+_WAITING = 2**25  # entries of inputs that are held until their moments are formed together
 
 
 class UserPass:

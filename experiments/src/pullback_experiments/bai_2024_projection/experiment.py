@@ -1,0 +1,187 @@
+"""The three items, and the laws of the projection view as checks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pullback.kernels import gradient_norm
+
+from ..framework.check import Check, Claim, recorded
+from ..framework.curves import Chart
+from ..framework.experiment import Context, Experiment, Item
+from ..framework.records import Record
+from ..framework.store import Results
+from ..framework.tabular import Table
+from . import moves
+from .figures import charts
+from .moves import METHODS, Scene
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+ORDERS = (0.0, 0.5, 1.0, 2.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Projection(Experiment):
+    """A wide network, whose tangent space holds every move of its data, and a narrow one.
+
+    Attributes:
+        wide, narrow: hidden units and data.
+        resolutions: points of the circle on which norms of ∇ℓ are computed.
+        held: which claims held in the full runs.
+    """
+
+    wide: tuple[int, int] = (40, 7)
+    narrow: tuple[int, int] = (2, 41)
+    resolutions: Sequence[int] = tuple(2**k for k in range(6, 17))
+    held: Sequence[bool] = (True,) * 9
+    seeds: Sequence[int] = tuple(range(5))
+
+    def config(self, quick: bool) -> dict[str, Any]:
+        return {
+            "wide": list(self.wide),
+            "narrow": list(self.narrow),
+            "scale": moves.SCALE,
+            "sizes": list(moves.SIZES),
+            "resolutions": list(self.resolutions),
+            "orders": list(ORDERS),
+        }
+
+    def items(self, quick: bool) -> list[Item]:
+        return [
+            Item(("resolution",), self._resolution, once=True),
+            Item(("wide",), partial(self._moves, self.wide)),
+            Item(("narrow",), partial(self._moves, self.narrow)),
+        ]
+
+    def _moves(self, shape: tuple[int, int], context: Context) -> Record:
+        scene = Scene.of(*shape, context.device)
+        x, grid = scene.x[:, 0], scene.grid[:, 0]
+        with torch.no_grad():
+            f = scene.net(scene.grid)[:, 0]
+        return {
+            "x": x,
+            "y": moves.target(x),
+            "grid": grid,
+            "target": moves.target(grid),
+            "f": f,
+            "residual": scene.residuals[:, 0],
+            "gradient": scene.gradient(scene.grid)[:, 0],
+            "laws": moves.projections(scene),
+            "moves": {method: moves.compared(scene, method) for method in METHODS},
+        }
+
+    def _resolution(self, context: Context) -> Record:
+        """‖∇ℓ‖ in H^s of a loss on three points of a circle of length 16."""
+        at = torch.tensor([2.0, 5.0, 6.0], dtype=torch.float64, device=context.device)
+        c = torch.tensor([1.0, -0.7, 0.4], dtype=torch.float64, device=context.device)
+        norms = {
+            f"{s:g}": [
+                float(gradient_norm(at, c, n, order=s, length=16.0)) for n in self.resolutions
+            ]
+            for s in ORDERS
+        }
+        return {"resolution": list(self.resolutions), "norms": norms}
+
+    def judge(self, results: Results) -> list[Check]:
+        return judged(results, self.held)
+
+    def curves(self, results: Results) -> list[Chart]:
+        return charts(results)
+
+    def tables(self, results: Results) -> list[Table]:
+        rows = []
+        for name in ("wide", "narrow"):
+            records = results.of(name)
+            for method in METHODS:
+                found = [r["moves"][method] for r in records]
+                worst = max(f["error"][2] / f["size"][2] for f in found)
+                orders = [slope(f["size"], f["error"]) for f in found]
+                rows.append([name, method, worst, f"{min(orders):.2f} to {max(orders):.2f}"])
+        columns = ["network", "step", "error at |Δf| = 0.1, relative", "order in η"]
+        title = f"Predicted against actual moves at held-out points, {len(results.seeds)} seeds"
+        return [Table(columns, rows, title, text=2)]
+
+    def draw(self, results: Results) -> dict[str, Figure]:
+        from .figures import draw  # matplotlib is slow to import
+
+        return {"": draw(results)}
+
+
+SMALL = 0.1  # largest |Δf| up to which the order is fitted
+
+
+def slope(x: Sequence[float], y: Sequence[float], most: float = SMALL) -> float:
+    """The exponent a of y ∝ xᵃ, fitted where x ≤ most.
+
+    >>> round(slope([0.1, 0.01], [3e-2, 3e-4]), 9)
+    2.0
+    """
+    pairs = [
+        (math.log(a), math.log(max(b, 1e-300))) for a, b in zip(x, y, strict=True) if a <= most
+    ]
+    u, v = (sum(p[i] for p in pairs) / len(pairs) for i in (0, 1))
+    return sum((a - u) * (b - v) for a, b in pairs) / sum((a - u) ** 2 for a, _ in pairs)
+
+
+def judged(results: Results, held: Sequence[bool]) -> list[Check]:
+    """All of them; the order of the error is what we add."""
+    both = [r for name in ("wide", "narrow") for r in results.of(name)]
+    claims = [
+        _at_most(both, "forms", 1e-8, "the three forms of P∇ℓ agree at points without data"),
+        _at_most(both, "P twice", 1e-8, "P² = P"),
+        _least(both, "S twice", 0.1, "S² ≠ S: the standard gradient is no projection"),
+        _at_most(both, "orthogonal", 1e-7, "∇ℓ − P∇ℓ is orthogonal to the tangent space"),
+        _at_most(
+            results.of("wide"), "smoothed", 1e-6, "wide: a Sobolev step moves the data by −ηK∇ℓ"
+        ),
+        _order(both),
+        *_resolution(results),
+    ]
+    return recorded(claims, held, ours={5})
+
+
+def _at_most(records: Sequence[dict], law: str, most: float, claim: str) -> Claim:
+    worst = max(r["laws"][law] for r in records)
+    return claim, worst <= most, f"{worst:.0e}, relative, at most"
+
+
+def _least(records: Sequence[dict], law: str, least: float, claim: str) -> Claim:
+    smallest = min(r["laws"][law] for r in records)
+    return claim, smallest >= least, f"they differ by {smallest:.2g}, relative, at least"
+
+
+def _order(records: Sequence[dict]) -> Claim:
+    found = [slope(r["moves"][m]["size"], r["moves"][m]["error"]) for r in records for m in METHODS]
+    claim = "the move is predicted up to an error ∝ η²"
+    holds = all(abs(a - 2) <= 0.15 for a in found)
+    return claim, holds, f"exponents {min(found):.3f} to {max(found):.3f}"
+
+
+def _resolution(results: Results) -> list[Claim]:
+    record = results.once("resolution")
+    n, norms = record["resolution"], record["norms"]
+    growth = slope(n, norms["0"], math.inf)
+    border = norms["0.5"][-1] / norms["0.5"][len(n) // 2]
+    change = {s: abs(norms[s][-1] / norms[s][-2] - 1) for s in ("1", "2")}
+    return [
+        ("in L² ‖∇ℓ‖ grows as √n without end", abs(growth - 0.5) < 0.01, f"as n^{growth:.3f}"),
+        (
+            "for s = 1/2, half the dimension, it still grows",
+            border > 1.1,
+            f"by a factor {border:.2f} from n = {n[len(n) // 2]} to {n[-1]}",
+        ),
+        (
+            "for s = 1 and s = 2 it converges",
+            max(change.values()) < 1e-3,
+            f"the last doubling changes it by {change['1']:.0e} and {change['2']:.0e}",
+        ),
+    ]

@@ -1,0 +1,145 @@
+"""What the paper says of Figure 2, and what theory says of it, as yes or no."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from statistics import fmean, median, stdev
+
+from ..bai_2024_sobolev.curves import counted, epochs, reached
+from ..framework.check import Check, Claim, recorded
+from ..framework.curves import quantiles
+from ..framework.records import Record
+from ..framework.tabular import Table
+from .methods import ADAM, FIRST, POLAR, SECOND, SGD, SLICED, START, UNITS
+
+SIMILAR = 0.01  # of accuracies
+CHEAP = 1.05
+LAST = 5  # epochs that the end is made of: single ones have spikes
+
+#: the records of every method, one per seed
+Found = Mapping[str, Sequence[Record]]
+
+
+#: which of them speak of seconds
+TIMED = (1, 2)
+
+
+def claims(found: Found, law: Record, level: float, held: Sequence[bool]) -> list[Check]:
+    """The paper's three; then what of them the start explains, and what the others do."""
+    return recorded(
+        [
+            _fewer(found, FIRST, SGD, level),
+            _sooner(found, FIRST, SGD, level),
+            _cheap(found, FIRST),
+            _similar(found, SECOND, FIRST),
+            _by_start(found, level),
+            _law(law),
+            _fewer(found, SECOND, FIRST, level),
+            _above(found, UNITS, FIRST),
+            _above(found, POLAR, FIRST),
+            _above(found, SLICED, ADAM),
+        ],
+        held,
+        ours=range(4, 10),
+    )
+
+
+def seconds_per_epoch(records: Sequence[Record]) -> float:
+    """The median over epochs but the first, the least over seeds."""
+    each = ([b - a for a, b in pairwise(r["seconds"])] for r in records)
+    return min(median(spent[1:] or spent or [0.0]) for spent in each)
+
+
+def seconds(records: Sequence[Record], level: float) -> float:
+    """Until a test accuracy is reached, the median over seeds."""
+    timed = [{**r, "epoch": r["seconds"]} for r in records]
+    return quantiles([reached(r, "test accuracy", level) for r in timed])[1]
+
+
+def final(records: Sequence[Record]) -> tuple[float, float]:
+    """Mean and deviation over seeds of the median of the last epochs; a lost run has chance."""
+    ends = [median(r["test accuracy"][-LAST:]) if _finite(r) else 0.1 for r in records]
+    return fmean(ends), stdev(ends) if len(ends) > 1 else 0.0
+
+
+def _finite(record: Record) -> bool:
+    return math.isfinite(record["train loss"][-1])
+
+
+def _sooner(found: Found, one: str, two: str, level: float) -> Claim:
+    a, b = seconds(found[one], level), seconds(found[two], level)
+    claim = f"{one} needs less time than {two} to a test accuracy of {level:g}"
+    return claim, a < b, f"{_timed(a)} and {_timed(b)}"
+
+
+def _cheap(found: Found, name: str) -> Claim:
+    ratio = seconds_per_epoch(found[name]) / seconds_per_epoch(found[SGD])
+    claim = f"an epoch of {name} takes at most {CHEAP:g} times as long as one of SGD"
+    return claim, ratio <= CHEAP, f"{ratio:.2f} times"
+
+
+def _similar(found: Found, one: str, two: str) -> Claim:
+    a, b = final(found[one])[0], final(found[two])[0]
+    claim = f"{one} ends like {two}, within a point of test accuracy"
+    return claim, abs(a - b) <= SIMILAR, f"{a:.4f} and {b:.4f}"
+
+
+def _above(found: Found, one: str, two: str) -> Claim:
+    count = min(len(found[one]), len(found[two]))  # the same seeds
+    a, b = final(found[one][:count])[0], final(found[two][:count])[0]
+    claim = f"{one} ends at least a point of test accuracy above {two}"
+    return claim, a >= b + SIMILAR, f"{a:.4f} and {b:.4f}"
+
+
+def _by_start(found: Found, level: float) -> Claim:
+    """Whether the control is nearer to approach I than to SGD, or ahead of both."""
+    plain, start, first = (epochs(found[m], "test accuracy", level) for m in (SGD, START, FIRST))
+    claim = "the start explains it: SGD that begins on the slice and never returns to it gains at "
+    claim += "least half of what approach I gains"
+    holds = first < plain and start <= 0.5 * (first + plain) and math.isfinite(start)
+    return claim, holds, f"{counted(plain)}, {counted(start)} and {counted(first)} epochs"
+
+
+def _law(law: Record) -> Claim:
+    holds = law["one step"] <= 1e-10 and 1.8 <= law["slope"] <= 2.2
+    ends = ", ".join(f"{v:.0e}" for v in law["two steps"])
+    claim = "from the slice a step of approach I changes the function as SGD's does, and two steps "
+    claim += "up to lr², relative"
+    numbers = f"{law['one step']:.0e}; then {ends} with slope {law['slope']:.2f}"
+    return claim, holds, numbers
+
+
+def _fewer(found: Found, one: str, two: str, level: float) -> Claim:
+    a, b = (epochs(found[m], "test accuracy", level) for m in (one, two))
+    claim = f"{one} needs at most nine tenths of the epochs of {two} to an accuracy of {level:g}"
+    return claim, math.isfinite(a) and a <= 0.9 * b, f"{counted(a)} and {counted(b)} epochs"
+
+
+def _timed(value: float) -> str:
+    return f"{value:.3g} s" if math.isfinite(value) else "never"
+
+
+def table(found: Found, level: float) -> Table:
+    """Ends, levels and costs of every method."""
+    base = seconds_per_epoch(found[SGD])
+    rows = []
+    for name, runs in found.items():
+        mean, deviation = final(runs)
+        best = fmean(max(r["test accuracy"]) for r in runs)
+        rows.append(
+            [
+                name,
+                f"{runs[0]['rate']:g}",
+                f"{mean:.4f} ± {deviation:.4f}",
+                f"{best:.4f}",
+                counted(epochs(runs, "test accuracy", level)),
+                _timed(seconds(runs, level)),
+                f"{seconds_per_epoch(runs) / base:.2f}",
+                f"{sum(not _finite(r) for r in runs)}/{len(runs)}",
+            ]
+        )
+    columns = ["method", "lr", "test accuracy", "best", f"epochs to {level:g}", "time to it"]
+    columns += ["epoch / SGD's", "lost of seeds"]
+    return Table(columns, rows, "Over the seeds of each method")

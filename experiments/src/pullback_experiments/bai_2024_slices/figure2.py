@@ -1,0 +1,253 @@
+"""The seven-layer network of the paper: slice SGD beside SGD, over epochs and seconds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from statistics import median
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+import torch.nn.functional as F
+
+from ..framework import plots
+from ..framework.check import Check
+from ..framework.curves import Chart, Series, Style, averages
+from ..framework.experiment import Context, Experiment, Item
+from ..framework.records import Record
+from ..framework.store import Results
+from ..framework.tabular import Table
+from ..learning.data import DataSet, generated
+from ..learning.training import fit, tensor_cores
+from .checks import TIMED, claims, table
+from .law import RATES, law
+from .methods import ADAM, FIRST, METHODS, POLAR, SECOND, SGD, SLICED, START, UNITS, SliceMethod
+from .networks import DIGITS_WIDTHS, PAPER_WIDTHS, load, mlp
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+PAPER = "Bai, Rosenberg and Xu (2024), Generalized Tangent Kernel"
+_SEARCH_SEED = 100
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure2(Experiment):
+    """CIFAR-10 and the paper's network; the quick version is a narrow one on digits.
+
+    Methods with rates to choose from are tried on a seed of their own, with a tenth of the
+    training images held out, by the best accuracy on these. Seconds of the full version are steps
+    times what one step takes where nothing else runs: runs may share a GPU.
+
+    Attributes:
+        held, quick_held: which claims held in the full and in the quick runs.
+        widths, epochs, batch, lr: of the full version.
+        searched: epochs of a trial.
+        quick_epochs: of the quick version.
+    """
+
+    held: Sequence[bool]
+    quick_held: Sequence[bool]
+    widths: Sequence[int] = PAPER_WIDTHS
+    epochs: int = 200
+    batch: int = 128
+    lr: float = 0.01
+    searched: int = 15
+    quick_epochs: int = 24
+    paper: str = PAPER
+    seeds: Sequence[int] = tuple(range(5))
+    quick_seeds: Sequence[int] = (0, 1, 2)
+
+    def config(self, quick: bool) -> dict[str, Any]:
+        return {
+            "dataset": "digits" if quick else "cifar10",
+            "widths": list(DIGITS_WIDTHS if quick else self.widths),
+            "epochs": self.quick_epochs if quick else self.epochs,
+            "batch": 32 if quick else self.batch,
+            "lr": 0.1 if quick else self.lr,
+            "level": 0.9 if quick else 0.5,
+            "searched": 0 if quick else self.searched,
+            "law": list(RATES),
+            "precision": "float32, on CUDA with TF32 products and captured steps",
+            "methods": {m.name: m.described() for m in METHODS},
+        }
+
+    def smoke(self) -> Self:
+        return replace(self, judged=False, quick_epochs=1, quick_seeds=(0,))
+
+    def ready(self, quick: bool) -> None:
+        load(self.config(quick)["dataset"])
+
+    def items(self, quick: bool) -> list[Item]:
+        out = [Item(("law",), law, once=True)]
+        for m in METHODS:
+            for rate in () if quick else m.rates:
+                work = partial(self._tried, m, rate)
+                out.append(Item(_trial(m, rate), work, once=True, resumable=True))
+            if not quick:
+                out.append(Item(("cost", m.name), partial(self._cost, m), once=True))
+            seeds = None if quick else m.seeds
+            out.append(Item((m.name,), partial(self._chosen, m), resumable=True, seeds=seeds))
+        return out
+
+    def _cost(self, method: SliceMethod, context: Context) -> Record:
+        """Seconds of a step on noise: the median over epochs of a hundred."""
+        config = self.config(context.quick)
+        noise = generated((config["widths"][0],), config["widths"][-1], 100 * config["batch"])
+        record = self._train(method, 1e-5, noise.to(context.device), 8, context)
+        each = [t - s for s, t in pairwise(record["seconds"])]
+        return {"seconds of a step": median(each[1:]) / 100}
+
+    def _tried(self, method: SliceMethod, rate: float, context: Context) -> Record:
+        torch.manual_seed(_SEARCH_SEED)
+        config = self.config(context.quick)
+        kept = _held_out(load(config["dataset"], str(context.device)))
+        context = replace(context, seed=_SEARCH_SEED)
+        record = self._train(method, rate, kept, self.searched, context)
+        return {"rate": rate, "score": max(record["test accuracy"])}
+
+    def _chosen(self, method: SliceMethod, context: Context) -> Record:
+        config = self.config(context.quick)
+        rate = config["lr"]
+        if context.quick:
+            rate = method.quick or rate
+        elif method.rates:
+            tried = [context.done.once(*_trial(method, r)) for r in method.rates]
+            rate = max(tried, key=lambda t: t["score"])["rate"]
+        images = load(config["dataset"], str(context.device))
+        return {"rate": rate, **self._train(method, rate, images, config["epochs"], context)}
+
+    def _train(
+        self, method: SliceMethod, rate: float, images: DataSet, epochs: int, context: Context
+    ) -> Record:
+        config = self.config(context.quick)
+        model = mlp(*config["widths"]).to(context.device)
+        with tensor_cores(context.device):
+            return fit(
+                model, method.build(model, rate), images, F.cross_entropy, context,
+                epochs=epochs, batch=config["batch"], graphed=True,
+            )  # fmt: skip
+
+    def line(self, record: Record) -> str:
+        if "one step" in record:
+            return f"after one step {record['one step']:.0e}"
+        if "seconds of a step" in record:
+            return f"{1e3 * record['seconds of a step']:.3f} ms for a step"
+        if "score" in record:
+            return f"accuracy {record['score']:.3f}"
+        loss, accuracy = record["train loss"][-1], record["test accuracy"][-1]
+        return f"lr {record['rate']:g}, loss {loss:.3f}, test accuracy {accuracy:.3f}"
+
+    def _found(self, results: Results) -> dict[str, list[Record]]:
+        return {m.name: [_alone(results, m, r) for r in results.of(m.name)] for m in METHODS}
+
+    def judge(self, results: Results) -> list[Check]:
+        held = self.quick_held if results.quick else self.held
+        level = self.config(results.quick)["level"]
+        found = claims(self._found(results), results.once("law"), level, held)
+        # seconds of a tiny network are Python's
+        return [c for i, c in enumerate(found) if not (results.quick and i in TIMED)]
+
+    def curves(self, results: Results) -> list[Chart]:
+        return training(self._found(results))
+
+    def tables(self, results: Results) -> list[Table]:
+        return [table(self._found(results), self.config(results.quick)["level"])]
+
+    def draw(self, results: Results) -> Mapping[str, Figure]:
+        where = "digits" if results.quick else "CIFAR-10"
+        title = f"Seven-layer ReLU network on {where}, {len(results.seeds)} seeds: mean ± deviation"
+        return {"": curves(self._found(results), title)}
+
+
+def _alone(results: Results, method: SliceMethod, record: Record) -> Record:
+    """The record with the seconds that it would have taken alone, where that was measured."""
+    if not results.has("cost", method.name):
+        return record
+    cost = results.once("cost", method.name)["seconds of a step"]
+    return {**record, "seconds": [cost * step for step in record["step"]]}
+
+
+def _trial(method: SliceMethod, rate: float) -> tuple[str, ...]:
+    return ("search", method.name, f"{rate:g}")
+
+
+def _held_out(images: DataSet) -> DataSet:
+    """A tenth of the training images in the place of the test set."""
+    n = math.ceil(0.9 * len(images.x))
+    x, y = images.x, images.y
+    return DataSet(x[:n], y[:n], x[n:], y[n:], images.classes)
+
+
+ROWS: Mapping[str, tuple[str, ...]] = {
+    "the paper's": (SGD, FIRST, SECOND),
+    "beside them": (SGD, START, FIRST, UNITS, POLAR),
+    "Adam": (SGD, ADAM, SLICED),
+}
+#: their places in the palette
+ORDER = (SGD, FIRST, SECOND, UNITS, POLAR, ADAM, SLICED, START)
+_STYLES: Mapping[str, Style] = {START: "dashed", UNITS: "dotted"}
+_ALONG = {"epoch": "epochs", "seconds": "seconds of training", "step": "steps"}
+
+
+def training(found: Mapping[str, Sequence[Record]]) -> list[Chart]:
+    """Test accuracy and training loss of each group of methods."""
+    return [
+        Chart(
+            f"{title}: {group}",
+            title.lower(),
+            [_series(name, found[name], what) for name in names],
+            x=_ALONG,
+            logx=False,
+            logy=what == "train loss",
+            note="means over seeds ± standard deviation",
+        )
+        for group, names in ROWS.items()
+        for what, title in (("test accuracy", "Test accuracy"), ("train loss", "Training loss"))
+    ]
+
+
+def _series(name: str, runs: Sequence[Record], what: str) -> Series | None:
+    if not runs:
+        return None
+    lines = {key: averages([r[key] for r in runs], [r[what] for r in runs]) for key in _ALONG}
+    return Series(name, lines, ORDER.index(name), _STYLES.get(name, "solid"))
+
+
+_COLORS: dict[str, str] = dict(zip(ORDER, plots.PALETTE, strict=True))
+#: what theory says another one equals
+_DASHED = {START: "--", UNITS: ":"}
+
+
+def curves(found: Mapping[str, Sequence[Record]], title: str) -> Figure:
+    """A row for each group of methods: against seconds (Figure 2a), against epochs (2b)."""
+    figure = plots.new(13, 3.1 * len(ROWS) + 0.5, title, dpi=100)
+    grid = figure.subplots(len(ROWS), 3, squeeze=False)
+    for row, (group, all_names) in zip(grid, ROWS.items(), strict=True):
+        names = [n for n in all_names if found[n]]
+        for axes, along in zip(row, ("seconds", "epoch"), strict=False):
+            for name in names:
+                mean_band(axes, found[name], along, "test accuracy", name)
+            plots.dress(axes, logx=False, logy=False)
+            plots.label(
+                axes, "epoch" if along == "epoch" else "seconds of training", "test accuracy"
+            )
+        for name in names:
+            mean_band(row[2], found[name], "epoch", "train loss", name)
+        plots.dress(row[2], logx=False)
+        plots.label(row[2], "epoch", "training loss")
+        plots.label(row[0], title=group)
+        row[-1].legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=9)
+    return figure
+
+
+def mean_band(axes: Axes, runs: Sequence[Record], along: str, what: str, name: str) -> None:
+    """Mean ± standard deviation at every epoch that all seeds reached."""
+    line = averages([r[along] for r in runs], [r[what] for r in runs])
+    axes.plot(line.x, line.y, _DASHED.get(name, "-"), color=_COLORS[name], lw=1.7, label=name)
+    axes.fill_between(line.x, line.low, line.high, color=_COLORS[name], alpha=0.15, lw=0)

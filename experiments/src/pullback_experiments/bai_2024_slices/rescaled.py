@@ -1,0 +1,354 @@
+"""The same function, badly scaled: which optimizers notice?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.optim import Optimizer
+
+from pullback import KFAC
+from pullback.likelihoods import Categorical
+from pullback.symmetry import Sliced, SliceSGD, Symmetry
+
+from ..framework import plots
+from ..framework.check import Check, Claim, recorded
+from ..framework.curves import Chart, Line, Series, Style, finite, quantiles
+from ..framework.experiment import Context, Experiment, Item
+from ..framework.records import Record
+from ..framework.store import Results
+from ..framework.tabular import Table
+from ..learning.training import fit
+from .figure2 import PAPER
+from .networks import NETWORKS, digits, start
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+#: (model, its symmetry, learning rate, seed) ↦ optimizer
+Build = Callable[[nn.Module, Symmetry, float, int], Optimizer]
+
+
+@dataclass(frozen=True)
+class RescaledMethod:
+    """Something to compare.
+
+    Attributes:
+        name: in tables and figures.
+        build: the optimizer.
+        rates: learning rates, of which the best on the network as it was is used.
+        sliced: whether it lives on a slice, so that the scale of the start is forgotten.
+    """
+
+    name: str
+    build: Build
+    rates: Sequence[float]
+    sliced: bool = False
+
+    def described(self) -> dict[str, Any]:
+        """Everything a run depends on."""
+        return {"rates": list(self.rates), "sliced": self.sliced}
+
+
+def _sgd(model: nn.Module, symmetry: Symmetry, lr: float, seed: int, momentum: float) -> Optimizer:
+    return torch.optim.SGD(model.parameters(), lr, momentum=momentum)
+
+
+def _slice(
+    model: nn.Module, symmetry: Symmetry, lr: float, seed: int, momentum: float
+) -> Optimizer:
+    return SliceSGD(model, lr, momentum=momentum, symmetry=symmetry)
+
+
+def _adam(model: nn.Module, symmetry: Symmetry, lr: float, seed: int) -> Optimizer:
+    return torch.optim.Adam(model.parameters(), lr)
+
+
+def _sliced_adam(model: nn.Module, symmetry: Symmetry, lr: float, seed: int) -> Optimizer:
+    return Sliced(_adam(model, symmetry, lr, seed), symmetry)
+
+
+def _kfac(model: nn.Module, symmetry: Symmetry, lr: float, seed: int) -> Optimizer:
+    return KFAC(
+        model, lr, likelihood=Categorical(), damping=0.1, seed=seed,
+        kl_clip=None, statistics_every=2, invert_every=5,
+    )  # fmt: skip
+
+
+def _sliced_kfac(model: nn.Module, symmetry: Symmetry, lr: float, seed: int) -> Optimizer:
+    return Sliced(_kfac(model, symmetry, lr, seed), symmetry)
+
+
+SGD, MOMENTUM, ADAM, KRONECKER, SLICE, SLICE_MOMENTUM, SLICED_ADAM, SLICED_KRONECKER = (
+    "SGD", "SGD, momentum", "Adam", "K-FAC",
+    "SliceSGD", "SliceSGD, momentum", "Sliced Adam", "Sliced K-FAC",
+)  # fmt: skip
+
+_PLAIN, _HEAVY, _ADAM = (0.03, 0.1, 0.3), (0.01, 0.03, 0.1), (1e-3, 3e-3, 1e-2)
+METHODS = (
+    RescaledMethod(SGD, partial(_sgd, momentum=0.0), _PLAIN),
+    RescaledMethod(MOMENTUM, partial(_sgd, momentum=0.9), _HEAVY),
+    RescaledMethod(ADAM, _adam, _ADAM),
+    RescaledMethod(KRONECKER, _kfac, _HEAVY),
+    RescaledMethod(SLICE, partial(_slice, momentum=0.0), _PLAIN, sliced=True),
+    RescaledMethod(SLICE_MOMENTUM, partial(_slice, momentum=0.9), _HEAVY, sliced=True),
+    RescaledMethod(SLICED_ADAM, _sliced_adam, _ADAM, sliced=True),
+    RescaledMethod(SLICED_KRONECKER, _sliced_kfac, _HEAVY, sliced=True),
+)
+
+
+_SEARCH_SEED = 100
+#: network, and whether it is trained before it is rescaled
+STARTS: Mapping[str, tuple[str, bool]] = {
+    "fresh MLP": ("MLP", False),
+    "trained MLP": ("MLP", True),
+    "fresh conv net": ("conv net", False),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rescaled(Experiment):
+    """Digits; each unit is scaled by 10^±size, then the network is trained for some epochs.
+
+    Attributes:
+        sizes: 0 is the network as it was.
+        epochs, batch: of every run.
+        held: which claims held in the full runs.
+    """
+
+    sizes: Sequence[int] = (0, 1, 2, 3)
+    epochs: int = 5
+    batch: int = 64
+    held: Sequence[bool] = (True,) * 5
+    paper: str = PAPER
+    seeds: Sequence[int] = (0, 1, 2)
+
+    def config(self, quick: bool) -> dict[str, Any]:
+        return {
+            "sizes": list(self.sizes[:: len(self.sizes) - 1] if quick else self.sizes),
+            "starts": list(STARTS)[: 1 if quick else None],
+            "epochs": self.epochs,
+            "batch": self.batch,
+            "methods": {m.name: m.described() for m in METHODS},
+        }
+
+    def smoke(self) -> Self:
+        return replace(self, judged=False, batch=512, epochs=1)
+
+    def items(self, quick: bool) -> list[Item]:
+        config, out = self.config(quick), []
+        used = {STARTS[name][0] for name in config["starts"]}
+        for network in (n for n in NETWORKS if n in used):
+            for m in METHODS:
+                work = partial(self._search, network, m)
+                out.append(Item(("search", network, m.name), work, once=True, resumable=True))
+        for name in config["starts"]:
+            for m in METHODS:
+                for size in config["sizes"]:
+                    work = partial(self._chosen, name, m, size)
+                    out.append(Item((name, m.name, str(size)), work, resumable=True))
+        return out
+
+    def _search(self, network: str, method: RescaledMethod, context: Context) -> Record:
+        """The rate of the lowest mean logarithm of the training loss, on the net as it was."""
+        scores = []
+        for place, rate in enumerate(method.rates):
+            torch.manual_seed(_SEARCH_SEED)
+            folder = context.place / str(place)
+            here = replace(context, seed=_SEARCH_SEED, place=folder)
+            record = self._train(network, False, method, 0, rate, here)
+            losses = [finite(v) for v in record["train loss"][1:]]
+            scores.append(sum(math.log(max(v, 1e-12)) for v in losses) / len(losses))
+        best = min(range(len(scores)), key=scores.__getitem__)
+        return {"rate": method.rates[best], "scores": scores}
+
+    def _chosen(self, name: str, method: RescaledMethod, size: int, context: Context) -> Record:
+        network, trained = STARTS[name]
+        rate = context.done.once("search", network, method.name)["rate"]
+        return self._train(network, trained, method, size, rate, context)
+
+    def _train(
+        self,
+        network: str,
+        trained: bool,
+        method: RescaledMethod,
+        size: int,
+        rate: float,
+        context: Context,
+    ) -> Record:
+        model, symmetry, moved = start(network, trained, size, context.seed, context.device)
+        optimizer = method.build(model, symmetry, rate, context.seed)
+        images = digits(torch.float64).to(context.device)
+        epochs = self.config(context.quick)["epochs"]
+        inner = getattr(optimizer, "optimizer", optimizer)
+        with inner if isinstance(inner, KFAC) else nullcontext():  # which ends its hooks
+            record = fit(
+                model, optimizer, images, F.cross_entropy, context,
+                epochs=epochs, batch=self.batch,
+            )  # fmt: skip
+        return {"rate": rate, "moved": moved, **record}
+
+    def line(self, record: Record) -> str:
+        if "scores" in record:
+            return f"lr {record['rate']:g}"
+        return f"loss {record['train loss'][-1]:.3g}"
+
+    def _ends(self, results: Results) -> Ends:
+        config = self.config(results.quick)
+        return {
+            name: {
+                m.name: {s: results.of(name, m.name, str(s)) for s in config["sizes"]}
+                for m in METHODS
+            }
+            for name in config["starts"]
+        }
+
+    def judge(self, results: Results) -> list[Check]:
+        return claims(self._ends(results), self.held)
+
+    def curves(self, results: Results) -> list[Chart]:
+        return rescaled(self._ends(results))
+
+    def tables(self, results: Results) -> list[Table]:
+        return [table(name, found) for name, found in self._ends(results).items()]
+
+    def draw(self, results: Results) -> Mapping[str, Figure]:
+        return {"": draw(self._ends(results), len(results.seeds))}
+
+
+#: records, one per seed, by start, method and size
+Ends = Mapping[str, Mapping[str, Mapping[int, Sequence[Record]]]]
+SAME = 1e-6  # relative, between curves
+SLOW = 3.0  # times the loss
+_SLICED = tuple(m.name for m in METHODS if m.sliced)
+
+
+def claims(found: Ends, held: Sequence[bool]) -> list[Check]:
+    """None of these is in the paper, which does not rescale."""
+    largest = max(max(sizes) for methods in found.values() for sizes in methods.values())
+    checks = [
+        _same(found, _SLICED),
+        *(_slow(found, name, largest) for name in (SGD, MOMENTUM, ADAM, KRONECKER)),
+    ]
+    return recorded(checks, held, ours=range(len(checks)))
+
+
+def final(records: Sequence[Record]) -> float:
+    """The median over seeds of the last training loss, ∞ where it was lost."""
+    return quantiles([finite(r["train loss"][-1]) for r in records])[1]
+
+
+def apart(one: Record, two: Record) -> float:
+    """The largest relative difference of two curves of the training loss."""
+    a, b = one["train loss"], two["train loss"]
+    if len(a) != len(b):
+        return math.inf
+    return max(abs(x - y) / abs(y) for x, y in zip(a, b, strict=True))
+
+
+def _same(found: Ends, names: Sequence[str]) -> Claim:
+    worst = max(
+        apart(run, plain)
+        for methods in found.values()
+        for name in names
+        for size, runs in methods[name].items()
+        if size
+        for run, plain in zip(runs, methods[name][0], strict=True)
+    )
+    claim = f"{', '.join(names)} run as if nothing had been rescaled"
+    return claim, worst <= SAME, f"losses at all epochs within {worst:.0e}, relative"
+
+
+def _slow(found: Ends, name: str, size: int) -> Claim:
+    each = {start: (final(by[name][size]), final(by[name][0])) for start, by in found.items()}
+    holds = all(a >= SLOW * b for a, b in each.values())
+    numbers = "; ".join(f"{start}: {_loss(a)} for {_loss(b)}" for start, (a, b) in each.items())
+    claim = f"after 10^±{size} {name} breaks or ends with {SLOW:g} times the loss and more"
+    return claim, holds, numbers
+
+
+def _loss(value: float) -> str:
+    return f"{value:.2g}" if math.isfinite(value) else "lost"
+
+
+def table(start: str, found: Mapping[str, Mapping[int, Sequence[Record]]]) -> Table:
+    """Final training losses by size, medians over seeds."""
+    sizes = list(next(iter(found.values())))
+    rows = [
+        [name, f"{by[0][0]['rate']:g}", *(_loss(final(by[s])) for s in sizes)]
+        for name, by in found.items()
+    ]
+    heads = ["as it was" if s == 0 else f"10^±{s}" for s in sizes]
+    count = len(next(iter(found.values()))[0])
+    return Table(["method", "lr", *heads], rows, f"{start}: median training loss of {count} seeds")
+
+
+_TOP = 30.0  # losses beyond are drawn here: lost
+_MARKS = "os^D"
+
+
+def draw(found: Ends, seeds: int) -> Figure:
+    """One panel per start; a sliced optimizer is a solid line, another a dashed one."""
+    title = f"Training loss after rescaling each unit by 10^±size; {seeds} seeds, medians and range"
+    figure = plots.new(4.2 * len(found) + 2.2, 4.2, title, dpi=110)
+    grid = figure.subplots(1, len(found), squeeze=False, sharey=True)[0]
+    for axes, (name, methods) in zip(grid, found.items(), strict=True):
+        sizes = list(methods[METHODS[0].name])
+        for i, m in enumerate(METHODS):
+            color = plots.PALETTE[i % 4]  # a method and the same on the slice share one
+            ends = [[min(finite(r["train loss"][-1]), _TOP) for r in methods[m.name][s]]
+                    for s in sizes]  # fmt: skip
+            # side by side, since sliced ones lie on top of each other
+            x = np.array(sizes) + 0.04 * (i % 4 - 1.5)
+            middle = np.array([quantiles(e)[1] for e in ends])
+            bars = [middle - [min(e) for e in ends], [max(e) for e in ends] - middle]
+            axes.errorbar(
+                x, middle, bars, fmt="-" if m.sliced else "--", marker=_MARKS[i % 4], ms=5,
+                color=color, lw=1.7, elinewidth=0.8, label=m.name,
+            )  # fmt: skip
+        plots.dress(axes, logx=False)
+        axes.set_xticks(sizes, ["as it was", *(f"10^±{s}" for s in sizes[1:])])
+        axes.axhline(np.log(10), color=plots.INK, lw=0.8, ls=":")
+        axes.axhline(_TOP, color=plots.INK, lw=0.8)
+        plots.label(axes, "size of the rescaling", title=name)
+    plots.label(grid[0], y="training loss (top: lost; dotted: chance)")
+    grid[-1].legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=9)
+    return figure
+
+
+def rescaled(found: Ends) -> list[Chart]:
+    """The final loss against the size; a method and the same on the slice share a color."""
+    return [
+        Chart(
+            name.capitalize().replace("mlp", "MLP"),
+            "training loss",
+            [
+                _ends(m.name, methods[m.name], i % 4, "solid" if m.sliced else "dashed")
+                for i, m in enumerate(METHODS)
+            ],
+            x={"size": "size s of the rescaling by 10^±s"},
+            logx=False,
+            note="medians and range over seeds; solid: on a slice; lost runs are left out",
+        )
+        for name, methods in found.items()
+    ]
+
+
+def _ends(
+    name: str, by_size: Mapping[int, Sequence[Record]], color: int, style: Style
+) -> Series | None:
+    ends = {s: [finite(r["train loss"][-1]) for r in runs] for s, runs in by_size.items() if runs}
+    if not ends:
+        return None
+    middle = [quantiles(e)[1] for e in ends.values()]
+    low, high = [min(e) for e in ends.values()], [max(e) for e in ends.values()]
+    return Series(name, {"size": Line(list(ends), middle, low, high)}, color, style)

@@ -1,0 +1,125 @@
+"""Curves over epochs: when a level was reached, where they end, and how they are drawn."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from ..framework import plots
+from ..framework.curves import Chart, finite, over_seeds, quantiles
+from ..framework.records import Record
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+def reached(record: Record, measure: str, level: float) -> float:
+    """The epoch at which a loss first is as low, or an accuracy as high; ∞ where it never is.
+
+    Between two epochs the curve is a line.
+
+    >>> run = {"epoch": [0, 1, 2], "train loss": [2.0, 1.0, 0.5], "test accuracy": [0.0, 0.5, 0.6]}
+    >>> reached(run, "train loss", 0.75), reached(run, "test accuracy", 0.9)
+    (1.5, inf)
+    """
+    sign = -1.0 if "accuracy" in measure else 1.0
+    values, goal = [sign * v for v in record[measure]], sign * level
+    for place, value in enumerate(values):
+        if value <= goal:  # NaN is not
+            if place == 0:
+                return float(record["epoch"][0])
+            before, (a, b) = values[place - 1], record["epoch"][place - 1 : place + 1]
+            return a + (b - a) * (before - goal) / (before - value)
+    return math.inf
+
+
+def epochs(records: Sequence[Record], measure: str, level: float) -> float:
+    """The median over seeds."""
+    return quantiles([reached(r, measure, level) for r in records])[1]
+
+
+def final(records: Sequence[Record], measure: str) -> float:
+    """The median over seeds of where it ended; a run that was lost counts as the worst."""
+    ends = [r[measure][-1] for r in records]
+    if "accuracy" in measure:
+        return quantiles([0.0 if _lost(r) else v for r, v in zip(records, ends, strict=True)])[1]
+    return quantiles([finite(v) for v in ends])[1]
+
+
+def _lost(record: Record) -> bool:
+    return not math.isfinite(record["train loss"][-1])
+
+
+def clearly_fewer(a: float, b: float) -> bool:
+    """Whether one count of epochs is at most nine tenths of another."""
+    return math.isfinite(a) and a <= 0.9 * b
+
+
+def counted(value: float) -> str:
+    """Epochs for people.
+
+    >>> counted(3.14159), counted(math.inf)
+    ('3.1', 'never')
+    """
+    return f"{value:.1f}" if math.isfinite(value) else "never"
+
+
+_ALONG = {"epoch": "epochs", "seconds": "seconds of training", "step": "steps"}
+_NAMES = {
+    "train loss": "training loss",
+    "test loss": "test loss",
+    "train accuracy": "training accuracy",
+    "test accuracy": "test accuracy",
+}
+
+
+def charts(found: Mapping[str, Sequence[Record]], title: str = "") -> list[Chart]:
+    """One for each measure."""
+    measures = ("train loss", "test loss", "train accuracy", "test accuracy")
+    return [chart(found, measure, title) for measure in measures]
+
+
+def chart(found: Mapping[str, Sequence[Record]], measure: str, title: str) -> Chart:
+    """A measure of every method, against epochs, seconds or steps."""
+    return Chart(
+        title or _NAMES[measure].capitalize(),
+        _NAMES[measure],
+        [over_seeds(name, runs, measure, _ALONG) for name, runs in found.items()],
+        x=_ALONG,
+        logx=False,
+        logy="loss" in measure,
+        note="medians and quartiles over seeds",
+    )
+
+
+_PANELS = (
+    ("train loss", "training loss"),
+    ("test loss", "test loss"),
+    ("train accuracy", "training accuracy"),
+    ("test accuracy", "test accuracy"),
+)
+
+
+def curves(found: Mapping[str, Sequence[Record]], title: str) -> Figure:
+    """One panel per measure: medians over seeds, quartiles as bands."""
+    figure = plots.new(14, 3.9, f"{title}: medians and quartiles", dpi=110)
+    grid = figure.subplots(1, 4)
+    for axes, (measure, name) in zip(grid, _PANELS, strict=True):
+        panel(axes, found, measure)
+        plots.label(axes, "epoch", title=name)
+    grid[-1].legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=9)
+    return figure
+
+
+def panel(axes: Axes, found: Mapping[str, Sequence[Record]], measure: str) -> None:
+    """A measure of every method."""
+    from matplotlib.ticker import FormatStrFormatter, LogLocator
+
+    for color, (name, runs) in zip(plots.PALETTE, found.items(), strict=False):
+        plots.band(axes, [r["epoch"] for r in runs], [r[measure] for r in runs], color, name)
+    plots.dress(axes, logx=False, logy="loss" in measure)
+    if "loss" in measure:  # of which a panel may show less than a decade
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axes.yaxis.set_major_formatter(FormatStrFormatter("%g"))

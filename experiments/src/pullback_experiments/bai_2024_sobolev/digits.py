@@ -1,0 +1,343 @@
+"""Small networks: the comparison at shared settings, and with every method at its own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from itertools import product
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pullback import KFAC
+from pullback.likelihoods import Categorical
+from pullback.metrics import Euclidean, Fisher, Metric, Sobolev, median_distance
+
+from ..framework import plots
+from ..framework.check import Check, Claim, recorded
+from ..framework.curves import Chart
+from ..framework.experiment import Context, Experiment, Item
+from ..framework.records import Record
+from ..framework.store import Results
+from ..framework.tabular import Table
+from ..learning import data, schedules
+from ..learning.data import DataSet
+from ..learning.networks import convnet, mlp
+from ..learning.training import fit
+from .curves import chart, clearly_fewer, counted, epochs, final, panel
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+SEARCH_SEEDS = (1000, 1001, 1002)  # the first for all pairs, the others for the best few
+FINALISTS = 4
+
+
+@dataclass(frozen=True)
+class Task:
+    """A network and its data."""
+
+    network: Callable[[], nn.Module]
+    data: Callable[[], DataSet]
+
+
+@lru_cache(maxsize=1)
+def _clothes() -> DataSet:
+    """1000 and 1000 pictures of 14×14: means over squares of four pixels."""
+    some = data.fashion_mnist().first(1000, 1000)
+    x, test = (F.avg_pool2d(t, 2) for t in (some.x, some.test_x))
+    return replace(some, x=x, test_x=test)
+
+
+TASKS = {
+    "MLP, digits": Task(partial(mlp, 64, 64, 64, 10), data.digits),
+    "conv net, Fashion-MNIST": Task(partial(convnet, 14), _clothes),
+}
+
+#: metrics by name, given the median distance of the data
+METRICS: dict[str, Callable[[float], Metric]] = {
+    "K-FAC": lambda median: Fisher(Categorical()),
+    "K = I": lambda median: Euclidean(),
+    "Sobolev": lambda median: Sobolev(0.3 * median),
+    "Sobolev–Fisher": lambda median: Sobolev(0.3 * median, inner=Fisher(Categorical())),
+    "Sobolev–Fisher, short": lambda median: Sobolev(0.1 * median, inner=Fisher(Categorical())),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuned(Experiment):
+    """Every method on a grid of learning rates and dampings; then over seeds.
+
+    "K-FAC's settings" is the paper's way: a grid search for K-FAC, whose winner serves all. "own
+    settings" is the winner of each method's grid, of the same size. A pair is judged by the mean
+    logarithm of the training loss over the epochs, on seeds that do not count otherwise: all pairs
+    on one, the best four on two more, of which the worst counts. One seed would choose pairs that
+    diverge from others. Three do at times, so that K-FAC also runs at its second-best settings: an
+    advantage over the best alone may be the search's luck. (Added when the results were known.)
+
+    The kernel's length is 0.3 median distances, which is what dividing by 20 gives on CIFAR, and
+    0.1 where it is "short". Statistics are exact sums over outputs: one probe shared by the batch
+    is noisy where an epoch has ten steps, and the comparison is not to be about that.
+
+    Attributes:
+        dampings, ratios: of the grid; learning rates are ratio·damping, from slow runs to those
+            that diverge.
+        held: which claims held in the full runs.
+    """
+
+    dampings: Sequence[float] = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
+    ratios: Sequence[float] = (0.3, 1.0, 3.0)
+    epochs: int = 12
+    batch: int = 128
+    held: Sequence[bool] = (False,) * 6 + (True,) * 5 + (False,)
+    seeds: Sequence[int] = tuple(range(5))
+    quick_seeds: Sequence[int] = (0, 1, 2)
+
+    def config(self, quick: bool) -> dict[str, Any]:
+        return {
+            "networks": list(self._tasks(quick)),
+            "epochs": self.epochs,
+            "batch": self.batch,
+            "statistics": "exact, every 5 steps; inverses every 10",
+            "finalists": self._finalists(quick),
+            "grid": [list(pair) for pair in self._grid(quick)],
+            "methods": {name: repr(metric(1.0)) for name, metric in METRICS.items()},
+        }
+
+    def _tasks(self, quick: bool) -> dict[str, Task]:
+        return dict(list(TASKS.items())[:1]) if quick else TASKS
+
+    def _grid(self, quick: bool) -> list[tuple[float, float]]:
+        dampings = self.dampings[3:5] if quick else self.dampings
+        ratios = self.ratios[1:2] if quick else self.ratios
+        return [(round(r * d, 6), d) for d, r in product(dampings, ratios)]
+
+    def smoke(self) -> Self:
+        return replace(self, judged=False, batch=512, epochs=1, quick_seeds=(0,))
+
+    def items(self, quick: bool) -> list[Item]:
+        out = []
+        for net, method in product(self._tasks(quick), METRICS):
+            for place, pair in enumerate(self._grid(quick)):
+                work = partial(self._tried, net, method, pair)
+                out.append(Item(_trial(net, method, place), work, once=True, resumable=True))
+            for rank in range(self._finalists(quick)):
+                work = partial(self._final, net, method, rank)
+                out.append(Item(("final", net, method, str(rank)), work, once=True))
+            work = partial(self._chosen, net, method, method)
+            out.append(Item((net, method, "own settings"), work, resumable=True))
+            if method == "K-FAC":
+                work = partial(self._chosen, net, method, method, place=1)
+                out.append(Item((net, method, "second settings"), work, resumable=True))
+            else:
+                work = partial(self._chosen, net, method, "K-FAC")
+                out.append(Item((net, method, "K-FAC's settings"), work, resumable=True))
+        return out
+
+    def _finalists(self, quick: bool) -> int:
+        return min(FINALISTS, len(self._grid(quick)))
+
+    def _tried(self, net: str, method: str, pair: tuple[float, float], context: Context) -> Record:
+        return {"lr": pair[0], "damping": pair[1], "score": self._score(net, method, pair, context)}
+
+    def _final(self, net: str, method: str, rank: int, context: Context) -> Record:
+        places = range(len(self._grid(context.quick)))
+        tried = [context.done.once(*_trial(net, method, place)) for place in places]
+        one = sorted(tried, key=lambda t: t["score"])[rank]
+        pair = one["lr"], one["damping"]
+        more = [self._score(net, method, pair, context, seed) for seed in SEARCH_SEEDS[1:]]
+        return {**one, "score": max(one["score"], *more)}
+
+    def _score(
+        self,
+        net: str,
+        method: str,
+        pair: tuple[float, float],
+        context: Context,
+        seed: int = SEARCH_SEEDS[0],
+    ) -> float:
+        """The mean logarithm of the training loss over the epochs, ∞ where it is lost."""
+        torch.manual_seed(seed)
+        place = context.place / str(seed)
+        record = self._train(net, method, pair, replace(context, seed=seed, place=place))
+        losses = [v if math.isfinite(v) else math.inf for v in record["train loss"][1:]]
+        return sum(math.log(max(v, 1e-12)) for v in losses) / len(losses)
+
+    def _chosen(
+        self, net: str, method: str, whose: str, context: Context, place: int = 0
+    ) -> Record:
+        pair = best(context.done, net, whose, self._finalists(context.quick), place)
+        return self._train(net, method, pair, context)
+
+    def _train(self, net: str, method: str, pair: tuple[float, float], context: Context) -> Record:
+        task, config = TASKS[net], self.config(context.quick)
+        images = task.data().to(context.device)
+        model = task.network().to(context.device)
+        metric = METRICS[method](median_distance(images.x))
+        lr, damping = pair
+        with KFAC(
+            model, lr, metric=metric, fisher="exact", damping=damping, seed=context.seed,
+            kl_clip=None, statistics_every=5, invert_every=10,
+        ) as optimizer:  # fmt: skip
+            record = fit(
+                model, optimizer, images, F.cross_entropy, context,
+                epochs=config["epochs"], batch=self.batch, schedule=schedules.cosine,
+            )  # fmt: skip
+        return {**record, "settings": list(pair)}
+
+    def line(self, record: Record) -> str:
+        if "score" in record:
+            return f"mean log loss {record['score']:.3f}"
+        return f"loss {record['train loss'][-1]:.4f}, accuracy {record['test accuracy'][-1]:.3f}"
+
+    def judge(self, results: Results) -> list[Check]:
+        nets = list(self._tasks(results.quick))  # the quick version has the first
+        return judged(results, nets, self.held[: PER_NETWORK * len(nets)])
+
+    def curves(self, results: Results) -> list[Chart]:
+        return tuned(results, list(self._tasks(results.quick)), list(METRICS))
+
+    def tables(self, results: Results) -> list[Table]:
+        nets = list(self._tasks(results.quick))
+        return [table(results, net, list(METRICS)) for net in nets]
+
+    def draw(self, results: Results) -> dict[str, Figure]:
+        return {"": draw(results, list(self._tasks(results.quick)), list(METRICS))}
+
+
+def _trial(net: str, method: str, place: int) -> tuple[str, ...]:
+    return ("search", net, method, str(place))
+
+
+def best(done: Results, net: str, method: str, count: int, place: int = 0) -> tuple[float, float]:
+    """The learning rate and damping of the finalist with the lowest score, or of another place."""
+    finals = [done.once("final", net, method, str(rank)) for rank in range(count)]
+    won = sorted(finals, key=lambda t: t["score"])[place]
+    return won["lr"], won["damping"]
+
+
+OWN, SHARED, SECOND = "own settings", "K-FAC's settings", "second settings"
+PER_NETWORK = 6  # claims
+
+
+def runs_of(results: Results, net: str, method: str, settings: str) -> list[Record]:
+    """The records; at K-FAC's settings K-FAC is at its own."""
+    return results.of(net, method, OWN if method == "K-FAC" else settings)
+
+
+def mark(results: Results, net: str) -> float:
+    """The training loss at which K-FAC, tuned, is after half of its epochs (median)."""
+    runs = runs_of(results, net, "K-FAC", OWN)
+    half = len(runs[0]["epoch"]) // 2
+    return final([{**r, "train loss": r["train loss"][: half + 1]} for r in runs], "train loss")
+
+
+def judged(results: Results, nets: Sequence[str], held: Sequence[bool]) -> list[Check]:
+    """For every network: faster at K-FAC's settings, as good; and at its own, in either metric."""
+    claims: list[Claim] = []
+    for net in nets:
+        claims += [
+            _sooner(results, net, "Sobolev", SHARED),
+            _similar(results, net),
+            _sooner(results, net, "Sobolev", OWN),
+            _sooner(results, net, "Sobolev–Fisher", OWN),
+            _sooner(results, net, "Sobolev–Fisher, short", OWN),
+            _than_second(results, net),
+        ]
+    ours = {PER_NETWORK * i + j for i in range(len(nets)) for j in (2, 3, 4, 5)}
+    return recorded(claims, held, ours=ours)
+
+
+def _sooner(results: Results, net: str, method: str, settings: str) -> Claim:
+    level = mark(results, net)
+    a = epochs(runs_of(results, net, method, settings), "train loss", level)
+    b = epochs(runs_of(results, net, "K-FAC", OWN), "train loss", level)
+    claim = f"{net}: {method} at {settings} needs clearly fewer epochs than K-FAC to its mark"
+    return claim, clearly_fewer(a, b), f"{counted(a)} and {counted(b)} to a loss of {level:.3g}"
+
+
+def _than_second(results: Results, net: str) -> Claim:
+    """Against K-FAC at its second-best settings, by the same mark."""
+    level = mark(results, net)
+    a = epochs(results.of(net, "Sobolev", OWN), "train loss", level)
+    b = epochs(results.of(net, "K-FAC", SECOND), "train loss", level)
+    claim = f"{net}: Sobolev at {OWN} needs clearly fewer epochs than K-FAC at its second-best"
+    return claim, clearly_fewer(a, b), f"{counted(a)} and {counted(b)} to a loss of {level:.3g}"
+
+
+def _similar(results: Results, net: str) -> Claim:
+    one, two = (
+        final(runs_of(results, net, method, SHARED), "test accuracy")
+        for method in ("Sobolev", "K-FAC")
+    )
+    claim = f"{net}: final test accuracies are similar, within a point"
+    return claim, abs(one - two) <= 0.01, f"{one:.3f} and {two:.3f}"
+
+
+def table(results: Results, net: str, methods: Sequence[str]) -> Table:
+    """Every method at both settings."""
+    level, rows = mark(results, net), []
+    for method in methods:
+        for settings in (SHARED, OWN) if method != "K-FAC" else (OWN, SECOND):
+            runs = results.of(net, method, settings)
+            lr, damping = runs[0]["settings"]
+            rows.append(
+                [
+                    method,
+                    settings,
+                    f"{lr:g}",
+                    f"{damping:g}",
+                    counted(epochs(runs, "train loss", level)),
+                    f"{final(runs, 'train loss'):.4f}",
+                    f"{final(runs, 'test loss'):.3f}",
+                    f"{final(runs, 'test accuracy'):.3f}",
+                ]
+            )
+    columns = ["method", "settings", "lr", "damping", f"epochs to {level:.3g}"]
+    columns += ["train loss", "test loss", "test accuracy"]
+    return Table(columns, rows, f"{net}: medians over {len(results.seeds)} seeds", text=2)
+
+
+def draw(results: Results, nets: Sequence[str], methods: Sequence[str]) -> Figure:
+    """A row per network: training loss and test accuracy, at K-FAC's settings and at their own."""
+    title = f"K-FAC and Sobolev, {len(results.seeds)} seeds: medians and quartiles"
+    figure = plots.new(14, 0.6 + 3.3 * len(nets), title, dpi=110)
+    grid = figure.subplots(len(nets), 4, squeeze=False)
+    for row, net in zip(grid, nets, strict=True):
+        for place, (settings, measure) in enumerate(
+            (s, m) for s in (SHARED, OWN) for m in ("train loss", "test accuracy")
+        ):
+            found = {m: runs_of(results, net, m, settings) for m in methods}
+            panel(row[place], found, measure)
+            name = {"train loss": "training loss"}.get(measure, measure)
+            who = "all at K-FAC's settings" if settings == SHARED else "each at its own"
+            plots.label(row[place], "epoch", name, f"{net}: {who}" if place % 2 == 0 else "")
+        _share(row[0], row[2])
+        _share(row[1], row[3])
+        row[-1].legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=9)
+    return figure
+
+
+def _share(one: Axes, two: Axes) -> None:
+    """The same limits, so that the two settings can be compared."""
+    low = min(one.get_ylim()[0], two.get_ylim()[0])
+    high = max(one.get_ylim()[1], two.get_ylim()[1])
+    one.set_ylim(low, high)
+    two.set_ylim(low, high)
+
+
+def tuned(results: Results, nets: Sequence[str], methods: Sequence[str]) -> list[Chart]:
+    """For each network: training loss and test accuracy, at K-FAC's settings and at their own."""
+    words = {SHARED: "all at K-FAC's settings", OWN: "each at its own settings"}
+    return [
+        chart({m: runs_of(results, net, m, s) for m in methods}, measure, f"{net}, {words[s]}")
+        for net in nets
+        for measure in ("train loss", "test accuracy")
+        for s in (SHARED, OWN)
+    ]

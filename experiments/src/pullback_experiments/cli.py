@@ -1,0 +1,79 @@
+"""What this package adds to the command `pullback`, by entry points of its distribution."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from pullback.cli.terminal import RESULTS, Device, Out, console, refusing
+
+from . import registry
+
+
+def list_all(out: Out = RESULTS) -> None:
+    """Show the set-ups that `solve` knows and the experiments of `run`, with times found here."""
+    from pullback.cli.solving import setups
+
+    from .commands.listing import experiments
+
+    shown = console()
+    shown.print(setups(shown.width))
+    shown.print()
+    shown.print(experiments(out, shown.width))
+
+
+def run(
+    name: Annotated[str, typer.Argument(help="An experiment; `pullback list` shows them.")],
+    quick: Annotated[bool, typer.Option("--quick", help="The short version.")] = False,
+    seeds: Annotated[str | None, typer.Option(help="Such as 0-9 or 0,3,5.")] = None,
+    device: Device = "cpu",
+    out: Out = RESULTS,
+    seconds: Annotated[
+        float | None, typer.Option(min=0, help="Stop after so long; the same command goes on.")
+    ] = None,
+    workers: Annotated[int, typer.Option(min=1, help="Seeds and items in so many processes.")] = 1,
+) -> None:
+    """Repeat a paper's experiment; what is finished is kept and not done again.
+
+    Status: 0 all checks are as recorded, 1 some are not, 3 there is more to do.
+    """
+    from .framework.progress import seed_range
+
+    with refusing():
+        found = registry.find(name)
+        asked = None if seeds is None else seed_range(seeds)
+        try:
+            done = found.run(
+                quick, asked, out, console(), device=device, seconds=seconds, workers=workers
+            )
+        except KeyboardInterrupt:
+            kept = out / f"{found.stem(quick)}.json"
+            where = f"What was finished is in {kept}" if kept.exists() else "Nothing was finished"
+            words = f"Interrupted. {where}; the same command goes on."
+            console().print(words, highlight=False, markup=False, soft_wrap=True)
+            raise typer.Exit(130) from None
+    raise typer.Exit(done.status)
+
+
+def report(out: Out = RESULTS) -> None:
+    """Build FOLDER/report.html, one page on all results under the folder."""
+    from .commands.report import write
+
+    with refusing():
+        path, left_out = write(out)
+    for line in [*(f"Left out: {line}" for line in left_out), f"Written: {path}"]:
+        console().print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def bench(device: Device = "cpu") -> None:
+    """Time one step of each method on this machine."""
+    from pullback.cli.environment import usable
+
+    from .commands.bench import table
+
+    with refusing():
+        where, shown = usable(device), console()
+        with shown.status("timing"):
+            found = table(where)
+        shown.print(found)

@@ -1,0 +1,96 @@
+"""How long one step of each method takes on this machine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pullback import KFAC, NaturalGradient
+from pullback.likelihoods import Categorical
+from pullback.metrics import Fisher
+from pullback.solvers import Cholesky
+from pullback.steps import Constant
+
+from ..framework.tabular import Cell, Table
+from ..learning.training import synchronize
+
+#: layers of the networks
+SIZES: tuple[tuple[int, ...], ...] = ((64, 32, 10), (64, 256, 256, 10), (784, 1024, 1024, 10))
+_BATCH, _STEPS = 256, 100
+_PATIENCE = 2.0  # seconds for one method on one network
+
+Build = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+def methods() -> dict[str, Build]:
+    """What is timed; K-FAC as it is by default, and with all of its work at every step."""
+    return {
+        "SGD": lambda m: torch.optim.SGD(m.parameters(), 1e-3, momentum=0.9),
+        "Adam": lambda m: torch.optim.Adam(m.parameters(), 1e-3),
+        "K-FAC": lambda m: KFAC(m, 1e-3, likelihood=Categorical()),
+        "K-FAC, every step": lambda m: KFAC(
+            m, 1e-3, likelihood=Categorical(), statistics_every=1, invert_every=1
+        ),
+        "Natural gradient": lambda m: NaturalGradient(
+            m, metric=Fisher(Categorical()), solver=Cholesky(1e-2), step=Constant(1e-3)
+        ),
+    }
+
+
+def table(device: torch.device, sizes: tuple[tuple[int, ...], ...] = SIZES) -> Table:
+    """Milliseconds per step: the mean of 100, or of those that two seconds allow."""
+    rows: list[list[Cell]] = []
+    for layers in sizes:
+        row: list[Cell] = ["-".join(map(str, layers)), f"{_count(layers):,}"]
+        rows.append([*row, *(1e3 * timed(build, layers, device) for build in methods().values())])
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    title = f"Milliseconds per step, batch {_BATCH}, float32, {where}"
+    return Table(["network", "parameters", *methods()], rows, title)
+
+
+def timed(build: Build, layers: tuple[int, ...], device: torch.device) -> float:
+    """Seconds of one step."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = network(layers).to(device)
+        x = torch.randn(_BATCH, layers[0]).to(device)
+        y = torch.randint(layers[-1], (_BATCH,)).to(device)
+    optimizer = build(model)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        return loss
+
+    take: Callable[[], Any] = partial(optimizer.step, closure)  # pyright: ignore[reportCallIssue]
+    take()
+    synchronize(device)
+    begun, steps = time.perf_counter(), 0
+    while steps < _STEPS and time.perf_counter() - begun < _PATIENCE:
+        take()
+        steps += 1
+    synchronize(device)
+    spent = time.perf_counter() - begun
+    if isinstance(optimizer, KFAC):
+        optimizer.close()
+    return spent / steps
+
+
+def network(layers: tuple[int, ...]) -> nn.Sequential:
+    """Linear layers with tanh between them."""
+    parts: list[nn.Module] = []
+    for a, b in pairwise(layers):
+        parts += [nn.Linear(a, b), nn.Tanh()]
+    return nn.Sequential(*parts[:-1])
+
+
+def _count(layers: tuple[int, ...]) -> int:
+    return sum((a + 1) * b for a, b in pairwise(layers))

@@ -1,0 +1,127 @@
+"""What there is to run, and how long it takes."""
+
+from __future__ import annotations
+
+import time
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import RenderableType
+from torch import nn
+
+from pullback import PullbackError
+from pullback.cli.terminal import WIDE, columns, paragraphs
+
+from .. import registry
+from ..framework import store
+from ..framework.experiment import Experiment
+from ..framework.progress import clocked
+
+
+def experiments(out: Path, width: int) -> RenderableType:
+    """The experiments that `run` knows; seconds and verdicts where the folder holds results."""
+    rows: list[tuple[str, str, str, str, str]] = []
+    for experiment in map(registry.find, registry.names()):
+        authors, year, _ = experiment.paper.partition(")")  # "Author (2000", and a title behind
+        of = f"{authors}{year}, {experiment.figure}"
+        rows += [(experiment.name, of, experiment.claim, *known(experiment, out))]
+    if width < WIDE:
+        return paragraphs("experiments", ((n, [t, f], f"{of}: {c}") for n, of, c, t, f in rows))
+    table = columns("experiment")
+    table.add_column("of", max_width=38)
+    table.add_column("claim")
+    table.add_column("time", justify="right", no_wrap=True)
+    table.add_column("found", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def known(experiment: Experiment, out: Path) -> tuple[str, str]:
+    """How long the full run took here, else the quick one or may take, and what it found."""
+    for quick in (False, True):
+        path = out / f"{experiment.stem(quick)}.json"
+        if not path.exists():
+            continue
+        try:
+            took, word = _told(store.read(path))
+        except (PullbackError, AttributeError, TypeError, ValueError, ArithmeticError):
+            return "–", "unreadable"
+        return f"{took}{' (quick)' if quick and took != '–' else ''}", word
+    soon = expected(experiment.name)
+    return "–" if soon is None else f"about {clocked(soon)} (quick)", ""
+
+
+def _told(state: dict[str, Any]) -> tuple[str, str]:
+    took = [run["took"] for run in state["runs"] if run["took"] is not None]
+    done, total = state["summary"].get("items") or (0, 1)
+    verdict = state["summary"].get("verdict") or {}
+    word = "unfinished" if done < total else verdict.get("outcome", "")
+    return clocked(sum(took)) if took else "–", str(word)
+
+
+#: seconds that the quick versions took on one core of another machine
+QUICK: dict[str, float] = {
+    "kerekes-2022-figure2": 9,
+    "kerekes-2022-figure3": 1.0,
+    "kerekes-2022-figure4": 10,
+    "kerekes-2022-figure5": 14,
+    "kerekes-2022-figure6": 4,
+    "kerekes-2022-theorems": 15,
+    "kerekes-2022-support": 1.3,
+    "bai-2024-projection": 2,
+    "bai-2024-slices-figure2": 47,
+    "bai-2024-slices-rescaled": 10,
+    "bai-2024-sobolev-cifar10": 16,
+    "bai-2024-sobolev-cifar100": 16,
+    "bai-2024-sobolev-digits": 26,
+    "van-oostrum-2023-examples": 1.6,
+    "invariance-audit": 40,
+    "luk-grosse-2018": 22,
+    "demo": 6,
+    "kfac-autoencoder": 46,
+    "kfac-convnet": 67,
+    "kfac-vgg": 29,
+    "kfac-shakespeare": 42,
+    "race-text": 60,
+    "race-text-large": 50,
+    "race-vision": 80,
+    "pde-benchmarks": 69,
+    "yin-2024-shallow": 10,
+    "yin-2024-deep": 22,
+    "yin-2024-poisson": 24,
+}
+_THERE = 0.037  # seconds of `_work` there
+
+
+def expected(name: str) -> float | None:
+    """Seconds of an experiment's quick version, by and large."""
+    return QUICK[name] * _slower() if name in QUICK else None
+
+
+@lru_cache(maxsize=1)
+def _slower() -> float:
+    """How many times longer a short piece of work takes here: the best of three."""
+
+    def once() -> float:
+        start = time.perf_counter()
+        _work()
+        return time.perf_counter() - start
+
+    return min(once() for _ in range(3)) / _THERE
+
+
+def _work() -> None:
+    """Some steps of a small network, and some linear algebra: what quick versions do."""
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(20, 64), nn.Tanh(), nn.Linear(64, 10)).double()
+        x, eye = torch.randn(64, 20).double(), torch.eye(200).double()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
+    for _ in range(40):
+        optimizer.zero_grad()
+        net(x).square().mean().backward()
+        optimizer.step()
+        torch.linalg.cholesky(eye + 1e-3 * eye @ eye)

@@ -1,0 +1,139 @@
+"""Curves as data for the page's script, in a tag that no text can leave."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from pullback import PullbackError
+
+from ... import registry
+from ...framework.curves import Chart, Line, Series
+from ...framework.plots import PALETTE
+from ...framework.store import Available
+from .markup import text
+
+_MOST = 320  # points of a line
+_DIGITS = 6
+
+
+def drawn(charts: Sequence[Chart]) -> str:
+    """Places for the script to draw in; hidden until it does."""
+    parts = []
+    for chart in charts:
+        if chart.shown():
+            head = f"<h4>{text(chart.title)} <small>{text(chart.y)}</small></h4>"
+            data = f'<script type="application/json">{embedded(as_data(chart))}</script>'
+            parts.append(f'<div class="chart" data-chart hidden>{head}{data}</div>')
+    return f'<div class="charts">\n{chr(10).join(parts)}\n</div>' if parts else ""
+
+
+def embedded(value: object) -> str:
+    r"""JSON that ends no tag and opens no comment: <, > and & are written as escapes.
+
+    >>> embedded("</script><!--")
+    '"\\u003c/script\\u003e\\u003c!--"'
+    """
+    words = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+    return words.replace("<", r"\u003c").replace(">", r"\u003e").replace("&", r"\u0026")
+
+
+def as_data(chart: Chart) -> dict[str, Any]:
+    """What the script reads; colors are places in the palette."""
+    return {
+        "title": chart.title,
+        "y": chart.y,
+        "note": chart.note,
+        "logx": bool(chart.logx),
+        "logy": bool(chart.logy),
+        "axes": [list(pair) for pair in chart.axes().items()],
+        "series": [_series(series, place) for place, series in enumerate(chart.shown())],
+    }
+
+
+def _series(series: Series, place: int) -> dict[str, Any]:
+    color = place if series.color is None else series.color
+    return {
+        "name": series.name,
+        "color": color % len(PALETTE),
+        # a palette that has been used up goes on with dashes
+        "style": "dashed" if series.color is None and place >= len(PALETTE) else series.style,
+        "lines": {key: _line(line) for key, line in series.lines.items()},
+    }
+
+
+def _line(line: Line) -> dict[str, list[float | None]]:
+    columns = {"x": line.x, "y": line.y, "low": line.low, "high": line.high}
+    columns = {name: values for name, values in columns.items() if len(values)}
+    if len({len(values) for values in columns.values()}) > 1:
+        raise ValueError(f"a line has {', '.join(f'{len(v)} {k}' for k, v in columns.items())}")
+    kept = thinned([_plain(v) for v in line.y])
+    return {name: [_plain(values[i]) for i in kept] for name, values in columns.items()}
+
+
+def _plain(value: float) -> float | None:
+    """A few digits; None where it is no number, which JSON has not."""
+    number = float(value)
+    return float(f"{number:.{_DIGITS}g}") if math.isfinite(number) else None
+
+
+def thinned(y: Sequence[float | None], most: int = _MOST) -> list[int]:
+    """Places of at most so many entries: the lowest and the highest of every stretch, and the ends.
+
+    Half of the stretches are equally long and half grow geometrically, so that the early entries
+    of a long run survive on a logarithmic axis.
+
+    >>> thinned([1.0, 2.0, 3.0])
+    [0, 1, 2]
+    >>> len(thinned([0.0] * 100_000)) <= 320
+    True
+    """
+    n = len(y)
+    if n <= most:
+        return list(range(n))
+    count = most // 4
+    even = {round(i * n / count) for i in range(count + 1)}
+    growing = {round(n ** (i / count)) for i in range(count)}
+    cuts = sorted({0, n} | even | growing)
+    kept = {0, n - 1}
+    for start, end in pairwise(cuts):
+        known = [i for i in range(start, end) if y[i] is not None]
+        if known:
+            kept |= {min(known, key=lambda i: y[i] or 0.0), max(known, key=lambda i: y[i] or 0.0)}
+        else:
+            kept.add(start)  # a gap stays one
+    return sorted(kept)
+
+
+#: what records that were changed by hand make of a computation
+MALFORMED = (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError)
+
+
+@dataclass(frozen=True)
+class Curves:
+    """What to draw, or why there is nothing; the reason is empty where none is expected."""
+
+    charts: Sequence[Chart] = ()
+    note: str = ""
+
+
+def curves(path: Path, state: Mapping[str, Any]) -> Curves:
+    """Those of all items that are done; experiments of others have none here."""
+    name, quick = str(state["about"].get("name")), bool(state["about"].get("quick"))
+    if name not in registry.names():
+        return Curves()
+    try:
+        experiment = registry.find(name)
+        if path.stem != experiment.stem(quick):
+            return Curves(note=f"No curves: results of {name} are called {experiment.stem(quick)}.")
+        held = experiment.opened(quick, path.parent)
+        return Curves(experiment.curves(Available(held, quick)))
+    except PullbackError as error:
+        return Curves(note=f"No curves: {error.why}.")
+    except MALFORMED as error:
+        return Curves(note=f"No curves: the records were changed by hand ({error!r}).")

@@ -1,0 +1,187 @@
+"""The frame of the page: one file that needs no network and works without its script."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from fractions import Fraction
+from importlib import resources
+
+import pullback
+
+from ...framework.plots import PALETTE
+from ...framework.progress import clocked
+from .markup import VERDICTS, Entry, badge, lines, text
+
+#: in the order in which they are joined
+STYLES = ("base.css", "article.css", "chart.css", "media.css")
+SCRIPTS = (
+    "scale.js",
+    "drawing.js",
+    "chart.js",
+    "readout.js",
+    "gestures.js",
+    "figures.js",
+    "tables.js",
+    "page.js",
+)
+
+
+def page(entries: Sequence[Entry], left_out: Sequence[str]) -> str:
+    """The whole page from entries and notes (texts)."""
+    papers: dict[str, list[Entry]] = {}
+    for entry in sorted(entries, key=lambda e: e.paper.casefold()):
+        papers.setdefault(entry.paper, []).append(entry)
+    style, script = styles(), scripts()
+    body = lines(
+        [
+            _filters(papers) if entries else "",
+            _overview(papers) if entries else _nothing(left_out),
+            *(_section(paper, some) for paper, some in papers.items()),
+            _left_out(left_out),
+        ]
+    )
+    whole = f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="{_policy(style, script)}">
+<title>pullback: experiments</title>
+<link rel="icon" href="data:,">
+<style>{style}</style>
+</head>
+<body>
+<a class="skip" href="#main">Skip to the experiments</a>
+<header>
+<p class="brand">pullback</p>
+<h1>Experiments</h1>
+<p>{text(_counted(papers))}</p>
+<button type="button" class="theme" data-theme-switch hidden>Theme: system</button>
+</header>
+<main id="main">
+{body}
+</main>
+<footer><p>pullback {text(pullback.__version__)},
+<time>{datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")}</time></p></footer>
+<script>{script}</script>
+</body>
+</html>
+"""
+    # half of a pair of surrogates, which JSON may hold, is no text
+    return whole.encode("utf-8", "replace").decode()
+
+
+def styles() -> str:
+    """All of the style, with the palette of the figures."""
+    colors = "".join(f"--c{i}:{color};" for i, color in enumerate(PALETTE))
+    return f":root{{{colors}}}\n" + _joined(STYLES)
+
+
+def scripts() -> str:
+    """All of the script, in a scope of its own."""
+    return f'(() => {{\n"use strict";\n{_joined(SCRIPTS)}}})();\n'
+
+
+def _joined(names: Sequence[str]) -> str:
+    folder = resources.files(__package__ or "") / "assets"
+    return "".join((folder / name).read_text("utf-8") for name in names)
+
+
+def _policy(style: str, script: str) -> str:
+    """Nothing is loaded, and no other script runs than this one."""
+
+    def allowed(words: str) -> str:
+        digest = hashlib.sha256(words.encode()).digest()
+        return f"'sha256-{base64.b64encode(digest).decode()}'"
+
+    return (
+        f"default-src 'none'; img-src data:; style-src {allowed(style)}; "
+        f"script-src {allowed(script)}; base-uri 'none'; form-action 'none'"
+    )
+
+
+def _counted(papers: dict[str, list[Entry]]) -> str:
+    entries = [e for some in papers.values() for e in some]
+    if not entries:
+        return "No results."
+    words = f"{len(entries)} result{'s' * (len(entries) != 1)}"
+    counts = {v: sum(e.verdict == v for e in entries) for v in VERDICTS}
+    told = [f"{n} {'differ' if v == 'differs' and n > 1 else v}" for v, n in counts.items() if n]
+    return f"{words}: {', '.join(told)}."
+
+
+def _nothing(left_out: Sequence[str]) -> str:
+    why = "none of the JSON files holds any" if left_out else "there is no JSON file"
+    return f"<p>There are no results under this folder: {why}. Run an experiment first.</p>"
+
+
+def _filters(papers: dict[str, list[Entry]]) -> str:
+    """Shown by the script."""
+    found = {e.verdict for some in papers.values() for e in some}
+    verdicts = "".join(
+        f'<button type="button" aria-pressed="true" data-verdict="{v}">{badge(v)}</button>'
+        for v in VERDICTS
+        if v in found
+    )
+    options = "".join(f'<option value="{_key(p)}">{text(short(p))}</option>' for p in papers)
+    return f"""<form class="filters" role="search" hidden>
+<input type="search" placeholder="Search" aria-label="Search names, claims and checks">
+<select aria-label="Paper"><option value="">All papers</option>{options}</select>
+<div role="group" aria-label="Verdicts shown">{verdicts}</div>
+<output aria-live="polite"></output>
+</form>"""
+
+
+def _overview(papers: dict[str, list[Entry]]) -> str:
+    rows = []
+    for paper, entries in papers.items():
+        for e in entries:
+            took = "–" if e.took is None else clocked(e.took)
+            number = "" if e.took is None else f' data-value="{e.took:g}"'
+            share = f' data-value="{float(Fraction(e.claims)):g}"' if "/" in e.claims else ""
+            rows.append(
+                f'<tr data-for="{text(e.anchor)}"><td><a href="#{text(e.anchor)}">{text(e.name)}'
+                f"</a></td><td>{text(short(paper))}</td><td>{text(e.figure)}</td>"
+                f'<td>{badge(e.verdict)}</td><td class="number"{share}>{text(e.claims)}</td>'
+                f'<td>{text(e.seeds)}</td><td class="number"{number}>{text(took)}</td></tr>'
+            )
+    names = ("experiment", "paper", "of", "verdict", "claims", "seeds", "time")
+    numbers = {"claims", "time"}
+    head = "".join(
+        f'<th scope="col"{" class=number" if n in numbers else ""}>{n}</th>' for n in names
+    )
+    return (
+        '<div class="wide overview" tabindex="0" role="region" aria-label="Overview">'
+        f"<table><thead><tr>{head}</tr></thead>\n<tbody>\n{lines(rows)}\n</tbody></table></div>"
+    )
+
+
+def _section(paper: str, entries: Sequence[Entry]) -> str:
+    inside = lines(e.html for e in entries)
+    return f'<section data-paper="{_key(paper)}">\n<h2>{text(paper)}</h2>\n{inside}\n</section>'
+
+
+def _left_out(left_out: Sequence[str]) -> str:
+    if not left_out:
+        return ""
+    items = lines(f"<li>{text(line)}</li>" for line in left_out)
+    words = "Files under this folder that hold no results of this version of pullback:"
+    return f'<section class="left"><h2>Left out</h2>\n<p>{words}</p>\n<ul>{items}</ul></section>'
+
+
+def short(paper: str) -> str:
+    """Authors and year.
+
+    >>> short("Yin (2024), Natural Gradient Descent"), short("Other")
+    ('Yin (2024)', 'Other')
+    """
+    found = re.match(r".*?\(\d{4}\)", paper)
+    return found.group() if found else paper
+
+
+def _key(paper: str) -> str:
+    return hashlib.sha256(paper.encode("utf-8", "replace")).hexdigest()[:10]

@@ -1,0 +1,90 @@
+"""A solved equation on the page: what `pullback solve` leaves behind."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ...framework.curves import Chart, Line, Series
+from ...framework.progress import clocked
+from . import charts
+from .markup import (
+    Entry,
+    badge,
+    command,
+    environments,
+    folded,
+    lines,
+    listing,
+    pictures,
+    table,
+    text,
+)
+
+PAPER = "Solved equations"
+_AXES = {"step": "steps", "seconds": "seconds"}
+
+
+def solution(path: Path, out: Path, state: Mapping[str, Any], anchor: str) -> Entry:
+    """The entry of a solution's record."""
+    config, result = state["config"], state["result"]
+    name = str(config["name"])
+    error = result.get("error")
+    reached = "no exact solution" if error is None else f"relative L² error {float(error):.1e}"
+    words = f"{config['problem']}: {reached}, {int(result['steps']):,} steps, " + clocked(
+        float(result["seconds"])
+    )
+    plots = charts.drawn(history(state["history"]))
+    rows = [["network", f"{config['network']}, {config['parameters']:,} parameters"],
+            ["loss", _short(result["loss"])],
+            *([k, _short(v)] for k, v in (result.get("unknowns") or {}).items()),
+            ["stopped", result["stopped"]]]  # fmt: skip
+    again = shlex.join(
+        ["pullback", "solve", name, "--seed", str(config["seed"]), "--out", str(path.parent)]
+    )
+    parts = [
+        f'<h3><a class="anchor" href="#{text(anchor)}">{text(name)}</a> '
+        f"<small>seed {text(config['seed'])}</small> {badge('not judged')}</h3>",
+        f'<p class="claim">{text(words)}.</p>',
+        f"<p>{text(config['equation'])}</p>" if config.get("equation") else "",
+        plots,
+        pictures(path, [f"{path.stem}.png"], name, bool(plots)),
+        table({"columns": ["what", "value"], "rows": rows, "text": 2}),
+        command(again),
+        folded(
+            f"Environment and configuration, {path.relative_to(out)}",
+            environments([state["environment"]]) + listing(config),
+        ),
+    ]
+    html = f'<article id="{text(anchor)}" data-verdict="not judged">\n{lines(parts)}\n</article>'
+    took = float(result["seconds"])
+    seed = str(config["seed"])
+    return Entry(anchor, PAPER, name, "pullback solve", "not judged", "–", seed, took, html)
+
+
+def history(found: Mapping[str, Any]) -> list[Chart]:
+    """Loss after every step, error where it was measured."""
+    loss, seconds = _numbers(found["loss"]), _numbers(found["seconds"])
+    error, clock = _numbers(found["error"]), _numbers(found["clock"])
+    steps, measured = list(range(1, len(loss) + 1)), _numbers(found["measured"])
+    shown = [
+        ("Loss", "loss", {"step": Line(steps, loss), "seconds": Line(seconds, loss)}),
+        ("Error", "relative L² error",
+         {"step": Line(measured, error), "seconds": Line(clock, error)}),
+    ]  # fmt: skip
+    return [
+        Chart(title, y, [Series(y, lines, place)], x=_AXES, logx=False)
+        for place, (title, y, lines) in enumerate(shown)
+        if len(lines["step"].y)
+    ]
+
+
+def _numbers(values: Any) -> list[float]:
+    return [math.nan if v is None else float(v) for v in values]
+
+
+def _short(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

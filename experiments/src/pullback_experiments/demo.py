@@ -1,0 +1,94 @@
+"""`python -m pullback_experiments.demo`: the natural gradient beside SGD, Adam and L-BFGS.
+
+Every optimizer starts from the same network and gets the same time on one thread. Settings are
+the best of a small grid at that time; `--tune` repeats the search.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+
+from pullback.cli.environment import environment
+from pullback.cli.files import folder
+from pullback.cli.terminal import forgiving
+
+from .commands import report
+from .framework.check import Outcome
+from .showcase.display import described, progress, shown
+from .showcase.experiment import Demonstration, budget, problems, table
+from .showcase.problem import Problem
+from .showcase.race import Curve, run, tune
+
+
+def compete(console: Console, problem: Problem, seconds: float) -> list[Curve]:
+    """One run of every contender."""
+    curves = []
+    with progress(console, problem, seconds) as watcher:
+        for contender in problem.contenders:
+            watch = watcher(contender)
+            curves.append(run(problem, contender, seconds=seconds, watch=watch))
+    return curves
+
+
+def search(console: Console, problem: Problem) -> None:
+    """What every point of every grid ends with, best first, and the point in use."""
+    for contender in problem.contenders:
+        if contender.grid:
+            ends = tune(problem, contender, seconds=problem.seconds)
+            tried = "; ".join(f"{described(at)}: {shown('', end)}" for at, end in ends)
+            name = f"{problem.title}, {contender.name} ({described(contender.settings)} in use)"
+            console.print(f"{name}\n  {tried}", soft_wrap=True)
+
+
+def kept(out: Path, quick: bool, races: Sequence[tuple[Problem, list[Curve]]]) -> Outcome:
+    """Save the runs in the place of older ones, as the experiment would; its figure too."""
+    demonstration = Demonstration()
+    (out / f"{demonstration.stem(quick)}.json").unlink(missing_ok=True)
+    store, here = demonstration.opened(quick, folder(out)), environment()
+    for problem, curves in races:
+        for curve in curves:
+            name = ((problem.title, curve.name), demonstration.seeds[0])
+            store.put(name, curve.as_dict(), curve.seconds[-1], here)
+    return demonstration.run(quick, out=out)
+
+
+def main(
+    quick: Annotated[bool, typer.Option(help="A few seconds in all, for a smoke test.")] = False,
+    repeat_search: Annotated[
+        bool, typer.Option("--tune", help="Run every point of the grids and stop.")
+    ] = False,
+    out: Annotated[Path, typer.Option(help="Folder of results, figures and page.")] = Path("demo"),
+) -> None:
+    """Train three small problems with torch's optimizers and with the natural gradient."""
+    forgiving()
+    console = Console(highlight=False)
+    torch.set_num_threads(1)  # such small matrices gain nothing from more
+    races = []
+    found, missing = problems()
+    for words in missing:
+        console.print(f"Skipped: {words}", style="yellow", markup=False)
+    for problem in found:
+        if repeat_search:
+            search(console, problem)
+        else:
+            races.append((problem, compete(console, problem, budget(problem, quick))))
+    if repeat_search:
+        return
+    for problem, curves in races:
+        console.print()
+        console.print(table(problem, curves))
+    drawn = list(kept(out, quick, races).files[1:])
+    for problem, curves in races:
+        drawn += [problem.picture({c.name: c.model for c in curves if c.model}, out)]
+    console.print(f"\nFigures: {', '.join(str(p) for p in drawn if p)}", soft_wrap=True)
+    console.print(f"Page: {report.write(out)[0]}", soft_wrap=True)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,186 @@
+"""What the figures of a page are drawn from: lines by series, and by what they run along.
+
+A page switches between these, so that a series has one line for each: over seeds, the median
+against steps is another one than that against seconds.
+
+    Chart("Deep network", "loss", [over_seeds("Adam", runs, "loss", ("step", "seconds"))])
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+def finite(value: float) -> float:
+    """The value; a run that was lost counts as infinite."""
+    return value if math.isfinite(value) else math.inf
+
+
+def held(x: Sequence[float], y: Sequence[float], at: float) -> float:
+    """y at the last x ≤ at: a run that ended keeps its last value.
+
+    >>> held([0, 2, 4], [9.0, 8.0, 7.0], 3), held([0, 2, 4], [9.0, 8.0, 7.0], 99)
+    (8.0, 7.0)
+    """
+    return finite(y[max(bisect_right(x, at) - 1, 0)])
+
+
+def quantiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """The first quartile, the median and the third.
+
+    >>> quantiles([4.0, 1.0, 2.0, 3.0, 5.0])
+    (2.0, 3.0, 4.0)
+    """
+    ordered = sorted(values)
+
+    def at(share: float) -> float:
+        place = share * (len(ordered) - 1)
+        low, high = ordered[math.floor(place)], ordered[math.ceil(place)]
+        return low if low == high else low + (place % 1) * (high - low)  # ∞ − ∞ is no number
+
+    return at(0.25), at(0.5), at(0.75)
+
+
+Style = Literal["solid", "dashed", "dotted"]
+_PLACES = 120  # along an axis of seconds
+#: how axes are called, where that is not their key
+_NAMES = {"step": "steps", "seconds": "seconds of training"}
+
+
+@dataclass(frozen=True)
+class Line:
+    """y against x, in a band where low and high are given; all as long as x."""
+
+    x: Sequence[float]
+    y: Sequence[float]
+    low: Sequence[float] = ()
+    high: Sequence[float] = ()
+
+
+@dataclass(frozen=True)
+class Series:
+    """A line with a name.
+
+    Attributes:
+        name: in the legend.
+        lines: by what they run along, such as "step" and "seconds".
+        color: a place in the palette; None for the next one.
+        style: how it is drawn.
+    """
+
+    name: str
+    lines: Mapping[str, Line]
+    color: int | None = None
+    style: Style = "solid"
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Series in one pair of axes.
+
+    Attributes:
+        title: above it.
+        y: what is drawn.
+        series: None where there is nothing of it yet.
+        x: names of what the lines run along, by key; the first is shown first.
+        logx, logy: how the axes are at first.
+        note: what lines and bands are.
+    """
+
+    title: str
+    y: str
+    series: Sequence[Series | None]
+    x: Mapping[str, str] = field(default_factory=dict)
+    logx: bool = True
+    logy: bool = True
+    note: str = ""
+
+    def shown(self) -> list[Series]:
+        """The series that have a point to show."""
+        return [s for s in self.series if s and any(len(line.x) for line in s.lines.values())]
+
+    def axes(self) -> dict[str, str]:
+        """Key and name of all that some line runs along."""
+        found = dict.fromkeys(key for s in self.shown() for key in s.lines)
+        order = [*(k for k in self.x if k in found), *(k for k in found if k not in self.x)]
+        return {key: self.x.get(key, _NAMES.get(key, key)) for key in order}
+
+
+def over_seeds(
+    name: str,
+    runs: Sequence[Mapping[str, Any]],
+    y: str,
+    along: Iterable[str],
+    *,
+    color: int | None = None,
+    style: Style = "solid",
+) -> Series | None:
+    """Median and quartiles of the entry `y` of runs; None where there is no run.
+
+    >>> runs = [{"step": [0, 1], "loss": [4.0, 2.0]}, {"step": [0, 1], "loss": [6.0, 4.0]}]
+    >>> over_seeds("Adam", runs, "loss", ["step"]).lines["step"].y
+    [5.0, 3.0]
+    """
+    if not runs:
+        return None
+    ys = [one[y] for one in runs]
+    lines = {
+        key: quartiles([one[key] for one in runs], ys, spaced=key == "seconds", zero=True)
+        for key in along
+    }
+    return Series(name, lines, color, style)
+
+
+def quartiles(
+    xs: Sequence[Sequence[float]],
+    ys: Sequence[Sequence[float]],
+    *,
+    spaced: bool = False,
+    zero: bool = False,
+) -> Line:
+    """The median and the quartiles of runs, one x and y each; a run that ended keeps its last y.
+
+    They are taken at every x that occurs, or where `spaced` at places evenly spaced in the
+    logarithm, which suits times: no two runs share one. Places are > 0 unless `zero` is asked for.
+    """
+    places = _spaced(xs) if spaced else sorted({float(x) for one in xs for x in one if x > 0})
+    if zero and any(one[0] == 0 for one in xs if len(one)):
+        places = [0.0, *places]
+    spread = [quantiles([held(x, y, at) for x, y in zip(xs, ys, strict=True)]) for at in places]
+    low, middle, high = ([_number(s[i]) for s in spread] for i in range(3))
+    return Line(places, middle, low, high)
+
+
+def averages(xs: Sequence[Sequence[float]], ys: Sequence[Sequence[float]]) -> Line:
+    """Means ± standard deviations where all runs have an entry; the band does not leave the runs.
+
+    >>> averages([[0, 1], [0, 1, 2]], [[1.0, 2.0], [3.0, 2.0, 5.0]])
+    Line(x=[0.0, 1.0], y=[2.0, 2.0], low=[1.0, 2.0], high=[3.0, 2.0])
+    """
+    at, middle, low, high = [], [], [], []
+    for x, y in zip(zip(*xs, strict=False), zip(*ys, strict=False), strict=True):
+        values = [finite(float(v)) for v in y]
+        mean = sum(values) / len(values)
+        squares = sum((v - mean) ** 2 for v in values) if math.isfinite(mean) else math.inf
+        off = math.sqrt(squares / max(len(values) - 1, 1))
+        at.append(sum(map(float, x)) / len(x))
+        middle.append(_number(mean))
+        low.append(_number(max(mean - off, min(values))))
+        high.append(_number(min(mean + off, max(values))))
+    return Line(at, middle, low, high)
+
+
+def _spaced(xs: Sequence[Sequence[float]]) -> list[float]:
+    first = min((x for one in xs for x in one[1:2]), default=1e-4)
+    last = max(one[-1] for one in xs)
+    first = max(first, 1e-4)
+    ratio = max(last / first, 1.0)
+    return [first * ratio ** (i / (_PLACES - 1)) for i in range(_PLACES)]
+
+
+def _number(value: float) -> float:
+    return value if math.isfinite(value) else math.nan

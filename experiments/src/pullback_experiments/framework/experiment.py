@@ -1,0 +1,221 @@
+"""What an experiment is: its words, its items, its judgment. `executor.py` runs it."""
+
+from __future__ import annotations
+
+import math
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from rich.console import Console
+
+from .check import Check, Verdict, concluded
+from .curves import Chart
+from .records import Record
+from .store import Key, Results, Store
+from .tabular import Table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from .check import Outcome
+
+
+class Paused(Exception):
+    """An item stops here: its time is over and its checkpoint is saved."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """What an item may know of the run that it is part of.
+
+    Attributes:
+        seed: of this item; 0 where it is done once for all seeds.
+        device: where to compute.
+        quick: whether this is the short version.
+        place: folder of this item's checkpoints, kept until it is finished; `folder()` makes it.
+        done: what is finished, so that an item can build on one before it.
+        deadline: when the time is over, by `time.monotonic()`, or None.
+        watch: (share done, a few words) ↦ nothing; shown as progress.
+    """
+
+    seed: int
+    device: torch.device
+    quick: bool
+    place: Path
+    done: Results
+    deadline: float | None = None
+    watch: Callable[[float, str], None] = field(default=lambda share, words: None)
+
+    def folder(self) -> Path:
+        """The folder of checkpoints."""
+        self.place.mkdir(parents=True, exist_ok=True)
+        return self.place
+
+    @property
+    def left(self) -> float:
+        """Seconds until the time is over, ∞ where there is no end."""
+        return math.inf if self.deadline is None else self.deadline - time.monotonic()
+
+    @property
+    def due(self) -> bool:
+        """Whether the time is over: save a checkpoint and `raise Paused`."""
+        return self.left <= 0
+
+
+@dataclass(frozen=True)
+class Item:
+    """A piece of work that is done for every seed, and kept once it is done.
+
+    Attributes:
+        key: words that name it, such as (network, method).
+        work: context ↦ record; depends on nothing but the configuration and the context.
+        once: done once, before the seeds: a search for settings, a reference solution.
+        resumable: goes on from its checkpoint after `Paused`, so it may start at any time.
+        seeds: it is done for these alone, where not for all.
+    """
+
+    key: Key
+    work: Callable[[Context], Mapping[str, Any]]
+    once: bool = False
+    resumable: bool = False
+    seeds: Sequence[int] | None = None
+
+    def applies(self, seed: int) -> bool:
+        """Whether it is to be done for this seed."""
+        return self.seeds is None or seed in self.seeds
+
+    def run(self, context: Context) -> tuple[Record, float]:
+        """The record, from random numbers that depend on the seed alone, and the seconds it took.
+
+        Seconds before a pause count; they are kept beside the checkpoint.
+        """
+        begun, before = time.monotonic(), _before(context.place)
+        try:
+            devices = [context.device] if context.device.type == "cuda" else []
+            with torch.random.fork_rng(devices):
+                torch.manual_seed(context.seed)
+                record = dict(self.work(context))
+        except Paused:
+            spent = before + time.monotonic() - begun
+            (context.folder() / "seconds").write_text(f"{spent:.4f}")
+            raise
+        return record, before + time.monotonic() - begun
+
+
+def _before(place: Path) -> float:
+    """Seconds that a paused item had already taken."""
+    try:
+        return float((place / "seconds").read_text())
+    except (OSError, ValueError):
+        return 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment(ABC):
+    """One figure, table or theorem of a paper, to be repeated.
+
+    Subclasses say three things: what results depend on (`config`), what there is to do (`items`),
+    and what the results say (`judge`). Most also `draw`, and give `curves` and `tables`.
+
+    Attributes:
+        name: what the command line calls it.
+        paper, figure, claim: what it repeats, and what that is said to show, in a sentence.
+        about: what else a reader of its results must know.
+        seeds, quick_seeds: where nothing else is asked for.
+        open_parts: parts of the configuration whose entries may come and go, such as methods.
+        threads: of the CPU while an item works; None for torch's own.
+        judged: whether its sizes can tell; those of `smoke` mostly cannot.
+        anywhere: whether `--device` moves its work; what measures CPU seconds stays there.
+    """
+
+    name: str
+    paper: str
+    figure: str
+    claim: str
+    about: str = ""
+    seeds: Sequence[int] = tuple(range(10))
+    quick_seeds: Sequence[int] = (0,)
+    open_parts: frozenset[str] = frozenset({"methods"})
+    threads: int | None = 1
+    judged: bool = True
+    anywhere: bool = True
+
+    @abstractmethod
+    def config(self, quick: bool) -> dict[str, Any]:
+        """Everything that results depend on, as JSON can hold it."""
+
+    @abstractmethod
+    def items(self, quick: bool) -> Iterable[Item]:
+        """What there is to do; an item runs for every seed before the next seed starts."""
+
+    @abstractmethod
+    def judge(self, results: Results) -> list[Check]:
+        """The claims with their numbers; empty where this run cannot tell."""
+
+    def ready(self, quick: bool) -> None:
+        """Refuse, before anything is done, where data are missing that a later item needs."""
+        return
+
+    def draw(self, results: Results) -> Mapping[str, Figure]:
+        """Figures by what is added to the experiment's name, "" for the only one."""
+        return {}
+
+    def curves(self, results: Results) -> Sequence[Chart]:
+        """What a page draws itself, of all that is done: `results.of` may have fewer seeds."""
+        return []
+
+    def tables(self, results: Results) -> list[Table]:
+        """The numbers for people."""
+        return []
+
+    def verdict(self, checks: Sequence[Check]) -> Verdict | None:
+        """Reproduced, differs, or not reproduced, and why; by the paper's claims that hold."""
+        return concluded(checks)
+
+    def line(self, record: Record) -> str:
+        """What to say when an item is done."""
+        return ""
+
+    def smoke(self) -> Self:
+        """The same, so small that its quick version takes seconds: only to see that it runs."""
+        return self
+
+    def stem(self, quick: bool) -> str:
+        """The name of its files."""
+        return self.name + ("-quick" if quick else "")
+
+    def opened(self, quick: bool, out: Path) -> Store:
+        """The results under a folder; refused where they are another's."""
+        about = {k: getattr(self, k) for k in ("name", "paper", "figure", "claim", "about")}
+        about |= {"quick": quick, "seeds": list(self.quick_seeds if quick else self.seeds)}
+        path = out / f"{self.stem(quick)}.json"
+        return Store(path, self.config(quick), about, self.open_parts)
+
+    def run(
+        self,
+        quick: bool = False,
+        seeds: Sequence[int] | None = None,
+        out: Path = Path("results"),
+        console: Console | None = None,
+        *,
+        device: str | torch.device = "cpu",
+        seconds: float | None = None,
+        workers: int = 1,
+    ) -> Outcome:
+        """Do what is missing, judge, draw and save; see `executor.run`."""
+        from .executor import run
+
+        return run(
+            self, quick, seeds, out, console, device=device, seconds=seconds, workers=workers
+        )
+
+    def chosen(self, seeds: Sequence[int] | None, quick: bool) -> list[int]:
+        """The seeds of a run."""
+        if seeds is None:
+            return list(self.quick_seeds if quick else self.seeds)
+        return list(dict.fromkeys(seeds))

@@ -1,0 +1,195 @@
+"""Items in several processes, while this one keeps the results and shows the progress.
+
+A process finds the experiment by its name: what items do are functions, which cannot be sent. It
+reads the results of items that are done once, and sends its record back; nobody else writes. An
+interruption ends the processes, and what had come back is kept; so does the end of the first one,
+however it came.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+from pullback import PullbackError
+
+from .. import registry
+from . import records
+from .experiment import Context, Experiment, Paused
+from .progress import spoken
+from .records import Arrays, Record
+from .store import Name, Results, Store
+
+#: a record in two parts and its seconds; None of an item that paused
+Sent = tuple[Record, Arrays, float] | None
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a process is told of an item.
+
+    Attributes:
+        experiment, quick, out: which results it is part of.
+        name: item and seed.
+        seeds: of the run.
+        device, place: as in `Context`.
+        until: when the time is over, by `time.time()`, which processes share.
+    """
+
+    experiment: str
+    quick: bool
+    out: Path
+    name: Name
+    seeds: tuple[int, ...]
+    device: str
+    place: Path
+    until: float | None
+
+
+def named(experiment: Experiment) -> str:
+    """The name by which a process finds the experiment; refused where it would find another."""
+    if experiment.name not in registry.names() or registry.find(experiment.name) is not experiment:
+        raise PullbackError(
+            f"{experiment.name} cannot run in several processes",
+            "they find it by its name, and it is not in `registry.FOLDERS`",
+            "Use one worker, or add it there",
+        )
+    return experiment.name
+
+
+class Processes:
+    """Some processes that do jobs; leaving the context ends them."""
+
+    def __init__(self, workers: int, threads: int | None) -> None:
+        share = threads or max(1, (os.cpu_count() or 1) // workers)
+        self.workers = workers
+        self._pool = ProcessPoolExecutor(
+            workers, multiprocessing.get_context("spawn"), _begin, (share,)
+        )
+        self._running: dict[Future[Sent], Name] = {}
+
+    @property
+    def names(self) -> list[Name]:
+        """What is being worked on."""
+        return list(self._running.values())
+
+    @property
+    def free(self) -> bool:
+        """Whether one of them has nothing to do."""
+        return len(self._running) < self.workers
+
+    def start(self, job: Job) -> None:
+        """Give one of them something to do."""
+        with _deaf():  # the first job starts all of them
+            self._running[self._pool.submit(_work, job)] = job.name
+
+    def finished(self) -> Iterator[tuple[Name, Sent]]:
+        """Wait for one; those that are done by then."""
+        done, _ = wait(self._running, return_when=FIRST_COMPLETED)
+        for future in done:
+            name = self._running.pop(future)
+            try:
+                yield name, future.result()
+            except BrokenProcessPool:
+                raise PullbackError(
+                    "A process ended before its item did",
+                    "it was stopped from outside, or memory ran out",
+                    "Use fewer --workers; what was finished is kept, and the same command goes on",
+                ) from None
+
+
+@contextmanager
+def processes(workers: int, threads: int | None) -> Iterator[Processes]:
+    """Some of them, which end with the context, whatever they are doing by then."""
+    others = set(multiprocessing.active_children())
+    pool = Processes(workers, threads)
+    try:
+        yield pool
+    except BaseException:
+        for child in set(multiprocessing.active_children()) - others:
+            child.terminate()
+        raise
+    finally:
+        pool._pool.shutdown(cancel_futures=True)
+
+
+@contextmanager
+def _deaf() -> Iterator[None]:
+    """Processes that start here never hear an interruption: a terminal's is for the first one.
+
+    They inherit that it is held back; here it comes afterwards, and is not lost.
+    """
+    if sys.platform == "win32":
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _begin(threads: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_follow, daemon=True).start()
+    torch.set_num_threads(threads)
+
+
+def _follow() -> None:
+    """End with the first process: nobody would take the record, nor send another job."""
+    if (first := multiprocessing.parent_process()) is not None:
+        first.join()
+        os._exit(1)
+
+
+@lru_cache(maxsize=1)
+def _opened(name: str, quick: bool, out: Path) -> tuple[Experiment, Store]:
+    from .. import registry
+
+    experiment = registry.find(name)
+    return experiment, experiment.opened(quick, out)
+
+
+def _work(job: Job) -> Sent:
+    """In the process."""
+    experiment, store = _opened(job.experiment, job.quick, job.out)
+    key, seed = job.name
+    (item,) = [i for i in experiment.items(job.quick) if i.key == key]
+    deadline = None if job.until is None else time.monotonic() + job.until - time.time()
+    done = Results(store, job.seeds, job.quick)
+    context = Context(
+        seed or 0, torch.device(job.device), job.quick, job.place, done, deadline
+    )  # fmt: skip
+    try:
+        record, took = item.run(context)
+    except Paused:
+        return None
+    return *records.split(record), took
+
+
+def received(sent: tuple[Record, Arrays, float]) -> tuple[Record, float]:
+    """The record as it was made, and its seconds."""
+    content, arrays, took = sent
+    return records.join(content, arrays), took
+
+
+def waiting(names: Sequence[Name]) -> str:
+    """A few words on what is being worked on.
+
+    >>> waiting([(("a", "b"), 0), (("a", "c"), 1)])
+    '2 at work: a, b, seed 0; …'
+    """
+    return f"{len(names)} at work: {spoken(names[0])}{'; …' if len(names) > 1 else ''}"

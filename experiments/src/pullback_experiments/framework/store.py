@@ -1,0 +1,388 @@
+"""Results on disk: one JSON file per experiment, an npz for each item that has arrays.
+
+    NAME.json             configuration, environments, items, then checks, tables, figures
+    NAME.arrays/*.npz     arrays of the items
+
+Every save replaces the file in one piece, so that an interruption or a full disk leaves what was
+finished before. Processes that share a folder save one after the other, and each takes over what
+the others saved. A file of another configuration is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+from pullback import PullbackError
+from pullback.cli import files
+
+from . import records
+from .records import Record
+
+FORMAT = "pullback results 1"
+
+#: the words that name an item, such as network and method
+Key = tuple[str, ...]
+#: an item and its seed, or None of an item that is done once for all seeds
+Name = tuple[Key, int | None]
+
+
+_REMEDY = "Use another folder (--out), or move the file away"
+
+
+def content(path: Path) -> dict[str, Any]:
+    """What a JSON file holds; refused where it is unreadable or no mapping."""
+    try:
+        state = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        why = f"it is unreadable or cut off ({error})"
+        raise PullbackError(f"{path} cannot be read", why, _REMEDY) from None
+    return state if isinstance(state, dict) else {}
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The content of a results file; refused where it is none."""
+    state = content(path)
+    if (found := state.get("format")) != FORMAT:
+        why = f'its "format" is not {FORMAT!r}'
+        if isinstance(found, str) and found.startswith("pullback"):
+            why += f" but {found!r}, of another version of pullback"
+        raise PullbackError(f"{path} holds no results of an experiment", why, _REMEDY)
+    try:
+        kinds = {"config": dict, "environments": list, "about": dict, "summary": dict}
+        if wrong := [k for k, kind in kinds.items() if not isinstance(state[k], kind)]:
+            raise TypeError(f"{', '.join(wrong)} malformed")
+        if not all(isinstance(e, dict) for e in state["environments"]):
+            raise TypeError("environments malformed")
+        for run in state["runs"]:
+            _verify(run, len(state["environments"]))
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise _malformed(path, error) from None
+    return state
+
+
+def _malformed(path: Path, error: Exception) -> PullbackError:
+    why = f"it is incomplete or was changed by hand ({error})"
+    return PullbackError(f"{path} cannot be read", why, _REMEDY)
+
+
+class Store:
+    """Records by item and seed, for one configuration.
+
+    Args:
+        path: of the JSON file.
+        config: everything that records depend on.
+        about: what the experiment is, in words.
+        open_parts: mappings of the configuration whose entries may come and go, such as methods;
+            entries on both sides must agree.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        config: Mapping[str, Any],
+        about: Mapping[str, Any] | None = None,
+        open_parts: frozenset[str] = frozenset(),
+    ) -> None:
+        self.path, self.about = path, dict(about or {})
+        self.config = settled(config)
+        self.environments: list[dict[str, Any]] = []
+        self.summary: dict[str, Any] = {}
+        self.open_parts = open_parts
+        self._runs: dict[Name, dict[str, Any]] = {}
+        self._lines: dict[Name, str] = {}
+        self._seen: object = None
+        self._merge()
+
+    def _merge(self) -> None:
+        """Take over what is on disk, another process's items included."""
+        if not self.path.exists() or self._stamp() == self._seen:
+            return
+        state = read(self.path)
+        try:
+            json.dumps(state, ensure_ascii=False, allow_nan=False).encode()
+        except ValueError as error:  # a page can show it, and no file can hold it
+            raise _malformed(self.path, error) from None
+        old, whose = state["config"], state["about"].get("name")
+        if whose != self.about.get("name"):
+            raise PullbackError(
+                f"{self.path} holds results of another experiment",
+                f"they are of {whose!r}",
+                _REMEDY,
+            )
+        if differ := changed(old, self.config, self.open_parts):
+            raise PullbackError(
+                f"{self.path} holds results of another configuration",
+                f"{', '.join(differ)} differ, so the runs cannot be compared",
+                _REMEDY,
+            )
+        for part in self.open_parts & old.keys() & self.config.keys():
+            self.config[part] = {**old[part], **self.config[part]}
+        first = not self._runs
+        if first:
+            self.environments, self.summary = state["environments"], state["summary"]
+        places = [self._place(e) for e in state["environments"]]
+        for run in state["runs"]:
+            name = _name(run)
+            if name not in self._runs:
+                self._keep(name, {**run, "environment": places[run["environment"]]})
+        self._seen = self._stamp()
+
+    def _stamp(self) -> object:
+        at = self.path.stat()
+        return at.st_mtime_ns, at.st_size, at.st_ino
+
+    def _place(self, environment: dict[str, Any]) -> int:
+        if environment not in self.environments:
+            self.environments.append(environment)
+        return self.environments.index(environment)
+
+    def _keep(self, name: Name, run: dict[str, Any]) -> None:
+        self._runs[name] = run
+        self._lines[name] = json.dumps(run, ensure_ascii=False, allow_nan=False)
+
+    def __contains__(self, name: Name) -> bool:
+        return name in self._runs
+
+    def __len__(self) -> int:
+        return len(self._runs)
+
+    def seeds(self) -> list[int]:
+        """Those of which some item is done."""
+        return sorted({seed for _, seed in self._runs if seed is not None})
+
+    def took(self, name: Name) -> float | None:
+        """Seconds of an item, None where they are not known."""
+        return self._runs[name]["took"]
+
+    def record(self, name: Name) -> Record:
+        """What an item gave."""
+        run = self._runs[name]
+        file = run.get("arrays")
+        path = self.path if file is None else self._folder / Path(file).name
+        try:
+            return records.join(run["record"], {} if file is None else records.load(path))
+        except records.DAMAGED as error:
+            why = f"it is missing or damaged ({error})"
+            raise PullbackError(
+                f"{path} cannot be read", why, f"Restore it, or move {self.path} away"
+            ) from None
+
+    @property
+    def _folder(self) -> Path:
+        return self.path.with_suffix(".arrays")
+
+    def put(
+        self, name: Name, record: Mapping[str, Any], took: float, environment: dict[str, Any]
+    ) -> None:
+        """Keep an item, on disk as well: its arrays first, then the file that names them."""
+        content, found = records.split(record)
+        key, seed = name
+        run: dict[str, Any] = {"key": list(key), "seed": seed, "took": round(took, 4)}
+        run["environment"] = self._place(environment)
+        if found:
+            run["arrays"] = f"{slug(name)}.npz"
+            files.write(self._folder / run["arrays"], lambda f: records.save(f, found))
+        self._keep(name, {**run, "record": content})
+        self.save()
+
+    def save(self) -> None:
+        """Write the file in one piece; one line per item."""
+        files.folder(self.path.parent)
+        with alone(self.path.parent):
+            self._save()
+
+    def _save(self) -> None:
+        self._merge()
+        head = {
+            "format": FORMAT,
+            "about": self.about,
+            "config": self.config,
+            "environments": self.environments,
+            "summary": self.summary,
+        }
+        text = json.dumps(head, indent=1, ensure_ascii=False, allow_nan=False)[:-2]
+        lines = ",\n".join(f"  {line}" for line in self._lines.values())
+        files.write_text(self.path, f'{text},\n "runs": [\n{lines}\n ]\n}}\n')
+        self._seen = self._stamp()
+
+
+def slug(name: Name) -> str:
+    """A file name for an item, unique although words are simplified.
+
+    >>> slug((("tanh MLP", "K-FAC, undamped"), 3))
+    'tanh-mlp-k-fac-undamped-seed3-...'
+    """
+    key, seed = name
+    words = re.sub(r"[^a-z0-9]+", "-", " ".join(key).lower()).strip("-")[:60]
+    digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:6]
+    return f"{words}{'' if seed is None else f'-seed{seed}'}-{digest}"
+
+
+def _name(run: dict[str, Any]) -> Name:
+    seed = run["seed"]
+    return tuple(map(str, run["key"])), None if seed is None else int(seed)
+
+
+def _verify(run: dict[str, Any], environments: int) -> None:
+    """Refuse an item without name, record, time or environment."""
+    key, _ = _name(run)
+    sound = key and isinstance(run["record"], dict) and run["environment"] in range(environments)
+    sound = sound and isinstance(run.get("arrays", ""), str)
+    if not sound or not math.isfinite(0.0 if run["took"] is None else run["took"]):
+        raise TypeError(f"the item {key} is malformed")
+
+
+def settled(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration as it comes back from a file."""
+    content, arrays = records.split(config)
+    if arrays:
+        raise PullbackError(
+            "The configuration cannot be saved",
+            f"{', '.join(arrays)} are arrays",
+            "Say how they are made instead",
+        )
+    return json.loads(json.dumps(content))
+
+
+def changed(old: dict[str, Any], new: dict[str, Any], open_parts: frozenset[str]) -> list[str]:
+    """What differs, by name."""
+    out = []
+    for part in sorted(old.keys() | new.keys()):
+        one, two = old.get(part), new.get(part)
+        if part in open_parts and isinstance(one, dict) and isinstance(two, dict):
+            out += sorted(f"{part} {k!r}" for k in one.keys() & two.keys() if one[k] != two[k])
+        elif one != two:
+            out.append(part)
+    return out
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Wait until no other process is in here, and keep others out.
+
+    Locks are the operating system's, on the folder itself: they leave no file, and end with the
+    process, however that ends. Where there are none (Windows, some network drives) nobody waits.
+    """
+    with _opened(folder) as file:
+        _locked(file, "wait")
+        yield
+
+
+@contextmanager
+def inside(folder: Path) -> Iterator[Callable[[], bool]]:
+    """While this process works in the folder beside others; a function: is it the last one?"""
+    with _opened(folder) as file:
+        _locked(file, "share")
+        yield lambda: _locked(file, "try")
+
+
+def _locked(file: int | None, how: Literal["wait", "share", "try"]) -> bool:
+    """Whether the lock was not refused."""
+    if file is None or sys.platform == "win32":
+        return True
+    import fcntl
+
+    kind = {"wait": fcntl.LOCK_EX, "share": fcntl.LOCK_SH, "try": fcntl.LOCK_EX | fcntl.LOCK_NB}
+    try:
+        fcntl.flock(file, kind[how])
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        return True
+    return True
+
+
+@contextmanager
+def _opened(folder: Path) -> Iterator[int | None]:
+    try:
+        file = os.open(folder, os.O_RDONLY)
+    except OSError:  # Windows opens no folders
+        file = None
+    try:
+        yield file
+    finally:
+        if file is not None:
+            os.close(file)
+
+
+class Results:
+    """Records by item, over the seeds that are complete.
+
+    Attributes:
+        seeds: every item is done for each of them.
+        quick: whether the short version ran.
+    """
+
+    def __init__(self, store: Store, seeds: Sequence[int], quick: bool) -> None:
+        self.seeds, self.quick = tuple(seeds), quick
+        self._store = store
+
+    def of(self, *key: str) -> list[Record]:
+        """The records of an item, in the order of the seeds it is done for."""
+        return [self._store.record((key, s)) for s in self.seeds if (key, s) in self._store]
+
+    def once(self, *key: str) -> Record:
+        """The record of an item that is done once for all seeds."""
+        return self._store.record((key, None))
+
+    def took(self, *key: str) -> list[float]:
+        """Seconds of an item, in the order of the seeds."""
+        found = [self._store.took((key, seed)) for seed in self.seeds]
+        return [t for t in found if t is not None]
+
+    def has(self, *key: str, seed: int | None = None) -> bool:
+        """Whether an item is done for this seed, or once for all."""
+        return (key, seed) in self._store
+
+
+class Available(Results):
+    """Whatever is done, of complete and of other seeds: an item may have any number of records."""
+
+    def __init__(self, store: Store, quick: bool) -> None:
+        super().__init__(store, store.seeds(), quick)
+
+
+_CONFIG = "configuration"
+
+
+@contextmanager
+def checkpoints(store: Store) -> Iterator[Path]:
+    """NAME.work beside NAME.json; refused where its checkpoints are of another configuration.
+
+    It goes once there are no checkpoints in it and no other process is about to write some.
+    """
+    place = store.path.with_suffix(".work")
+    _check(place, store)
+    with inside(files.folder(place)) as last:
+        files.write_text(place / _CONFIG, json.dumps(store.config, ensure_ascii=False))
+        try:
+            yield place
+        finally:
+            if last() and not any(p.is_dir() for p in place.glob("*")):
+                shutil.rmtree(place, ignore_errors=True)
+
+
+def _check(place: Path, store: Store) -> None:
+    if not any(p.is_dir() for p in place.glob("*")):
+        return
+    try:
+        old = json.loads((place / _CONFIG).read_text("utf-8"))
+        differ = changed(old, store.config, store.open_parts)
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        differ = [str(error)]
+    if differ:
+        raise PullbackError(
+            f"{place} holds checkpoints of another configuration",
+            f"{', '.join(differ)} differ",
+            "Move it away to start these items over",
+        )

@@ -1,0 +1,236 @@
+"""The experiment: every optimizer of the table, audited on two networks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from pullback.geometry.charts.transformations import standard
+from pullback.geometry.invariance.audit import audit
+from pullback.geometry.invariance.optimizers import Contender, optimizers
+from pullback.geometry.invariance.table import grid, shown
+from pullback.geometry.invariance.verdict import SLACK, Verdict
+from pullback.symmetry import SliceSGD
+
+from ..framework.check import Check
+from ..framework.experiment import Context, Experiment, Item
+from ..framework.store import Results
+from ..framework.tabular import Table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+PAPER = "van Oostrum, Müller and Ay (2023), Invariance Properties of the Natural Gradient"
+_ABOUT = (
+    "The paper has no experiments; these are ours. Networks 4-6-5-2, 64 samples of a noisy "
+    "teacher, float64. Leaky ReLU networks have superfluous parameters, by their rescaling "
+    "symmetry; tanh networks have none here."
+)
+#: without dead units, whose factors would be singular
+NETS: Mapping[str, Callable[[], nn.Module]] = {
+    "leaky": partial(nn.LeakyReLU, 0.1),
+    "tanh": nn.Tanh,
+}
+_SAMPLES, _STEPS = 64, 5
+
+
+def contenders(net: str) -> list[Contender]:
+    """Those of the geometry's table, and SliceSGD where units may be rescaled."""
+    first, *rest = optimizers()
+    sliced = Contender(
+        SLICED,
+        lambda m: SliceSGD(m, lr=0.02, momentum=0.9),
+        "SGD from the one point of a rescaling orbit that lies on the slice; it refuses twins "
+        "whose units cannot be rescaled",
+    )
+    return [first, sliced, *rest] if net == "leaky" else [first, *rest]
+
+
+@dataclass(frozen=True, kw_only=True)
+class InvarianceAudit(Experiment):
+    """Twelve optimizers under eight transformations.
+
+    Attributes:
+        pairs: a network of `NETS` and one of its `contenders`, each.
+    """
+
+    name: str = "invariance-audit"
+    paper: str = PAPER
+    figure: str = "Definitions 5 and 6, Theorem 2"
+    claim: str = "the natural gradient's update of the function does not depend on coordinates"
+    about: str = _ABOUT
+    seeds: Sequence[int] = tuple(range(5))
+    pairs: Sequence[tuple[str, Contender]] = field(
+        default_factory=lambda: [(net, c) for net in NETS for c in contenders(net)]
+    )
+
+    def smoke(self) -> Self:
+        some = [(net, c) for net, c in self.pairs if net == "tanh" and c.name in ("SGD", KFAC[0])]
+        return replace(self, judged=False, pairs=some)
+
+    def config(self, quick: bool) -> dict[str, Any]:
+        return {
+            "samples": _SAMPLES,
+            "steps": _STEPS,
+            "methods": {c.name: c.about for c in contenders("leaky")},
+            "transformations": {t.name: t.about for t in standard()},
+        }
+
+    def items(self, quick: bool) -> list[Item]:
+        return [
+            Item((net, contender.name), partial(_work, net, contender))
+            for net, contender in self.pairs
+        ]
+
+    def judge(self, results: Results) -> list[Check]:
+        return claims(self._found(results))
+
+    def draw(self, results: Results) -> dict[str, Figure]:
+        found = self._found(results)
+        return {net: grid(worst(found, net)) for net in self._nets}
+
+    def tables(self, results: Results) -> list[Table]:
+        found, out = self._found(results), []
+        for net in self._nets:
+            told = worst(found, net)
+            columns = list(dict.fromkeys(t for _, t in told))
+            rows = []
+            for name in dict.fromkeys(o for o, _ in told):
+                cells = [told[name, t] for t in columns]
+                rows.append([name, *(None if c is None else f"{c[0]} {c[1]}" for c in cells)])
+            out.append(Table(["optimizer", *columns], rows, f"On a {net} network", text=7))
+        return out
+
+    @property
+    def _nets(self) -> list[str]:
+        return list(dict.fromkeys(net for net, _ in self.pairs))
+
+    def _found(self, results: Results) -> Found:
+        return {
+            (net, c.name): [row for one in results.of(net, c.name) for row in one["rows"]]
+            for net, c in self.pairs
+        }
+
+
+def _work(net: str, contender: Contender, context: Context) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(context.seed)
+    model, teacher = (_network(NETS[net], generator) for _ in range(2))
+    x = _normal((_SAMPLES, 4), generator) @ _normal((4, 4), generator) + 0.5
+    with torch.no_grad():
+        y = teacher(x) + 0.1 * _normal((_SAMPLES, 2), generator)
+    probes = _normal((50, 4), generator).to(context.device)
+    batch = x.to(context.device), y.to(context.device)
+    found = audit(contender, model.to(context.device), batch, steps=_STEPS, probes=probes)
+    return {"rows": found.records()}
+
+
+def _network(activation: Callable[[], nn.Module], generator: torch.Generator) -> nn.Module:
+    """4-6-5-2, with weights large enough for units to differ."""
+    sizes = ((4, 6), (6, 5), (5, 2))
+    layers = [nn.Linear(*s, dtype=torch.float64) for s in sizes]
+    with torch.no_grad():
+        for layer in layers:
+            weight = _normal(tuple(layer.weight.shape), generator)
+            layer.weight.copy_(1.2 * weight / layer.in_features**0.5)
+            layer.bias.copy_(0.3 * _normal(tuple(layer.bias.shape), generator))
+    one, two, three = layers
+    return nn.Sequential(one, activation(), two, activation(), three)
+
+
+def _normal(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+Row = Mapping[str, Any]
+#: records of all seeds, by network and optimizer
+Found = Mapping[tuple[str, str], list[Row]]
+
+NATURAL, DAMPED = "NGD, pseudo-inverse", "NGD, damped"
+KFAC, TIKHONOV = ("K-FAC, undamped", "K-FAC, invariant"), "K-FAC, Tikhonov"
+RULES, SLICED = ("K-FAC, eigenbasis", "K-FAC, spectral"), "SliceSGD"
+PLAIN = ("SGD", "Adam", "L-BFGS", "Muon")
+AFFINE = ("input whitening", "per-layer affine", "neuron rescaling")
+_RANKS = {str(v): i for i, v in enumerate((Verdict.EXACT, Verdict.FIRST_ORDER))}
+
+
+def claims(found: Found) -> list[Check]:
+    """What the two papers say, and what they say of others."""
+
+    def rows(
+        net: str, names: Iterable[str], kinds: Iterable[str] | None = None, place: str = "batch"
+    ) -> list[Row]:
+        return [
+            r
+            for name in names
+            for r in found[net, name]
+            if r["place"] == place and (kinds is None or r["transformation"] in kinds)
+        ]
+
+    both = [r for net in ("leaky", "tanh") for r in rows(net, [NATURAL])]
+    superfluous = rows("leaky", [NATURAL], (*AFFINE, "elementwise"), "parameters")
+    nonlinear = [r for net in ("leaky", "tanh") for r in rows(net, [NATURAL], ["elementwise"])]
+    linear = rows("tanh", [NATURAL], AFFINE)
+    layered = [r for net in ("leaky", "tanh") for r in rows(net, KFAC, AFFINE)]
+    damped = [r for net in ("leaky", "tanh") for r in rows(net, [DAMPED, TIKHONOV], AFFINE)]
+    sliced = rows("leaky", [SLICED], ["neuron rescaling", "neuron permutation"])
+    whitened = rows("leaky", [SLICED], ["input whitening"])
+    turned = [r for net in ("leaky", "tanh") for r in rows(net, RULES, ["input rotation"])]
+    plain = [r for net in ("leaky", "tanh") for r in rows(net, PLAIN, (*AFFINE, "elementwise"))]
+    return [
+        _check("Theorem 2: on the model the natural gradient is the same in all coordinates",
+               both, {"exact", "first order"}),
+        _check("with superfluous parameters it is another vector on the parameter space",
+               superfluous, {"not invariant"}),
+        _check("finite steps differ under a nonlinear change", nonlinear, {"first order"}),
+        _agreed("without superfluous parameters a step of any size agrees under affine changes",
+                linear),
+        _check("K-FAC, undamped or damped invariantly, agrees under affine changes of layers",
+               layered, {"exact"}, of_paper=False),
+        _check("damping by the identity breaks both", damped, {"not invariant"}, of_paper=False),
+        _check("SGD, Adam, L-BFGS and Muon depend on coordinates",
+               plain, {"not invariant"}, of_paper=False),
+        _check("SliceSGD does not see how units are scaled or ordered",
+               sliced, {"exact"}, of_paper=False),
+        _check("and depends on other affine changes as SGD does",
+               whitened, {"not invariant"}, of_paper=False),
+        _check("K-FAC's eigenbasis and spectral rules do not see turns of the inputs",
+               turned, {"exact"}, of_paper=False),
+    ]  # fmt: skip
+
+
+def _check(claim: str, rows: list[Row], allowed: set[str], *, of_paper: bool = True) -> Check:
+    other = [r for r in rows if r["verdict"] not in allowed]
+    values = [r["direction"] for r in rows]
+    numbers = f"{len(rows) - len(other)} of {len(rows)} audits; mismatch as η → 0 "
+    numbers += f"{shown(min(values))} to {shown(max(values))}" if values else "unknown"
+    return Check(claim, bool(rows) and not other, numbers, of_paper=of_paper)
+
+
+def _agreed(claim: str, rows: list[Row]) -> Check:
+    """Single steps only: along a run units saturate, and parameters become superfluous."""
+    sizes = [k.removeprefix("mismatch ") for k in (rows[0] if rows else ()) if "mismatch" in k]
+    pairs = [(r[f"mismatch {s}"], r[f"round-off {s}"]) for r in rows for s in sizes]
+    held = sum(m <= SLACK * off for m, off in pairs)
+    numbers = f"{held} of {len(pairs)} steps"
+    if pairs:
+        numbers += f"; mismatch up to {shown(max(m for m, _ in pairs))}"
+    return Check(claim, bool(pairs) and held == len(pairs), numbers, of_paper=False)
+
+
+def worst(found: Found, net: str) -> dict[tuple[str, str], tuple[Verdict, str] | None]:
+    """The worst verdict over seeds, with the largest mismatch; None where there is none."""
+    out: dict[tuple[str, str], tuple[Verdict, str] | None] = {}
+    for (where, name), rows in found.items():
+        for kind in standard() if where == net else ():
+            mine = [r for r in rows if r["place"] == "batch" and r["transformation"] == kind.name]
+            last = max(mine, key=lambda r: _RANKS.get(r["verdict"], 2), default=None)
+            largest = max((r["direction"] for r in mine), default=0.0)
+            told = None if last is None else (Verdict(last["verdict"]), shown(largest))
+            out[name, kind.name] = told
+    return out

@@ -1,0 +1,370 @@
+"""Figures 2, 4, 5, 6 and the support vectors: curves of a page, and pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..framework import plots
+from ..framework.curves import Chart, Line, Series, Style, averages, quartiles
+from ..framework.records import Record
+from ..framework.store import Results
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+_INK = 7
+_METHODS: Mapping[str, Style] = {"EGD": "solid", "NGD": "dotted"}
+#: name, item, color and style of a line
+_Kind = tuple[str, tuple[str, ...], int, Style]
+
+
+def planar(results: Results, depths: Sequence[int]) -> list[Chart]:
+    """EGD's direction along the way down, beside NGD's end."""
+    runs, natural = results.of("EGD"), results.of("NGD", "L=1")
+    if not runs:
+        return []
+    levels = [r["level"] for r in runs]
+    series: list[Series | None] = [
+        Series(
+            f"EGD, L = {depth}", {"level": quartiles(levels, [r["angles"][place] for r in runs])}
+        )
+        for place, depth in enumerate(depths)
+    ]
+    if natural:
+        ends = [[r["descent angle"]] * len(levels[0]) for r in natural]
+        line = quartiles([levels[0]] * len(natural), ends)
+        series.append(Series("NGD, L = 1", {"level": line}, _INK, "dashed"))
+    return [
+        Chart(
+            "Directions: depth turns EGD, and not NGD",
+            "degrees from the axis e₁",
+            series,
+            x={"level": "−log loss"},
+            logy=False,
+            note="medians and quartiles over seeds",
+        )
+    ]
+
+
+def sparse(results: Results, config: dict[str, Any]) -> list[Chart]:
+    """Accuracy against N, and against −log loss at the largest N < D; NGD's logits over time."""
+    euclidean, depths = results.of("EGD"), config["depths"]
+    series = [
+        _accuracy(f"EGD, L = {d}", euclidean, row, config, color=row)
+        for row, d in enumerate(depths)
+    ]
+    for depth in config["natural depths"]:
+        color = _INK if depth == 1 else depths.index(depth) if depth in depths else None
+        runs = results.of("NGD", f"L={depth}")
+        series.append(_accuracy(f"NGD, L = {depth}", runs, 0, config, color=color, style="dotted"))
+    runs = results.of("NGD, population")
+    series.append(_accuracy("NGD, population", runs, 0, config, color=_INK, style="dashed"))
+    first = Chart(
+        "Accuracy against the number of samples",
+        "test accuracy, %",
+        series,
+        x={"samples": "samples N"},
+        logx=False,
+        logy=False,
+        note=f"means over seeds ± standard deviation; D = {config['dim']}",
+    )
+    return [first, *_way_down(euclidean, config), *_logits(results.of("NGD", "L=1"))]
+
+
+def _accuracy(
+    name: str,
+    runs: Sequence[Record],
+    row: int,
+    config: dict[str, Any],
+    *,
+    color: int | None,
+    style: Style = "solid",
+) -> Series | None:
+    if not runs:
+        return None
+    shares = [[100 * a for a in r["accuracy"][row]] for r in runs]
+    return Series(
+        name, {"samples": averages([config["samples"]] * len(runs), shares)}, color, style
+    )
+
+
+def _way_down(runs: Sequence[Record], config: dict[str, Any]) -> list[Chart]:
+    below = [i for i, n in enumerate(config["samples"]) if n < config["dim"]]
+    if not runs or not below:
+        return []
+    levels = [r["levels"] for r in runs]
+    series = [
+        Series(
+            f"EGD, L = {depth}",
+            {
+                "level": averages(
+                    levels, [[100 * at[row][below[-1]] for at in r["path"]] for r in runs]
+                )
+            },
+        )
+        for row, depth in enumerate(config["depths"])
+    ]
+    return [
+        Chart(
+            f"Accuracy of EGD on its way, N = {config['samples'][below[-1]]}",
+            "test accuracy, %",
+            series,
+            x={"level": "−log loss"},
+            logy=False,
+            note="means over seeds ± standard deviation",
+        )
+    ]
+
+
+def _logits(runs: Sequence[Record]) -> list[Chart]:
+    if not runs or not len(runs[0]["time"]):
+        return []
+    times, margins = list(runs[0]["time"]), runs[0]["margins"]
+    spread = quartiles([times] * margins.shape[1], margins.T.tolist())
+    series = [
+        Series("y·logit", {"time": spread}, 1),
+        Series("t", {"time": Line(times, times)}, _INK, "dashed"),
+    ]
+    title, note = "NGD's logits grow as t, N < D", "median and quartiles over samples, first seed"
+    return [
+        Chart(title, "y·logit", series, x={"time": "time t"}, logx=False, logy=False, note=note)
+    ]
+
+
+def completion(results: Results, config: dict[str, Any]) -> list[Chart]:
+    """Errors and effective ranks against observed entries, and the effect of the start."""
+    at = {"observed": "observed entries"}
+    kinds: list[_Kind] = []
+    for method, style in _METHODS.items():
+        for place, depth in enumerate(config["depths"]):
+            kinds.append((f"{method}, L = {depth}", (method, f"L={depth}"), place, style))
+    kinds.append(("nuclear norm", ("nuclear norm",), _INK, "dashed"))
+    starts: list[_Kind] = []
+    for d in (2, 3):
+        words = f"L = {d}, start of L = {config['collapsed']}"
+        starts.append((f"L = {d}", ("EGD", f"L={d}"), d - 1, "solid"))
+        starts.append((words, ("EGD, collapsed start", f"L={d}"), d - 1, "dashed"))
+
+    def chart(title: str, y: str, what: str, chosen: Sequence[_Kind]) -> Chart:
+        series = []
+        for name, key, color, style in chosen:
+            if runs := results.of(*key):
+                line = quartiles([config["counts"]] * len(runs), [r[what] for r in runs])
+                series.append(Series(name, {"observed": line}, color, style))
+        note = "medians and quartiles over seeds"
+        return Chart(title, y, series, x=at, logx=False, note=note)
+
+    return [
+        chart("Error", "relative error elsewhere", "error", kinds),
+        chart("Effective rank", "effective rank", "rank", kinds),
+        chart("EGD from starts of two depths", "relative error elsewhere", "error", starts),
+    ]
+
+
+def support(results: Results, ratios: Sequence[float]) -> list[Chart]:
+    """Shares of samples that are support vectors."""
+    found = {r: results.of(f"D/N={r:g}") for r in ratios}
+    found = {r: runs for r, runs in found.items() if runs}
+    count = min(map(len, found.values()), default=0)
+    names = {"margin": "ℓ2 margin (EGD)", "natural": "NGD = least squares"}
+    series = [
+        Series(
+            name,
+            {
+                "ratio": quartiles(
+                    [list(found)] * count,
+                    [[100 * runs[i][what] for runs in found.values()] for i in range(count)],
+                )
+            },
+        )
+        for what, name in names.items()
+        if count
+    ]
+    note, x = "medians and quartiles over seeds", {"ratio": "D / N"}
+    title, y = "Support vectors", "samples that are support vectors, %"
+    return [Chart(title, y, series, x=x, logy=False, note=note)]
+
+
+def draw_planar(
+    results: Results,
+    depths: Sequence[int],
+    points: Callable[[int, torch.device], tuple[Tensor, Tensor]],
+) -> Figure:
+    """The first seed's points with EGD's and NGD's separators; directions over all seeds."""
+    figure = plots.new(15, 4.6, "Separable points of the plane: depth turns EGD, and not NGD")
+    left, middle, right = figure.subplots(1, 3)
+    x, y = points(results.seeds[0], torch.device("cpu"))
+    for axes, method in ((left, "EGD"), (middle, "NGD")):
+        _scatter(axes, x, y)
+        for place, (color, depth) in enumerate(zip(plots.PALETTE, depths, strict=False)):
+            beta = _first(results, method, place, depth)
+            width = 1.6 if method == "EGD" else 0.9 * (len(depths) - place) + 0.8
+            _separator(axes, beta, color, f"L = {depth}", width)
+        axes.legend(frameon=False, fontsize=8, loc="lower right")
+        plots.label(axes, "x₁", "x₂", f"{method}, seed {results.seeds[0]}")
+    runs = results.of("EGD")
+    for place, (color, depth) in enumerate(zip(plots.PALETTE, depths, strict=False)):
+        xs, ys = [r["level"] for r in runs], [r["angles"][place] for r in runs]
+        plots.band(right, xs, ys, color, f"EGD, L = {depth}")
+        limit = sorted(r["limit angle"][place] for r in runs)[len(runs) // 2]
+        right.axhline(limit, color=color, lw=0.9, ls=":")
+    natural = sorted(r["descent angle"] for r in results.of("NGD", "L=1"))
+    right.axhline(natural[len(natural) // 2], color=plots.INK, lw=1.4, ls="--", label="NGD, all L")
+    plots.dress(right, logy=False)
+    right.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    title = f"{len(results.seeds)} seeds; dotted: ℓ_{{2/L}} margins"
+    plots.label(right, "−log loss", "degrees from the axis e₁", title)
+    return figure
+
+
+def _first(results: Results, method: str, place: int, depth: int) -> Sequence[float]:
+    """β of the first seed."""
+    if method == "EGD":
+        return results.of("EGD")[0]["beta"][place]
+    return results.of("NGD", f"L={depth}")[0]["beta"]
+
+
+def _scatter(axes: Axes, x: Tensor, y: Tensor) -> None:
+    for sign, mark in ((1, "o"), (-1, "x")):
+        some = x[y == sign]
+        axes.plot(some[:, 0], some[:, 1], mark, color=plots.INK, ms=4, alpha=0.6)
+    plots.dress(axes, logx=False, logy=False)
+    axes.set(xlim=(-3.2, 3.2), ylim=(-3.2, 3.2), aspect="equal")
+
+
+def _separator(axes: Axes, beta: Sequence[float], color: str, name: str, width: float) -> None:
+    """The line xᵀβ = 0."""
+    along = torch.tensor([-beta[1], beta[0]], dtype=torch.float64)
+    along = 5 * along / along.norm()
+    axes.plot([-along[0], along[0]], [-along[1], along[1]], color=color, lw=width, label=name)
+
+
+def draw_sparse(results: Results, config: dict[str, Any]) -> Figure:
+    """Means over seeds on the left; the first seed in the other panels."""
+    dim, nonzero = config["dim"], config["nonzero"]
+    seeds = "1 seed" if len(results.seeds) == 1 else f"{len(results.seeds)} seeds"
+    title = f"Sparse classification, D = {dim}, {nonzero} nonzero, {seeds}"
+    figure = plots.new(15, 4.8, title)
+    left, middle, right = figure.subplots(1, 3)
+    _accuracies(left, results, config)
+    _logit_panel(middle, results)
+    _coefficients(right, results, config)
+    return figure
+
+
+def _accuracies(axes: Axes, results: Results, config: dict[str, Any]) -> None:
+    counts = config["samples"]
+
+    def line(runs: list[Any], row: int, color: str, name: str, style: str) -> None:
+        values = 100 * np.array([r["accuracy"][row] for r in runs])
+        axes.plot(counts, values.mean(0), style, color=color, label=name, ms=3)
+        axes.fill_between(counts, values.min(0), values.max(0), color=color, alpha=0.12, lw=0)
+
+    for row, (color, depth) in enumerate(zip(plots.PALETTE, config["depths"], strict=False)):
+        line(results.of("EGD"), row, color, f"EGD, L = {depth}", "o-")
+    for color, depth in zip(plots.PALETTE, config["natural depths"], strict=False):
+        shade = plots.INK if depth == 1 else color
+        line(results.of("NGD", f"L={depth}"), 0, shade, f"NGD, L = {depth}", ":")
+    line(results.of("NGD, population"), 0, plots.INK, "NGD, population", "--")
+    axes.axvline(config["dim"], color=plots.INK, lw=0.6)
+    plots.dress(axes, logx=False, logy=False)
+    axes.legend(frameon=False, fontsize=8)
+    plots.label(axes, "samples N", "test accuracy, %", "Accuracy; the thin line is N = D")
+
+
+def _logit_panel(axes: Axes, results: Results) -> None:
+    record = results.of("NGD", "L=1")[0]
+    margins, times = np.asarray(record["margins"]), record["time"]
+    if len(times):
+        axes.plot(times, margins, color=plots.PALETTE[1], lw=0.6, alpha=0.6)
+        axes.plot(times, times, "--", color=plots.INK, lw=1.2, label="t")
+        axes.legend(frameon=False, fontsize=8)
+    plots.dress(axes, logx=False, logy=False)
+    plots.label(axes, "time t of NGD", "y·logit", "Logits of the training samples, N < D")
+
+
+def _coefficients(axes: Axes, results: Results, config: dict[str, Any]) -> None:
+    euclidean, natural = results.of("EGD")[0], results.of("NGD", "L=1")[0]
+    kinds = [(f"EGD, L = {d}", euclidean["beta"][i]) for i, d in enumerate(config["depths"][:2])]
+    kinds += [
+        ("NGD", natural["beta"]),
+        ("NGD, population", results.of("NGD, population")[0]["beta"]),
+    ]
+    shown = min(config["dim"], 5 * config["nonzero"])
+    for place, (name, beta) in enumerate(kinds):
+        values = np.asarray(beta)[:shown] / np.abs(beta).max()
+        low = -2.4 * place
+        color = plots.PALETTE[place]
+        axes.vlines(np.arange(shown), low, low + values, color=color, lw=1.2)
+        axes.axhline(low, color=color, lw=0.5)
+        axes.text(shown, low + 0.5, name, color=color, ha="right", size=8)
+    axes.axvline(config["nonzero"] - 0.5, color=plots.INK, lw=0.6)
+    plots.dress(axes, logx=False, logy=False)
+    axes.set_yticks([])
+    largest = max(config["samples"])
+    plots.label(axes, f"first {shown} coordinates", "", f"β at N = {largest}, true support left")
+
+
+def draw_completion(results: Results, config: dict[str, Any]) -> Figure:
+    """Medians and quartiles over seeds."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    size, rank = config["size"], config["rank"]
+    title = f"Completing a {size}×{size} matrix of rank {rank}, {len(results.seeds)} seeds"
+    figure = plots.new(15, 4.6, title)
+    left, middle, right = figure.subplots(1, 3)
+    depths = config["depths"]
+    kinds: list[tuple[str, str, tuple[str, ...], str]] = [
+        (plots.PALETTE[i], f"EGD, L = {d}", ("EGD", f"L={d}"), "-") for i, d in enumerate(depths)
+    ]
+    kinds += [
+        (plots.PALETTE[i], f"NGD, L = {d}", ("NGD", f"L={d}"), ":") for i, d in enumerate(depths)
+    ]
+    kinds.append((plots.INK, "nuclear norm", ("nuclear norm",), "--"))
+    for color, name, key, style in kinds:
+        _line(left, results, config, key, "error", color, name, style)
+        _line(middle, results, config, key, "rank", color, "", style)
+    middle.axhline(rank, color=plots.INK, lw=0.6)
+    for place, depth in ((1, 2), (2, 3)):
+        color = plots.PALETTE[place]
+        _line(right, results, config, ("EGD", f"L={depth}"), "error", color, f"L = {depth}", "-")
+        words = f"L = {depth}, start of L = {config['collapsed']}"
+        key = ("EGD, collapsed start", f"L={depth}")
+        _line(right, results, config, key, "error", color, words, "-.")
+    for axes, what, name in (
+        (left, "relative error elsewhere", "Error"),
+        (middle, "effective rank", "Effective rank"),
+        (right, "relative error elsewhere", "EGD from starts of two depths"),
+    ):
+        plots.dress(axes, logx=False)
+        plots.label(axes, "observed entries", what, name)
+    # between what completes and what does not there is room in the middle
+    middle.legend(
+        *left.get_legend_handles_labels(), frameon=False, fontsize=7, ncols=2, loc="center"
+    )
+    middle.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    middle.yaxis.set_major_formatter("{x:g}")
+    middle.yaxis.set_minor_locator(NullLocator())
+    right.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def _line(
+    axes: Axes,
+    results: Results,
+    config: dict[str, Any],
+    key: tuple[str, ...],
+    what: str,
+    color: str,
+    name: str,
+    style: str,
+) -> None:
+    runs = results.of(*key)
+    plots.band(axes, [config["counts"]] * len(runs), [r[what] for r in runs], color, name, ls=style)

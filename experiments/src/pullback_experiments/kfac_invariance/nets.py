@@ -1,0 +1,343 @@
+"""The networks with their twins, their data, and what they are compared by."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+from pullback import likelihoods, metrics
+from pullback.geometry.charts.affine import Affine, Change, changed, drawn, same, whitening
+from pullback.geometry.charts.twin import random_coordinates, tanh_twin, twin
+
+
+class Recurrent(nn.Module):
+    r"""a_t = φ(W a_{t−1} + b + V x_t), y_t = U a_t + c, over (N, T, inputs).
+
+    In a twin, φ is Ωtanh(Φz + τ) + γ, inputs and outputs change inside, and a_0 is given.
+    """
+
+    start: Tensor
+
+    def __init__(self, inputs: int, hidden: int, outputs: int) -> None:
+        super().__init__()
+        self.recurrent = nn.Linear(hidden, hidden, dtype=torch.float64)
+        self.entry = nn.Linear(inputs, hidden, bias=False, dtype=torch.float64)
+        self.exit = nn.Linear(hidden, outputs, dtype=torch.float64)
+        self.register_buffer("start", torch.zeros(hidden, dtype=torch.float64))
+        self.enter = Affine(same(inputs), -1)
+        self.before = Affine(same(hidden), -1)
+        self.after = Affine(same(hidden), -1)
+        self.leave = Affine(same(outputs), -1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, T, inputs) -> (N, T, outputs)."""
+        a, out = self.start.expand(len(x), -1), []
+        for x_t in self.enter(x).unbind(1):
+            z = self.recurrent(a) + self.entry(x_t)
+            a = self.after(torch.tanh(self.before(z)))
+            out.append(self.leave(self.exit(a)))
+        return torch.stack(out, 1)
+
+
+def recurrent_twin(
+    model: Recurrent,
+    generator: torch.Generator,
+    *,
+    keep_start: bool = False,
+    shift_inputs: bool = False,
+) -> Recurrent:
+    r"""Random coordinates: W† = Φ⁻¹WΩ⁻¹ and so on, V† = Φ⁻¹VΩ_x⁻¹, and a_0† = Ωa_0 + γ.
+
+    Args:
+        model: the network.
+        generator: of the coordinates.
+        keep_start: leave a_0 as it is, although a_t changes.
+        shift_inputs: shift x_t too, and let b† take it up; V has no bias of its own.
+    """
+    inputs, hidden = model.entry.in_features, model.recurrent.in_features
+    entering, state, inner = (drawn(n, generator) for n in (inputs, hidden, hidden))
+    leaving = drawn(model.exit.out_features, generator)
+    entering = entering if shift_inputs else entering.linear()
+    out = Recurrent(inputs, hidden, model.exit.out_features)
+    out.recurrent = changed(model.recurrent, state, inner)
+    out.entry = changed(model.entry, entering, inner)
+    out.exit = changed(model.exit, state, leaving)
+    with torch.no_grad():
+        out.recurrent.bias.sub_(out.entry.weight @ entering.shift)
+    out.enter, out.leave = Affine(entering, -1), Affine(leaving, -1)
+    out.before, out.after = Affine(inner, -1), Affine(state, -1)
+    out.start = model.start.clone() if keep_start else _at(state, model.start)
+    return out
+
+
+def _at(change: Change, x: Tensor) -> Tensor:
+    return change.matrix @ x + change.shift
+
+
+BATCH, HELD = 128, 200
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the two networks.
+
+    Attributes:
+        model: the network.
+        metric: on its outputs.
+        loss: (outputs, targets) ↦ the loss.
+        seen: what counts as the function, from the outputs.
+    """
+
+    model: nn.Module
+    metric: metrics.Metric
+    loss: Callable[[Tensor, Tensor], Tensor]
+    seen: Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A network and its twin before training.
+
+    Attributes:
+        one, two: the network, and the twin.
+        batch: draws the next batch, always a fresh one.
+        held: inputs at which the functions are compared, none of them trained on.
+    """
+
+    one: Side
+    two: Side
+    batch: Callable[[], tuple[Tensor, Tensor]]
+    held: Tensor
+
+
+@dataclass(frozen=True)
+class Net:
+    """A kind of network: its name, what is special about it, and how a seed makes the pair."""
+
+    name: str
+    about: str
+    make: Callable[[int], Pair]
+
+
+Inputs = Callable[[int], Tensor]
+Reparametrize = Callable[[nn.Sequential, torch.Generator, Inputs], nn.Module]
+
+
+def _random(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def _normal(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=generator)
+
+
+@torch.no_grad()
+def _initialized(model: nn.Module, generator: torch.Generator, gain: float) -> nn.Module:
+    """Weights of variance gain²/fan-in: large enough for units to differ, so factors are sound."""
+    for p in model.parameters():
+        scale = gain * p[0].numel() ** -0.5 if p.ndim > 1 else 0.3
+        p.copy_(scale * _normal(tuple(p.shape), generator))
+    return model
+
+
+def _mlp(sizes: tuple[int, ...], activation: type[nn.Module]) -> nn.Sequential:
+    modules: list[nn.Module] = []
+    for one, two in pairwise(sizes):
+        modules += [nn.Linear(one, two, dtype=torch.float64), activation()]
+    return nn.Sequential(*modules[:-1])
+
+
+def _convnet(padding: int, *, explicit: bool = False) -> nn.Sequential:
+    """Two convolutions and a linear layer on 2 × 6 × 6; `explicit` padding belongs to φ."""
+    inner = 0 if explicit else padding
+    pads = [nn.ZeroPad2d(padding)] if explicit else []
+    side = 6 + 4 * padding - 4
+    return nn.Sequential(
+        *copy.deepcopy(pads), nn.Conv2d(2, 4, 3, padding=inner, dtype=torch.float64), nn.Tanh(),
+        *copy.deepcopy(pads), nn.Conv2d(4, 3, 3, padding=inner, dtype=torch.float64), nn.Tanh(),
+        nn.AvgPool2d(2), nn.Flatten(), nn.Linear(3 * (side // 2) ** 2, 3, dtype=torch.float64),
+    )  # fmt: skip
+
+
+def _targets(likelihood: likelihoods.Likelihood, z: Tensor, generator: torch.Generator) -> Tensor:
+    """What a teacher with outputs z would say."""
+    if isinstance(likelihood, likelihoods.Gaussian):
+        return z + 0.1 * _normal(tuple(z.shape), generator)
+    return likelihood.sample(z, generator)
+
+
+def _pair(
+    seed: int,
+    build: Callable[[], nn.Module],
+    other: Callable[..., nn.Module],
+    shape: tuple[int, ...],
+    likelihood: likelihoods.Likelihood,
+    *,
+    gain: float = 1.5,
+    dead: int = 0,
+    seen: Callable[[Tensor], Tensor] = lambda z: z,
+) -> Pair:
+    """Inputs with correlated channels and a mean; a teacher of the same kind as the network."""
+    generator = _random(seed)
+    model, teacher = (_initialized(build(), generator, gain) for _ in range(2))
+    axis = -1 if isinstance(model, Recurrent) else 1
+    channels = shape[-1] if isinstance(model, Recurrent) else shape[0]
+    mixed = Affine(drawn(channels, generator), axis)
+
+    def inputs(count: int) -> Tensor:
+        x = mixed(_normal((count, *shape), generator))
+        if dead:
+            x[:, :dead] = 0
+        return x
+
+    def batch() -> tuple[Tensor, Tensor]:
+        x = inputs(BATCH)
+        with torch.no_grad():
+            return x, _targets(likelihood, teacher(x), generator)
+
+    def loss(z: Tensor, y: Tensor) -> Tensor:
+        return likelihood.nll(z, y).sum() / len(z)
+
+    twin_of = other(model, _random(1000 + seed), inputs)
+    metric = metrics.Fisher(likelihood)
+    one, two = (Side(m, metric, loss, seen) for m in (model, twin_of))
+    return Pair(one, two, batch, inputs(HELD))
+
+
+def _reparametrized(
+    model: nn.Sequential, generator: torch.Generator, inputs: Inputs, *, shifted: bool = True
+) -> nn.Module:
+    return twin(model, random_coordinates(model, generator, shifted=shifted))
+
+
+def _unshifted(model: nn.Sequential, generator: torch.Generator, inputs: Inputs) -> nn.Module:
+    return _reparametrized(model, generator, inputs, shifted=False)
+
+
+def _whitened_tanh(model: nn.Sequential, generator: torch.Generator, inputs: Inputs) -> nn.Module:
+    return tanh_twin(model, whitening(inputs(1000)))
+
+
+def _mlp_pair(
+    sizes: tuple[int, ...],
+    likelihood: likelihoods.Likelihood,
+    activation: type[nn.Module] = nn.Tanh,
+    other: Reparametrize = _reparametrized,
+    **options: object,
+) -> Callable[[int], Pair]:
+    def make(seed: int) -> Pair:
+        shape = sizes[:1]
+        return _pair(seed, lambda: _mlp(sizes, activation), other, shape, likelihood, **options)  # pyright: ignore[reportArgumentType]
+
+    return make
+
+
+def _conv_pair(
+    padding: int, other: Reparametrize = _reparametrized, *, explicit: bool = False
+) -> Callable[[int], Pair]:
+    def make(seed: int) -> Pair:
+        def build() -> nn.Sequential:
+            return _convnet(padding, explicit=explicit)
+
+        return _pair(seed, build, other, (2, 6, 6), likelihoods.Gaussian())
+
+    return make
+
+
+def _recurrent_pair(**options: bool) -> Callable[[int], Pair]:
+    def other(model: Recurrent, generator: torch.Generator, inputs: Inputs) -> nn.Module:
+        return recurrent_twin(model, generator, **options)
+
+    def make(seed: int) -> Pair:
+        return _pair(seed, lambda: Recurrent(4, 4, 2), other, (6, 4), likelihoods.Gaussian())
+
+    return make
+
+
+def _output_pair(metric: str) -> Callable[[int], Pair]:
+    """Gauss–Newton: the twin's outputs are Ωy + γ, and its loss undoes it.
+
+    "euclidean" measures the twin's outputs in its own coordinates, "carried" carries the metric
+    over, "inner" changes no output.
+    """
+
+    def make(seed: int) -> Pair:
+        found = _mlp_pair((5, 7, 6, 3), likelihoods.Gaussian())(seed)
+        flat = metrics.Euclidean()
+        one = Side(found.one.model, flat, found.one.loss, found.one.seen)
+        if metric == "inner":
+            two = Side(found.two.model, flat, found.two.loss, found.two.seen)
+            return Pair(one, two, found.batch, found.held)
+        change = drawn(3, _random(2000 + seed))
+        back = Affine(change.inverse())
+        two = Side(
+            nn.Sequential(found.two.model, Affine(change)),
+            flat if metric == "euclidean" else _carried(change),
+            lambda z, y: found.two.loss(back(z), y),
+            back,
+        )
+        return Pair(one, two, found.batch, found.held)
+
+    return make
+
+
+def _carried(change: Change) -> metrics.Metric:
+    """½‖y‖² of the old outputs, as a potential of the new ones."""
+    back = change.inverse()
+    return metrics.Bregman(lambda z: 0.5 * (back.matrix @ z + back.shift).square().sum())
+
+
+def _probabilities(z: Tensor) -> Tensor:
+    return torch.softmax(z, -1)
+
+
+_GAUSSIAN, _BERNOULLI = likelihoods.Gaussian(), likelihoods.Bernoulli()
+
+#: networks on which every method is compared
+NETS = (
+    Net("tanh MLP", "6-8-7-3, Gaussian", _mlp_pair((6, 8, 7, 3), _GAUSSIAN)),
+    Net(
+        "sigmoid MLP",
+        "4-3-2, Bernoulli",
+        _mlp_pair((4, 3, 2), _BERNOULLI, nn.Sigmoid, gain=2.0),
+    ),
+    Net(
+        "sigmoid → tanh",
+        "4-3-2, Bernoulli, the twin has tanh units and whitened inputs",
+        _mlp_pair((4, 3, 2), _BERNOULLI, nn.Sigmoid, _whitened_tanh, gain=2.0),
+    ),
+    Net("conv, valid", "two 3 × 3 convolutions, Gaussian", _conv_pair(0)),
+    Net("conv, padded, γ = 0", "zero padding, unshifted activations", _conv_pair(1, _unshifted)),
+    Net("conv, padded by γ", "the twin pads with its own zero, γ", _conv_pair(1, explicit=True)),
+    Net("RNN", "4-4-2 over 6 steps, Gaussian, a₀ changes too", _recurrent_pair()),
+    Net(
+        "dead inputs",
+        "6-8-7-3, Gaussian, two inputs are always zero",
+        _mlp_pair((6, 8, 7, 3), _GAUSSIAN, dead=2),
+    ),
+    Net(
+        "softmax",
+        "5-6-4, Categorical, compared by probabilities",
+        _mlp_pair((5, 6, 4), likelihoods.Categorical(), seen=_probabilities),
+    ),
+)
+
+#: where theory says no, or says yes by a hair
+EXHIBITS = (
+    Net("zero padding with a shift", "the twin pads with 0, not γ", _conv_pair(1)),
+    Net("RNN, a₀ kept", "a₀† = a₀, although a† = Ωa + γ", _recurrent_pair(keep_start=True)),
+    Net("RNN, inputs shifted", "V has no bias to shift", _recurrent_pair(shift_inputs=True)),
+    Net(
+        "softmax, logits",
+        "5-6-4, Categorical, compared by logits",
+        _mlp_pair((5, 6, 4), likelihoods.Categorical()),
+    ),
+    Net("Gauss–Newton, inside", "Euclidean metric, outputs unchanged", _output_pair("inner")),
+    Net("Gauss–Newton, output", "Euclidean metric, outputs changed", _output_pair("euclidean")),
+    Net("metric carried over", "Bregman metric of the same potential", _output_pair("carried")),
+)

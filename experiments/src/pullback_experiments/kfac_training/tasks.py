@@ -1,0 +1,226 @@
+"""What is trained: network, data and loss, in full and quick."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pullback.likelihoods import Bernoulli, Categorical, Likelihood
+
+from ..learning import data, images, schedules, text
+from ..learning.data import DataSet
+from ..learning.networks import convnet, vgg16
+from ..learning.training import Measure
+
+MNIST = (784, 1000, 500, 250, 30)
+DIGITS = (64, 100, 50, 25, 10)
+
+
+def autoencoder(widths: tuple[int, ...] = MNIST) -> nn.Sequential:
+    """The mirrored autoencoder of Hinton and Salakhutdinov: tanh units, a linear code, logits.
+
+    Weights are Glorot's: from torch's own start gradients vanish, and Adam and SGD stay for long
+    at the mean image.
+    """
+    layers: list[nn.Module] = []
+    for a, b in pairwise([*widths, *widths[-2::-1]]):
+        layers += [nn.Linear(a, b), nn.Tanh()]
+    for layer in layers:
+        if isinstance(layer, nn.Linear):
+            nn.init.xavier_normal_(layer.weight)
+            nn.init.zeros_(layer.bias)
+    code = 2 * (len(widths) - 1) - 1
+    return nn.Sequential(*(x for i, x in enumerate(layers[:-1]) if i != code))
+
+
+class TransformerBlock(nn.Module):
+    """Pre-norm causal attention and a GELU perceptron."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, T, width) ↦ the same; a place sees those before it."""
+        n, t, d = x.shape
+        qkv = self.qkv(self.norm1(x)).view(n, t, 3, self.heads, d // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).reshape(n, t, d))
+        return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
+
+
+class GPT(nn.Module):
+    """A decoder with learned positions; by default GPT-2 small (124M), its head tied."""
+
+    def __init__(
+        self,
+        vocabulary: int = 50304,
+        length: int = 1024,
+        width: int = 768,
+        depth: int = 12,
+        heads: int = 12,
+        *,
+        tied: bool = True,
+    ) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
+        self.blocks = nn.Sequential(*(TransformerBlock(width, heads) for _ in range(depth)))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self._begin(depth)
+        if tied:
+            self.head.weight = self.tokens.weight
+
+    @torch.no_grad()
+    def _begin(self, depth: int) -> None:
+        """GPT-2's start: what is added to the stream becomes smaller with the depth."""
+        for m in self.modules():
+            if isinstance(m, (nn.Linear, nn.Embedding)):
+                m.weight.normal_(std=0.02)
+            if isinstance(m, nn.Linear) and m.bias is not None:
+                m.bias.zero_()
+        for m in self.modules():
+            if isinstance(m, TransformerBlock):
+                for last in (m.out, m.down):
+                    last.weight.normal_(std=0.02 * (2 * depth) ** -0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Tokens (N, T) ↦ logits of the next ones, (N, T, vocabulary)."""
+        places = torch.arange(x.shape[1], device=x.device)
+        x = self.tokens(x) + self.places(places)
+        return self.head(self.norm(self.blocks(x)))
+
+
+_WARM = 0.05  # the share of a run in which the rate rises: without it the largest rates are lost
+
+
+@dataclass(frozen=True)
+class Task:
+    """Something to learn.
+
+    Attributes:
+        title: in the figure.
+        full, quick: network and data.
+        loss: what is trained, a mean over samples.
+        likelihood: whose Fisher information K-FAC takes.
+        evaluated: on how many of the training samples losses are measured, and how many at a time.
+        warm: the share of a run in which the rate rises to its value, from which it falls.
+        cropped: whether images are cropped and mirrored at random.
+        half: whether CUDA computes in bfloat16 where it may, and products of float32 in TF32.
+        layout: of the network's weights.
+    """
+
+    title: str
+    full: tuple[Callable[[], nn.Module], Callable[[], DataSet]]
+    quick: tuple[Callable[[], nn.Module], Callable[[], DataSet]]
+    loss: Measure
+    likelihood: Callable[[], Likelihood]
+    evaluated: int = 60_000
+    warm: float = 0.0
+    cropped: bool = False
+    half: bool = False
+    layout: torch.memory_format = torch.preserve_format
+
+    def described(self) -> dict[str, Any]:
+        """What a run depends on beside the title, where it is not as of most tasks."""
+        said = {
+            "evaluated": self.evaluated if self.evaluated != Task.evaluated else None,
+            "warm-up": self.warm or None,
+            "augmentation": "crops and flips" if self.cropped else None,
+            "precision": "bfloat16 autocast and TF32 on CUDA" if self.half else None,
+        }
+        return {"task": self.title, **{k: v for k, v in said.items() if v is not None}}
+
+    def made(self, quick: bool, device: torch.device) -> tuple[nn.Module, DataSet]:
+        """The network at its initial weights, and the data."""
+        network, samples = self.quick if quick else self.full
+        model: Any = network()  # whose stub does not know memory_format
+        return model.to(device=device, memory_format=self.layout), samples().to(device)
+
+    def run(self, samples: DataSet) -> dict[str, Any]:
+        """How the loop is to go: arguments of `fit`."""
+        falling = schedules.linear
+        return {
+            "schedule": schedules.warmed(falling, self.warm) if self.warm else falling,
+            "augment": images.CropAndFlip.of(samples.x) if self.cropped else None,
+            "half": torch.bfloat16 if self.half and samples.x.is_cuda else None,
+            "evaluated": self.evaluated,
+        }
+
+
+def bernoulli(z: Tensor, y: Tensor) -> Tensor:
+    """−log likelihood of the pixels, summed over an image."""
+    return F.binary_cross_entropy_with_logits(z, y, reduction="sum") / len(z)
+
+
+def categorical(z: Tensor, y: Tensor) -> Tensor:
+    """−log likelihood of a token, (N, T, vocabulary) and (N, T): a sample is one place."""
+    return F.cross_entropy(z.flatten(0, -2), y.flatten())
+
+
+def _itself(load: Callable[[], DataSet]) -> DataSet:
+    """Images as vectors, which are to be given back."""
+    some = load().flat()
+    return replace(some, y=some.x, test_y=some.test_x)
+
+
+def _clothes() -> DataSet:
+    """10,000 and 10,000 pictures of 14×14: means over squares of four pixels."""
+    some = data.fashion_mnist().first(10_000, 10_000)
+    return replace(some, x=F.avg_pool2d(some.x, 2), test_x=F.avg_pool2d(some.test_x, 2))
+
+
+def large_digits(train: int = 640, side: int = 32) -> DataSet:
+    """Digits as colored images, of 32×32 unless said otherwise."""
+    some = data.digits(train).first(train, 256)
+    x, test_x = (F.interpolate(t, side).expand(-1, 3, -1, -1) for t in (some.x, some.test_x))
+    return replace(some, x=x, test_x=test_x)
+
+
+AUTOENCODER = Task(
+    "Deep autoencoder",
+    (partial(autoencoder, MNIST), partial(_itself, data.mnist)),
+    (partial(autoencoder, DIGITS), partial(_itself, data.digits)),
+    bernoulli,
+    partial(Bernoulli, event=1),
+)
+CONVNET = Task(
+    "Convolutional network",
+    (partial(convnet, 14, 16), _clothes),
+    (partial(convnet, 8), data.digits),
+    F.cross_entropy,
+    Categorical,
+)
+VGG = Task(
+    "VGG-16",
+    (vgg16, partial(images.load, "cifar10")),
+    (partial(vgg16, narrow=16), large_digits),
+    F.cross_entropy,
+    Categorical,
+    evaluated=10_000,
+    warm=_WARM,
+    cropped=True,
+    half=True,
+    layout=torch.channels_last,
+)
+SHAKESPEARE = Task(
+    "Transformer",
+    (partial(GPT, 65, 256, 256, 6, 4, tied=False), text.tiny_shakespeare),
+    (partial(GPT, 11, 32, 32, 2, 2, tied=False), text.generated),
+    categorical,
+    Categorical,
+    evaluated=1024,
+    warm=_WARM,
+    half=True,
+)

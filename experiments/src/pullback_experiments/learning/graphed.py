@@ -1,0 +1,102 @@
+"""Training steps captured once in a CUDA graph and replayed, where launches cost the most."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from pullback import KFAC
+
+#: runs before the capture, which create the optimizer's state and warm up the libraries
+_WARM = 3
+
+#: (x, y) ↦ the loss, after clearing and filling all gradients
+Gradient = Callable[[Tensor, Tensor], Any]
+#: (x, y) ↦ nothing, the parameters moved
+Step = Callable[[Tensor, Tensor], None]
+
+
+class Captured:
+    """Work on batches of one size: run as it is for a few times, then captured and replayed."""
+
+    def __init__(self, work: Gradient, clear: Callable[[], None]) -> None:
+        self._work, self._clear = work, clear
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._held: tuple[Tensor, Tensor] | None = None
+        self._stream: torch.cuda.Stream | None = None
+        self._done = 0
+
+    @property
+    def ready(self) -> bool:
+        """Whether it is captured."""
+        return self._graph is not None
+
+    def __call__(self, x: Tensor, y: Tensor) -> None:
+        """The work on this batch."""
+        if self._held is None or self._stream is None:
+            self._held, self._stream = (x.clone(), y.clone()), torch.cuda.Stream(x.device)
+        for held, given in zip(self._held, (x, y), strict=True):
+            held.copy_(given)
+        if self._done < _WARM:
+            self._done += 1
+            self._stream.wait_stream(torch.cuda.current_stream(x.device))
+            with torch.cuda.stream(self._stream):
+                self._work(*self._held)
+            torch.cuda.current_stream(x.device).wait_stream(self._stream)
+            return
+        if self._graph is None:
+            self._clear()  # gradients then live in the graph's pool
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph):
+                self._work(*self._held)
+        self._graph.replay()
+
+
+def graphed(optimizer: Optimizer, gradient: Gradient, *, fixed: bool) -> Step:
+    """Gradient and step, captured as far as the optimizer lets it.
+
+    With `fixed` rates the step is captured too, with the rates that it has at first; the optimizer
+    must then not look at values from the host. Otherwise the gradient alone is. K-FAC has its own
+    way with steps between statistics; those that take statistics run as they are.
+    """
+    if not fixed or isinstance(optimizer, KFAC):
+        return _Gradients(optimizer, gradient)
+
+    def step(x: Tensor, y: Tensor) -> None:
+        gradient(x, y)
+        optimizer.step()
+
+    return Captured(step, optimizer.zero_grad)
+
+
+class _Gradients:
+    """Gradients are replayed, but for K-FAC's statistics, and the optimizer steps as it is."""
+
+    def __init__(self, optimizer: Optimizer, gradient: Gradient) -> None:
+        self._optimizer, self._gradient = optimizer, gradient
+        self._captured = Captured(gradient, optimizer.zero_grad)
+        self._params = [p for group in optimizer.param_groups for p in group["params"]]
+        self._filled: list[Tensor | None] | None = None
+
+    def __call__(self, x: Tensor, y: Tensor) -> None:
+        """One step on this batch."""
+        if isinstance(self._optimizer, KFAC) and self._optimizer.statistics_due:
+            self._gradient(x, y)
+        else:
+            self._optimizer.zero_grad()
+            self._captured(x, y)
+            self._point()
+        self._optimizer.step()
+
+    def _point(self) -> None:
+        """A replay fills the gradients that were captured, so that the parameters are to have."""
+        if not self._captured.ready:
+            return
+        if self._filled is None:
+            self._filled = [p.grad for p in self._params]
+        for p, grad in zip(self._params, self._filled, strict=True):
+            p.grad = grad

@@ -1,0 +1,283 @@
+"""The one training loop of the experiments with networks: epochs over tensors on the device.
+
+    record = fit(model, optimizer, data, F.cross_entropy, context, epochs=20, batch=128)
+
+Records loss and accuracy on both sets, and seconds of training alone, after every epoch; the
+order of batches depends on the context's seed; a checkpoint makes the run go on to the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from pullback import PullbackError
+from pullback.cli import files
+
+from ..framework.experiment import Context, Paused
+from ..framework.records import Record
+from . import schedules
+from .data import DataSet
+from .graphed import graphed as captured
+
+_SAVE_EVERY = 30.0  # seconds, or twenty times what saving takes: factors of K-FAC are large
+
+
+def fit(
+    model: nn.Module,
+    optimizer: Optimizer,
+    data: DataSet,
+    loss: Measure,
+    context: Context,
+    *,
+    epochs: int,
+    batch: int | None = None,
+    schedule: schedules.Schedule = schedules.constant,
+    measures: Mapping[str, Measure] | None = None,
+    augment: Callable[[Tensor, torch.Generator], Tensor] | None = None,
+    half: torch.dtype | None = None,
+    evaluated: int = 10_000,
+    graphed: bool = False,
+) -> Record:
+    """Train; the record has one entry per epoch in every list, entry 0 before the first.
+
+    Args:
+        model, data: on the context's device.
+        optimizer: any; it is given a closure, so those with line searches work too.
+        loss: what is trained, a mean over the batch.
+        epochs, batch: batch None is all samples; an incomplete last batch is left out.
+        schedule: factor on each group's own rate, set before every step.
+        measures: what else to record, by name; accuracy where none is given and y has classes.
+        augment: (images, generator) ↦ images.
+        half: a dtype for autocast.
+        evaluated: at most so many training samples are measured on, and at a time.
+        graphed: on CUDA, capture gradients in a graph, and at constant rates the step with them:
+            for optimizers that neither take a closure nor, then, look at values from the host.
+
+    Raises:
+        Paused: the time is over; called again it goes on from the checkpoint.
+    """
+    if epochs < 0 or (batch is not None and batch < 1) or not len(data.x):
+        why = f"got {epochs} epochs, batches of {batch}, {len(data.x)} samples"
+        raise PullbackError("There is nothing to train on", why, "Pass at least one of each")
+    if measures is None:
+        measures = {} if data.y.is_floating_point() else {"accuracy": accuracy}
+    graphed = graphed and context.device.type == "cuda"
+    seen = Seen(model, data, {"loss": loss, **measures}, evaluated, half)
+    loop = _Loop(
+        model, optimizer, data, loss, context, batch, schedule, augment, half, epochs, graphed
+    )
+    if not loop.restore():
+        loop.note(seen, 0.0)
+    while loop.epoch < epochs and not loop.lost:
+        begun = time.monotonic()
+        seconds = loop.advance()
+        loop.note(seen, seconds)
+        loop.save(time.monotonic() - begun)
+        said = f"epoch {loop.epoch}, loss {loop.record['train loss'][-1]:.3g}"
+        context.watch(loop.epoch / epochs, said)
+    return loop.record
+
+
+@dataclass
+class _Loop:
+    """The state of a run."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    data: DataSet
+    loss: Measure
+    context: Context
+    batch: int | None
+    schedule: schedules.Schedule
+    augment: Callable[[Tensor, torch.Generator], Tensor] | None
+    half: torch.dtype | None
+    epochs: int
+    graphed: bool
+    epoch: int = 0
+    step: int = 0
+    record: Record = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        size = min(self.batch or len(self.data.x), len(self.data.x))
+        self._size, self._count = size, len(self.data.x) // size
+        self._draw = torch.Generator(self.data.x.device).manual_seed(self.context.seed)
+        self._rates = [group["lr"] for group in self.optimizer.param_groups]
+        self._saved, self._wait = time.monotonic(), _SAVE_EVERY
+        fixed = self.schedule is schedules.constant
+        step = partial(captured, self.optimizer, self._gradient, fixed=fixed)
+        self._replayed = step() if self.graphed else None
+
+    @property
+    def lost(self) -> bool:
+        """Whether the loss is no longer a number."""
+        return not math.isfinite(self.record["train loss"][-1])
+
+    def _batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        x, y = self.data.x, self.data.y
+        if self._count == 1 and self._size == len(x):
+            chosen = [slice(None)]
+        else:
+            order = torch.randperm(len(x), generator=self._draw, device=x.device)
+            chosen = order[: self._count * self._size].split(self._size)
+        for index in chosen:
+            images = x[index]
+            if self.augment is not None:
+                images = self.augment(images, self._draw)
+            yield images, y[index]
+
+    def advance(self) -> float:
+        """One epoch; its seconds."""
+        self.model.train()
+        total = self.epochs * self._count
+        synchronize(self.context.device)
+        begun = time.perf_counter()
+        for x, y in self._batches():
+            factor = self.schedule(self.step / total)
+            for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
+                group["lr"] = rate * factor
+            if self._replayed is None:
+                self.optimizer.step(partial(self._gradient, x, y))
+            else:
+                self._replayed(x, y)
+            self.step += 1
+        synchronize(self.context.device)
+        self.epoch += 1
+        return time.perf_counter() - begun
+
+    def _gradient(self, x: Tensor, y: Tensor) -> Any:  # torch's closures return a float
+        self.optimizer.zero_grad()
+        with autocast(x, self.half):
+            value = self.loss(self.model(x), y)
+        value.backward()
+        return value
+
+    def note(self, seen: Seen, seconds: float) -> None:
+        """One more entry."""
+        before = self.record.get("seconds", [0.0])[-1]
+        rate = self.optimizer.param_groups[0]["lr"]
+        entry = {"epoch": self.epoch, "step": self.step, "seconds": before + seconds, "lr": rate}
+        for name, value in {**entry, **seen.now()}.items():
+            self.record.setdefault(name, []).append(value)
+
+    # --- checkpoints -------------------------------------------------------------------------
+
+    def save(self, last: float) -> None:
+        """A checkpoint now and then, and where the next epoch would not fit: then pause."""
+        over = self.epoch < self.epochs and self.context.left < last
+        if not over and time.monotonic() - self._saved < self._wait:
+            return
+        begun = time.monotonic()
+        state = {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "record": self.record,
+            "at": [self.epoch, self.step],
+            "rates": self._rates,
+            "draw": self._draw.get_state(),
+            "random": torch.get_rng_state(),
+        }
+        if self.context.device.type == "cuda":
+            state["cuda"] = torch.cuda.get_rng_state(self.context.device)
+        path = self.context.folder() / "training.pt"
+        files.write(path, lambda file: torch.save(state, file))
+        self._saved = time.monotonic()
+        self._wait = max(_SAVE_EVERY, 20 * (self._saved - begun))
+        if over:
+            raise Paused
+
+    def restore(self) -> bool:
+        """Go on from the checkpoint; whether there is one."""
+        path = self.context.place / "training.pt"
+        if not path.exists():
+            return False
+        try:
+            state = torch.load(path, map_location=self.context.device, weights_only=True)
+            self.model.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            self.epoch, self.step = state["at"]
+            self.record, self._rates = state["record"], state["rates"]
+            self._draw.set_state(state["draw"].cpu())
+            torch.set_rng_state(state["random"].cpu())
+            if "cuda" in state and self.context.device.type == "cuda":
+                torch.cuda.set_rng_state(state["cuda"].cpu(), self.context.device)
+        except Exception as error:
+            raise PullbackError(
+                f"The checkpoint {path} cannot be used", str(error), "Delete it to start over"
+            ) from error
+        return True
+
+
+#: (outputs, targets) ↦ a mean over the samples
+Measure = Callable[[Tensor, Tensor], Tensor]
+
+
+def accuracy(z: Tensor, y: Tensor) -> Tensor:
+    """The share of samples, or of their places, whose largest output is the right one."""
+    return (z.argmax(-1) == y).double().mean()
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Means over both sets in evaluation mode; not on the clock."""
+
+    model: nn.Module
+    data: DataSet
+    measures: Mapping[str, Measure]
+    most: int
+    half: torch.dtype | None = None
+
+    @torch.no_grad()
+    def now(self) -> dict[str, float]:
+        """Every measure on the training and the test set."""
+        training = self.model.training
+        self.model.eval()
+        d, most = self.data, self.most
+        sets = {"train": (d.x[:most], d.y[:most]), "test": (d.test_x, d.test_y)}
+        found = {}
+        for side, (x, y) in sets.items():
+            if len(x):
+                found |= {f"{side} {k}": v for k, v in self._means(x, y).items()}
+        self.model.train(training)
+        return found
+
+    def _means(self, x: Tensor, y: Tensor) -> dict[str, float]:
+        sums = dict.fromkeys(self.measures, 0.0)
+        for part, truth in zip(x.split(self.most), y.split(self.most), strict=True):
+            with autocast(part, self.half):
+                z = self.model(part)
+            for name, measure in self.measures.items():
+                sums[name] += float(measure(z.float() if self.half else z, truth)) * len(part)
+        return {name: total / len(x) for name, total in sums.items()}
+
+
+def autocast(x: Tensor, half: torch.dtype | None) -> Any:
+    """Lower precision where a dtype is given."""
+    return torch.autocast(x.device.type, half) if half else nullcontext()
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device, so that times mean something."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@contextmanager
+def tensor_cores(device: torch.device) -> Iterator[None]:
+    """Products of float32 matrices in TF32 while it lasts, on CUDA."""
+    before = torch.get_float32_matmul_precision()
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

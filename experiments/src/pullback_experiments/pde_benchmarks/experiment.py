@@ -1,0 +1,276 @@
+"""The experiment: every problem, solved by every method in the same seconds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import median
+from typing import TYPE_CHECKING, Any, Self
+
+from pullback import pde
+
+from ..framework import plots
+from ..framework.check import Check
+from ..framework.curves import Chart, finite, over_seeds
+from ..framework.experiment import Context, Experiment, Item, Paused
+from ..framework.records import Record
+from ..framework.store import Results
+from ..framework.tabular import Table
+from .methods import ADAM, GAUSS_NEWTON, LBFGS, METHODS, QUICK, SLABS, TARGETS, PdeMethod
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+_SEARCH_SEED = 100
+_ENDLESS = 10**9  # steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class Benchmarks(Experiment):
+    """The set.
+
+    Attributes:
+        problems, quick_problems: names of `pde.SETUPS`.
+        seconds, quick_seconds: of every run; of every trial of a rate a quarter.
+        quick_points: of the quick version, as a share of the set-up's.
+        missed: the problems of which neither claim held in the full runs.
+    """
+
+    name: str = "pde-benchmarks"
+    paper: str = "Errors that others report"
+    figure: str = "benchmark set of PDEs"
+    claim: str = (
+        "Gauss–Newton in function space reaches the errors that others report, and in the same "
+        "time errors far below those of Adam and L-BFGS"
+    )
+    about: str = (
+        "The same network, points and seconds of steps for all methods of a problem. Targets are "
+        "relative L² errors from the literature, of other networks and machines."
+    )
+    problems: Sequence[str] = tuple(name for name in TARGETS if name not in SLABS)
+    quick_problems: Sequence[str] = QUICK
+    seconds: float = 120.0
+    quick_seconds: float = 7.0
+    quick_points: float = 0.4
+    missed: Sequence[str] = ("fokker-planck",)
+    seeds: Sequence[int] = (0,)
+    threads: int | None = None
+
+    def config(self, quick: bool) -> dict[str, Any]:
+        return {
+            "problems": list(self._problems(quick)),
+            "seconds": self._seconds(quick),
+            "points": self.quick_points if quick else 1.0,
+            "methods": {m.name: m.described() for m in METHODS},
+        }
+
+    def _problems(self, quick: bool) -> Sequence[str]:
+        return self.quick_problems if quick else self.problems
+
+    def _seconds(self, quick: bool) -> float:
+        return self.quick_seconds if quick else self.seconds
+
+    def smoke(self) -> Self:
+        return replace(self, judged=False, quick_problems=("ritz",), quick_seconds=0.2)
+
+    def items(self, quick: bool) -> list[Item]:
+        out = []
+        for problem in self._problems(quick):
+            for m in METHODS:
+                for rate in m.rates:
+                    work = partial(self._tried, problem, m, rate)
+                    out.append(Item(_trial(problem, m, rate), work, once=True, resumable=True))
+                work = partial(self._solved, problem, m)
+                out.append(Item((problem, m.name), work, resumable=True))
+        return out
+
+    def _tried(self, problem: str, method: PdeMethod, rate: float, context: Context) -> Record:
+        seconds = self._seconds(context.quick) / 4
+        context = replace(context, seed=_SEARCH_SEED)
+        found = self._run(problem, method.options(rate), seconds, context)
+        return {"rate": rate, "loss": found["loss"]}
+
+    def _solved(self, problem: str, method: PdeMethod, context: Context) -> Record:
+        seconds = self._seconds(context.quick)
+        if not method.rates:
+            return self._run(problem, method.options(), seconds, context)
+        tried = [context.done.once(*_trial(problem, method, r)) for r in method.rates]
+        finite = [t for t in tried if math.isfinite(t["loss"])] or tried
+        rate = min(finite, key=lambda t: t["loss"])["rate"]
+        return {"rate": rate, **self._run(problem, method.options(rate), seconds, context)}
+
+    def _run(
+        self, problem: str, options: dict[str, Any], seconds: float, context: Context
+    ) -> Record:
+        found = pde.setup(problem)
+        options = {**found.options, "steps": _ENDLESS, **options}
+        if context.quick:
+            points = found.options["points"]
+            each = points if isinstance(points, dict) else {"": points}
+            fewer = {name: round(self.quick_points * n) for name, n in each.items()}
+            options["points"] = fewer if isinstance(points, dict) else fewer[""]
+        return solved(found, options, seconds, context)
+
+    def line(self, record: Record) -> str:
+        if "error" not in record:
+            return f"loss {record['loss']:.1e}"
+        return f"error {record['error'][-1]:.1e} after {record['step'][-1]} steps"
+
+    def _found(self, results: Results) -> Found:
+        problems = self._problems(results.quick)
+        return {p: {m.name: results.of(p, m.name) for m in METHODS} for p in problems}
+
+    def judge(self, results: Results) -> list[Check]:
+        found = self._found(results)
+        return claims(found, {} if results.quick else TARGETS, self.missed)
+
+    def tables(self, results: Results) -> list[Table]:
+        rows = []
+        for problem, by in self._found(results).items():
+            target = TARGETS.get(problem)
+            ends = [final(by[m.name]) for m in METHODS]
+            to = None if target is None else reached(by[METHODS[0].name], target)
+            rows.append(
+                [
+                    problem,
+                    *(f"{e:.1e}" for e in ends),
+                    None if target is None else f"{target:.1e}",
+                    None if to is None or not math.isfinite(to) else f"{to:.1f}",
+                ]
+            )
+        columns = ["problem", *(m.name for m in METHODS), "reported", "seconds to it"]
+        title = f"Relative L² error after {self._seconds(results.quick):g} s, {len(results.seeds)} "
+        return [Table(columns, rows, title + ("seed" if len(results.seeds) == 1 else "seeds"))]
+
+    def draw(self, results: Results) -> Mapping[str, Figure]:
+        return {"": draw(self._found(results), TARGETS)}
+
+    def curves(self, results: Results) -> list[Chart]:
+        return charts(self._found(results), TARGETS)
+
+
+def _trial(problem: str, method: PdeMethod, rate: float) -> tuple[str, ...]:
+    return ("search", problem, method.name, f"{rate:g}")
+
+
+_ENTRIES = 60  # of a curve
+
+
+def solved(found: pde.Setup, options: dict[str, Any], seconds: float, context: Context) -> Record:
+    """So many seconds of steps, unless the run ends before; it goes on from its checkpoint."""
+
+    def watch(run: pde.Run, info: Any) -> bool:
+        context.watch(min(run.history.spent / seconds, 1.0), f"error {run.error:.1e}")
+        return context.due or run.history.spent >= seconds or not math.isfinite(info.loss)
+
+    network = found.network(context.seed)
+    solution = pde.solve(
+        found.problem, network, **{**options, "seed": context.seed}, callbacks=[watch],
+        checkpoint=context.folder() / "run.pt", device=context.device, progress=False,
+    )  # fmt: skip
+    history = solution.history
+    unfinished = history.spent < seconds and math.isfinite(history.loss[-1])
+    if unfinished and "callback" in solution.stopped:
+        raise Paused
+    count = len(history.error)
+    places = sorted({*range(0, count, max(1, count // _ENTRIES)), count - 1})
+    return {
+        "parameters": sum(p.numel() for p in network.parameters()),
+        "step": [history.measured[i] for i in places],
+        "seconds": [history.clock[i] for i in places],
+        "error": [history.error[i] for i in places],
+        "loss": solution.loss,
+        "stopped": solution.stopped,
+    }
+
+
+_ALONG = {"seconds": "seconds of steps", "step": "steps"}
+
+
+def charts(found: Found, targets: Mapping[str, float]) -> list[Chart]:
+    """One for each."""
+    return [
+        Chart(
+            problem,
+            "relative L² error",
+            [over_seeds(method, runs, "error", _ALONG) for method, runs in by.items()],
+            x=_ALONG,
+            note=f"others report {targets[problem]:.1e}" if problem in targets else "",
+        )
+        for problem, by in found.items()
+    ]
+
+
+_COLUMNS = 4
+
+
+def draw(found: Found, targets: Mapping[str, float]) -> Figure:
+    """Medians and quartiles over seeds; a line at what others report."""
+    columns = min(_COLUMNS, len(found))
+    rows = math.ceil(len(found) / columns)
+    figure = plots.new(1.5 + 3.6 * columns, 0.9 + 3.0 * rows, "Relative L² error against seconds")
+    grid = figure.subplots(rows, columns, squeeze=False)
+    for axes, (problem, by) in zip(grid.flat, found.items(), strict=False):
+        for color, (method, runs) in zip(plots.PALETTE, by.items(), strict=False):
+            xs, ys = [r["seconds"] for r in runs], [r["error"] for r in runs]
+            plots.band(axes, xs, ys, color, method, spaced=True)
+        if problem in targets:
+            axes.axhline(targets[problem], color=plots.INK, lw=0.8, ls=":")
+        plots.dress(axes)
+        plots.label(axes, "seconds", "error", problem)
+    for axes in list(grid.flat)[len(found) :]:
+        axes.set_visible(False)
+    lines, names = grid[0, 0].get_legend_handles_labels()
+    figure.legend(lines, names, loc="outside lower center", ncols=len(names), frameon=False)
+    return figure
+
+
+#: records, one per seed, by problem and method
+Found = Mapping[str, Mapping[str, Sequence[Record]]]
+AHEAD = 10.0  # times smaller
+
+
+def claims(found: Found, targets: Mapping[str, float], missed: Collection[str] = ()) -> list[Check]:
+    """Ahead of first-order methods, which is ours; where there is a target, as good as reported."""
+    out = [replace(_ahead(found), recorded=not set(missed) & found.keys())]
+    for problem, by in found.items():
+        if problem in targets:
+            check = _accurate(problem, by[GAUSS_NEWTON], targets[problem])
+            out.append(replace(check, recorded=problem not in missed))
+    return out
+
+
+def final(records: Sequence[Record]) -> float:
+    """The median over seeds of the last error, ∞ where it was lost."""
+    return median(finite(r["error"][-1]) for r in records)
+
+
+def reached(records: Sequence[Record], target: float) -> float:
+    """The median over seeds of the seconds until an error was at most this, ∞ where never."""
+
+    def one(record: Record) -> float:
+        pairs = zip(record["error"], record["seconds"], strict=True)
+        return next((t for e, t in pairs if e <= target), math.inf)
+
+    return median(one(r) for r in records)
+
+
+def _ahead(found: Found) -> Check:
+    ratios = {
+        problem: min(final(by[ADAM]), final(by[LBFGS])) / max(final(by[GAUSS_NEWTON]), 1e-300)
+        for problem, by in found.items()
+    }
+    least = min(ratios, key=ratios.__getitem__)
+    held = sum(r >= AHEAD for r in ratios.values())
+    claim = f"after the same seconds Gauss–Newton's error is {AHEAD:g} times below Adam's, L-BFGS's"
+    numbers = f"{held} of {len(ratios)} problems; the least is {ratios[least]:.1e} for {least}"
+    return Check(claim, held == len(ratios), numbers, of_paper=False)
+
+
+def _accurate(problem: str, records: Sequence[Record], target: float) -> Check:
+    found, seconds = final(records), reached(records, target)
+    numbers = f"{found:.1e}" + (f", reached in {seconds:.0f} s" if seconds < math.inf else "")
+    return Check(f"Gauss–Newton solves {problem} to {target:.1e}", found <= target, numbers)

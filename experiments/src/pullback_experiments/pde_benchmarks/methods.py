@@ -1,0 +1,116 @@
+"""The methods, each a few options of `pde.solve`; and what others report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from pullback.solvers import OrthogonalGreedy, PseudoInverse
+from pullback.steps import GridLineSearch
+
+_GRID = 30  # step sizes 1, ½, …
+_VECTORS = 50
+_SCALE = 1e3
+
+
+@dataclass(frozen=True)
+class PdeMethod:
+    """Something to compare.
+
+    Attributes:
+        name, about: in tables and figures.
+        options: of `pde.solve`, made anew for every run; they replace the set-up's own.
+        rates: learning rates, of which the best is used; then `options` takes one.
+    """
+
+    name: str
+    about: str
+    options: Callable[..., dict[str, Any]] = field(default=dict)
+    rates: Sequence[float] = ()
+
+    def described(self) -> dict[str, Any]:
+        """Everything a run depends on."""
+        return {"about": self.about, "rates": list(self.rates)}
+
+
+def _natural(greedy: int | None = None) -> dict[str, Any]:
+    solver = PseudoInverse() if greedy is None else OrthogonalGreedy(greedy)
+    return {"solver": solver, "step": GridLineSearch(_GRID), "gram": "dense"}
+
+
+def _torch(build: Callable[..., Optimizer], **settings: Any) -> dict[str, Any]:
+    """Without solver, step and patience: a loss that rises for a while is no reason to stop."""
+
+    def optimizer(module: nn.Module) -> Optimizer:
+        return build(module.parameters(), **settings)
+
+    return {"optimizer": optimizer, "patience": None, "solver": None, "step": None}
+
+
+def _adam(rate: float) -> dict[str, Any]:
+    return _torch(torch.optim.Adam, lr=rate)
+
+
+class _ScaledLBFGS(torch.optim.LBFGS):
+    """L-BFGS on a multiple of the loss: torch drops curvature pairs below 1e-10."""
+
+    def step(self, closure: Callable[[], Any]) -> Any:
+        params: list[Tensor] = self.param_groups[0]["params"]
+
+        def scaled() -> Any:
+            value = closure()
+            for p in params:
+                if p.grad is not None:
+                    p.grad.mul_(_SCALE)
+            return _SCALE * value
+
+        return super().step(scaled) / _SCALE
+
+
+def _lbfgs() -> dict[str, Any]:
+    """One iteration per step, strong Wolfe, no early stopping."""
+    return _torch(
+        _ScaledLBFGS, max_iter=1, max_eval=25, history_size=100, tolerance_grad=0.0,
+        tolerance_change=0.0, line_search_fn="strong_wolfe",
+    )  # fmt: skip
+
+
+GAUSS_NEWTON, ENGD, GREEDY, LBFGS, ADAM = "Gauss–Newton", "E-NGD", "E-NGD-OGA", "L-BFGS", "Adam"
+
+METHODS = (
+    PdeMethod(GAUSS_NEWTON, "the set-up's own, by default a trust radius on the SVD of A"),
+    PdeMethod(ENGD, "dense Gram, minimum norm, grid of 30 step sizes", _natural),
+    PdeMethod(GREEDY, f"{_VECTORS} greedy vectors, grid of 30", partial(_natural, _VECTORS)),
+    PdeMethod(LBFGS, "strong Wolfe, 100 pairs", _lbfgs),
+    PdeMethod(ADAM, "constant rate, the best of three", _adam, (1e-3, 3e-3, 1e-2)),
+)
+
+
+#: relative L² errors reported for these problems, which ours are to reach
+TARGETS = {
+    "poisson2d": 1e-9,
+    "poisson5d": 3.5e-8,
+    "poisson10d": 1.2e-5,
+    "poisson100d": 3.5e-3,
+    "heat1d": 6e-8,
+    "heat4d": 4e-7,
+    "burgers": 8e-9,
+    "burgers-smooth": 1e-9,
+    "burgers-single": 4e-7,
+    "allen-cahn": 1.9e-6,
+    "kdv": 2.2e-6,
+    "fokker-planck": 1.5e-3,
+}
+
+#: those that a core solves in seconds, with room for other work on it; `heat1d` is left to the full
+#: version, since seven seconds of two cores with a load of six left it behind Adam
+QUICK = ("poisson2d", "ritz")
+
+#: solved in slabs of time, whose errors on the way are not those of the whole
+SLABS = ("kdv",)

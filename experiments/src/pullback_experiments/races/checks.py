@@ -1,0 +1,158 @@
+"""What a race says: ends, and how soon K-FAC's rules are where another optimizer ends."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING
+
+from ..framework import plots
+from ..framework.check import Claim
+from ..framework.curves import finite
+from ..framework.records import Record
+from ..framework.tabular import Table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+#: records over seeds, by optimizer; runs of ours with fewer steps are called "ours, 0.85"
+Found = Mapping[str, Sequence[Record]]
+
+
+@dataclass(frozen=True)
+class Lead:
+    """A claim: ours end below a rival by so much, or reach its end in such shares.
+
+    Attributes:
+        rival: whose final held-out loss it is about.
+        below: nats.
+        steps, seconds: shares of the rival's.
+    """
+
+    rival: str
+    below: float | None = None
+    steps: float | None = None
+    seconds: float | None = None
+
+    def judged(self, found: Found, ours: Sequence[str]) -> list[Claim]:
+        """(claim, holds, numbers) of all that it says."""
+        level, out = final(found[self.rival]), []
+        if self.below is not None:
+            name = min((n for n in ours if n in found), key=lambda n: final(found[n]), default=None)
+            end = math.inf if name is None else final(found[name])
+            claim = f"K-FAC's rules end {self.below:g} below {self.rival}"
+            out.append((claim, end <= level - self.below, f"{end:.4f} ({name}) and {level:.4f}"))
+        for along, share in (("step", self.steps), ("seconds", self.seconds)):
+            if share is not None:
+                theirs = median(r[along][-1] for r in found[self.rival])
+                own = min((reached(r, level, along) for r in _own(found, ours)), default=math.inf)
+                unit = along.rstrip("s") + "s"
+                amount = f"{share:g} of its {unit}" if share != 1 else f"fewer {unit} than it"
+                claim = f"K-FAC's rules reach {self.rival}'s final loss in {amount}"
+                holds = own < theirs if share == 1 else own <= share * theirs
+                numbers = f"{_shown(own)} and {_shown(theirs)} {unit} to {level:.4f}"
+                out.append((claim, holds, numbers))
+        return out
+
+
+def final(records: Sequence[Record]) -> float:
+    """The median over seeds of the last held-out loss, ∞ where runs were lost."""
+    return median(finite(r["held-out loss"][-1]) for r in records)
+
+
+def reached(records: Sequence[Record], level: float, along: str) -> float:
+    """Steps or seconds at which the median curve is at a loss, between evaluations along a line.
+
+    >>> run = {"step": [0, 10, 20], "held-out loss": [3.0, 2.0, 1.0]}
+    >>> reached([run], 1.5, "step"), reached([run], 0.5, "step")
+    (15.0, inf)
+    """
+    count = min(len(r["step"]) for r in records)  # a lost run ends early
+    curve = [median(finite(r["held-out loss"][i]) for r in records) for i in range(count)]
+    places = [median(r[along][i] for r in records) for i in range(count)]
+    for i, loss in enumerate(curve):
+        if loss <= level:
+            before = curve[i - 1] if i else math.inf
+            part = (before - level) / (before - loss) if before < math.inf else 1.0
+            return places[i] if not i else places[i - 1] + part * (places[i] - places[i - 1])
+    return math.inf
+
+
+def _own(found: Found, ours: Sequence[str]) -> list[Sequence[Record]]:
+    """Runs of K-FAC's rules, of full length and shorter."""
+    return [runs for name, runs in found.items() if name in ours or name.startswith("ours")]
+
+
+def table(found: Found, title: str) -> Table:
+    """Every optimizer with its rate, its end and its times."""
+    rows = []
+    for name, runs in found.items():
+        rule = f" ({runs[0]['method']})" if name.startswith("ours") else ""
+        rows.append(
+            [
+                name + rule,
+                f"{runs[0]['lr']:g}",
+                str(runs[0]["steps"]),
+                f"{final(runs):.4f}",
+                f"{median(r['accuracy'][-1] for r in runs):.3f}",
+                f"{median(r['seconds'][-1] for r in runs):.3g}",
+                f"{median(r['ms'] for r in runs):.1f}",
+            ]
+        )
+    columns = ["optimizer", "lr", "steps", "held-out loss", "accuracy", "seconds", "ms/step"]
+    count = len(next(iter(found.values())))
+    return Table(columns, rows, f"{title}: medians over {count} seed{'s'[: count > 1]}")
+
+
+def _shown(value: float) -> str:
+    return f"{value:.4g}" if math.isfinite(value) else "never"
+
+
+_ALONG = {"step": "steps", "seconds": "seconds of training"}
+#: one color for an optimizer, in all races; Muon's two are never drawn with SGD
+_PLACES = {"sgd": 2, "adamw": 0, "muon": 1, "muon-0.9": 2, "soap": 3, "kfac-spectral": 4,
+           "kfac-eigenbasis": 5, "kfac-natural": 6}  # fmt: skip
+_FAR = 3  # times the least loss: ends above are not shown
+
+
+def draw(races: Mapping[str, Found], title: str) -> Figure:
+    """Medians and quartiles over seeds; shorter runs of ours are dashed."""
+    figure = plots.new(12, 0.4 + 4 * len(races), title)
+    panels = figure.subplots(len(races), 2, squeeze=False)
+    for row, (name, found) in zip(panels, races.items(), strict=True):
+        colors = {n: plots.PALETTE[_PLACES[n]] for n in found if not _shorter(n)}
+        for axes, along in zip(row, _ALONG, strict=True):
+            for method, runs in found.items():
+                xs, ys = _places(runs, along), [r["held-out loss"] for r in runs]
+                color = colors[runs[0]["method"] if _shorter(method) else method]
+                style = {"ls": "--", "lw": 1.2} if _shorter(method) else {}
+                plots.band(axes, xs, ys, color, method, **style)
+            plots.dress(axes, logx=False, logy=False)
+            axes.set_ylim(*_limits(found))
+            axes.set_xlim(left=0)
+            plots.label(axes, _ALONG[along], "held-out loss", name if along == "step" else "")
+        place = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)}
+        row[-1].legend(frameon=False, fontsize=9, **place)
+    return figure
+
+
+def _places(runs: Sequence[Record], along: str) -> list[list[float]]:
+    """Medians over seeds of when an evaluation took place, for each run as many as it has."""
+    longest = max(len(r[along]) for r in runs)
+    middle = [median(r[along][i] for r in runs if i < len(r[along])) for i in range(longest)]
+    return [middle[: len(r[along])] for r in runs]
+
+
+def _shorter(name: str) -> bool:
+    return name.startswith("ours")
+
+
+def _limits(found: Found) -> tuple[float, float]:
+    """Where curves end, and what is above it; their start is far above what matters."""
+    seen = [v for runs in found.values() for r in runs for v in r["held-out loss"]]
+    low = min((v for v in seen if math.isfinite(v)), default=1.0)
+    high = max((v for v in map(final, found.values()) if v < _FAR * low), default=low)
+    return 0.95 * low, max(1.15 * high, 1.2 * low)

@@ -1,0 +1,237 @@
+"""The experiment: rates for every optimizer, the best over seeds, and shorter runs of ours."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self
+
+from ..framework.check import Check
+from ..framework.curves import Chart, finite, over_seeds
+from ..framework.experiment import Context, Experiment, Item
+from ..framework.records import Record
+from ..framework.store import Results
+from ..framework.tabular import Table
+from .checks import Found, Lead, table
+from .loop import RaceTask, run
+from .networks import ImageData
+from .optimizers import OURS
+from .tasks import TASKS
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_SEARCH_SEED = 100
+_PACE = 160  # steps, of which the second half is timed
+_ALONG = {"step": "steps", "seconds": "seconds of training"}
+
+
+@dataclass(frozen=True)
+class Entrant:
+    """An optimizer of a race.
+
+    Attributes:
+        rates: to choose from.
+        settings: of its constructor, over those of the table of optimizers.
+    """
+
+    rates: Sequence[float]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def described(self) -> Record:
+        """Everything its runs depend on."""
+        return {"rates": list(self.rates), **self.settings}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Race(Experiment):
+    """Networks that every optimizer trains on the same batches.
+
+    Attributes:
+        tasks, quick_tasks: names in `TASKS`.
+        entrants, quick_entrants: optimizers by name.
+        search: the share of the steps with which rates are compared.
+        lengths: shares of the steps for which the best of ours runs too, each with its schedule.
+        leads: what is claimed, of each task.
+        held: which of the claims held in the full runs, task after task; all if empty.
+        changes: fields of the tasks that are set otherwise, such as `compiled` and `clip`.
+    """
+
+    tasks: Sequence[str]
+    quick_tasks: Sequence[str]
+    entrants: Mapping[str, Entrant]
+    quick_entrants: Mapping[str, Entrant]
+    search: float = 1 / 3
+    lengths: Sequence[float] = (1.0, 0.85, 0.5)
+    leads: Sequence[Lead] = ()
+    held: Sequence[bool] = ()
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    paper: str = "Races"
+    seeds: Sequence[int] = (0, 1, 2)
+
+    def _tasks(self, quick: bool) -> dict[str, RaceTask]:
+        names = self.quick_tasks if quick else self.tasks
+        return {name: replace(TASKS[name], **self.changes) for name in names}
+
+    def _entrants(self, quick: bool) -> dict[str, Entrant]:
+        return dict(self.quick_entrants if quick else self.entrants)
+
+    def _ours(self, quick: bool) -> list[str]:
+        return [name for name in self._entrants(quick) if name in OURS]
+
+    def _shorter(self, quick: bool) -> list[float]:
+        return [share for share in self.lengths if share < 1 and self._ours(quick)]
+
+    def config(self, quick: bool) -> dict[str, Any]:
+        return {
+            "tasks": {name: task.described() for name, task in self._tasks(quick).items()},
+            "search": self.search,
+            "lengths": list(self.lengths),
+            "search seed": _SEARCH_SEED,
+            "methods": {n: e.described() for n, e in self._entrants(quick).items()},
+        }
+
+    def ready(self, quick: bool) -> None:
+        for task in self._tasks(quick).values():
+            if isinstance(task.batches, ImageData):
+                task.batches.load()
+
+    def smoke(self) -> Self:
+        few = {n: replace(e, rates=e.rates[:1]) for n, e in self.quick_entrants.items()}
+        changes = {"steps": 2, "evaluations": 1, "held_batch": 8, "held_batches": 1}
+        changes = {**self.changes, **changes}
+        one = self.quick_tasks[:1]
+        return replace(self, judged=False, quick_tasks=one, quick_entrants=few, changes=changes)
+
+    def items(self, quick: bool) -> list[Item]:
+        out = []
+        for task in self._tasks(quick):
+            for name in self._entrants(quick):  # first, when nothing else runs yet
+                pace = partial(self._paced, task, name)
+                out.append(Item(("pace", task, name), pace, once=True))
+            for name, entrant in self._entrants(quick).items():
+                for place in range(len(entrant.rates)):
+                    work = partial(self._tried, task, name, place)
+                    out.append(Item(_trial(task, name, place), work, once=True))
+                out.append(Item((task, name), partial(self._chosen, task, [name], 1.0)))
+            for share in self._shorter(quick):
+                work = partial(self._chosen, task, self._ours(quick), share)
+                out.append(Item((task, f"ours, {share:g}"), work))
+        return out
+
+    def _tried(self, task: str, name: str, place: int, context: Context) -> Record:
+        """One rate, on the seed of searches."""
+        rate = self._entrants(context.quick)[name].rates[place]
+        found = self._run(task, name, rate, self.search, replace(context, seed=_SEARCH_SEED))
+        return {"method": name, "lr": rate, "score": finite(found["final"]), "ms": found["ms"]}
+
+    def _paced(self, task: str, name: str, context: Context) -> Record:
+        """How long a step takes, of a run that should be alone on its device."""
+        what, entrant = self._tasks(context.quick)[task], self._entrants(context.quick)[name]
+        found = run(
+            replace(what, evaluations=2),
+            name,
+            entrant.rates[0],
+            seed=_SEARCH_SEED,
+            device=context.device,
+            steps=min(_PACE, what.steps),
+            settings=entrant.settings,
+        )
+        (_, first, last), (_, before, after) = found["step"], found["seconds"]
+        return {"method": name, "ms": 1e3 * (after - before) / (last - first)}
+
+    def _chosen(self, task: str, names: Sequence[str], share: float, context: Context) -> Record:
+        """The best of these optimizers at the best of their rates."""
+        entrants = self._entrants(context.quick)
+        trials = [
+            context.done.once(*_trial(task, name, place))
+            for name in names
+            for place in range(len(entrants[name].rates))
+        ]
+        best = min(trials, key=lambda trial: trial["score"])
+        return self._run(task, best["method"], best["lr"], share, context)
+
+    def _run(self, task: str, name: str, rate: float, share: float, context: Context) -> Record:
+        what = self._tasks(context.quick)[task]
+        return run(
+            what,
+            name,
+            rate,
+            seed=context.seed,
+            device=context.device,
+            steps=max(1, math.floor(share * what.steps + 1e-9)),  # no more than the share
+            settings=self._entrants(context.quick)[name].settings,
+            watch=context.watch,
+        )
+
+    def line(self, record: Record) -> str:
+        if "lr" not in record:
+            return f"{record['method']}, {record['ms']:.1f} ms"
+        loss = record["score"] if "score" in record else record["final"]
+        return f"{record['method']} lr {record['lr']:g}, loss {loss:.4f}, {record['ms']:.1f} ms"
+
+    def _found(self, results: Results, task: str) -> Found:
+        names = list(self._entrants(results.quick))
+        names += [f"ours, {share:g}" for share in self._shorter(results.quick)]
+        found = {name: results.of(task, name) for name in names}
+        return {
+            n: [_at_pace(run, task, results) for run in runs] for n, runs in found.items() if runs
+        }
+
+    def judge(self, results: Results) -> list[Check]:
+        if results.quick:  # sizes at which losses and seconds tell nothing
+            return []
+        checks = []
+        for task, what in self._tasks(False).items():
+            found, prefix = self._found(results, task), f"{what.title}: "
+            for lead in self.leads:
+                if lead.rival in found:
+                    checks += [(prefix + c, *rest) for c, *rest in lead.judged(found, OURS)]
+        held = self.held or [True] * len(checks)
+        return [
+            Check(*one, recorded=was, of_paper=False) for one, was in zip(checks, held, strict=True)
+        ]
+
+    def tables(self, results: Results) -> list[Table]:
+        tasks = self._tasks(results.quick)
+        return [table(self._found(results, name), task.title) for name, task in tasks.items()]
+
+    def draw(self, results: Results) -> Mapping[str, Figure]:
+        from .checks import draw
+
+        tasks = self._tasks(results.quick)
+        seeds = f"{len(results.seeds)} seed{'s' if len(results.seeds) > 1 else ''}"
+        races = {task.title: self._found(results, name) for name, task in tasks.items()}
+        return {"": draw(races, f"Held-out loss, medians and quartiles over {seeds}")}
+
+    def curves(self, results: Results) -> list[Chart]:
+        return [
+            Chart(
+                f"{task.title}: held-out loss",
+                "held-out loss",
+                [
+                    over_seeds(method, runs, "held-out loss", _ALONG)
+                    for method, runs in self._found(results, name).items()
+                ],
+                x=_ALONG,
+                logx=False,
+                logy=False,
+                note="medians and quartiles over seeds",
+            )
+            for name, task in self._tasks(results.quick).items()
+        ]
+
+
+def _at_pace(run: Record, task: str, results: Results) -> Record:
+    """A run with the seconds that it would have taken alone, where they are known."""
+    key = ("pace", task, run["method"])
+    if not results.has(*key):
+        return run
+    ms = results.once(*key)["ms"]
+    return {**run, "ms": ms, "seconds": [1e-3 * ms * step for step in run["step"]]}
+
+
+def _trial(task: str, name: str, place: int) -> tuple[str, ...]:
+    return ("search", task, name, str(place))

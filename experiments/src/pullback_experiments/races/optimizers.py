@@ -1,0 +1,299 @@
+"""The optimizers of the races: a table of name ↦ (model, rate, settings) ↦ optimizers.
+
+What an optimizer for hidden matrices leaves over (embeddings, head, gains) AdamW takes, at the
+same rate; weights decay and gains do not.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from pullback import KFAC
+from pullback.likelihoods import Categorical
+from pullback.optim.kfac import Eigenbasis, Rule, Spectral
+
+Settings = Mapping[str, Any]
+#: (model, rate, settings of the constructor) ↦ optimizers that step one after the other
+Build = Callable[[nn.Module, float, Settings], list[Optimizer]]
+
+_OUTER = ("tokens", "places", "head", "patches", "stem")
+_DECAY = 0.1
+
+
+def hidden(model: nn.Module) -> list[nn.Parameter]:
+    """Weights of linear and convolution layers but for the first and the last one."""
+    return [p for name, p in model.named_parameters() if p.ndim > 1 and _inner(name)]
+
+
+def _inner(name: str) -> bool:
+    return not any(part in _OUTER for part in name.split("."))
+
+
+def _adamw(params: Iterable[Tensor], lr: float, some: Settings) -> Optimizer:
+    params = list(params)
+    decaying = [p for p in params if p.ndim > 1]
+    others = [p for p in params if p.ndim <= 1]
+    groups = [{"params": decaying}, {"params": others, "weight_decay": 0.0}]
+    fused = any(p.is_cuda for p in params)
+    own = {"betas": (0.9, 0.95), "weight_decay": _DECAY, "fused": fused, **some}
+    return torch.optim.AdamW([g for g in groups if g["params"]], lr, **own)
+
+
+def _rest(model: nn.Module, lr: float) -> Optimizer:
+    taken = {id(p) for p in hidden(model)}
+    return _adamw([p for p in model.parameters() if id(p) not in taken], lr, {})
+
+
+def adamw(model: nn.Module, lr: float, some: Settings) -> list[Optimizer]:
+    """AdamW for everything; fused on CUDA."""
+    return [_adamw(model.parameters(), lr, some)]
+
+
+def sgd(model: nn.Module, lr: float, some: Settings) -> list[Optimizer]:
+    """With Nesterov's momentum."""
+    own = {"momentum": 0.9, "nesterov": True, "weight_decay": 5e-4, **some}
+    return [torch.optim.SGD(model.parameters(), lr, fused=_cuda(model), **own)]
+
+
+def muon(model: nn.Module, lr: float, some: Settings) -> list[Optimizer]:
+    """Muon for hidden matrices, in stacks; its steps are as large as AdamW's."""
+    own = {"weight_decay": _DECAY, **some}
+    rate = own.pop("rest_lr", lr)
+    return [Muon(hidden(model), lr, **own), _rest(model, rate)]
+
+
+def torch_muon(model: nn.Module, lr: float, some: Settings) -> list[Optimizer]:
+    """Torch's own Muon: the same steps, matrix by matrix; for linear layers alone."""
+    own = {"weight_decay": _DECAY, "adjust_lr_fn": "match_rms_adamw", **some}
+    rate = own.pop("rest_lr", lr)
+    return [torch.optim.Muon(hidden(model), lr, **own), _rest(model, rate)]
+
+
+def soap(model: nn.Module, lr: float, some: Settings) -> list[Optimizer]:
+    """SOAP for hidden matrices."""
+    own = {"weight_decay": _DECAY, **some}
+    rate = own.pop("rest_lr", lr)
+    return [SOAP(hidden(model), lr, **own), _rest(model, rate)]
+
+
+def natural(model: nn.Module, lr: float, some: Settings) -> list[Optimizer]:
+    """K-FAC's natural step for everything."""
+    own = {"likelihood": Categorical(), "kl_clip": 1e-4, "damping": 1e-2, **some}
+    return [KFAC(model, lr, **own)]
+
+
+def spectral(model: nn.Module, lr: float, some: Settings) -> list[Optimizer]:
+    """K-FAC's input factor, then the polar factor."""
+    return [_ruled(model, lr, Spectral, some)]
+
+
+def eigenbasis(model: nn.Module, lr: float, some: Settings) -> list[Optimizer]:
+    """Adam in the eigenbases of K-FAC's factors."""
+    return [_ruled(model, lr, Eigenbasis, some)]
+
+
+def _ruled(model: nn.Module, lr: float, rule: Callable[..., Rule], some: Settings) -> Optimizer:
+    """KFAC by a rule, whose own settings are `rest` and those that begin with `rule_`."""
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim <= 1]
+    groups = [{"params": matrices, "weight_decay": _DECAY}, {"params": others}]
+    of_rule = [k for k in some if k == "rest" or k.startswith("rule_")]
+    chosen = {k.removeprefix("rule_"): some[k] for k in of_rule}
+    own: Any = {k: v for k, v in some.items() if k not in of_rule}
+    params = [g for g in groups if g["params"]]
+    return KFAC(model, lr, rule=rule(**chosen), params=params, **own)
+
+
+OPTIMIZERS: dict[str, Build] = {
+    "adamw": adamw,
+    "muon": muon,
+    "muon-0.9": lambda model, lr, some: muon(model, lr, {"momentum": 0.9, **some}),
+    "muon-torch": torch_muon,
+    "soap": soap,
+    "sgd": sgd,
+    "kfac-natural": natural,
+    "kfac-spectral": spectral,
+    "kfac-eigenbasis": eigenbasis,
+}
+
+OURS = ("kfac-spectral", "kfac-eigenbasis")
+
+
+def _cuda(model: nn.Module) -> bool:
+    return next(model.parameters()).is_cuda
+
+
+class StackedOptimizer(Optimizer):
+    """W ← (1 − ηλ)W − ηU, where U is found for all matrices of one shape at once.
+
+    Torch's Muon goes from matrix to matrix, and computes in bfloat16 on every device; here few
+    launches take the same steps, in float32 on the CPU.
+    Parameters have two axes or more; an axis beyond the second is folded into the second.
+    """
+
+    @abstractmethod
+    def direction(self, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+        """U from gradients (L, m, n) and the state of their stack."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step on all matrices that have a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            shapes: dict[tuple[int, int], list[Tensor]] = {}
+            for p in group["params"]:
+                if p.grad is not None:
+                    shapes.setdefault((len(p), p.numel() // len(p)), []).append(p)
+            for some in shapes.values():
+                self._move(some, group)
+        return loss
+
+    def _move(self, params: list[Tensor], group: dict[str, Any]) -> None:
+        grads = [p.grad.permute(p.dim_order()).flatten(1) for p in params if p.grad is not None]
+        update = self.direction(torch.stack(grads).float(), self.state[params[0]], group)
+        weights = [p.permute(p.dim_order()).view(len(p), -1) for p in params]  # in their own order
+        torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
+        torch._foreach_add_(weights, list(update.to(weights[0].dtype)), alpha=-group["lr"])
+
+
+class Muon(StackedOptimizer):
+    r"""Jordan et al. (2024): the polar factor of the momentum, by Newton–Schulz steps.
+
+        M ← μM + (1 − μ)G,   U = 0.2 √max(m, n) · polar((1 − μ)G + μM)
+
+    Args:
+        params: matrices.
+        lr: η, as large as AdamW's.
+        momentum: μ.
+        weight_decay: λ, decoupled.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor],
+        lr: float = 3e-3,
+        *,
+        momentum: float = 0.95,
+        weight_decay: float = 0.1,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+
+    def direction(self, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+        if not state:
+            state["m"] = torch.zeros_like(g)
+        m = state["m"].lerp_(g, 1 - group["momentum"])
+        update = polar(g.lerp(m, group["momentum"]))
+        return update * (0.2 * max(g.shape[1:]) ** 0.5)
+
+
+def polar(x: Tensor, steps: int = 5, eps: float = 1e-7) -> Tensor:
+    """UVᵀ of X = USVᵀ, by and large, for all X of a stack; singular values end in [0.7, 1.2].
+
+    X ← aX + (bA + cA²)X with A = XXᵀ; in bfloat16 on CUDA.
+    """
+    a, b, c = 3.4445, -4.775, 2.0315
+    tall = x.shape[-2] > x.shape[-1]
+    y = x.mT if tall else x
+    y = y.bfloat16() if y.is_cuda else y
+    y = y / y.norm(dim=(-2, -1), keepdim=True).clamp(min=eps)
+    for _ in range(steps):
+        s = y @ y.mT
+        y = torch.baddbmm(y, torch.baddbmm(s, s, s, beta=b, alpha=c), y, beta=a)
+    return (y.mT if tall else y).to(x.dtype)
+
+
+class SOAP(StackedOptimizer):
+    r"""Vyas et al. (2024): Adam in the eigenbases of Shampoo's factors.
+
+        L ← β₂L + (1 − β₂)GGᵀ,   R ← β₂R + (1 − β₂)GᵀG
+        M ← β₁M + (1 − β₁)G,     V ← β₂V + (1 − β₂)(QᵀGP)²
+        U = Q [ (QᵀMP)/(1 − β₁ᵗ) / (√(V/(1 − β₂ᵗ)) + ε) ] Pᵀ
+
+    Q and P are the eigenvectors of L and R of the first gradient, which takes no step. Every
+    `every` steps one step of orthogonal iteration renews them, Q ← qr(LQ), after the columns, and
+    V with them, are put in the order of the eigenvalues diag QᵀLQ.
+
+    Args:
+        params: matrices.
+        lr: η.
+        betas: β₁ and β₂; β₂ is also that of the factors.
+        eps: ε.
+        weight_decay: λ, decoupled.
+        every: steps between two renewals of the eigenbases.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor],
+        lr: float = 3e-3,
+        *,
+        betas: tuple[float, float] = (0.95, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.1,
+        every: int = 10,
+    ) -> None:
+        some = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "every": every}
+        super().__init__(params, some)
+
+    def direction(self, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+        beta1, beta2 = group["betas"]
+        left, right = g @ g.mT, g.mT @ g
+        if not state:
+            state |= {"t": 0, "m": torch.zeros_like(g), "v": torch.zeros_like(g)}
+            state |= {"left": left, "right": right}
+            state["q"], state["p"] = _eigenvectors(g)
+            return torch.zeros_like(g)
+        state["t"] += 1
+        q, p, m, v, t = (state[k] for k in ("q", "p", "m", "v", "t"))
+        rotated = q.mT @ g @ p
+        m.lerp_(g, 1 - beta1)
+        v.mul_(beta2).addcmul_(rotated, rotated, value=1 - beta2)
+        scale = (v / (1 - beta2**t)).sqrt_().add_(group["eps"])
+        update = q @ (q.mT @ m @ p).div_(scale).div_(1 - beta1**t) @ p.mT
+        state["left"].lerp_(left, 1 - beta2)
+        state["right"].lerp_(right, 1 - beta2)
+        if t % group["every"] == 0:
+            state["q"], rows = _renewed(state["left"], q)
+            state["p"], columns = _renewed(state["right"], p)
+            v = v.gather(1, rows[:, :, None].expand_as(v))
+            state["v"] = v.gather(2, columns[:, None, :].expand_as(v))
+        return update
+
+
+def _eigenvectors(g: Tensor) -> tuple[Tensor, Tensor]:
+    """Of GGᵀ and of GᵀG, the largest eigenvalues first: those of the longer side by QR of GᵀQ."""
+    if g.shape[-2] > g.shape[-1]:
+        p, q = _eigenvectors(g.mT)
+        return q, p
+    with _float32():
+        q = torch.linalg.eigh(g @ g.mT)[1].flip(-1)
+        return q, torch.linalg.qr(g.mT @ q, mode="complete")[0]
+
+
+def _renewed(s: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+    """One step of orthogonal iteration, and the order that the columns of q are put in first."""
+    with _float32():  # round-off of the largest eigenvalues would drown the smallest
+        sq = s @ q
+        order = (q * sq).sum(-2).argsort(-1, descending=True)
+        return torch.linalg.qr(sq.gather(-1, order[:, None, :].expand_as(sq)))[0], order
+
+
+@contextmanager
+def _float32() -> Iterator[None]:
+    """Products in full precision, whatever the training's."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

@@ -1,0 +1,201 @@
+"""The tasks by name, at their full sizes and at those of the quick versions, and their text.
+
+The text is Python source files as bytes: it is on every machine, and enough not to be seen twice.
+Files, not windows, are held out: a held-out window never continues a text that is trained on.
+Files with equal contents count once, since packages carry copies of each other.
+"""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from hashlib import sha256
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from pullback import PullbackError
+
+from ..framework.records import Record
+from ..kfac_training.tasks import large_digits
+from ..learning import images
+from .loop import Batches, RaceTask
+from .networks import Decoder, ImageData, ResNet, VisionTransformer
+
+VOCABULARY = 256
+#: below so many bytes a record says that its corpus is small
+ENOUGH = 20_000_000
+_INSTALLED = {"site-packages", "dist-packages"}
+_BETWEEN = b"\0"  # ends a file
+_HELD_OUT = 20  # one byte of so many
+_LARGEST = 500_000  # bytes of a file; larger ones are mostly tables
+
+Batch = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Bytes of files to train on and of held-out files, uint8 of one axis."""
+
+    train: Tensor
+    held: Tensor
+
+    @property
+    def size(self) -> int:
+        """Bytes of both parts."""
+        return len(self.train) + len(self.held)
+
+    def batches(
+        self, length: int, batch: int, steps: int, seed: int, device: torch.device, held: int
+    ) -> Windows:
+        """Windows of this length in a random order that follows from the seed."""
+        count = min(len(self.train), len(self.held)) - 1
+        if count < length:
+            why = f"its smaller part has {count + 1} bytes, a window and its next byte {length + 1}"
+            raise PullbackError("The corpus is too short", why, "Take more files")
+        starts = torch.arange((len(self.train) - 1) // length) * length
+        draw = torch.Generator().manual_seed(seed)
+        passes = -(-steps * batch // len(starts))
+        order = torch.cat([torch.randperm(len(starts), generator=draw) for _ in range(passes)])
+        chosen = starts[order[: steps * batch]].view(steps, batch)
+        room = (len(self.held) - 1) // length
+        last = torch.arange(min(held, room)) * room // min(held, room) * length  # evenly apart
+        parts = (self.train.to(device), chosen.to(device), self.held.to(device), last.to(device))
+        return Windows(*parts, length, steps * batch / len(starts))
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Windows of a corpus on the device.
+
+    Attributes:
+        train, held: bytes.
+        chosen: where the windows of every step begin, (steps, batch).
+        last: where those begin that are held out.
+        length: bytes of a window.
+        passes: how often the training text is seen; at most 1 unless it is too short.
+    """
+
+    train: Tensor
+    chosen: Tensor
+    held: Tensor
+    last: Tensor
+    length: int
+    passes: float
+
+    def of(self, steps: range) -> list[Batch]:
+        """The batches of these steps, each (batch, length) bytes and those one place further on."""
+        return [self._cut(self.train, self.chosen[i]) for i in steps]
+
+    def held_out(self, size: int) -> Iterator[Batch]:
+        """All that is held out, so many windows at a time."""
+        for starts in self.last.split(size):
+            yield self._cut(self.held, starts)
+
+    def _cut(self, text: Tensor, starts: Tensor) -> Batch:
+        places = torch.arange(self.length + 1, device=text.device)
+        found = text[starts[:, None] + places].long()
+        return found[:, :-1].contiguous(), found[:, 1:].contiguous()
+
+
+@lru_cache(maxsize=2)
+def python_files(most: int, packages: bool) -> Corpus:
+    """Files of Python's standard library, and of the installed packages if asked for.
+
+    Args:
+        most: bytes, at most so many.
+        packages: whether site-packages is read too.
+    """
+    parts: tuple[list[bytes], list[bytes]] = [], []
+    sizes, seen = [0, 0], set()
+    for path in _paths(packages):
+        try:
+            content = path.read_bytes()
+        except OSError:
+            continue
+        digest = sha256(content).digest()
+        if not 0 < len(content) <= _LARGEST or digest in seen:
+            continue
+        seen.add(digest)
+        side = int(sizes[1] * _HELD_OUT <= sum(sizes))  # files in a random order fill both evenly
+        parts[side].append(content + _BETWEEN)
+        sizes[side] += len(content) + 1
+        if sum(sizes) >= most:
+            break
+    train, held = (torch.from_numpy(np.frombuffer(b"".join(p), np.uint8).copy()) for p in parts)
+    return Corpus(train, held)
+
+
+def _paths(packages: bool) -> list[Path]:
+    """Python files in a random order that depends on their names alone."""
+    known = sysconfig.get_paths()
+    library = Path(known["stdlib"])
+    found = [p for p in library.rglob("*.py") if not _INSTALLED & set(p.parts)]
+    named = [(str(p.relative_to(library)), p) for p in found]
+    if packages:
+        places = {Path(known["purelib"]), Path(known["platlib"])}
+        places |= {Path(p) for p in sys.path if Path(p).name in _INSTALLED}
+        for place in places:
+            named += [(str(p.relative_to(place)), p) for p in place.rglob("*.py")]
+    named.sort()
+    Random(0).shuffle(named)
+    return [path for _, path in named]
+
+
+@dataclass(frozen=True)
+class TextData:
+    """Batches of windows of Python files.
+
+    Attributes:
+        length, batch: bytes of a window, and windows of a step.
+        held: windows that the held-out loss is taken of.
+        most: bytes of the corpus at most.
+        packages: whether installed packages are read beside the standard library.
+    """
+
+    length: int
+    batch: int
+    held: int
+    most: int = 80_000_000
+    packages: bool = True
+
+    def __call__(self, steps: int, seed: int, device: torch.device) -> tuple[Batches, Record]:
+        files = python_files(self.most, self.packages)
+        found = files.batches(self.length, self.batch, steps, seed, device, self.held)
+        small = files.size < ENOUGH
+        about = {"corpus bytes": files.size, "passes": found.passes}
+        return found, about | ({"corpus": "below 20 MB"} if small else {})
+
+
+def _text(title: str, steps: int, data: TextData, width: int, depth: int, heads: int) -> RaceTask:
+    model = partial(Decoder, VOCABULARY, data.length, width, depth, heads)
+    count = 24 if steps > 500 else 8
+    return RaceTask(title, model, data, steps, count, held_batch=max(1, 65_536 // data.length))
+
+
+def _images(title: str, model: Callable[[], nn.Module], batch: int, steps: int) -> RaceTask:
+    data = ImageData(partial(images.load, "cifar10"), batch)
+    kind = torch.channels_last if model is ResNet else torch.preserve_format
+    return RaceTask(title, model, data, steps, 10, held_batch=2000, layout=kind)
+
+
+def _quick_images(title: str, model: Callable[[], nn.Module]) -> RaceTask:
+    data = ImageData(partial(large_digits, side=16), 32, margin=1)
+    return RaceTask(title, model, data, 50, evaluations=5)
+
+
+TASKS: dict[str, RaceTask] = {
+    "text-quick": _text("Decoder of 2 layers", 80, TextData(64, 8, 64, 4_000_000, False), 64, 2, 4),
+    "text": _text("Decoder of 6 layers", 800, TextData(256, 64, 2048), 384, 6, 6),
+    "text-large": _text("Decoder of 12 layers", 400, TextData(512, 32, 512), 768, 12, 12),
+    "resnet-quick": _quick_images("Small ResNet", partial(ResNet, width=8, depths=(1, 1))),
+    "vit-quick": _quick_images("Small ViT", partial(VisionTransformer, 10, 32, 2, 2)),
+    "resnet": _images("ResNet-18", ResNet, 512, 400),
+    "vit": _images("ViT of 6 layers", VisionTransformer, 512, 500),
+}

@@ -1,0 +1,58 @@
+"""Experiments by name. A new one is a folder with a tuple `EXPERIMENTS`, and a line here.
+
+Only the folder of the experiment that is asked for is imported.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from pullback._core.errors import PullbackError, nearest
+
+if TYPE_CHECKING:
+    from .framework.experiment import Experiment
+
+#: the names in each folder's `EXPERIMENTS`
+FOLDERS: dict[str, tuple[str, ...]] = {
+    "kerekes_2022": (
+        "kerekes-2022-figure2",
+        "kerekes-2022-figure3",
+        "kerekes-2022-figure4",
+        "kerekes-2022-figure5",
+        "kerekes-2022-figure6",
+        "kerekes-2022-theorems",
+        "kerekes-2022-support",
+    ),
+    "bai_2024_projection": ("bai-2024-projection",),
+    "bai_2024_slices": ("bai-2024-slices-figure2", "bai-2024-slices-rescaled"),
+    "bai_2024_sobolev": (
+        "bai-2024-sobolev-cifar10",
+        "bai-2024-sobolev-cifar100",
+        "bai-2024-sobolev-digits",
+    ),
+    "van_oostrum_2023": ("van-oostrum-2023-examples",),
+    "invariance_audit": ("invariance-audit",),
+    "kfac_invariance": ("luk-grosse-2018",),
+    "showcase": ("demo",),
+    "kfac_training": ("kfac-autoencoder", "kfac-convnet", "kfac-vgg", "kfac-shakespeare"),
+    "races": ("race-text", "race-text-large", "race-vision"),
+    "pde_benchmarks": ("pde-benchmarks",),
+    "yin_2024": ("yin-2024-shallow", "yin-2024-deep", "yin-2024-poisson"),
+}
+
+
+def names() -> list[str]:
+    """All that can be run."""
+    return [name for there in FOLDERS.values() for name in there]
+
+
+def find(name: str) -> Experiment:
+    """The experiment of this name, or a refusal that offers the nearest ones."""
+    for folder, there in FOLDERS.items():
+        if name in there:
+            found = import_module(f".{folder}", __package__).EXPERIMENTS
+            return next(e for e in found if e.name == name)
+    raise PullbackError(
+        f"There is no experiment {name!r}", nearest(name, names()), "`pullback list` shows all"
+    )

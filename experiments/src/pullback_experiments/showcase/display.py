@@ -1,0 +1,144 @@
+"""Live progress of the runs of one problem, and the picture of what they became."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor
+
+from pullback import pde
+
+from ..framework import plots
+from .problem import Contender, Problem
+from .race import Watcher
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.colors import LogNorm
+
+
+def described(settings: Mapping[str, float]) -> str:
+    """The settings in a few characters, or that nothing was tuned."""
+    return ", ".join(f"{k} {v:g}" for k, v in settings.items()) or "untuned"
+
+
+def shown(name: str, value: float) -> str:
+    """A measure for people: accuracies in percent, all else in powers of ten.
+
+    >>> shown("test accuracy", 0.98), shown("training loss", 0.00034)
+    ('98.0 %', '3.4e-4')
+    """
+    if "accuracy" in name:
+        return f"{100 * value:.1f} %"
+    if not math.isfinite(value):
+        return str(value)
+    mantissa, exponent = f"{value:.1e}".split("e")
+    return f"{mantissa}e{int(exponent)}"
+
+
+@contextmanager
+def progress(
+    console: Console, problem: Problem, seconds: float
+) -> Iterator[Callable[[Contender], Watcher]]:
+    """One bar per contender with its loss and the time left; plain lines without a terminal."""
+    console.print(f"[bold]{problem.title}[/bold], {seconds:g} s for each optimizer")
+    if not console.is_terminal:
+        yield lambda contender: _announced(console, contender)
+        return
+    bars = Progress(
+        TextColumn("  {task.description:<16}"),
+        BarColumn(bar_width=30),
+        TextColumn("loss {task.fields[loss]:>8}"),
+        TextColumn("left"),
+        TimeRemainingColumn(compact=True),
+        console=console,
+    )
+    with bars:
+        tasks = {
+            c.name: bars.add_task(c.name, start=False, total=1.0, loss="-")
+            for c in problem.contenders
+        }
+
+        def watcher(contender: Contender) -> Watcher:
+            task = tasks[contender.name]
+            bars.reset(task, total=1.0, loss="-")
+            return lambda share, loss: bars.update(task, completed=share, loss=f"{loss:.1e}")
+
+        yield watcher
+
+
+def _announced(console: Console, contender: Contender) -> Watcher:
+    """A line when a run starts, and one when it ends."""
+    console.print(f"  {contender.name}: running")
+
+    def watch(share: float, loss: float) -> None:
+        if share >= 1.0:
+            console.print(f"  {contender.name}: done, loss {loss:.1e}")
+
+    return watch
+
+
+_CELLS = 160  # along each side
+Extent = tuple[float, float, float, float]
+_STYLE: dict[Any, Any] = {
+    "axes.titlesize": 10.5,
+    "text.color": plots.INK,
+    "axes.edgecolor": plots.INK,
+}
+
+
+def draw_errors(
+    problem: pde.Problem, networks: Mapping[str, Callable[[Tensor], Tensor]], path: Path
+) -> Path:
+    """Write the figure and return its path; the errors share one logarithmic color scale."""
+    from matplotlib import rc_context
+    from matplotlib.ticker import LogLocator
+
+    low, high = problem.domain.low.tolist(), problem.domain.high.tolist()
+    axes = [torch.linspace(a, b, _CELLS).double() for a, b in zip(low, high, strict=True)]
+    x = torch.cartesian_prod(*axes)
+    truth = problem.truth(x)[:, 0]
+    with torch.no_grad():
+        errors = {name: (u(x)[:, 0] - truth).abs() for name, u in networks.items()}
+    extent = (low[0], high[0], low[1], high[1])
+    with rc_context(_STYLE):
+        figure = plots.new(2.75 * (1 + len(errors)) + 1.0, 3.0, dpi=130)
+        first, *others = figure.subplots(1, 1 + len(errors))
+        image = _panel(first, truth, extent, cmap="viridis")
+        first.set_title("solution", loc="left")
+        figure.colorbar(image, ax=first, fraction=0.046, pad=0.03)
+        norm = _norm(list(errors.values()))
+        for panel, (name, error) in zip(others, errors.items(), strict=True):
+            image = _panel(panel, error.clamp(min=norm.vmin), extent, cmap="magma", norm=norm)
+            panel.set_title(f"{name}: ≤ {shown('', float(error.max()))}", loc="left")
+            panel.tick_params(labelleft=False)
+        bar = figure.colorbar(image, ax=others, fraction=0.02, pad=0.02, label="|error|")
+        bar.ax.yaxis.set_major_locator(LogLocator(numticks=7))
+        bar.ax.minorticks_off()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path)
+    return path
+
+
+def _norm(errors: list[Tensor]) -> LogNorm:
+    """From what is typical of the best network to the worst error of all."""
+    from matplotlib.colors import LogNorm
+
+    top = max(float(e.max()) for e in errors)
+    typical = min(float(e.median()) for e in errors)
+    return LogNorm(max(typical / 10, 1e-17, top * 1e-16), max(top, 1e-15))
+
+
+def _panel(axes: Axes, values: Tensor, extent: Extent, **options: Any) -> Any:
+    grid = values.reshape(_CELLS, _CELLS).T.numpy()
+    axes.set_xticks([extent[0], extent[1]])
+    axes.set_yticks([extent[2], extent[3]])
+    axes.tick_params(length=2, labelsize=8.5)
+    return axes.imshow(grid, origin="lower", extent=extent, interpolation="nearest", **options)

@@ -1,0 +1,225 @@
+"""The demonstration as an experiment, so that its results have a file, a figure and a page."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
+
+from pullback import PullbackError
+
+from ..framework import plots
+from ..framework.check import Check
+from ..framework.curves import Chart, Line, Series
+from ..framework.experiment import Context, Experiment, Item
+from ..framework.plots import INK, dress
+from ..framework.records import Record
+from ..framework.store import Results
+from ..framework.tabular import Table
+from .display import described, shown
+from .problem import Contender, Problem
+from .problems import PROBLEMS
+from .race import Curve, run
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+_QUICK = 0.3  # seconds per run of a smoke test
+NATURAL = "Natural gradient"
+_ALONG = {"seconds": "CPU seconds", "steps": "steps"}
+#: places in the palette
+_COLORS = {NATURAL: 0, "Adam": 1, "L-BFGS": 2, "K-FAC": 3, "SGD": 4}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Demonstration(Experiment):
+    """Every optimizer of every problem, each for the same time on one thread."""
+
+    name: str = "demo"
+    paper: str = "Demonstration"
+    figure: str = "three small problems"
+    claim: str = "in the same time on one thread, the natural gradient ends lowest"
+    about: str = (
+        "One run from one network. Settings are the best of a small grid at that time; seconds "
+        "are of the CPU."
+    )
+    seeds: Sequence[int] = (0,)
+    anywhere: bool = False
+    open_parts: frozenset[str] = frozenset({"problems"})
+
+    def config(self, quick: bool) -> dict[str, Any]:
+        return {
+            "problems": {
+                p.title: {
+                    "setting": p.setting,
+                    "seconds": budget(p, quick),
+                    "contenders": {c.name: described(c.settings) for c in p.contenders},
+                }
+                for p in problems()[0]
+            }
+        }
+
+    def items(self, quick: bool) -> list[Item]:
+        return [
+            Item((p.title, c.name), partial(_work, p, c, budget(p, quick)))
+            for p in problems()[0]
+            for c in p.contenders
+        ]
+
+    def judge(self, results: Results) -> list[Check]:
+        """Of the first measure of each problem."""
+        return [] if results.quick else [_lowest(*race) for race in self.races(results)]
+
+    def races(self, results: Results) -> list[tuple[Problem, list[Curve]]]:
+        """The curves of each problem, of those that are done."""
+        found = [
+            (
+                p,
+                [
+                    Curve.of(c.name, one)
+                    for c in p.contenders
+                    for one in results.of(p.title, c.name)
+                ],
+            )
+            for p in problems()[0]
+        ]
+        return [(problem, curves) for problem, curves in found if curves]
+
+    def draw(self, results: Results) -> dict[str, Figure]:
+        return {"": draw(self.races(results))}
+
+    def curves(self, results: Results) -> list[Chart]:
+        return [
+            Chart(
+                problem.title,
+                measure,
+                [_series(curve, measure) for curve in curves],
+                x=_ALONG,
+                logy="accuracy" not in measure,
+                note=problem.setting,
+            )
+            for problem, curves in self.races(results)
+            for measure in curves[0].measures[0]
+        ]
+
+    def tables(self, results: Results) -> list[Table]:
+        return [table(problem, curves) for problem, curves in self.races(results)]
+
+
+@cache
+def problems() -> tuple[tuple[Problem, ...], tuple[str, ...]]:
+    """The problems whose data can be had, and why others cannot."""
+    found, missing = [], []
+    for make in PROBLEMS.values():
+        try:
+            found.append(make())
+        except PullbackError as error:
+            missing.append(str(error))
+    return tuple(found), tuple(missing)
+
+
+def budget(problem: Problem, quick: bool) -> float:
+    """Seconds of each run."""
+    return _QUICK if quick else problem.seconds
+
+
+def _work(problem: Problem, contender: Contender, seconds: float, context: Context) -> Record:
+    def watch(share: float, loss: float) -> None:
+        context.watch(share, f"loss {loss:.1e}")
+
+    return run(problem, contender, seconds=seconds, watch=watch).as_dict()
+
+
+def _lowest(problem: Problem, curves: Sequence[Curve]) -> Check:
+    ends: Mapping[str, float] = {c.name: c.values()[-1] for c in curves}
+    others = {k: v for k, v in ends.items() if k != NATURAL and math.isfinite(v)}
+    best = min(others, key=others.__getitem__)
+    measure = next(iter(curves[0].measures[0]))
+    words = f"{measure} {shown('', ends[NATURAL])}, {best} {shown('', others[best])}"
+    claim = f"{problem.title}: the natural gradient ends lowest"
+    return Check(claim, ends[NATURAL] < others[best], words)
+
+
+def _series(curve: Curve, measure: str) -> Series:
+    y = [m[measure] for m in curve.measures]
+    lines = {key: Line(getattr(curve, key), y) for key in _ALONG}
+    return Series(curve.name, lines, _COLORS.get(curve.name))
+
+
+def table(problem: Problem, curves: Sequence[Curve]) -> Table:
+    """Optimizer, settings, steps, seconds, and the final measures."""
+    settings = {c.name: described(c.settings) for c in problem.contenders}
+    names = list(curves[0].measures[-1])
+    rows = [
+        [
+            c.name,
+            settings[c.name],
+            f"{c.steps[-1]:,}",
+            f"{c.seconds[-1]:.1f}",
+            *(shown(name, c.measures[-1][name]) for name in names),
+        ]
+        for c in curves
+    ]
+    return Table(["optimizer", "settings", "steps", "seconds", *names], rows, problem.title, text=2)
+
+
+# Okabe and Ito's palette, which color-blind readers can tell apart
+_STYLES = {
+    "SGD": ("#E69F00", 1.7),
+    "Adam": ("#0072B2", 1.7),
+    "L-BFGS": ("#009E73", 1.7),
+    "K-FAC": ("#CC79A7", 1.7),
+    "Natural gradient": ("#D55E00", 2.8),
+}
+_APART = 0.115  # least distance of two labels, as a share of the panel's height
+
+Race = tuple[Problem, Sequence[Curve]]
+
+
+def draw(races: Sequence[Race]) -> Figure:
+    """The figure."""
+    figure = plots.new(10.5, 3.7 * len(races), dpi=130)
+    grid = figure.subplots(len(races), 2, squeeze=False, sharey="row")
+    for (problem, curves), (left, right) in zip(races, grid, strict=True):
+        _panel(left, curves, "seconds")
+        _panel(right, curves, "steps")
+        left.set_ylabel(next(iter(curves[0].measures[0])), color=INK)
+        left.set_title(problem.title, loc="left", color=INK, weight="bold")
+        right.set_title(problem.setting, loc="right", color=INK, size=9)
+        _label(right, curves)
+    return figure
+
+
+def _panel(axes: Axes, curves: Sequence[Curve], along: str) -> None:
+    """The curves, each with a dot at its end."""
+    for curve in curves:
+        color, width = _STYLES[curve.name]
+        x, y = getattr(curve, along)[1:], curve.values()[1:]
+        axes.plot(x, y, color=color, lw=width, solid_joinstyle="round")
+        axes.plot(x[-1:], y[-1:], "o", color=color, ms=2 + 1.6 * width)
+    dress(axes)
+    axes.set_xlabel(f"CPU {along}" if along == "seconds" else along, color=INK)
+
+
+def _label(axes: Axes, curves: Sequence[Curve]) -> None:
+    """Name every curve, with its final numbers, to the right of the panel."""
+    bottom, top = (math.log10(y) for y in axes.get_ylim())
+    at = -math.inf
+    for curve in sorted(curves, key=lambda c: c.values()[-1]):
+        height = (math.log10(curve.values()[-1]) - bottom) / (top - bottom)
+        at = max(height, at + _APART)
+        (_, end), *others = curve.measures[-1].items()
+        text = f"{curve.name}\n{shown('', end)}"
+        text += "".join(f"; {shown(name, value)} {name}" for name, value in others)
+        axes.annotate(
+            text,
+            (1.03, at),
+            xycoords="axes fraction",
+            color=_STYLES[curve.name][0],
+            va="center",
+            size=9.5,
+        )

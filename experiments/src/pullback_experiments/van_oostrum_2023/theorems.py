@@ -1,0 +1,124 @@
+"""Theorems 1 and 2, Proposition 2 and section 4, on random maps with superfluous parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.func import jacrev
+
+from pullback.geometry import Damped, MoorePenrose, Point, RandomInverse, WeightedNorm
+from pullback.solvers import Solver
+
+from ..framework.experiment import Context
+from ..framework.records import Record
+
+INPUTS, INNER, OUTPUTS = 8, 3, 5
+DAMPED = "damped"
+#: the generalized inverses, and what is none
+INVERSES: dict[str, Callable[[int], Solver]] = {
+    "Moore–Penrose": lambda seed: MoorePenrose(1e-10),
+    "random": lambda seed: RandomInverse(seed, scale=3.0),
+    "weighted": lambda seed: WeightedNorm(torch.linspace(0.2, 5.0, INPUTS, dtype=torch.float64)),
+    DAMPED: lambda seed: Damped(1e-2),
+}
+
+
+class Scene:
+    """φ: R⁸ → (R⁵, g) of rank 3, f on R⁸, L on R⁵; all random, in float64.
+
+    Attributes:
+        theta, xi: f(θ) = ξ.
+        metric: g, symmetric and positive definite.
+    """
+
+    def __init__(self, context: Context) -> None:
+        source = torch.Generator().manual_seed(context.seed)
+
+        def draw(*shape: int) -> Tensor:
+            found = torch.randn(*shape, generator=source, dtype=torch.float64)
+            return found.to(context.device)
+
+        self.seed, self._b, self._c = context.seed, draw(INNER, INPUTS), draw(OUTPUTS, INNER)
+        self._mix = torch.linalg.qr(draw(INPUTS, INPUTS))[0]
+        root = draw(OUTPUTS, OUTPUTS)
+        self.metric = root @ root.T + torch.eye(OUTPUTS).to(root)
+        self.theta = 0.5 * draw(INPUTS)
+        self.xi = self.f(self.theta)
+
+    def phi(self, x: Tensor) -> Tensor:
+        """Five functions of three combinations of the parameters."""
+        return torch.tanh(self._c @ torch.sin(self._b @ x)) + 0.1 * (self._c @ (self._b @ x))
+
+    def f(self, t: Tensor) -> Tensor:
+        """θ ↦ ξ, a diffeomorphism: stretched by up to 5, turned, and bent."""
+        stretch = torch.linspace(0.5, 2.5, INPUTS).to(t)
+        return self._mix @ (stretch * (t + t**3 / 3))
+
+    def psi(self, t: Tensor) -> Tensor:
+        """φ∘f."""
+        return self.phi(self.f(t))
+
+    @staticmethod
+    def loss(z: Tensor) -> Tensor:
+        """L, on R⁵."""
+        return (z**3).sum() / 3 + z[0] * z[1] + z[2]
+
+    def points(self) -> tuple[Point, Point]:
+        """φ at ξ and ψ at θ."""
+        return Point(self.phi, self.xi, self.metric), Point(self.psi, self.theta, self.metric)
+
+    def projected(self) -> Tensor:
+        """Π grad L by a dense projector, which shares nothing with `Point`."""
+        jacobian = jacrev(self.phi)(self.xi)
+        u, sigma, _ = torch.linalg.svd(jacobian, full_matrices=False)
+        basis = u[:, sigma > 1e-9 * sigma[0]]
+        slope = jacrev(self.loss)(self.phi(self.xi))
+        return basis @ torch.linalg.solve(basis.T @ self.metric @ basis, basis.T @ slope)
+
+
+def _relative(one: Tensor, two: Tensor) -> float:
+    return float((one - two).norm() / two.norm())
+
+
+def _coefficients(point: Point, solver: Solver) -> Tensor:
+    found = point.natural_gradient(Scene.loss, solver)
+    assert isinstance(found, Tensor)
+    return found
+
+
+def theorems(context: Context) -> Record:
+    """By inverse: how far dφ·G⁻∇L is from Π grad L, from ψ's move, and df·x from x, relative."""
+    scene = Scene(context)
+    one, two = scene.points()
+    truth, jacobian = scene.projected(), jacrev(scene.f)(scene.theta)
+    projection, model, space = {}, {}, {}
+    for name, make in INVERSES.items():
+        mine, other = (_coefficients(p, make(scene.seed)) for p in (one, two))
+        push = one.pushforward(mine)
+        projection[name] = _relative(push, truth)
+        model[name] = _relative(two.pushforward(other), push)
+        space[name] = _relative(jacobian @ other, mine)
+    still = Point(lambda t: scene.phi(scene.xi + t**3), torch.zeros_like(scene.xi), scene.metric)
+    nothing = still.pushforward(_coefficients(still, MoorePenrose(1e-10)))
+    return {
+        "projection": projection,
+        "model": model,
+        "space": space,
+        "cubic": float(nothing.norm() / truth.norm()),
+    }
+
+
+def steps(sizes: Sequence[float], context: Context) -> Record:
+    """‖φ(ξ − ηx) − ψ(θ − ηx')‖ over how far φ moved, for every η: Moore–Penrose and damped."""
+    scene, found = Scene(context), {}
+    one, two = scene.points()
+    for name in ("Moore–Penrose", DAMPED):
+        mine, other = (_coefficients(p, INVERSES[name](scene.seed)) for p in (one, two))
+        ends = []
+        for eta in sizes:
+            here, there = scene.phi(scene.xi - eta * mine), scene.psi(scene.theta - eta * other)
+            ends.append(float((here - there).norm() / (here - one.value).norm()))
+        found[name] = ends
+    return {"size": list(sizes), "apart": found}

@@ -1,0 +1,192 @@
+"""The methods that are compared: each is a composition of the library's stages."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from pullback import NaturalGradient
+from pullback.solvers import Damping, OrthogonalGreedy, Solution, Solver
+from pullback.steps import GridLineSearch, Local, Move, Step, TargetRatio, Wrapper
+
+from .problems import Fit
+
+#: numbers about one step, by name
+Seen = dict[str, float]
+
+
+class Stepper(ABC):
+    """One optimizer at work on one fit."""
+
+    @abstractmethod
+    def step(self) -> Seen:
+        """One step; what is cheap to say of it."""
+
+    def probe(self) -> Seen:
+        """What costs time to find out; not counted as the method's."""
+        return {}
+
+    @property
+    def stuck(self) -> bool:
+        """Whether every further step would repeat the last one."""
+        return False
+
+
+@dataclass(frozen=True)
+class DescentMethod(ABC):
+    """Something to compare.
+
+    Attributes:
+        name: what tables and figures call it.
+        about: one line on what it is.
+    """
+
+    name: str
+    about: str
+
+    @abstractmethod
+    def on(self, fit: Fit) -> Stepper:
+        """The method at work."""
+
+    @abstractmethod
+    def described(self) -> str:
+        """Its settings, for the record."""
+
+
+@dataclass(frozen=True)
+class FirstOrder(DescentMethod):
+    """One of torch's optimizers; lr is the best of `tried` by the mean loss of seeds 100, 101."""
+
+    build: Callable[..., Optimizer]
+    lr: float
+    tried: tuple[float, ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def on(self, fit: Fit) -> Stepper:
+        return _Gradient(fit, self.build(fit.model.parameters(), lr=self.lr, **self.options))
+
+    def described(self) -> str:
+        tried = ", ".join(f"{lr:g}" for lr in self.tried)
+        return f"{self.build.__name__}(lr={self.lr:g}), best of {tried}"
+
+
+class _Gradient(Stepper):
+    def __init__(self, fit: Fit, optimizer: Optimizer) -> None:
+        self._fit, self._optimizer = fit, optimizer
+
+    def step(self) -> Seen:
+        self._optimizer.zero_grad()
+        self._fit.loss().backward()
+        self._optimizer.step()
+        return {}
+
+
+@dataclass(frozen=True)
+class Natural(DescentMethod):
+    """A natural gradient.
+
+    Attributes:
+        solver, rule: how the system is solved, and how far to go.
+        l2: measure moves of u in L² instead of the loss's own Gauss–Newton metric.
+        gram: the form of the Gram; "dense" is the paper's.
+        pretrain: Adam steps before the first natural one.
+        greedy: where given, probes compare the direction's energy with that of so many vectors.
+    """
+
+    solver: Callable[[], Solver]
+    rule: Callable[[], Step]
+    l2: bool = False
+    gram: str = "dense"
+    pretrain: int = 0
+    greedy: int = 0
+
+    def on(self, fit: Fit) -> Stepper:
+        return _Natural(fit, self)
+
+    def described(self) -> str:
+        metric = "L² of u" if self.l2 else "Gauss–Newton"
+        before = f", after {self.pretrain} Adam steps" if self.pretrain else ""
+        solver = type(self.solver()).__name__
+        return f"{self.about}; {metric}, {self.gram} Gram, {solver}, {self.rule()!r}{before}"
+
+
+class _Natural(Stepper):
+    def __init__(self, fit: Fit, method: Natural) -> None:
+        self._fit, self._method = fit, method
+        rule = method.rule()
+        self._memoryless = not isinstance(rule, TargetRatio)
+        self._watch = Watch(rule) if self._memoryless else None
+        self._optimizer = self._built(method.solver(), self._watch or rule)
+        self._options = {
+            "objective": fit.objective,
+            "metric_batch": fit.values if method.l2 else None,
+        }
+        self._warm = torch.optim.Adam(fit.model.parameters(), lr=1e-2)
+        self._taken, self._rejected = 0, 0
+
+    def _built(self, solver: Solver, rule: Step | None = None) -> NaturalGradient:
+        return NaturalGradient(self._fit.model, solver=solver, step=rule, gram=self._method.gram)
+
+    def step(self) -> Seen:
+        self._taken += 1
+        if self._taken <= self._method.pretrain:
+            return _Gradient(self._fit, self._warm).step()
+        info = self._optimizer.step(**self._options)
+        self._rejected = 0 if info.accepted else self._rejected + 1
+        seen = {"rank": float(info.rank or 0), "size": info.step_size}
+        if self._watch is not None:
+            seen |= {"largest": self._watch.largest}
+        return seen
+
+    def probe(self) -> Seen:
+        """∇Lᵀh of a greedy choice over ∇Lᵀx of the method's own direction.
+
+        It exceeds 1 once the cutoff of the dense Gram hides most of the gradient from x.
+        """
+        if not self._method.greedy:
+            return {}
+        full = self._built(self._method.solver()).direction(**self._options)
+        few = self._built(OrthogonalGreedy(self._method.greedy)).direction(**self._options)
+        gradient = torch.autograd.grad(self._fit.loss(), list(self._fit.model.parameters()))
+        g = torch.cat([part.flatten() for part in gradient])
+        return {"share": float(g @ few.x) / float(g @ full.x)}
+
+    @property
+    def stuck(self) -> bool:
+        # points are fixed: a rule without memory would reject the same step for ever
+        return self._rejected >= (1 if self._memoryless else 30)
+
+
+class ArgMin(GridLineSearch):
+    """The best of the grid even where the loss rises: there is no accept test.
+
+    Any loss is a fall from ∞.
+    """
+
+    def take(self, local: Local) -> Move:
+        return super().take(replace(local, loss=float("inf")))
+
+
+class Watch(Wrapper):
+    """Keeps two numbers of the direction x before anything cuts it.
+
+    Attributes:
+        largest: max |x_i|.
+        energy: ∇Lᵀx, the squared length of the projected gradient.
+    """
+
+    def __init__(self, step: Step) -> None:
+        super().__init__(step)
+        self.largest, self.energy = float("nan"), float("nan")
+
+    def solution(self, local: Local, damping: Damping | None, about: Tensor | None) -> Solution:
+        found = local.solve(damping, about)
+        self.largest = float(found.x.abs().max())
+        self.energy = float(local.gradient @ found.x)
+        return found

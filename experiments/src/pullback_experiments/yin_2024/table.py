@@ -1,0 +1,261 @@
+"""The three experiments with their methods and lengths, and the paper's claims as checks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from pullback.solvers import Cholesky, OrthogonalGreedy, PseudoInverse, Relative, Solver
+from pullback.steps import Backtracking, Clip, GridLineSearch, Step, TargetRatio
+
+from ..framework.check import Check, Claim, recorded
+from . import problems
+from .experiment import Comparison
+from .methods import ArgMin, DescentMethod, FirstOrder, Natural
+from .problems import Setting
+from .runs import EARLY, SOLVED, Summary
+
+
+def least_squares_claims(found: dict[str, Summary], size: int, held: Sequence[bool]) -> list[Check]:
+    """What section 2.1 shows and section 1.1 promises, for p = size parameters."""
+    full, greedy, damped = (found[m] for m in ("NGD", "NGD-OGA", "NGD-OGA, damped"))
+    return recorded(
+        [
+            _singular(full, size),
+            _nearly_best(full),
+            _faster("NGD-OGA", greedy, "NGD", full),
+            _safer("NGD-OGA", greedy, "NGD", full),
+            _as_accurate("NGD-OGA", greedy, "NGD", full),
+            _cheaper("NGD-OGA", greedy, "NGD", full),
+            _never_stuck("NGD-OGA", greedy),
+            _never_stuck("NGD-OGA, damped", damped),
+        ],
+        held,
+        ours={7},
+    )
+
+
+def poisson_claims(found: dict[str, Summary], size: int, held: Sequence[bool]) -> list[Check]:
+    """What section 2.2 says, for p = size parameters."""
+    cut, greedy, plain = (found[m] for m in ("E-NGD", "E-NGD-OGA", "E-NGD, not cut"))
+    first, pretrained = cut.first("largest"), found["E-NGD, pre-trained"]
+    return recorded(
+        [
+            _singular(plain, size),
+            ("the first directions are astronomical", first > 1e6, f"an entry of {first:.0e}"),
+            ("E-NGD sometimes sticks at a large loss", cut.below(SOLVED) < len(cut), _got(cut)),
+            _nearly_best(cut),
+            _safer("E-NGD-OGA", greedy, "E-NGD", cut),
+            _as_accurate("E-NGD-OGA", greedy, "E-NGD, not cut", plain),
+            _cheaper("E-NGD-OGA", greedy, "E-NGD, not cut", plain),
+            _safer("E-NGD", cut, "E-NGD, not cut", plain),
+            _safer("E-NGD, pre-trained", pretrained, "E-NGD", cut),
+            _small("E-NGD, pre-trained", pretrained),
+            _safer("E-NGD, backtracking", found["E-NGD, backtracking"], "E-NGD", cut),
+            _safer("E-NGD, from rows", found["E-NGD, from rows"], "E-NGD, not cut", plain),
+        ],
+        held,
+        ours={11},
+    )
+
+
+def _got(summary: Summary) -> str:
+    return f"{summary.below(SOLVED)} of {len(summary)} below {SOLVED:g}"
+
+
+def _singular(full: Summary, size: int) -> Claim:
+    rank = full.median("rank")
+    return "the Gram is singular to working precision", rank < size, f"rank {rank:g} of {size}"
+
+
+def _nearly_best(full: Summary) -> Claim:
+    share = full.median("share")
+    claim = "greedily chosen vectors keep nine tenths of the energy of the full direction"
+    return claim, share >= 0.9, f"median {share:.2f}"
+
+
+def _faster(one: str, first: Summary, two: str, second: Summary) -> Claim:
+    a, b = first.after(EARLY), second.after(EARLY)
+    claim = f"{one} lowers the loss faster than {two} in {EARLY} steps"
+    return claim, a < b, f"median loss {a:.1e} against {b:.1e}"
+
+
+def _safer(one: str, first: Summary, two: str, second: Summary) -> Claim:
+    claim = f"{one} gets somewhere from more seeds than {two}"
+    holds = first.below(SOLVED) > second.below(SOLVED)
+    return claim, holds, f"{_got(first)}, against {_got(second)}"
+
+
+def _as_accurate(one: str, first: Summary, two: str, second: Summary) -> Claim:
+    a, b = min(first.errors), min(second.errors)
+    claim = f"the best run of {one} is as accurate as that of {two}, within a factor of ten"
+    return claim, a <= 10 * b, f"errors {a:.1e} and {b:.1e}"
+
+
+def _cheaper(one: str, first: Summary, two: str, second: Summary) -> Claim:
+    a, b = 1e3 * first.per_step, 1e3 * second.per_step
+    claim = f"a step of {one} costs less than half of one of {two}"
+    return claim, a < 0.5 * b, f"{a:.0f} and {b:.0f} ms"
+
+
+def _small(name: str, summary: Summary) -> Claim:
+    first = summary.first("largest")
+    return f"the first direction of {name} is moderate", first < 10, f"an entry of {first:.0e}"
+
+
+def _never_stuck(name: str, summary: Summary) -> Claim:
+    holds = summary.stuck == 0
+    return f"{name} never gets stuck", holds, f"{summary.stuck} of {len(summary)} did"
+
+
+_GRID = 30  # step sizes 1, ½, …, 2⁻²⁹: the paper's logarithmic grid of [0, 1]
+_CUT = 1000.0  # bound on each entry of the direction, the paper's
+_DAMPING = 1e-6  # of the mean eigenvalue of G
+_ADDED = f"λ = {_DAMPING:g} tr G/p"
+_ADAM = (1e-3, 3e-3, 1e-2, 3e-2)
+_FIT_SGD = (0.1, 0.3, 1.0)
+_POISSON_SGD = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
+
+# the verdicts over seeds 0–9, in the order of the claims
+_SHALLOW = (True, True, True, False, False, False, False, True)
+_DEEP = (True, True, True, False, False, False, False, True)
+_POISSON = (True, False, True, True, True, False, False, False, True, True, True, False)
+
+# the Gram, the greedy vectors' share, the first thirty steps: no matter of many seeds
+_SHORT = (0, 1, 2)
+_POISSON_SHORT = (0, 1, 3)
+
+
+def _grid() -> Step:
+    return GridLineSearch(_GRID)
+
+
+def _printed() -> Step:
+    return ArgMin(_GRID)
+
+
+def _cut() -> Step:
+    return Clip(_CUT, GridLineSearch(_GRID))
+
+
+def _greedy(k: int) -> Callable[[], Solver]:
+    return lambda: OrthogonalGreedy(k)
+
+
+def _damped() -> Solver:
+    return Cholesky(Relative(_DAMPING))
+
+
+def _damped_greedy(k: int) -> Callable[[], Solver]:
+    return lambda: OrthogonalGreedy(k, damping=Relative(_DAMPING))
+
+
+def _first_order(
+    adam: float, sgd: float, tried: tuple[float, ...], steps: int
+) -> list[tuple[DescentMethod, int]]:
+    return [
+        (FirstOrder("Adam", "torch's Adam", torch.optim.Adam, adam, _ADAM), steps),
+        (FirstOrder("SGD", "gradient descent", torch.optim.SGD, sgd, tried), steps),
+    ]
+
+
+def _fit(
+    name: str,
+    figure: str,
+    layers: tuple[int, ...],
+    k: int,
+    steps: int,
+    adam: float,
+    recorded: tuple[bool, ...],
+) -> Comparison:
+    """Least squares: the loss's own Gram is the L² Gram, so NGD and E-NGD are one method."""
+    full, greedy = PseudoInverse, _greedy(k)
+    natural = [
+        Natural("NGD", "minimum norm, grid search", full, _grid, greedy=k),
+        Natural("NGD-OGA", f"{k} greedy vectors, grid search", greedy, _grid),
+        Natural("NGD, arg-min", "grid search without accept test", full, _printed),
+        Natural("NGD-OGA, backtracking", f"{k} greedy vectors, Armijo", greedy, Backtracking),
+        Natural("NGD, damped", f"{_ADDED}, grid search", _damped, _grid),
+        Natural("NGD-OGA, damped", f"{k} greedy vectors, {_ADDED}", _damped_greedy(k), _grid),
+        Natural("NGD, target ratio", "trust radius", full, TargetRatio, gram="rows"),
+    ]
+    return Comparison(
+        name=f"yin-2024-{name}",
+        figure=figure,
+        claim=f"{k} greedily chosen tangent vectors do the work of the whole natural gradient",
+        setting=Setting(problems.least_squares, layers, {"equation": 1000}),
+        methods=[*((m, steps) for m in natural), *_first_order(adam, 0.3, _FIT_SGD, 2000)],
+        groups={
+            "The paper's methods": ["NGD", "NGD-OGA", "NGD, arg-min", "Adam", "SGD"],
+            "Beyond the paper": ["NGD", "NGD-OGA", *(m.name for m in natural[3:])],
+        },
+        claims=least_squares_claims,
+        held=recorded,
+        short=_SHORT,
+    )
+
+
+def _poisson(steps: int = 100, k: int = 20, more: int = 100, pretrain: int = 200) -> Comparison:
+    full, greedy = PseudoInverse, _greedy(k)
+    natural = [
+        Natural("E-NGD", "cut to ±1000, grid search", full, _cut, greedy=k),
+        Natural("E-NGD-OGA", f"{k} greedy vectors, cut", greedy, _cut),
+        Natural("NGD", "L² Gram of u, cut", full, _cut, l2=True),
+        Natural("NGD-OGA", f"L² Gram of u, {k} greedy vectors, cut", greedy, _cut, l2=True),
+        Natural("E-NGD, not cut", "grid search alone", full, _grid),
+        Natural("E-NGD-OGA, not cut", f"{k} greedy vectors", greedy, _grid),
+        Natural("E-NGD-OGA, 100 vectors", f"{more} greedy vectors, not cut", _greedy(more), _grid),
+        Natural("E-NGD, arg-min", "not cut, no accept test", full, _printed),
+        Natural("E-NGD, backtracking", "not cut, Armijo", full, Backtracking),
+        Natural("E-NGD, from rows", "not cut, SVD of A", full, _grid, gram="rows"),
+        Natural("E-NGD, damped", f"not cut, {_ADDED}", _damped, _grid),
+        Natural(
+            "E-NGD-OGA, damped", f"{k} greedy vectors, not cut, {_ADDED}", _damped_greedy(k), _grid
+        ),
+        Natural("E-NGD, target ratio", "trust radius", full, TargetRatio, gram="rows"),
+    ]
+    first = Natural(
+        "E-NGD, pre-trained", f"{pretrain} Adam steps, not cut", full, _grid, pretrain=pretrain
+    )
+    return Comparison(
+        name="yin-2024-poisson",
+        figure="Figure 3",
+        claim=f"E-NGD on {k} greedily chosen tangent vectors gets on where E-NGD sticks",
+        setting=Setting(problems.poisson, (2, 20, 20, 1), {"equation": 600, "dirichlet": 120}),
+        methods=[
+            *((m, steps) for m in natural),
+            (first, steps + pretrain),
+            *_first_order(1e-2, 3e-3, _POISSON_SGD, 2000),
+        ],
+        groups={
+            "The paper's methods": ["E-NGD", "E-NGD-OGA", "NGD", "NGD-OGA", "Adam", "SGD"],
+            "The paper's remedies": [
+                "E-NGD",
+                "E-NGD, not cut",
+                "E-NGD, arg-min",
+                "E-NGD, backtracking",
+                first.name,
+            ],
+            "Beyond the paper": [
+                "E-NGD, not cut",
+                "E-NGD-OGA, not cut",
+                "E-NGD-OGA, 100 vectors",
+                "E-NGD, from rows",
+                "E-NGD, damped",
+                "E-NGD-OGA, damped",
+                "E-NGD, target ratio",
+            ],
+        },
+        claims=poisson_claims,
+        held=_POISSON,
+        short=_POISSON_SHORT,
+        quick_steps=10,
+    )
+
+
+EXPERIMENTS: tuple[Comparison, ...] = (
+    _fit("shallow", "Figure 1", (2, 30, 1), 10, 150, 3e-2, _SHALLOW),
+    _fit("deep", "Figure 2", (2, 20, 20, 1), 20, 100, 1e-2, _DEEP),
+    _poisson(),
+)

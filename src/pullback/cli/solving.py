@@ -1,0 +1,131 @@
+"""A PDE in one line of the terminal."""
+
+from __future__ import annotations
+
+import runpy
+from collections.abc import Callable
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, RenderableType
+from torch import nn
+
+from .. import pde
+from .._core.errors import PullbackError, nearest
+from .environment import usable
+from .files import folder
+from .record import described, parameters, report, summary, write
+from .terminal import WIDE, columns, paragraphs
+
+
+def solved(
+    name: str,
+    seed: int,
+    given: dict[str, Any],
+    device: str,
+    out: Path,
+    fresh: bool,
+    console: Console,
+) -> bool:
+    """Solve a set-up, from its checkpoint where there is one; whether it was interrupted.
+
+    `given` are options that replace the set-up's own, None where they do not.
+    """
+    if name in _experiments():
+        raise PullbackError(
+            f"{name} cannot be solved", "it is an experiment", f"Use `pullback run {name}`"
+        )
+    if name.endswith(".py"):
+        found, name = from_file(Path(name)), Path(name).stem
+    elif name in pde.SETUPS:
+        found = pde.setup(name)
+    else:
+        raise PullbackError(
+            f"There is no set-up {name!r}",
+            nearest(name, pde.SETUPS),
+            "`pullback solve` without a name shows all",
+        )
+    usable(device)
+    folder(out)
+    kept = out / f"{name}-seed{seed}.pt"
+    if fresh:
+        for file in checkpoints(kept):
+            file.unlink()
+    elif checkpoints(kept):
+        words = f"Going on from {kept} (--fresh starts over)"
+        console.print(words, highlight=False, markup=False, soft_wrap=True)
+    options = {**found.options, **{k: v for k, v in given.items() if v is not None}}
+    try:
+        solution = found.solve(seed, **options, device=device, checkpoint=kept)
+    except KeyboardInterrupt:
+        where = f"The run so far is in {kept}; the same command goes on from there."
+        left = where if checkpoints(kept) else "Nothing was saved yet."
+        console.print(f"Interrupted. {left}", highlight=False, markup=False, soft_wrap=True)
+        return True
+    console.print(summary(solution))
+    stem = name if seed == 0 else f"{name}-seed{seed}"  # one does not overwrite the other
+    picture, record = out / f"{stem}.png", out / f"{stem}.json"
+    solution.plot(picture)
+    write(record, report(name, found, seed, device, options, solution))
+    words = f"Written: {picture}, {record}, {kept}"
+    console.print(words, highlight=False, markup=False, soft_wrap=True)
+    return False
+
+
+def setups(width: int) -> RenderableType:
+    """The set-ups that `solve` knows, for a terminal of this width."""
+    rows: list[tuple[str, str, str, str]] = []
+    for name in pde.SETUPS:
+        found = pde.setup(name)
+        network, slabs = found.network(0), found.options.get("slabs", 1)
+        words = f"{slabs} × {described(network)}" if slabs > 1 else described(network)
+        equation = getattr(found.problem, "equation", "")
+        rows += [(name, equation, words, f"{slabs * parameters(network):,}")]
+    if width < WIDE:
+        below = ((n, [], f"{e}; {net}, {p} parameters") for n, e, net, p in rows)
+        return paragraphs("set-ups", below)
+    table = columns("name", "equation", "network")
+    table.add_column("parameters", justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _experiments() -> list[str]:
+    """Names of the command `run`, where a package adds it."""
+    found = entry_points(group="pullback.experiments")
+    return [name for names in found for name in names.load()()]
+
+
+def from_file(path: Path) -> pde.Setup:
+    """The set-up that a Python file describes.
+
+    The file defines `problem`; where it wants, `network` (a function of the seed) and `options` of
+    `pde.solve`.
+    """
+    if not path.exists():
+        raise PullbackError(f"There is no file {path}", "it does not exist", "Check the path")
+    defined = runpy.run_path(str(path))
+    problem = defined.get("problem")
+    if not isinstance(problem, pde.Problem):
+        raise PullbackError(
+            f"{path} defines no problem",
+            f"its name problem is {problem!r}",
+            "Write problem = pde.Problem(...) in it",
+        )
+    make: Callable[[int], nn.Module] = defined.get(
+        "network", lambda seed: pde.network_for(problem, seed=seed)
+    )
+    if isinstance(make, nn.Module) or not callable(make):
+        raise PullbackError(
+            f"The network of {path} is no function",
+            f"got {make!r}",
+            "Write network = lambda seed: pde.mlp(2, 20, 20, 1, seed=seed)",
+        )
+    return pde.Setup(problem, make, dict(defined.get("options", {})))
+
+
+def checkpoints(path: Path) -> list[Path]:
+    """The files of a run: slabs of time have one each, with their number behind the name."""
+    return [p for p in path.parent.glob(f"{path.name}*") if p.suffix != ".part"]

@@ -1,0 +1,65 @@
+"""What commands share: their options, the terminal, refusals, plain tables."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from .._core.errors import PullbackError
+
+RESULTS = Path("results")
+Out = Annotated[Path, typer.Option(help="Folder of results.")]
+Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …")]
+
+WIDE = 120  # characters, from which on columns leave room for sentences
+
+
+def console() -> Console:
+    """Rich's; wide enough for a table where the output is no terminal."""
+    return Console(width=None if sys.stdout.isatty() else 140)
+
+
+def forgiving() -> None:
+    """Write "?" for a character that the output's encoding lacks, instead of breaking off."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="replace")
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """A request that cannot be met ends with its message and status 1, without a traceback."""
+    try:
+        yield
+    except (PullbackError, OSError) as error:
+        Console(stderr=True, soft_wrap=True).print(str(error), style="red", markup=False)
+        raise typer.Exit(1) from None
+
+
+def columns(first: str, *others: str) -> Table:
+    """An empty table without rules; the first column names the row."""
+    table = Table(box=None, header_style="bold", padding=(0, 3, 0, 0))
+    table.add_column(first, style="bold", no_wrap=True)
+    for column in others:
+        table.add_column(column, no_wrap=True)
+    return table
+
+
+def paragraphs(heading: str, rows: Iterable[tuple[str, list[str], str]]) -> Group:
+    """(name, what is known, sentence) as a line and a paragraph each, for narrow terminals."""
+    parts: list[RenderableType] = [Text(heading, style="bold underline")]
+    for name, known, words in rows:
+        told = ", ".join(word for word in known if word not in ("", "–"))
+        parts += [Text.assemble((name, "bold"), f"   {told}".rstrip())]
+        parts += [Padding(Text(words), (0, 0, 0, 3))]
+    return Group(*parts)

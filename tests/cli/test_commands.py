@@ -1,0 +1,222 @@
+"""The commands of the library: `solve`, `doctor`, and what is said where a package is missing."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from pullback import __version__, pde
+from pullback.cli import doctor, environment, record
+from pullback.cli.app import app
+from pullback.pde.networks import Slabs
+
+run = CliRunner()
+
+
+def test_solve_without_a_name_shows_the_setups() -> None:
+    done = run.invoke(app, ["solve"])
+    assert done.exit_code == 0
+    assert all(f"\n{name} " in done.stdout for name in pde.SETUPS)
+
+
+BLOCKED = """
+import sys
+from importlib.abc import MetaPathFinder
+
+class Absent(MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("matplotlib", "rich", "typer"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Absent())
+"""
+
+USES = (
+    BLOCKED
+    + """
+import pullback as pb
+
+problem = pb.pde.Problem(pb.pde.Interval(0, 1), [pb.pde.Equation(lambda u: u.xx + 1)], name="Line")
+found = pb.pde.solve(problem, pb.pde.mlp(1, 3, 1, seed=0), steps=1, points=8)
+assert "Audit" in str(pb.geometry.Audit(()))
+for picture in (found.plot, lambda: pb.geometry.Audit(()).plot("audit.png")):
+    try:
+        picture()
+    except pb.PullbackError as error:
+        print(error)
+
+from pullback.__main__ import main
+main()
+"""
+)
+
+
+def test_packages_that_are_missing_are_named_with_the_extra() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", USES], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.stdout.count("matplotlib is not installed") == 2, done.stderr
+    assert done.stdout.count("pip install 'pullback[plots]'") == 2
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].endswith("pip install 'pullback[cli]'")
+    assert "Traceback" not in done.stderr
+
+
+def test_the_command_knows_what_the_experiments_add() -> None:
+    names = {command.name for command in app.registered_commands}
+    assert names >= {"run", "list", "report", "bench"}
+
+
+def test_slabs_of_time_are_described_as_such() -> None:
+    part = pde.mlp(2, 5, 1, seed=0)
+    assert record.described(Slabs([part, part], torch.linspace(0, 1, 3))) == "2 × 2-5-1"
+
+
+def test_solve_writes_and_goes_on(tmp_path: Path) -> None:
+    arguments = ["solve", "ritz", "--seed", "3", "--out", str(tmp_path)]
+    done = run.invoke(app, [*arguments, "--steps", "3"])
+    assert done.exit_code == 0, done.output
+    for word in ("Ritz 1D", "61 parameters", "all 3 steps were taken", "relative L²"):
+        assert word in done.stdout
+    assert (tmp_path / "ritz-seed3.png").read_bytes()[:4] == b"\x89PNG"
+    first = json.loads((tmp_path / "ritz-seed3.json").read_text())
+    assert first["config"]["seed"] == 3
+    assert first["config"]["options"]["steps"] == 3
+    assert len(first["history"]["loss"]) == first["result"]["steps"] == 3
+    assert {"torch", "device", "threads", "commit"} <= set(first["environment"])
+
+    again = run.invoke(app, [*arguments, "--steps", "5"])
+    assert "Going on from" in again.stdout
+    second = json.loads((tmp_path / "ritz-seed3.json").read_text())
+    assert second["history"]["loss"][:3] == first["history"]["loss"]
+    assert len(second["history"]["loss"]) == 5
+
+    fresh = run.invoke(app, [*arguments, "--steps", "2", "--fresh"])
+    assert "Going on from" not in fresh.stdout
+    third = json.loads((tmp_path / "ritz-seed3.json").read_text())
+    assert third["history"]["loss"] == first["history"]["loss"][:2]
+
+
+def test_a_problem_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import torch\n"
+        "from pullback import pde\n"
+        "problem = pde.Problem(pde.Interval(0, 1), [pde.Equation(lambda u: u.xx + 1),\n"
+        "                      pde.Dirichlet(0.0)], name='Mine')\n"
+        "network = lambda seed: pde.mlp(1, 5, 1, seed=seed)\n"
+        "options = {'points': 20}\n"
+    )
+    done = run.invoke(app, ["solve", str(file), "--steps", "3", "--out", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    assert "Mine" in done.stdout
+    assert json.loads((tmp_path / "mine.json").read_text())["config"]["network"] == "1-5-1"
+    file.write_text("network = 3\n")
+    bad = run.invoke(app, ["solve", str(file), "--out", str(tmp_path)])
+    assert bad.exit_code == 1
+    assert "defines no problem" in bad.output
+
+
+def test_seconds_are_a_budget(tmp_path: Path) -> None:
+    done = run.invoke(app, ["solve", "ritz", "--seconds", "0", "--out", str(tmp_path)])
+    assert done.exit_code == 0
+    assert "budget" in done.stdout
+    assert json.loads((tmp_path / "ritz.json").read_text())["result"]["loss"] is None
+
+
+def test_interrupt_leaves_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, taken = pde.Run._step, []
+
+    def interrupted(self: pde.Run):
+        if len(taken) == 2:
+            raise KeyboardInterrupt
+        taken.append(1)
+        return step(self)
+
+    arguments = ["solve", "ritz", "--steps", "4", "--out", str(tmp_path)]
+    with monkeypatch.context() as patched:
+        patched.setattr(pde.Run, "_step", interrupted)
+        done = run.invoke(app, arguments)
+    assert done.exit_code == 130
+    assert "ritz-seed0.pt" in done.stdout.replace("\n", "")
+    assert run.invoke(app, arguments).exit_code == 0
+    assert json.loads((tmp_path / "ritz.json").read_text())["result"]["steps"] == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["poison"], "the nearest are poisson5d, poisson2d, poisson10d"),
+        (["kfac-vgg"], "Use `pullback run kfac-vgg`"),
+        (["ritz", "--device", "abacus"], "--device cpu"),
+    ],
+)
+def test_refusals_are_messages(arguments: list[str], words: str, tmp_path: Path) -> None:
+    done = run.invoke(app, ["solve", *arguments, "--out", str(tmp_path)])
+    assert done.exit_code == 1
+    assert words in done.output.replace("\n", " ")
+    assert "Traceback" not in done.output
+
+
+def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
+    arguments = ["--steps", "1", "--out", str(tmp_path)]
+    assert run.invoke(app, ["solve", "ritz", *arguments]).exit_code == 0
+    (tmp_path / "ritz-seed0.pt").rename(tmp_path / "heat1d-seed0.pt")
+    done = run.invoke(app, ["solve", "heat1d", *arguments])
+    assert done.exit_code == 1
+    assert "another run" in done.output
+
+
+def test_solve_on_a_full_disk_is_a_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ["solve", "ritz", "--out", str(tmp_path), "--steps"]
+    assert run.invoke(app, [*arguments, "1"]).exit_code == 0
+    kept = (tmp_path / "ritz-seed0.pt").read_bytes()
+
+    def full(content: object, path: Path) -> None:
+        path.write_bytes(b"half")
+        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos")
+
+    monkeypatch.setattr(torch, "save", full)
+    done = run.invoke(app, [*arguments, "2"])
+    assert done.exit_code == 1
+    assert "Free some space" in done.output.replace("\n", " ")
+    assert "Traceback" not in done.output
+    assert (tmp_path / "ritz-seed0.pt").read_bytes() == kept
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_version() -> None:
+    assert run.invoke(app, ["--version"]).stdout == f"pullback {__version__}\n"
+
+
+def test_commit_only_of_its_own_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import pullback
+
+    monkeypatch.setattr(pullback, "__file__", str(tmp_path / "__init__.py"))
+    assert environment.commit() is None
+
+
+def test_doctor_finds_the_numerics_sound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PULLBACK_DATA", "/some/[where]")
+    done = run.invoke(app, ["doctor"])
+    assert done.exit_code == 0, done.output
+    for word in ("torch", "natural gradient", "K-FAC", "/some/[where]", "good"):
+        assert word in done.stdout
+    assert "wrong" not in done.stdout
+
+
+def test_doctor_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(device: torch.device) -> float:
+        raise ValueError("[oh] no")
+
+    checks = (("a", lambda device: 0.1, 1e-3), ("b", broken, 1.0), ("c", lambda d: math.nan, 1.0))
+    monkeypatch.setattr(doctor, "CHECKS", checks)
+    done = run.invoke(app, ["doctor"])
+    assert done.exit_code == 1
+    assert done.stdout.count("wrong") == 3
+    assert "ValueError: [oh] no" in done.stdout

@@ -1,0 +1,77 @@
+"""The wheel of the library, in an environment that has its dependencies and nothing else."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from importlib.metadata import distribution
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from tests.docs.snippets import ROOT, snippets
+
+pytest.importorskip("hatchling")
+
+
+def called(*words: object, status: int = 0) -> subprocess.CompletedProcess:
+    done = subprocess.run(
+        [str(w) for w in words], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == status, done.stderr
+    return done
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("dist")
+    called(sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder)
+    (found,) = folder.glob("*.whl")
+    return found
+
+
+def needed(name: str, found: set[str]) -> set[str]:
+    """A distribution and all that it requires here."""
+    if name not in found:
+        found.add(name)
+        for text in distribution(name).requires or ():
+            wanted = Requirement(text)
+            if wanted.marker is None or wanted.marker.evaluate({"extra": ""}):
+                needed(wanted.name, found)
+    return found
+
+
+def test_the_wheel_holds_the_library_alone(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as held:
+        names = held.namelist()
+        (path,) = [n for n in names if n.endswith("METADATA")]
+        metadata = held.read(path).decode()
+    assert {n.partition("/")[0] for n in names} == {"pullback", Path(path).parts[0]}
+    assert not [n for n in names if "experiments" in n or "tests" in n]
+    required = [line for line in metadata.splitlines() if line.startswith("Requires-Dist:")]
+    plain = {Requirement(r.partition(":")[2]).name for r in required if "extra ==" not in r}
+    assert plain == {"torch", "numpy", "scipy"}
+
+
+def test_the_first_snippet_runs_where_nothing_else_is_installed(
+    wheel: Path, tmp_path: Path
+) -> None:
+    called(sys.executable, "-m", "venv", "--without-pip", tmp_path / "env")
+    folder = "Scripts" if sys.platform == "win32" else "bin"
+    python = tmp_path / "env" / folder / "python"
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python)
+    called(*pip, "install", "-q", "--no-deps", "--no-index", wheel)
+    where = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    site = Path(called(python, "-I", "-c", where).stdout.strip())
+    for name in set().union(*(needed(n, set()) for n in ("torch", "numpy", "scipy"))):
+        files = distribution(name).files or ()
+        for top in {f.parts[0] for f in files} - {"..", "__pycache__"}:
+            (site / top).symlink_to(Path(str(distribution(name).locate_file(top))))
+
+    first = next(snippets((ROOT / "README.md").read_text("utf-8"))).code
+    done = called(python, "-I", "-c", f"{first}\nprint(pb.__file__)")
+    assert Path(done.stdout.strip()).is_relative_to(site)
+    command = called(python, "-I", "-m", "pullback", "doctor", status=1)
+    assert command.stderr.endswith("pip install 'pullback[cli]'\n")

@@ -1,0 +1,48 @@
+"""Accelerate's loop takes the steps of a loop by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import pullback as pb
+
+from .common import LENGTH, NATURAL, SPECTRAL, accelerated, batches, gpt2, vector
+
+accelerate: Any = pytest.importorskip("accelerate")
+pytest.importorskip("transformers")
+
+
+@pytest.fixture(autouse=True)
+def _no_mixed_precision_left() -> Any:
+    yield
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def by_hand(kfac: dict[str, Any], dtype: torch.dtype = torch.float64, half: bool = False) -> Tensor:
+    model, (x, y) = gpt2(dtype=dtype).train(), batches(64)
+    opt = pb.KFAC(model, **kfac)
+    for some, target in zip(x.split(16), y.split(16), strict=True):
+        opt.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=half):
+            z = model(input_ids=some, position_ids=torch.arange(LENGTH).expand(16, LENGTH)).logits
+        z = z.float() if half else z
+        F.cross_entropy(z.flatten(0, 1), target.flatten()).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        opt.step()
+    return vector(model)
+
+
+@pytest.mark.parametrize("kfac", [NATURAL, SPECTRAL], ids=["natural", "spectral"])
+def test_accumulated_batches_are_one(kfac: dict[str, Any]) -> None:
+    torch.testing.assert_close(accelerated(0, 1, kfac), by_hand(kfac), rtol=1e-10, atol=1e-10)
+
+
+def test_bfloat16_with_outputs_in_float32() -> None:
+    kfac = {**NATURAL, "fisher": "empirical"}
+    got = accelerated(0, 1, kfac, micro=1, dtype=torch.float32, mixed_precision="bf16")
+    assert torch.equal(got, by_hand(kfac, torch.float32, half=True))
