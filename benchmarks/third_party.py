@@ -18,6 +18,7 @@ import json
 import math
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,10 @@ from torch import Tensor, nn
 import pullback as pb
 
 from . import third_party_real
+from .kfac import NEVER, combined
 from .third_party_models import Model, models
-from .timing import environment
+from .third_party_real import shares
+from .timing import compare, environment, first_and_later
 
 RESULTS = Path(__file__).parent / "results"
 STEPS, LAST = 30, 5
@@ -50,6 +53,17 @@ def kfac(case: Model, model: nn.Module, lr: float | None = None, **options: Any)
     return pb.KFAC(model, lr, output=int(own) if own and own.isdigit() else own, **options)
 
 
+def natural(case: Model, model: nn.Module, statistics: int, inversion: int = NEVER) -> pb.KFAC:
+    """Natural K-FAC at a rate of zero."""
+    likelihood = case.likelihood or pb.likelihoods.Categorical()
+    every = {"statistics_every": statistics, "invert_every": inversion}
+    return kfac(case, model, 0.0, likelihood=likelihood, **every)
+
+
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.requires_grad]
+
+
 def train(
     case: Model, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int
 ) -> list[float]:
@@ -66,35 +80,61 @@ def train(
     return losses
 
 
+def stepping(case: Model, model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """A training step on the first batch."""
+    x, y = case.batch(torch.Generator().manual_seed(0))
+
+    def step() -> None:
+        optimizer.zero_grad()
+        case.loss(output_of(case, model(**x)), y).backward()
+        optimizer.step()
+
+    return step
+
+
 def coverage(case: Model) -> dict[str, Any]:
     """The shares of trained entries by block, and the reasons for diagonals."""
     torch.manual_seed(0)
     model = case.make().train()
-    likelihood = case.likelihood or pb.likelihoods.Categorical()
-    opt = kfac(case, model, 1e-3, likelihood=likelihood, statistics_every=1)
+    opt = natural(case, model, 1)
     train(case, model, opt, 2)
     rows = [r for r in opt.coverage() if r.block not in ("none", "gradient")]
-    counts = dict.fromkeys(("kronecker", "units", "diagonal"), 0)
-    for row in rows:
-        counts[row.block.partition(",")[0].partition(" ")[0]] += torch.Size(row.shape).numel()
-    total = sum(counts.values())
-    reasons = {r.name: r.reason for r in rows if r.block == "diagonal"}
-    return {"parameters": total, "shares": {k: n / total for k, n in counts.items()},
-            "diagonal": reasons}  # fmt: skip
+    return {
+        "parameters": sum(torch.Size(row.shape).numel() for row in rows),
+        "shares": shares(opt),
+        "diagonal": {r.name: r.reason for r in rows if r.block == "diagonal"},
+    }
 
 
-def cost(case: Model, steps: int = 10) -> float:
-    """The time of `KFAC(model)` over that of AdamW, on the processor."""
+def costs(case: Model) -> dict[str, Any]:
+    """Times in multiples of a step of AdamW, in the processor's seconds within one run.
+
+    Steps of natural K-FAC: plain ones, ones with statistics, ones that invert too, and 10/100 from
+    these; the mean of `KFAC(model)` over 20 steps; the first step over a later statistics step.
+    """
     torch.manual_seed(0)
-    model, took = case.make().train(), []
-    for ours in (False, True):
-        own = copy.deepcopy(model)
-        opt = kfac(case, own) if ours else torch.optim.AdamW(own.parameters())
-        train(case, own, opt, 1)
-        start = time.process_time()
-        train(case, own, opt, steps)
-        took.append(time.process_time() - start)
-    return took[1] / took[0]
+    start, cpu, clock = case.make().train(), torch.device("cpu"), time.process_time
+    made: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+        "baseline": lambda m: torch.optim.AdamW(trained(m), 0.0, foreach=True),
+        "kfac plain": lambda m: natural(case, m, NEVER),
+        "kfac statistics": lambda m: natural(case, m, 1),
+        "kfac inversion": lambda m: natural(case, m, 1, 1),
+    }
+    copies = {name: copy.deepcopy(start) for name in made}
+    routes = {name: stepping(case, copies[name], make(copies[name])) for name, make in made.items()}
+    kinds = compare(routes, cpu, repeats=5, warmup=2, clock=clock)
+    base = kinds["baseline"]
+    found = {kind: kinds[f"kfac {kind}"] / base for kind in ("plain", "statistics", "inversion")}
+    found["10/100"] = combined(kinds, "kfac", (10, 100))
+    own = copy.deepcopy(start)
+    step, began = stepping(case, own, kfac(case, own, 0.0)), 0.0
+    for i in range(21):
+        began = clock() if i == 1 else began
+        step()
+    found["default"] = (clock() - began) / 20 / base
+    own = copy.deepcopy(start)
+    first, later = first_and_later(stepping(case, own, natural(case, own, 1)), cpu, clock)
+    return {"ratio": found, "first step": first / later}
 
 
 def race(case: Model) -> dict[str, Any]:
@@ -105,7 +145,7 @@ def race(case: Model) -> dict[str, Any]:
         found[name] = {}
         for lr in rates:
             model = copy.deepcopy(start)
-            params = [p for p in model.parameters() if p.requires_grad]
+            params = trained(model)
             opt: torch.optim.Optimizer
             if name == "SGD":
                 opt = torch.optim.SGD(params, lr, momentum=0.9)
@@ -122,6 +162,17 @@ def race(case: Model) -> dict[str, Any]:
 def best(scores: dict[str, float | None]) -> float:
     """The score at the best rate."""
     return min((s for s in scores.values() if s is not None), default=math.inf)
+
+
+def summary(name: str, row: dict[str, Any]) -> str:
+    """What was found of a model, on one line."""
+    if row["refused"]:
+        return f"{name}: refused: {row['refused']}"
+    parts = [f"{kind} {100 * share:.1f} %" for kind, share in row["shares"].items()]
+    parts += [f"{kind} {row['ratio'][kind]:.2f}x" for kind in ("10/100", "default")]
+    parts += [f"first step {row['first step']:.1f}"]
+    parts += [f"{kind} {best(scores):.3f}" for kind, scores in row.get("scores", {}).items()]
+    return f"{name}: {row['parameters']:,}, {', '.join(parts)}"
 
 
 def main() -> None:
@@ -148,12 +199,13 @@ def main() -> None:
         if options.only and name not in options.only:
             continue
         row = found.setdefault(name, {})
-        row |= {**coverage(case), "ratio": cost(case)}
-        if options.train:
-            row["scores"] = race(case)
-        shares = ", ".join(f"{k} {100 * v:.1f} %" for k, v in row["shares"].items())
-        scores = {k: f"{best(v):.3f}" for k, v in row.get("scores", {}).items()}
-        print(f"{name}: {row['parameters']}, {shares}, {row['ratio']:.1f}x {scores}", flush=True)
+        try:
+            row |= {**coverage(case), **costs(case), "refused": None}
+            if options.train:
+                row["scores"] = race(case)
+        except pb.PullbackError as error:
+            row["refused"] = str(error)
+        print(summary(name, row), flush=True)
         record = {"environment": environment(torch.device("cpu")), "results": found}
         options.out.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
     scores = [{k: best(v) for k, v in r["scores"].items()} for r in found.values() if "scores" in r]

@@ -15,8 +15,6 @@ from __future__ import annotations
 import copy
 import gc
 import json
-import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,7 +26,7 @@ import pullback as pb
 
 from .kfac import NEVER, Bench, combined, scheduled
 from .kfac_cases import Case, categorical, images, text
-from .timing import environment, synchronize
+from .timing import environment, first_and_later
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -91,18 +89,17 @@ def shares(opt: pb.KFAC) -> dict[str, float]:
 
 def first_step(bench: Bench, **options: Any) -> dict[str, Any]:
     """Milliseconds of the first step and of later statistics steps, and the blocks found."""
-    model, took = copy.deepcopy(bench.model), []
+    model = copy.deepcopy(bench.model)
     opt = pb.KFAC(model, 0.0, statistics_every=1, invert_every=NEVER, **options)
-    for _ in range(7):
-        synchronize(bench.device)
-        start = time.perf_counter()
+
+    def step() -> None:
         opt.zero_grad()
         bench.case.loss(bench.forward(model), bench.y).backward()
         opt.step()
-        synchronize(bench.device)
-        took.append(1e3 * (time.perf_counter() - start))
-    later = statistics.median(took[i] for i in (2, 4, 5, 6))  # the others invert too
-    return {"first": took[0], "statistics": later, "ratio": took[0] / later, "shares": shares(opt)}
+
+    first, later = first_and_later(step, bench.device)
+    found = {"first": 1e3 * first, "statistics": 1e3 * later, "ratio": first / later}
+    return found | {"shares": shares(opt)}
 
 
 def default(model: nn.Module) -> pb.KFAC:

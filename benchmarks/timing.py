@@ -42,6 +42,24 @@ def compare(
     return {name: statistics.median(values[warmup:] or values) for name, values in times.items()}
 
 
+def first_and_later(
+    step: Callable[[], Any], device: torch.device, clock: Callable[[], float] = time.perf_counter
+) -> tuple[float, float]:
+    """Seconds of the first step of K-FAC and of a later one that takes statistics as well.
+
+    Statistics are to be taken on every step and inverses as seldom as possible: then the first,
+    second and fourth step invert too, and the others of seven do not.
+    """
+    took = []
+    for _ in range(7):
+        synchronize(device)
+        start = clock()
+        step()
+        synchronize(device)
+        took.append(clock() - start)
+    return took[0], statistics.median(took[i] for i in (2, 4, 5, 6))
+
+
 def kernel_seconds(route: Callable[[], Any], device: torch.device, steps: int = 1) -> float:
     """Return the GPU's own seconds per step: its kernels and copies, not the waits between."""
     kinds = [torch.profiler.ProfilerActivity.CUDA]
