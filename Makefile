@@ -22,7 +22,7 @@ $(STAMP): pyproject.toml experiments/pyproject.toml constraints.txt
 	@echo "==> installing pullback, its experiments and development tools (a few minutes the first time)"
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[dev]" -e ./experiments
 	@echo "==> installing the packages whose models and loops are tested"
-	@$(BIN)/python -m pip install -q --disable-pip-version-check --no-compile -c constraints.txt -e ".[models]"
+	@$(BIN)/python -m pip install -q --disable-pip-version-check --no-compile -c constraints.txt accelerate lightning peft transformers
 	@touch $@
 
 demo: $(STAMP) ## run the demonstration; its figure is written to demo/
