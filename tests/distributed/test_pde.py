@@ -294,7 +294,14 @@ def all_must_solve_the_same(rank: int, size: int) -> None:
         pde.solve(pde.Poisson(2), network(), points=40 + rank, progress=False)
 
 
-@pytest.mark.parametrize("name", CHECKS.functions)
+#: long runs on the way from a bad start
+LONG = ("runs_that_are_stuck", "points_that_are_overfitted", "points_that_move")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow) if n in LONG else n for n in CHECKS.functions],
+)
 def test_all_processes(world: World, name: str) -> None:
     CHECKS.run(world, name)
 

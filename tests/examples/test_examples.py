@@ -109,6 +109,7 @@ def test_constrained_covariance() -> None:
     assert distance < 1e-3
 
 
+@pytest.mark.slow
 def test_poisson(tmp_path: Path) -> None:
     assert run("poisson", steps=60, out=tmp_path / "poisson.png") < 3e-2
     assert (tmp_path / "poisson.png").stat().st_size > 10_000

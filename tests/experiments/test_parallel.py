@@ -113,6 +113,7 @@ def test_a_process_that_dies_is_reported() -> None:
             list(pool.finished())
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="signals to groups of processes")
 def test_an_interruption_ends_the_processes_and_keeps_what_is_finished(tmp_path: Path) -> None:
     command = [

@@ -21,6 +21,13 @@ SLOW = {
     "kerekes-2022-figure6",
     "race-text-large",
     "yin-2024-deep",
+    "yin-2024-poisson",
+    "kfac-shakespeare",
+    "bai-2024-slices-rescaled",
+    "bai-2024-sobolev-digits",
+    "kfac-autoencoder",
+    "kerekes-2022-figure4",
+    "luk-grosse-2018",
 }
 
 

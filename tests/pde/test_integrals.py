@@ -81,6 +81,7 @@ def test_eigenvalue_problem() -> None:
     assert "integral" in str(solution.check())
 
 
+@pytest.mark.slow
 def test_neumann_problem_with_mean_zero() -> None:
     """−u'' = π² cos πx with u' = 0 at both ends: cos πx and any constant."""
     problem = pde.Problem(

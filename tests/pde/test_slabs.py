@@ -49,7 +49,7 @@ def run(problem: pde.Problem | None = None, **options: Any) -> pde.Solution:
     )
 
 
-@pytest.mark.parametrize("problem", [heat, wave])
+@pytest.mark.parametrize("problem", [heat, pytest.param(wave, marks=pytest.mark.slow)])
 def test_slabs_together_solve_the_whole(problem: Any) -> None:
     solution = pde.solve(
         problem(),

@@ -200,3 +200,14 @@ def test_large_matrices_are_packed_and_the_numbers_stay() -> None:
     other = copy.deepcopy(opt)
     other.load_state_dict(state_dict=opt.state_dict())
     assert torch.equal(right_side(other), right)
+
+
+@pytest.mark.parametrize("rule", ["natural", "spectral"])
+def test_moments_of_another_shape_are_refused(rule: str) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    opt = pb.KFAC(model, rule=rule)
+    saved = opt.state_dict()
+    name = next(part for part in ("momentum", "first") if part in saved["state"][1])
+    saved["state"][1][name] = torch.zeros(2, 2)
+    with pytest.raises(pb.PullbackError, match="another shape"):
+        opt.load_state_dict(saved)

@@ -303,6 +303,14 @@ class KFAC(Optimizer):
         names = [[*self._params.of([group])] for group in groups]
         wanted = [part for part in self.state[groups[0]["params"][0]] if part not in BUFFERS]
         saved = saved_by_name(state_dict, names, wanted)
+        for name, own in saved.items():
+            parts = [part for part in BUFFERS if part in own]
+            if any(own[part].shape != params[name].shape for part in parts):
+                raise PullbackError(
+                    "The saved state is not whole",
+                    f"the moments of {name!r} have another shape",
+                    "Load what KFAC.state_dict() gave, as it was",
+                )
         fresh = self._empty_state(dict(self._held.schedule))
         restore(fresh, saved, params, self._forecast())
         self._settle()

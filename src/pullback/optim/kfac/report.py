@@ -188,7 +188,7 @@ def watch_growth(watch: list[Any], loss: Any) -> None:
         loss = loss.item() if loss.device.type == "cpu" and loss.numel() == 1 else None
     if isinstance(loss, float):
         watch[:] = watch or [loss, 0]
-        warn_growth(watch, loss, "Take a smaller lr, or a smaller kl_clip=", 5)
+        warn_growth(watch, loss, "Take a smaller lr", 5)
 
 
 @dataclass(frozen=True)
