@@ -24,7 +24,7 @@ _POLAR = (
 )
 #: and the limit of them, which takes [0.7, 1.3] to 1 ± 0.09
 _LAST = (1.875, -1.25, 0.375)
-_NEAR = 1.5e4  # the largest condition for which a root needs no first polynomial
+_NEAR = 1.6e4  # the largest condition for which a root needs no first polynomial
 _ANGLE = 0.7  # the largest rotation of one turn
 _NOISE = 8  # round-off of EᵀCE, in units of the largest entry's
 _APART = 0.3  # how far from 1 a root may be before its last step
@@ -37,16 +37,16 @@ def polar(x: Tensor) -> Tensor:
     and the result are in bfloat16. A matrix of zeros stays one.
     """
     tall = x.shape[-2] > x.shape[-1]
-    y = x.mT if tall else x
     wide = torch.float32 if x.dtype == torch.float16 else x.dtype
-    size = torch.linalg.matrix_norm(y, keepdim=True, dtype=wide)
-    kind = torch.bfloat16 if y.is_cuda and wide == torch.float32 else wide
+    size = torch.linalg.matrix_norm(x, keepdim=True, dtype=wide)
+    kind = torch.bfloat16 if x.is_cuda and wide == torch.float32 else wide
     size = (1.01 * size).clamp(min=torch.finfo(wide).tiny)
-    y = torch.div(y, size, out=torch.empty_like(y, dtype=kind))
+    y = torch.div(x, size, out=torch.empty_like(x, dtype=kind))
     for a, b, c in _POLAR:
-        gram = y @ y.mT
-        y = torch.baddbmm(y, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), y, beta=a)
-    return y.mT if tall else y
+        gram = y.mT @ y if tall else y @ y.mT
+        p = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        y = torch.baddbmm(y, *((y, p) if tall else (p, y)), beta=a)
+    return y
 
 
 def inverse_root(side: Tensor, damping: float, *, fine: bool = False) -> tuple[Tensor, Tensor]:
@@ -68,7 +68,9 @@ def inverse_root(side: Tensor, damping: float, *, fine: bool = False) -> tuple[T
     y = sides.shifted(side, torch.full_like(mean, damping), spare=True)
     size = torch.linalg.matrix_norm(y, keepdim=True)
     y /= size
-    product = _fine_product if fine else _product
+    if y.is_cuda and y.dtype == torch.float32 and not fine:
+        y = y.half()
+    product = _fine_product if fine else torch.bmm
     z = t = y
     skip = side.shape[-1] <= _NEAR * damping  # a bound of the condition
     steps = (*_POLAR[skip:], _LAST)
@@ -79,7 +81,7 @@ def inverse_root(side: Tensor, damping: float, *, fine: bool = False) -> tuple[T
         y = product(y, p) if i + 1 < len(steps) else y
         z = product(p, z) if i else p
     good = (sides.diagonal(t) - 1).abs().amax(-1) < _APART
-    return z.mul_((damping / size).sqrt()), good
+    return z * (damping / size).sqrt(), good
 
 
 def eigenbasis(side: Tensor) -> Tensor:

@@ -75,7 +75,7 @@ class Spectral(Rule):
         scale = second.clamp(min=torch.finfo(g.dtype).tiny).rsqrt()
         size = (lengths * scale).square().sum(1, keepdim=True).sqrt()
         scale *= _RMS * sqrt(rows * columns) / size.clamp(min=_LEAST)
-        return [u * scale]
+        return [u.to(g.dtype).mul_(scale)]
 
     def whitened(self, m: Tensor, prepared: Inverse) -> Tensor:
         """Return M (C + λ tr(C)/n)^(-½)."""
