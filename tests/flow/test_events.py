@@ -117,8 +117,9 @@ def test_blow_up_ends_with_a_reason() -> None:
         start=tensor(1),
         kind="euclidean",
         events=[flow.BlowUp(1e3)],
+        rtol=1e-6,
     )
-    assert abs(limited.end - 0.999) < 1e-8
+    assert abs(limited.end - 0.999) < 1e-5
 
 
 @pytest.mark.parametrize("method", ["DOP853", "LSODA", "BDF"])
@@ -201,14 +202,14 @@ def test_a_closure_whose_gradient_rounds_to_zero_stops_and_says_so() -> None:
     s0 = Y * tensor(12, 25, 29)
     with torch.no_grad():
         model.weight.copy_((torch.linalg.pinv(x) @ s0)[None])  # pyright: ignore
-    found = flow.integrate(model, closure, Fisher(Bernoulli()), (0, 60))
+    found = flow.integrate(model, closure, Fisher(Bernoulli()), (0, 60), rtol=1e-4, atol=1e-6)
     assert found.status == "failed"
     assert "Supervised" in found.reason
     assert 3 < found.end < 10
     c = torch.log1p(torch.exp(Y * s0))
     for t in (2.0, 3.0):  # at 32 three digits are left of p − y
         truth = Y * (t + c + torch.log(-torch.expm1(-(t + c))))
-        assert float((found.values(t)[:, 0] - truth).abs().max()) < 1e-8
+        assert float((found.values(t)[:, 0] - truth).abs().max()) < 1e-3
 
 
 def test_the_model_is_left_alone() -> None:
@@ -263,8 +264,11 @@ def test_a_failing_closure_leaves_the_model_alone_too() -> None:
 
 def test_kept_times() -> None:
     model, _, closure = problem()
-    dense = flow.integrate(model, closure, Fisher(Bernoulli()), (0, 1.2))
-    kept = flow.integrate(model, closure, Fisher(Bernoulli()), (0, 1.2), at=[0.0, 0.5, 1.0])
+    rough = {"rtol": 1e-5, "atol": 1e-7}
+    dense = flow.integrate(model, closure, Fisher(Bernoulli()), (0, 1.2), **rough)
+    kept = flow.integrate(
+        model, closure, Fisher(Bernoulli()), (0, 1.2), at=[0.0, 0.5, 1.0], **rough
+    )
     assert kept.t.tolist() == [0.0, 0.5, 1.0]
     assert kept.points.shape == (3, 5)
     assert torch.equal(kept.points, dense.flat(kept.t))
@@ -281,6 +285,7 @@ def test_kept_times() -> None:
         (0, 30),
         at=[0.0, 1.0, 29.0],
         events=[flow.Converged(loss=0.1)],
+        **rough,
     )
     assert early.t.tolist() == [0.0, 1.0]
     assert "finished" in repr(dense)

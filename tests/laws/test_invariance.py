@@ -13,6 +13,7 @@ from pullback.metrics import Euclidean, Fisher, Weighted
 from pullback.testing import assert_close, jacobian
 from tests.laws.models import Buffered, mlp
 from tests.laws.table import FORMS
+from tests.pairs import all_pairs, each_once
 
 
 def flat(model: nn.Module) -> Tensor:
@@ -85,8 +86,7 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("name", "form"), each_once(LOSSES, FORMS))
 def test_duplicating_the_batch_changes_nothing(name: str, form: str) -> None:
     metric, loss = LOSSES[name]
     x, y = data()
@@ -101,8 +101,7 @@ def test_duplicating_the_batch_changes_nothing(name: str, form: str) -> None:
     assert_close(found[1], found[0], 1e-9, "the step on a tripled batch")
 
 
-@pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("name", "form"), each_once(LOSSES, FORMS))
 def test_mean_and_sum_agree_when_damping_is_relative(name: str, form: str) -> None:
     metric, loss = LOSSES[name]
     x, y = data()
@@ -127,9 +126,9 @@ def test_absolute_damping_does_depend_on_the_reduction() -> None:
     assert float((found[0] - found[1]).norm()) > 0.1 * float(found[0].norm())
 
 
-@pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("cuts", [(3, 3), (1, 2, 3)], ids=str)
+@pytest.mark.parametrize(
+    ("name", "form", "cuts"), all_pairs(LOSSES, FORMS, [(3, 3), (1, 2, 3)]), ids=str
+)
 def test_micro_batches_are_one_batch(name: str, form: str, cuts: tuple[int, ...]) -> None:
     """Several forward calls in one closure, their gradients accumulated."""
     metric, loss = LOSSES[name]

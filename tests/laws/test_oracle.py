@@ -11,10 +11,15 @@ import pullback as pb
 from pullback.testing import Oracle, assert_close
 from tests.laws.cases import Built, MetricCase, ModelCase, Probe, SolverCase
 from tests.laws.table import FORMS, METRICS, MODELS, SOLVERS
+from tests.pairs import covering, each_once
 
 DAMPINGS = (3e-2, 1.0)
 TOLERANCE = 1e-8
 BY_NAME = {m.name: m for m in MODELS}
+
+
+def name_of(case: ModelCase | MetricCase | SolverCase | str) -> str:
+    return case if isinstance(case, str) else case.name
 
 
 @cache
@@ -49,9 +54,7 @@ def check(model: ModelCase, metric: MetricCase, form: str, solver: SolverCase) -
 
 
 METRIC_PRODUCT = [
-    pytest.param(
-        BY_NAME[name], metric, form, solver, id=f"{metric.name}-{form}-{solver.name}-{name}"
-    )
+    (BY_NAME[name], metric, form, solver)
     for name in ("mlp", "mlp few parameters")
     for metric in METRICS
     for solver in SOLVERS
@@ -59,7 +62,9 @@ METRIC_PRODUCT = [
 ]
 
 
-@pytest.mark.parametrize(("model", "metric", "form", "solver"), METRIC_PRODUCT)
+@pytest.mark.parametrize(
+    ("model", "metric", "form", "solver"), covering(METRIC_PRODUCT), ids=name_of
+)
 def test_every_metric_form_and_solver(
     model: ModelCase, metric: MetricCase, form: str, solver: SolverCase
 ) -> None:
@@ -67,25 +72,22 @@ def test_every_metric_form_and_solver(
 
 
 MODEL_PRODUCT = [
-    pytest.param(model, form, (i, j), id=f"{model.name}-{form}-{solver.name}")
-    for i, model in enumerate(MODELS)
-    for j, solver in enumerate(SOLVERS)
-    for form in solver.forms
+    (model, form, solver) for model in MODELS for solver in SOLVERS for form in solver.forms
 ]
 
 
-@pytest.mark.parametrize(("model", "form", "turn"), MODEL_PRODUCT)
+@pytest.mark.parametrize(("model", "form", "solver"), covering(MODEL_PRODUCT), ids=name_of)
 @pytest.mark.filterwarnings("ignore:Using padding='same'")
-def test_every_model_form_and_solver(model: ModelCase, form: str, turn: tuple[int, int]) -> None:
+def test_every_model_form_and_solver(model: ModelCase, form: str, solver: SolverCase) -> None:
     """The metrics take turns, so that the whole product is sampled evenly."""
     metrics = fitting(model)
-    i, j = turn
-    metric = metrics[(3 * i + j + 2 * FORMS.index(form)) % len(metrics)]
-    check(model, metric, form, SOLVERS[j])
+    turn = 3 * MODELS.index(model) + SOLVERS.index(solver) + 2 * FORMS.index(form)
+    check(model, metrics[turn % len(metrics)], form, solver)
 
 
-@pytest.mark.parametrize("metric", METRICS, ids=lambda m: m.name)
-@pytest.mark.parametrize("form", ["rows", "kernel", "matrix_free"])
+@pytest.mark.parametrize(
+    ("metric", "form"), each_once(METRICS, ["rows", "kernel", "matrix_free"]), ids=name_of
+)
 def test_the_solve_starts_from_r_where_it_is_known(metric: MetricCase, form: str) -> None:
     """p.grad holds nothing but the recorded loss here, so r must be confirmed, not dropped."""
     info = check(BY_NAME["mlp"], metric, form, SOLVERS[0])
@@ -169,8 +171,9 @@ def test_sketched_needs_rows_and_says_so() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same'")
-@pytest.mark.parametrize("name", ["mlp", "conv2d", "attention", "tied embedding"])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("name", "form"), each_once(["mlp", "conv2d", "attention", "tied embedding"], FORMS)
+)
 def test_single_precision_follows_the_oracle(name: str, form: str) -> None:
     """The same step in float32, against the float64 oracle."""
     case = BY_NAME[name].make()

