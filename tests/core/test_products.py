@@ -11,7 +11,7 @@ from pullback._core.products import cross, full_precision, gram, moment
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
-@pytest.mark.parametrize("shape", [(3, 5), (257, 300), (64, 5000)])
+@pytest.mark.parametrize("shape", [(3, 5), (257, 300), (64, 2000)])
 def test_gram_is_x_xt(shape: tuple[int, int]) -> None:
     x = torch.randn(shape, dtype=torch.float64)
     assert torch.allclose(gram(x), x @ x.T, rtol=1e-12, atol=1e-12)
@@ -38,8 +38,7 @@ def test_products_of_halves_are_summed_in_float32(dtype: torch.dtype, groups: in
         assert float((got - want).norm() / want.norm()) < 1e-6
 
 
-@pytest.mark.parametrize("groups", [1, 3])
-@pytest.mark.parametrize("sliced", [False, True])
+@pytest.mark.parametrize(("sliced", "groups"), [(False, 1), (True, 3)])
 def test_long_sums_in_float32(sliced: bool, groups: int) -> None:
     """Rows may be parts of longer ones; no kernel loses digits by adding up one by one."""
     rows = torch.randn(groups, 120, 60_000)

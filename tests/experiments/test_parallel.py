@@ -32,8 +32,8 @@ def records(out: Path) -> dict[tuple[Any, ...], Any]:
 
 def test_two_processes_make_the_records_of_one(tmp_path: Path) -> None:
     ours, console = registry.find(NAME), quiet()
-    ours.run(True, out=tmp_path / "one")
-    done = ours.run(True, out=tmp_path / "two", console=console, workers=2)
+    ours.run(True, [0], tmp_path / "one")
+    done = ours.run(True, [0], tmp_path / "two", console, workers=2)
     assert done.status == 0
     assert done.done == done.total
     assert records(tmp_path / "one") == records(tmp_path / "two")

@@ -35,7 +35,8 @@ RELU = {
 }
 #: where a tanh network of full column rank says something else; it has no rescaling
 TANH = {**RELU, "NGD, pseudo-inverse": (E, E, E, E, None, E, E, F)}
-SMOOTH = ("NGD, pseudo-inverse", "K-FAC, invariant")
+#: invariant to less than their neighbors in the table
+SLOW = ("NGD, damped", "K-FAC, Tikhonov", "K-FAC, eigenbasis")
 MAKES = {c.name: c for c in optimizers()}
 
 
@@ -53,7 +54,15 @@ def found(name: str, kind: type[nn.Module]) -> Audit:
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [*((name, nn.ReLU) for name in RELU), *((name, nn.Tanh) for name in SMOOTH)]
+    ("name", "kind"),
+    [
+        *(
+            pytest.param(name, nn.ReLU, marks=pytest.mark.slow if name in SLOW else ())
+            for name in RELU
+        ),
+        ("NGD, pseudo-inverse", nn.Tanh),
+        pytest.param("K-FAC, invariant", nn.Tanh, marks=pytest.mark.slow),
+    ],
 )
 def test_verdicts(name: str, kind: type[nn.Module]) -> None:
     expected = (RELU if kind is nn.ReLU else TANH)[name]

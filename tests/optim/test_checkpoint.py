@@ -18,6 +18,7 @@ from torch.optim import SGD, Adam, Optimizer, RMSprop
 
 import pullback as pb
 from pullback.symmetry import Sliced, SliceSGD
+from tests.pairs import each_once
 
 from .common import closure_of, data, mlp, refused, same, vector
 
@@ -128,8 +129,7 @@ def test_state_stands_by_parameter_from_construction_on(name: str) -> None:
     assert [outline(s) for s in opt.state_dict()["state"].values()] == before
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(("name", "options"), each_once(ALL, OPTIONS))
 def test_torchs_checkpoints_resume_to_the_same_bits(name: str, options: str) -> None:
     model, opt = start(name)
     train(model, opt)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 import pullback as pb
+from tests.pairs import each_once
 
 from .common import (
     DOUBLE,
@@ -276,8 +277,10 @@ def test_tied_weights_are_one_parameter() -> None:
 
 
 @SPACES
-@pytest.mark.parametrize("form", ["auto", "rows", "kernel", "dense", "matrix_free"])
-@pytest.mark.parametrize("strength", [1e-6, 1e-3, 1.0])
+@pytest.mark.parametrize(
+    ("form", "strength"),
+    each_once(["auto", "rows", "kernel", "dense", "matrix_free"], [1e-6, 1e-3, 1.0]),
+)
 def test_a_regularizer_in_the_closure_is_honoured(samples: int, form: str, strength: float) -> None:
     model, (x, y) = mlp(), data(samples)
     opt = natural(model, gram=form)

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import pullback as pb
 from pullback.likelihoods import Categorical
+from tests.pairs import all_pairs
 
 X = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
 Y = torch.arange(12) % 3
@@ -96,10 +97,10 @@ LEGITIMATE: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@MAKERS
-@pytest.mark.parametrize("head", ["random", "zero", "bias 1/C"])
-@pytest.mark.parametrize("loss", LEGITIMATE.values(), ids=LEGITIMATE)
-def test_legitimate_losses_are_not_warned_of(make: Any, head: str, loss: Any) -> None:
+@pytest.mark.parametrize(
+    ("make", "head", "loss"), all_pairs([natural, kfac], ["random", "zero", "bias 1/C"], LEGITIMATE)
+)
+def test_legitimate_losses_are_not_warned_of(make: Any, head: str, loss: str) -> None:
     model = network()
     if head != "random":
         weight, bias = model[2].parameters()
@@ -107,7 +108,7 @@ def test_legitimate_losses_are_not_warned_of(make: Any, head: str, loss: Any) ->
         nn.init.constant_(bias, 0.0 if head == "zero" else 1 / 3)
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
-        train(make, model, loss)
+        train(make, model, LEGITIMATE[loss])
 
 
 def test_a_model_of_log_probabilities_is_not_warned_of() -> None:
@@ -116,13 +117,13 @@ def test_a_model_of_log_probabilities_is_not_warned_of() -> None:
         train(natural, network(nn.LogSoftmax(1)), lambda z: F.nll_loss(z, Y))
 
 
-@pytest.mark.parametrize("seed", range(200))
-def test_small_logits_are_no_probabilities(seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    z = torch.rand(6, 2, generator=generator).bfloat16()
-    c = (z.float().softmax(1) - F.one_hot(torch.arange(6) % 2, 2)).bfloat16() / 6
-    assert not Categorical().mismatch(z, c)
-    assert not Categorical().mismatch(z.float(), c.float())
+def test_small_logits_are_no_probabilities() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(200):
+        z = torch.rand(6, 2, generator=generator).bfloat16()
+        c = (z.float().softmax(1) - F.one_hot(torch.arange(6) % 2, 2)).bfloat16() / 6
+        assert not Categorical().mismatch(z, c)
+        assert not Categorical().mismatch(z.float(), c.float())
 
 
 # --- growth -----------------------------------------------------------------------------------

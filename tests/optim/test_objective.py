@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
 import pullback as pb
+from tests.pairs import all_pairs
 
 from .common import (
     DOUBLE,
@@ -55,9 +56,9 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("samples_first", [True, False], ids=["p > n", "p < n"])
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize(
+    ("name", "reduction", "samples_first"), all_pairs(FORMS, ["mean", "sum"], [True, False])
+)
 def test_forms_of_residuals(name: str, reduction: str, samples_first: bool) -> None:
     pack, weight = FORMS[name]
     model = mlp() if samples_first else nn.Linear(3, 2, dtype=DOUBLE)

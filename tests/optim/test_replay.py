@@ -10,6 +10,7 @@ from torch.nn.utils import parametrize
 
 import pullback as pb
 from pullback.testing import assert_close, jacobian
+from tests.pairs import all_pairs
 
 DOUBLE = torch.float64
 FISHER = pb.metrics.Fisher(pb.likelihoods.Categorical())
@@ -169,14 +170,13 @@ def test_a_branch_taken_later_is_noticed(form: str) -> None:
         assert_close(found, want(model, model(moved), y, 0.1), 1e-8, f"shift {shift}")
 
 
-@pytest.mark.parametrize("gap", [20.0, 60.0])
+SOLVERS = pb.solvers.PseudoInverse(), pb.solvers.ConjugateGradient(1e-3), pb.solvers.Cholesky(1e-3)
+
+
 @pytest.mark.parametrize(
-    "solver",
-    [pb.solvers.PseudoInverse(), pb.solvers.ConjugateGradient(1e-3), pb.solvers.Cholesky(1e-3)],
-    ids=lambda s: type(s).__name__,
+    ("gap", "solver", "form", "decay"),
+    all_pairs([20.0, 60.0], SOLVERS, ["rows", "kernel"], [0.0, 0.01]),
 )
-@pytest.mark.parametrize("form", ["rows", "kernel"])
-@pytest.mark.parametrize("decay", [0.0, 0.01])
 def test_a_sample_that_is_certain_and_wrong(gap: float, solver, form: str, decay: float) -> None:
     """r is e^(gap/2) there, and the row it meets e^(−gap/2)."""
     torch.manual_seed(0)

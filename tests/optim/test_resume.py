@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 import pullback as pb
+from tests.pairs import each_once
 
 from .common import DOUBLE, closure_of, data, mlp, same, vector
 
@@ -45,8 +46,7 @@ def stored(state: object) -> object:
     return torch.load(file, weights_only=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, DOUBLE], ids=["float32", "float64"])
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(("name", "dtype"), each_once(RUNS, [torch.float32, DOUBLE]))
 def test_a_run_resumes_to_the_same_bits(name: str, dtype: torch.dtype) -> None:
     model, opt = start(RUNS[name], dtype)
     x, y = data(12, dtype=dtype)

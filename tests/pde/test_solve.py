@@ -155,8 +155,8 @@ def heat_with_periodic_embedding() -> Case:
 
 
 CASES = [
-    *(beam, helmholtz, advection, oscillator, nonlinear, neumann, inverse, ritz),
-    heat_with_periodic_embedding,
+    *(beam, advection, neumann, inverse, ritz, heat_with_periodic_embedding),
+    *(pytest.param(c, marks=pytest.mark.slow) for c in (helmholtz, oscillator, nonlinear)),
 ]
 
 
@@ -276,7 +276,14 @@ def problem_for(name: str) -> pde.Problem:
     )
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        *("plain", "both", "single and refine", "sketched", "unknown"),
+        *(pytest.param(s, marks=pytest.mark.slow) for s in ("resample", "refine", "single")),
+        pytest.param("single and resample", marks=pytest.mark.slow),
+    ],
+)
 def test_resumed_runs_reach_the_same_bits(schedule: str, tmp_path: Path) -> None:
     options = {**SCHEDULES[schedule], "steps": 9}
     whole = run(problem=problem_for(schedule), **options)

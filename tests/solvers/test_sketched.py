@@ -11,6 +11,7 @@ import pullback as pb
 from pullback.solvers import Sketched
 from pullback.solvers.sketched import ColumnSketch, RowSketch, dct, idct
 from pullback.testing import assert_close
+from tests.pairs import all_pairs
 from tests.solvers.helpers import hold, random, vector, with_spectrum
 
 
@@ -45,9 +46,10 @@ def test_a_column_sketch_has_orthonormal_columns() -> None:
     assert_close(sketch.compress(x), x @ omega, 1e-13, "x Ω")
 
 
-@pytest.mark.parametrize("damping", [0.0, 0.1])
-@pytest.mark.parametrize(("rows", "columns"), [(8, None), (None, 5), (8, 5), (None, None)], ids=str)
-@pytest.mark.parametrize("form", ["rows", "kernel", "matrix_free"])
+@pytest.mark.parametrize(
+    ("rows", "columns", "damping", "form"),
+    all_pairs([8, None], [5, None], [0.0, 0.1], ["rows", "kernel", "matrix_free"]),
+)
 def test_it_solves_the_sketched_problem(rows, columns, damping: float, form: str) -> None:
     """x = Ω y with y the damped least-squares solution of Π A Ω y = Π r."""
     a, r = random(20, 9), vector(20)

@@ -16,6 +16,7 @@ from pullback.symmetry.actions.scaling import Leg, Scaling
 from pullback.symmetry.slices.balanced import Balanced
 from pullback.symmetry.slices.layer_slice import EqualNorm
 from pullback.symmetry.slices.slice import Slice
+from tests.pairs import each_once
 
 from .chain import convnet, mlp, relative, scalings, shake
 
@@ -34,13 +35,7 @@ NETS: dict[str, tuple[Callable[[], nn.Sequential], tuple[int, ...]]] = {
     "deep": (lambda: mlp(3, 5, 4, 6, 3, 2), (3,)),
     "conv": (convnet, (2, 6, 6)),
 }
-tables = pytest.mark.parametrize("kind", SLICES), pytest.mark.parametrize("net", NETS)
-
-
-def table(test: Callable[..., None]) -> Callable[..., None]:
-    for mark in tables:
-        test = mark(test)
-    return test
+table = pytest.mark.parametrize(("kind", "net"), each_once(SLICES, NETS))
 
 
 def prepared(kind: str, net: str, size: float = 0.0) -> tuple[nn.Sequential, Slice, Tensor]:

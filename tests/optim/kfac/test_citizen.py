@@ -118,8 +118,15 @@ def test_rates_may_be_numbers_of_other_types(kind: Callable[[float], Any]) -> No
 
 @pytest.mark.parametrize(
     ("options", "at"),
-    [({}, 1), ({}, 2), ({}, 4), ({"ekfac": True}, 2), ({"ekfac": True}, 3)]
-    + [({"damping": d(0.1), "momentum": 0.0}, 3) for d in (Invariant, Exact)],
+    [
+        ({}, 1),
+        ({}, 4),
+        ({"ekfac": True}, 3),
+        ({"damping": Invariant(0.1), "momentum": 0.0}, 3),
+        pytest.param({}, 2, marks=pytest.mark.slow),
+        pytest.param({"ekfac": True}, 2, marks=pytest.mark.slow),
+        pytest.param({"damping": Exact(0.1), "momentum": 0.0}, 3, marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_saved_and_copied_ones_go_on_to_the_same_bits(options: dict[str, Any], at: int) -> None:

@@ -56,7 +56,9 @@ def pair(way: str, backend: Any, **options: Any) -> tuple[Any, Any, Any]:
     return opt, torch.compile(model, backend=backend) if way == "module" else model, model
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", [*WAYS[:2], *(pytest.param(w, marks=pytest.mark.slow) for w in WAYS[2:])]
+)
 def test_steps_are_those_of_the_plain_model_and_run_compiled_code(way: str) -> None:
     backend = Counting()
     opt, call, model = pair(way, backend, statistics_every=3, invert_every=6)
@@ -83,7 +85,7 @@ def test_steps_are_those_of_the_plain_model_and_run_compiled_code(way: str) -> N
     ("way", "backend"),
     [
         ("module", "aot_eager"),
-        ("wrapper", "eager"),
+        pytest.param("wrapper", "eager", marks=pytest.mark.slow),
         pytest.param("in place", "eager", marks=pytest.mark.slow),
         pytest.param(WAYS[3], "aot_eager", marks=pytest.mark.slow),
     ],

@@ -16,6 +16,7 @@ import pullback as pb
 from pullback.testing import assert_close
 from tests.optim.kfac import oracle as o
 from tests.optim.kfac.common import Experts, Then
+from tests.pairs import all_pairs, each_once
 
 
 @pytest.fixture(autouse=True)
@@ -95,12 +96,12 @@ def ignored() -> dict[str, tuple[nn.Module, Tensor, Tensor]]:
 
 
 @pytest.mark.parametrize(
-    ("fisher", "sharing"), [("exact", "expand"), ("exact", "reduce"), ("empirical", "expand")]
+    ("case", "way"),
+    each_once(ignored(), [("exact", "expand"), ("exact", "reduce"), ("empirical", "expand")]),
 )
-@pytest.mark.parametrize("case", ignored())
-def test_places_count_where_kept_or_felt(case: str, fisher: str, sharing: str) -> None:
+def test_places_count_where_kept_or_felt(case: str, way: tuple[str, str]) -> None:
     """A kept position's place, or one that a covector of the kept positions reaches."""
-    (model, x, keep), given = ignored()[case], None
+    (model, x, keep), given, (fisher, sharing) = ignored()[case], None, way
     sharing = "expand" if case == "experts" else sharing  # the same for rows of unknown samples
     y = torch.randint(0, 3, keep.shape).masked_fill(~keep, -100)
     opt = o.stepped(model, x, y=y, kind="categorical", fisher=fisher, sharing=sharing)
@@ -153,9 +154,12 @@ class Causal(nn.Module):
         return self.head(h if self.first else h.transpose(0, 1))
 
 
-@pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize(
-    "kind", ["by hand", "attention", "attention of own sizes", "LSTM", "GRU", "RNN", "packed"]
+    ("kind", "first"),
+    each_once(
+        ["by hand", "attention", "attention of own sizes", "LSTM", "GRU", "RNN", "packed"],
+        [False, True],
+    ),
 )
 def test_padding_that_the_loss_ignores_changes_nothing(kind: str, first: bool) -> None:
     """More of it, or packed sequences that leave it out."""
@@ -283,14 +287,13 @@ def taken(model: nn.Module, *batches: Tensor, **options: Any) -> pb.KFAC:
 
 @pytest.mark.parametrize("how", ELSEWHERE)
 @pytest.mark.parametrize(
-    ("shape", "pooled"),
-    [((5, 3), True), ((2, 2), True), ((1, 3), True), ((2, 2), False)],
+    ("kind", "outputs"),
+    each_once(WITH, [((5, 3), True), ((2, 2), True), ((1, 3), True), ((2, 2), False)]),
 )
-@pytest.mark.parametrize("kind", WITH)
 def test_it_does_not_matter_where_samples_stand(
-    kind: str, shape: tuple[int, int], pooled: bool, how: str
+    kind: str, outputs: tuple[tuple[int, int], bool], how: str
 ) -> None:
-    norm, options = WITH[kind]
+    (norm, options), (shape, pooled) = WITH[kind], outputs
     batches = [torch.randn(*shape, 4) + 0.5] * (3 if kind == "ekfac" else 1)
     got, want = (
         taken(Turned(h, norm(), pooled), *batches, **options).gram().dense() for h in (how, "first")
@@ -298,9 +301,10 @@ def test_it_does_not_matter_where_samples_stand(
     assert_close(got, want, 1e-12, how)
 
 
-@pytest.mark.parametrize("how", ELSEWHERE)
-@pytest.mark.parametrize("before", [[(6, 3), (4, 3)], [(6, 1)], [(1, 3)], [(1, 1)]])
-@pytest.mark.parametrize("kind", ["reduce", "LayerNorm"])
+@pytest.mark.parametrize(
+    ("kind", "before", "how"),
+    all_pairs(["reduce", "LayerNorm"], [[(6, 3), (4, 3)], [(6, 1)], [(1, 3)], [(1, 1)]], ELSEWHERE),
+)
 def test_batches_may_have_other_shapes_later(
     kind: str, before: list[tuple[int, int]], how: str
 ) -> None:

@@ -17,6 +17,7 @@ from pullback.testing import assert_close
 from tests.optim.common import flat, vector
 from tests.optim.kfac import oracle as o
 from tests.optim.kfac.common import Fused, Then, places
+from tests.pairs import each_once
 
 
 @pytest.fixture(autouse=True)
@@ -81,8 +82,12 @@ def mixed(case: str) -> tuple[nn.Module, Tensor]:
     return words, x
 
 
-@pytest.mark.parametrize("kind", ["gaussian", "categorical"])
-@pytest.mark.parametrize("case", ["mlp", "sequences", "grouped convolution", "words and a norm"])
+@pytest.mark.parametrize(
+    ("case", "kind"),
+    each_once(
+        ["mlp", "sequences", "grouped convolution", "words and a norm"], ["gaussian", "categorical"]
+    ),
+)
 def test_corrected_eigenvalues_come_no_farther_and_are_what_a_step_uses(
     case: str, kind: str
 ) -> None:
@@ -201,17 +206,16 @@ def test_averages_forget_at_the_given_rate() -> None:
 # --- scales that must not matter ------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("fisher", "change"),
-    [
-        *product(("exact", "empirical"), ("duplicate", "micro-batches", "uneven micro-batches")),
-        *product(("exact", "empirical", "mc"), ("sum", "scaled")),
-    ],
-)
-@pytest.mark.parametrize(
-    ("case", "kind"), [("words and attention", "categorical"), ("grouped convolution", "gaussian")]
-)
-def test_scales_do_not_matter(case: str, kind: str, fisher: str, change: str) -> None:
+CHANGES = [
+    *product(("exact", "empirical"), ("duplicate", "micro-batches", "uneven micro-batches")),
+    *product(("exact", "empirical", "mc"), ("sum", "scaled")),
+]
+LOSSES = [("words and attention", "categorical"), ("grouped convolution", "gaussian")]
+
+
+@pytest.mark.parametrize(("way", "loss"), each_once(CHANGES, LOSSES))
+def test_scales_do_not_matter(way: tuple[str, str], loss: tuple[str, str]) -> None:
+    (fisher, change), (case, kind) = way, loss
     model, x = mixed(case)
     y = torch.randint(0, 3, (4, 3)) if kind == "categorical" else torch.randn(4, 8, 3)
 

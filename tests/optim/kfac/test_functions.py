@@ -21,6 +21,7 @@ import pullback as pb
 from pullback.testing import assert_close
 from tests.optim.kfac import oracle as o
 from tests.optim.kfac.common import Then
+from tests.pairs import each_once
 
 N, T, D, H, E = 3, 2, 4, 3, 3
 
@@ -258,8 +259,7 @@ def pair(name: str) -> tuple[nn.Sequential, nn.Sequential, Tensor, list[Tensor]]
     return model, other, case.x(), case.held(*shaped)
 
 
-@pytest.mark.parametrize("kind", ["euclidean", "categorical"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "kind"), each_once(CASES, ["euclidean", "categorical"]))
 def test_blocks_are_those_of_torchs_layers(name: str, kind: str) -> None:
     model, twin, x, places = pair(name)
     limit = 1e-5 if name == "grouped_mm" else 1e-11
@@ -290,8 +290,13 @@ def test_reduced_places_and_corrected_eigenvalues_too(name: str) -> None:
         assert_close(grams[0], grams[1][where[:, None], where], 1e-10, "corrected")
 
 
-@pytest.mark.parametrize("rule", ["eigenbasis", "spectral", "natural"])
-@pytest.mark.parametrize("name", ["x @ w", "addmm", "einsum to heads", "chunks", "every expert"])
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    each_once(
+        ["x @ w", "addmm", "einsum to heads", "chunks", "every expert"],
+        ["eigenbasis", "spectral", "natural"],
+    ),
+)
 def test_steps_are_those_of_the_twin(name: str, rule: str) -> None:
     """Every rule sees a transposed weight as it sees the twin's."""
     model, twin, x, places = pair(name)

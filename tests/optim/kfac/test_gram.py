@@ -16,6 +16,7 @@ from pullback.testing import assert_close
 from tests.optim.common import vector
 from tests.optim.kfac import oracle as o
 from tests.optim.kfac.common import Experts, Fused, Then, places
+from tests.pairs import each_once
 
 
 @pytest.fixture(autouse=True)
@@ -120,12 +121,9 @@ def agree(opt: pb.KFAC, model: nn.Module, want: Tensor, law: str, tol: float = 1
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same'")
-@pytest.mark.parametrize(("kind", "joint", "sharing", "reduction"), WAYS)
-@pytest.mark.parametrize("layer", layers())
-def test_the_gram_is_that_of_the_definition(
-    layer: str, kind: str, joint: bool, sharing: str, reduction: str
-) -> None:
-    model, shape = layers()[layer]
+@pytest.mark.parametrize(("layer", "way"), each_once(layers(), WAYS))
+def test_the_gram_is_that_of_the_definition(layer: str, way: tuple[Any, ...]) -> None:
+    (model, shape), (kind, joint, sharing, reduction) = layers()[layer], way
     words = any(isinstance(m, nn.Embedding) for m in model.modules())
     x = torch.randint(0, 5, shape) if words else torch.randn(shape)
     x[0, 0] = 1  # the table's padding, where it has one
@@ -326,11 +324,12 @@ FUSED: dict[str, Twins] = {
 }
 
 
-@pytest.mark.parametrize(("joint", "ignored"), [(True, False), (False, False), (True, True)])
-@pytest.mark.parametrize("name", FUSED)
-def test_a_fused_layer_is_its_linear_maps(name: str, joint: bool, ignored: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "way"), each_once(FUSED, [(True, False), (False, False), (True, True)])
+)
+def test_a_fused_layer_is_its_linear_maps(name: str, way: tuple[bool, bool]) -> None:
     """Also where the loss ignores places: those that others read count on the side that is read."""
-    make, by_hand, shapes = FUSED[name]
+    (make, by_hand, shapes), (joint, ignored) = FUSED[name], way
     model, args = make(), [torch.randn(*shape) for shape in shapes]
     twin = by_hand(model)
     assert_close(twin(*args), model(*args), 1e-12, "the same function")
@@ -442,7 +441,7 @@ def network(r: Random) -> tuple[nn.Module, Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same'")
-@pytest.mark.parametrize("seed", range(50))
+@pytest.mark.parametrize("seed", range(16))
 def test_random_networks(seed: int) -> None:
     """The blocks are those of the definition, every parameter has one, and the step is finite."""
     r = Random(seed)

@@ -33,7 +33,7 @@ def kfac(side: Side, **options: Any) -> pb.KFAC:
     return pb.KFAC(side.model, 0.5, metric=side.metric, **chosen | options)
 
 
-def mismatch(pair: Pair, build: Callable[[Side], Any], steps: int = 5) -> float:
+def mismatch(pair: Pair, build: Callable[[Side], Any], steps: int = 3) -> float:
     """How far both functions are apart after the steps, relative to their way."""
     sides, optimizers = (pair.one, pair.two), [build(pair.one), build(pair.two)]
 

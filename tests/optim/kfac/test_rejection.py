@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import pullback as pb
+from tests.pairs import all_pairs
 
 from ..common import hooks, same
 from .common import DOUBLE, batch, gram, kfac, net, train, vector
@@ -51,10 +52,16 @@ def broken_pass(model: Spoiled, where: str) -> None:
         model.net[2].weight.grad[1, 2] = value
 
 
-@pytest.mark.parametrize("where", ["loss", "entry", "input", "output"])
-@pytest.mark.parametrize("at", [0, 1, 2, 4], ids=["first", "plain", "statistics", "inversion"])
-@pytest.mark.parametrize("fisher", ["exact", "empirical"])
-def test_a_gradient_that_is_not_finite_changes_nothing(where: str, at: int, fisher: str) -> None:
+#: the first step, a plain one, one with statistics, and one with inversions
+STEPS = {"first": 0, "plain": 1, "statistics": 2, "inversion": 4}
+
+
+@pytest.mark.parametrize(
+    ("where", "kind", "fisher"),
+    all_pairs(["loss", "entry", "input", "output"], STEPS, ["exact", "empirical"]),
+)
+def test_a_gradient_that_is_not_finite_changes_nothing(where: str, kind: str, fisher: str) -> None:
+    at = STEPS[kind]
     """Parameters, momentum, averages and the schedule go on as if it had not been there."""
     model = Spoiled()
     opt = kfac(model, fisher=fisher, weight_decay=0.1)

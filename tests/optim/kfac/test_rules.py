@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import pullback as pb
 from pullback.optim.kfac import Adaptive, Eigenbasis, Spectral
 from pullback.steps import QuadraticModel
+from tests.pairs import each_once
 
 from ..common import assert_close, vector
 from .common import DOUBLE, Fused, Then
@@ -342,8 +343,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "rule"), each_once(MODELS, RULES))
 def test_real_layers_train(name: str, rule: str) -> None:
     model, x = MODELS[name]()
     opt = pb.KFAC(model, 0.01, rule=rule, statistics_every=2, invert_every=4)

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 import pullback as pb
 from pullback.testing import assert_close
+from tests.pairs import each_once
 
 from ..common import refused
 from .common import batch, kfac, net, train, vector
@@ -139,8 +140,7 @@ GROUPS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.parametrize(("groups", "frozen"), each_once(GROUPS, [False, True]))
 def test_groups_and_frozen_weights_keep_keys_and_bits(groups: str, frozen: bool) -> None:
     """Weights and biases in groups of their own share blocks; a clip adds up in a fixed order."""
 

@@ -17,6 +17,7 @@ from pullback.grams.kronecker.packed import memory, whole
 from pullback.optim.kfac.statistics import cotangents, structure
 from pullback.optim.kfac.statistics.cotangents import CotangentPass
 from pullback.optim.kfac.statistics.record import ForwardRecord
+from tests.pairs import each_once
 
 from .common import DOUBLE
 
@@ -262,8 +263,12 @@ def test_same_sums(name: str, along: list[bool], monkeypatch: Any) -> None:
     assert sum(along) == CASES[name].along
 
 
-@pytest.mark.parametrize("loop", [_accumulated, _forward_first, _together])
-@pytest.mark.parametrize("name", ["mlp", "used twice", "sequences", "batch norm"])
+@pytest.mark.parametrize(
+    ("name", "loop"),
+    each_once(
+        ["mlp", "used twice", "sequences", "batch norm"], [_accumulated, _forward_first, _together]
+    ),
+)
 def test_several_passes_before_a_step(
     name: str, loop: Any, along: list[bool], monkeypatch: Any
 ) -> None:
