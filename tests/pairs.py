@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import combinations, product
 from typing import Any
@@ -28,27 +27,27 @@ def each_once(*axes: Iterable[Any]) -> list[Any]:
     >>> [p.values for p in each_once("abc", "de") if not p.marks]
     [('a', 'd'), ('b', 'e'), ('c', 'd')]
     """
-    return covering([*product(*axes)], 1)
+    held = [[*axis] for axis in axes]
+    sizes = [len(axis) for axis in held]
+    chosen = {tuple(i % size for size in sizes) for i in range(max(sizes))}
+    places = product(*map(range, sizes))
+    return _marked([*product(*held)], [place in chosen for place in places])
 
 
-def covering(cases: Sequence[tuple[Any, ...]], strength: int = 2) -> list[Any]:
-    """Mark cases slow, but for a few in which all combinations of `strength` values occur.
-
-    Chosen is what has the most combinations that are missing, and values that are rare so far.
-    """
-    values = [[*enumerate(map(id, case))] for case in cases]
-    found = [{*combinations(case, strength)} for case in values]
-    missing, rest, chosen = set().union(*found), {*range(len(cases))}, set[int]()
-    often = Counter[tuple[int, int]]()
+def covering(cases: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """Mark cases slow, but for a few in which all pairs occur; the most missing ones first."""
+    pairs = [{*combinations(enumerate(map(id, case)), 2)} for case in cases]
+    missing, rest, chosen = set().union(*pairs), {*range(len(cases))}, set[int]()
     while missing:
-        best = max(
-            rest, key=lambda i: (len(found[i] & missing), -sum(often[v] for v in values[i]), -i)
-        )
+        best = max(rest, key=lambda i: (len(pairs[i] & missing), -i))
         rest.remove(best)
         chosen.add(best)
-        missing -= found[best]
-        often.update(values[best])
+        missing -= pairs[best]
+    return _marked(cases, [i in chosen for i in range(len(cases))])
+
+
+def _marked(cases: Sequence[tuple[Any, ...]], quick: Sequence[bool]) -> list[Any]:
     return [
-        pytest.param(*case, marks=() if i in chosen else pytest.mark.slow)
-        for i, case in enumerate(cases)
+        pytest.param(*case, marks=() if often else pytest.mark.slow)
+        for case, often in zip(cases, quick, strict=True)
     ]

@@ -11,8 +11,11 @@ FILES = [p for p in [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))] if 
 TUTORIALS = sorted((ROOT / "docs/tutorials").glob("[!i]*.md"))
 
 
-#: whose flows and greedy solves other tests run too
-SLOW = {ROOT / f"docs/tutorials/{name}.md" for name in ("deep-linear", "energy-natural-gradient")}
+#: whose flows, greedy solves and twins other tests run too
+SLOW = {
+    ROOT / f"docs/tutorials/{name}.md"
+    for name in ("deep-linear", "energy-natural-gradient", "kfac-invariance")
+}
 
 
 @pytest.mark.parametrize(

@@ -115,5 +115,6 @@ def test_poisson(tmp_path: Path) -> None:
     assert (tmp_path / "poisson.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_burgers_inverse() -> None:
     assert abs(run("burgers_inverse", steps=30) - 0.1) < 2e-2

@@ -172,7 +172,11 @@ def tiny(experiment: Training, monkeypatch: pytest.MonkeyPatch) -> Training:
 
 
 @pytest.mark.parametrize(
-    ("experiment", "methods"), [(FULL, METHODS[:2]), (HUNDRED, METHODS[5:])], ids=["10", "100"]
+    ("experiment", "methods"),
+    [
+        pytest.param(FULL, METHODS[:2], id="10"),
+        pytest.param(HUNDRED, METHODS[5:], id="100", marks=pytest.mark.slow),
+    ],
 )
 def test_quick_training(
     experiment: Training, methods: Sequence[SobolevMethod], tmp_path: Path
@@ -190,6 +194,7 @@ def test_quick_training(
         assert f"{experiment.name}-quick{f'-{part}' if part else ''}.png" in names
 
 
+@pytest.mark.slow
 def test_a_paused_run_goes_on_to_the_same_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

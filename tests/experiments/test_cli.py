@@ -126,7 +126,7 @@ def test_no_cuda_is_a_message(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("more", [[], ["--workers", "2"]])
+@pytest.mark.parametrize("more", [[], pytest.param(["--workers", "2"], marks=pytest.mark.slow)])
 def test_missing_data_say_what_to_set_and_where_to_get_it(
     more: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

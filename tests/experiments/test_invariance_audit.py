@@ -47,6 +47,7 @@ def test_an_item_and_the_grid() -> None:
     assert len(grid(told).axes) == 1
 
 
+@pytest.mark.slow
 def test_slices_forget_scales_on_the_model_and_not_among_parameters() -> None:
     """Twins without a symmetry of scales are left out."""
     (experiment,) = EXPERIMENTS

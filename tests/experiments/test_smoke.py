@@ -28,6 +28,15 @@ SLOW = {
     "kfac-autoencoder",
     "kerekes-2022-figure4",
     "luk-grosse-2018",
+    "kerekes-2022-figure2",
+    "kerekes-2022-figure5",
+    "race-text",
+    "invariance-audit",
+    "yin-2024-shallow",
+    "bai-2024-projection",
+    "van-oostrum-2023-examples",
+    "kerekes-2022-support",
+    "pde-benchmarks",
 }
 
 

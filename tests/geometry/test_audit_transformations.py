@@ -33,6 +33,7 @@ from pullback.geometry.charts.transformations import (
     standard,
 )
 from pullback.geometry.charts.twin import sigmoid_twin, tanh_twin, twin
+from tests.pairs import all_pairs
 
 
 class Residual(nn.Module):
@@ -94,9 +95,9 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("kind", standard(), ids=lambda t: t.name)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "kind", "dtype"), all_pairs(MODELS, standard(), [torch.float64, torch.float32])
+)
 def test_twins_are_one_function(name: str, kind: Transformation, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     build, draw = MODELS[name]

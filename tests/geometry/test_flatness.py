@@ -35,24 +35,20 @@ def chart(theta: Tensor) -> Tensor:
     return paraboloid(torch.stack([torch.sinh(theta[0]), theta[1] + theta[1] ** 3]))
 
 
-@pytest.mark.parametrize("phi", [paraboloid, chart])
-def test_volume_of_a_surface_in_two_charts(phi):
-    found = flatness(phi, squared, zeros(2), epsilon=1.0)
-    assert found.method == "grid"
-    assert found.volume == pytest.approx(SADDLE, rel=1e-4)
-    assert abs(found.volume - SADDLE) <= 2 * found.error + 1e-4
-
-
-def test_euclidean_volume_depends_on_the_chart():
+def test_volume_of_a_surface_in_two_charts():
     one, two = (flatness(phi, squared, zeros(2), epsilon=1.0) for phi in (paraboloid, chart))
+    for found in (one, two):
+        assert found.method == "grid"
+        assert found.volume == pytest.approx(SADDLE, rel=1e-4)
+        assert abs(found.volume - SADDLE) <= 2 * found.error + 1e-4
     assert one.euclidean == pytest.approx(pi, rel=1e-4)
     assert two.euclidean < 0.7 * one.euclidean
 
 
 @pytest.mark.parametrize("phi", [paraboloid, pytest.param(chart, marks=pytest.mark.slow)])
 def test_chains_agree_with_the_closed_form(phi):
-    found = flatness(phi, squared, zeros(2), epsilon=1.0, method="hit-and-run", chains=16, moves=16)
-    assert 0 < found.error < 0.2 * found.volume
+    found = flatness(phi, squared, zeros(2), epsilon=1.0, method="hit-and-run", chains=16, moves=8)
+    assert 0 < found.error < 0.3 * found.volume
     assert abs(found.volume - SADDLE) < 4 * found.error
 
 
@@ -164,6 +160,7 @@ def test_a_network_and_its_rescaled_twin():
     assert one.euclidean == pytest.approx(1e6 * two.euclidean, rel=2e-2)
 
 
+@pytest.mark.slow
 def test_a_relu_network_needs_a_slice():
     torch.manual_seed(0)
     x = torch.randn(30, 2, dtype=torch.float64)
@@ -261,7 +258,9 @@ def test_epsilon_below_round_off():
     assert found.volume == pytest.approx(1e-7 * pi, rel=1e-3)
 
 
-@pytest.mark.parametrize("scale", [1.0, pytest.param(10.0, marks=pytest.mark.slow), 0.1])
+@pytest.mark.parametrize(
+    "scale", [0.1, *(pytest.param(scale, marks=pytest.mark.slow) for scale in (1.0, 10.0))]
+)
 def test_a_rescaled_relu_unit_has_the_same_room(scale):
     """The two-dimensional slice meets the same functions wherever on the orbit it is laid."""
     x = torch.tensor(
@@ -280,7 +279,9 @@ def test_a_rescaled_relu_unit_has_the_same_room(scale):
     assert found.volume == pytest.approx(0.01 * pi, rel=1e-3)
 
 
-@pytest.mark.parametrize(("dimension", "ratio"), [(2, 1e-4), (2, 1e-8), (3, 1e-4)])
+@pytest.mark.parametrize(
+    ("dimension", "ratio"), [(2, 1e-8), pytest.param(3, 1e-4, marks=pytest.mark.slow)]
+)
 def test_a_thin_set_across_the_axes_is_not_without_end(dimension, ratio):
     """{(Σw)² + r|w|² < 1}: an ellipsoid that no grid along the parameters' axes resolves."""
 
@@ -295,7 +296,7 @@ def test_a_thin_set_across_the_axes_is_not_without_end(dimension, ratio):
     assert found.euclidean == pytest.approx(exact, rel=2e-3)
 
 
-@pytest.mark.parametrize("ratio", [1.0, 1e3, 1e5])
+@pytest.mark.parametrize("ratio", [1.0, 1e5])
 @pytest.mark.parametrize(("power", "exact"), [(1, 2.0), (4, 3.708149)])
 def test_a_thin_set_is_found_without_curvature(power, exact, ratio):
     """{|u|ᵖ + |rv|ᵖ < 1} across the axes: its Hessian at the minimum is zero, or there is none."""

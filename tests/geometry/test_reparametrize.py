@@ -17,6 +17,7 @@ from pullback.geometry.charts.diffeomorphism import Composed, Custom, Elementwis
 from pullback.geometry.charts.mixing import Coupling, EntryPermutation, Mixing
 from pullback.geometry.charts.reparametrize import Reparametrized, reparametrize
 from pullback.maps import Call, ModuleMap
+from tests.pairs import each_once
 
 SIZE = 26
 
@@ -76,8 +77,7 @@ def differential(twin: Reparametrized) -> Tensor:
     return torch.cat([r.flatten(1) for r in rows(theta).values()], 1)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "dtype"), each_once(CASES, [torch.float64, torch.float32]))
 def test_the_function_is_the_same_and_the_model_as_it_was(name: str, dtype: torch.dtype) -> None:
     model, x = network(dtype), inputs(dtype=dtype)
     before = copy.deepcopy(model.state_dict())
@@ -111,8 +111,10 @@ def test_gradients_are_pulled_back(name: str) -> None:
     torch.testing.assert_close(pushed, want, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("count", [5, 40])
-@pytest.mark.parametrize("name", ["sinh", "mixing of all", "coupling", "a function of the dict"])
+@pytest.mark.parametrize(
+    ("name", "count"),
+    each_once(["sinh", "mixing of all", "coupling", "a function of the dict"], [5, 40]),
+)
 def test_theorem_2_on_the_model_and_formula_31_on_the_parameters(name: str, count: int) -> None:
     """dψ G_θ⁺∇ = dφ G_w⁺∇, while df G_θ⁺∇ = F(FᵀGF)⁺Fᵀ∇, another vector if p > rank."""
     model, x = network(), inputs(count)

@@ -14,6 +14,7 @@ from pullback.maps import Call, ModuleMap
 from pullback.metrics import Euclidean, Fisher, Metric, Sobolev
 from pullback.testing import assert_close, check_gram, jacobian
 from tests.laws.table import FORMS, MODELS, softmax_matrix
+from tests.pairs import all_pairs
 
 CONV = next(m for m in MODELS if m.name == "conv2d")
 WORDS = next(m for m in MODELS if m.name == "tied embedding")
@@ -29,10 +30,10 @@ def part(model: nn.Module, x: Tensor, metric: Metric | None = None) -> Part:
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same'")
-@pytest.mark.parametrize("case", [MLP, CONV, WORDS], ids=lambda c: c.name)
-@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
-    "metric", [Euclidean(), Fisher(Categorical()), Sobolev(2.0, 1e-6)], ids=str
+    ("case", "form", "metric"),
+    all_pairs([MLP, CONV, WORDS], FORMS, [Euclidean(), Fisher(Categorical()), Sobolev(2.0, 1e-6)]),
+    ids=str,
 )
 def test_assembled_grams_obey_the_laws(case, form: str, metric: Metric) -> None:
     built = case.make()

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pullback.grams.kronecker import halves, inverses
+from tests.pairs import all_pairs
 
 DOUBLE = torch.float64
 
@@ -55,9 +56,10 @@ def test_single_precision_is_as_good_as_lapack(
     assert error <= 3 * usual + 1e-6
 
 
-@pytest.mark.parametrize("at", [0, 5, 11, 19])
-@pytest.mark.parametrize("what", [-1.0, 0.0, float("nan"), float("inf")])
-@pytest.mark.parametrize("factors", [False, True])
+@pytest.mark.parametrize(
+    ("at", "what", "factors"),
+    all_pairs([0, 5, 11, 19], [-1.0, 0.0, float("nan"), float("inf")], [False, True]),
+)
 def test_what_fails_is_told_and_harms_no_other(
     monkeypatch: pytest.MonkeyPatch, at: int, what: float, factors: bool
 ) -> None:

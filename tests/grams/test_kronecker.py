@@ -14,6 +14,7 @@ import pullback as pb
 from pullback.grams import Kronecker
 from pullback.grams.kronecker import Pair, Rotated, Units, inverses, merged, sides
 from pullback.testing import assert_close, check_gram
+from tests.pairs import each_once
 
 DOUBLE = torch.float64
 
@@ -78,8 +79,7 @@ def test_laws(name: str) -> None:
     assert not gram.structure.exact
 
 
-@pytest.mark.parametrize("damping", [0.0, 1e-3, 1.0])
-@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize(("name", "damping"), each_once(BLOCKS, [0.0, 1e-3, 1.0]))
 def test_solve(name: str, damping: float) -> None:
     gram, g = Kronecker([BLOCKS[name]]), dense(BLOCKS[name])
     v = draw(gram.size, seed=5)

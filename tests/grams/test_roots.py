@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from pullback.grams.kronecker.roots import _LAST, _POLAR, inverse_root, polar, turn_basis
+from tests.pairs import all_pairs
 
 DOUBLE = torch.float64
 POLAR = 0.13  # how far from 1 singular values may come out
@@ -122,9 +123,9 @@ def by_eigh(side: Tensor, damping: float) -> Tensor:
     return (basis * values.rsqrt()[:, None]) @ basis.mT
 
 
-@pytest.mark.parametrize("n", [1, 2, 65])
-@pytest.mark.parametrize("condition", [1e1, 1e3, 1e6])
-@pytest.mark.parametrize("damping", [1e-3, 1e-1, 1.0])
+@pytest.mark.parametrize(
+    ("n", "condition", "damping"), all_pairs([1, 2, 65], [1e1, 1e3, 1e6], [1e-3, 1e-1, 1.0])
+)
 def test_roots_are_those_of_eigh(n: int, condition: float, damping: float) -> None:
     """The last step leaves singular values of 1 ± 0.13 as 1 ± 0.006."""
     side = spd(n, condition)

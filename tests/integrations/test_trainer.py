@@ -50,12 +50,16 @@ def by_hand(seen: list[Any], micro: int, kfac: dict[str, Any]) -> Tensor:
 @pytest.mark.parametrize(
     ("kfac", "micro"),
     [
-        (NATURAL, 3),
-        ({**NATURAL, "fisher": "empirical"}, 2),
-        (SPECTRAL, 2),
-        ({"rule": "eigenbasis", "statistics_every": 2}, 1),
+        pytest.param(NATURAL, 3, id="natural"),
+        pytest.param(SPECTRAL, 2, id="spectral"),
+        pytest.param({**NATURAL, "fisher": "empirical"}, 2, id="empirical", marks=pytest.mark.slow),
+        pytest.param(
+            {"rule": "eigenbasis", "statistics_every": 2},
+            1,
+            id="eigenbasis",
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["natural", "empirical", "spectral", "eigenbasis"],
 )
 def test_a_fit_is_the_loop_by_hand(tmp_path: Path, kfac: dict[str, Any], micro: int) -> None:
     """Tokens are counted over all batches of a step, whatever is ignored in each of them."""

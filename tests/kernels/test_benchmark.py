@@ -21,6 +21,7 @@ def test_the_routes_agree(net: str) -> None:
         assert_close(route(model, x.double()), want, 1e-12, name)
 
 
+@pytest.mark.slow
 def test_it_runs(capsys: pytest.CaptureFixture[str]) -> None:
     kernels.main(["--quick", "--only", "attention"])
     out = capsys.readouterr().out

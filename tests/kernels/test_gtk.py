@@ -9,6 +9,7 @@ from torch import Tensor
 from pullback.kernels import GTK, ImplicitBasis, Tangent, gtk, ntk
 from pullback.testing import assert_close
 from tests.kernels.nets import blocks, build, dense, draw, inputs
+from tests.pairs import each_once
 
 NETS = ["mlp", "relu", "conv2d", "attention", "scalars", "embedding", "tied", "bare"]
 
@@ -17,8 +18,7 @@ def size(model: torch.nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-@pytest.mark.parametrize("k", [1, 3, 30])
-@pytest.mark.parametrize("net", NETS)
+@pytest.mark.parametrize(("net", "k"), each_once(NETS, [1, 3, 30]))
 def test_the_kernel_is_j_c_ct_jt(net: str, k: int) -> None:
     model, x, x2 = build(net), inputs(net, 5), inputs(net, 4, seed=1)
     j, j2, c = dense(model, x), dense(model, x2), draw(size(model), k)

@@ -12,6 +12,7 @@ from pullback.maps import FunctionLinearization, ModuleMap
 from pullback.testing import assert_close
 from tests.kernels.nets import NETS, blocks, build, dense, draw, inputs
 from tests.laws.models import mlp
+from tests.pairs import all_pairs, each_once
 
 LAYOUTS = {
     "full": lambda k: k,
@@ -21,8 +22,7 @@ LAYOUTS = {
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same'")
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("net", NETS)
+@pytest.mark.parametrize(("net", "layout"), each_once(NETS, LAYOUTS))
 def test_the_kernel_is_j_jt(net: str, layout: str) -> None:
     model, x, x2 = build(net), inputs(net, 5), inputs(net, 4, seed=1)
     j, j2 = dense(model, x), dense(model, x2)
@@ -33,9 +33,10 @@ def test_the_kernel_is_j_jt(net: str, layout: str) -> None:
     assert_close(ntk(model, x, x, layout=layout), pick(want), 1e-12, "x2 is x")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("chunk", [1, 2, 3, 5, 9])
-@pytest.mark.parametrize("net", ["mlp", "scalars", "embedding", "bare"])
+@pytest.mark.parametrize(
+    ("net", "chunk", "layout"),
+    all_pairs(["mlp", "scalars", "embedding", "bare"], [1, 2, 3, 5, 9], LAYOUTS),
+)
 def test_blocks_of_samples_change_nothing(net: str, chunk: int, layout: str) -> None:
     model, x, x2 = build(net), inputs(net, 5), inputs(net, 3, seed=1)
     for other in (None, x2):

@@ -12,6 +12,7 @@ from pullback.metrics import Bregman, Euclidean, Fisher, Metric, Sobolev, Weight
 from pullback.testing import assert_close, oracle
 from tests.kernels.nets import blocks, build, dense, draw, inputs
 from tests.laws.models import mlp
+from tests.pairs import all_pairs
 
 METRICS = {
     "euclidean": Euclidean(),
@@ -44,9 +45,10 @@ def test_it_is_j_g_pinv_jt(metric: str, p_small: bool) -> None:
         assert float((got - want).norm()) <= 1e-9 * float(scale + want.norm())
 
 
-@pytest.mark.parametrize("layout", ["full", "diagonal", "trace"])
-@pytest.mark.parametrize("damping", [0.0, 0.1])
-@pytest.mark.parametrize("metric", ["euclidean", "sobolev", "fisher"])
+@pytest.mark.parametrize(
+    ("metric", "damping", "layout"),
+    all_pairs(["euclidean", "sobolev", "fisher"], [0.0, 0.1], ["full", "diagonal", "trace"]),
+)
 def test_from_the_sample_space_kernel(metric: str, damping: float, layout: str) -> None:
     torch.manual_seed(0)
     model = mlp(3, 60, 2).double()

@@ -12,6 +12,7 @@ from pullback import PullbackError
 from pullback.kernels import GTK, Tangent, gtk, ntk, pushforward_metric, rkhs_inner
 from pullback.testing import assert_close
 from tests.kernels.nets import NETS, build, dense, draw, inputs
+from tests.pairs import each_once
 
 
 @settings(max_examples=30, deadline=None)
@@ -28,8 +29,7 @@ def test_any_basis_is_orthonormal_for_its_kernel(seed: int, k: int, more: int) -
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same'")
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("net", NETS)
+@pytest.mark.parametrize(("net", "seed"), each_once(NETS, range(3)))
 def test_bases_of_tangent_spaces_are_orthonormal(net: str, seed: int) -> None:
     """The same for b_i = dφ·c_i of random c_i, as many as are independent on the points."""
     model, x = build(net, seed), inputs(net, 6, seed)

@@ -14,6 +14,7 @@ from pullback.linear.logistic import natural_logit_move
 from pullback.linear.solutions import ridgeless
 from pullback.testing import relative_error
 from tests.linear.oracles import flat, hadamard, jacobian, logistic_oracle
+from tests.pairs import each_once
 
 DOUBLE = torch.float64
 
@@ -52,8 +53,7 @@ def test_natural_gradient_is_the_pseudo_inverse(
     assert error(flat(model.natural_gradient(grad, damping=0.2)), want) < 1e-12
 
 
-@pytest.mark.parametrize("samples", [3, 6, 20])
-@pytest.mark.parametrize("depth", [1, 2, 4])
+@pytest.mark.parametrize(("samples", "depth"), each_once([3, 6, 20], [1, 2, 4]))
 def test_logistic_natural_gradient(samples: int, depth: int) -> None:
     dim = 6
     x, y = draw(samples, dim, seed=3), draw(samples, seed=4).sign()

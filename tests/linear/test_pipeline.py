@@ -17,6 +17,7 @@ from pullback.linear import DeepMatrix, DiagonalNetwork, LinearModel
 from pullback.maps import ModuleMap
 from pullback.metrics import Bregman, Euclidean, Fisher, Metric, Sobolev, Weighted
 from pullback.testing import check_gram, oracle, relative_error
+from tests.pairs import all_pairs, each_once
 
 DOUBLE = torch.float64
 
@@ -80,9 +81,7 @@ def closure_of(opt: pb.NaturalGradient, model: nn.Module, args: Any, f: Any = lo
     return closure
 
 
-@pytest.mark.parametrize("solver", SOLVERS)
-@pytest.mark.parametrize("metric", METRICS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "metric", "solver"), all_pairs(MODELS, METRICS, SOLVERS))
 def test_closed_forms_equal_the_oracle(name: str, metric: str, solver: str) -> None:
     build, args = MODELS[name]
     model, chosen, (make, damping) = build(), METRICS[metric], SOLVERS[solver]
@@ -95,17 +94,19 @@ def test_closed_forms_equal_the_oracle(name: str, metric: str, solver: str) -> N
 
 
 @pytest.mark.parametrize(
-    "metric",
-    [
-        Fisher(pb.likelihoods.Categorical()),
-        Weighted(Euclidean(), torch.linspace(0.1, 2, 7, dtype=DOUBLE)),
-        Bregman(lambda z: z.exp().sum(-1)),
-        Sobolev(0.7),
-    ],
-    ids=lambda m: type(m).__name__,
+    ("metric", "damping", "dims"),
+    all_pairs(
+        [
+            Fisher(pb.likelihoods.Categorical()),
+            Weighted(Euclidean(), torch.linspace(0.1, 2, 7, dtype=DOUBLE)),
+            Bregman(lambda z: z.exp().sum(-1)),
+            Sobolev(0.7),
+        ],
+        [0.0, 1e-2],
+        [(4, 3), (4, 2, 3), (4, 6, 5, 3)],
+    ),
+    ids=str,
 )
-@pytest.mark.parametrize("damping", [0.0, 1e-2])
-@pytest.mark.parametrize("dims", [(4, 3), (4, 2, 3), (4, 6, 5, 3)], ids=str)
 def test_any_metric_on_a_batch(metric: Metric, damping: float, dims: tuple[int, ...]) -> None:
     model = deep(*dims)
     solver = pb.solvers.Cholesky(damping) if damping else pb.solvers.PseudoInverse()
@@ -120,8 +121,7 @@ def test_any_metric_on_a_batch(metric: Metric, damping: float, dims: tuple[int, 
     assert opt.step(closure).gram == "closed form"
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("metric", ["Euclidean", "Bernoulli"])
+@pytest.mark.parametrize(("name", "metric"), each_once(MODELS, ["Euclidean", "Bernoulli"]))
 def test_laws_of_the_grams(name: str, metric: str) -> None:
     build, args = MODELS[name]
     model = build()

@@ -10,6 +10,7 @@ import pullback as pb
 from pullback.grams import Dense, FactoredGram, Gram, Kernel, Operator, Rows
 from pullback.solvers import GreedySolution, OrthogonalGreedy, Relative
 from pullback.testing import assert_close
+from tests.pairs import all_pairs
 from tests.solvers.helpers import FORMS, hold, random, vector, with_spectrum
 
 RULES = ("correlation", "decrease")
@@ -67,11 +68,11 @@ def test_three_vectors_by_hand() -> None:
             assert f"k = {k}" in found.stopped
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("damping", [0.0, 0.3])
-@pytest.mark.parametrize("block", [1, 4])
+@pytest.mark.parametrize(
+    ("form", "rule", "shape", "damping", "block"),
+    all_pairs(FORMS, RULES, SHAPES, [0.0, 0.3], [1, 4]),
+    ids=str,
+)
 def test_it_is_matching_pursuit(
     form: str, rule: str, shape: tuple[int, int], damping: float, block: int
 ) -> None:
@@ -121,9 +122,7 @@ def _next(g: Tensor, rhs: Tensor, chosen: list[int], rule: str) -> float:
     return float(rhs[grown] @ torch.linalg.solve(g[grown][:, grown], rhs[grown]))
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("block", [1, 3])
+@pytest.mark.parametrize(("form", "rule", "block"), all_pairs(FORMS, RULES, [1, 3]))
 def test_exact_after_rank_many_rounds(form: str, rule: str, block: int) -> None:
     """G h = g once as many vectors are taken as G has rank; the rest is never entered."""
     a, r = with_spectrum(torch.tensor([4.0, 2, 1, 0.5, 0.2]).double(), 12, 30), vector(12)
@@ -136,9 +135,7 @@ def test_exact_after_rank_many_rounds(form: str, rule: str, block: int) -> None:
     assert int((found.x != 0).sum()) == 5
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize(("form", "rule", "known"), all_pairs(FORMS, RULES, [False, True]))
 def test_copies_and_dead_vectors_never_enter(form: str, rule: str, known: bool) -> None:
     a = random(40, 8)
     a = torch.cat([a, a, 3 * a, torch.zeros(40, 4).double(), a[:, :2] + a[:, 2:4]], 1)

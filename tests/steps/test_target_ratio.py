@@ -8,6 +8,7 @@ import torch
 import pullback as pb
 from pullback.solvers import Cholesky
 from pullback.steps import TargetRatio
+from tests.pairs import all_pairs
 from tests.steps.helpers import Bowl, bowl
 
 
@@ -38,9 +39,9 @@ def trials(problem: Bowl, rule: TargetRatio, radius: float) -> tuple[list[float]
     return radii, ratios
 
 
-@pytest.mark.parametrize("strength", [0.01, 0.1, 1.0, 100.0])
-@pytest.mark.parametrize("radius", [0.05, 0.5, 8.0])
-@pytest.mark.parametrize("lr", [1.0, 0.5])
+@pytest.mark.parametrize(
+    ("strength", "radius", "lr"), all_pairs([0.01, 0.1, 1.0, 100.0], [0.05, 0.5, 8.0], [1.0, 0.5])
+)
 def test_it_takes_the_largest_good_radius(strength: float, radius: float, lr: float) -> None:
     problem = bowl(seed=3, lr=lr)
     problem.extra = lambda w: strength * w.pow(4).sum()

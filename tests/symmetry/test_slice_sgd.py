@@ -16,6 +16,7 @@ from pullback.symmetry.descent.layer_sweep import inverse_by_products
 from pullback.symmetry.slice_sgd import SliceSGD
 from pullback.symmetry.slices.balanced import Balanced
 from pullback.symmetry.slices.layer_slice import EqualNorm
+from tests.pairs import all_pairs
 
 from .chain import convnet, mlp, relative, scalings, shake
 
@@ -104,9 +105,9 @@ def test_the_riemannian_step_is_the_projected_gradient() -> None:
         assert relative(p, q) < 1e-13, n
 
 
-@pytest.mark.parametrize("group", ["neuron", "layer"])
-@pytest.mark.parametrize("gradient", GRADIENTS)
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize(
+    ("group", "gradient", "momentum"), all_pairs(["neuron", "layer"], GRADIENTS, [0.0, 0.9])
+)
 def test_training_lowers_the_loss_and_stays_near_the_slice(
     group: str, gradient: str, momentum: float
 ) -> None:
@@ -251,9 +252,9 @@ GRAPHS = {
 }
 
 
-@pytest.mark.parametrize("net", GRAPHS)
-@pytest.mark.parametrize("group", ["neuron", "layer"])
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize(
+    ("net", "group", "momentum"), all_pairs(GRAPHS, ["neuron", "layer"], [0.0, 0.9])
+)
 def test_networks_that_are_no_chains(net: str, group: str, momentum: float) -> None:
     torch.manual_seed(0)
     model = GRAPHS[net]().double()
@@ -457,9 +458,9 @@ def test_recorded_graphs_do_what_the_kernels_do(group: str, momentum: float) -> 
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("group", ["neuron", "layer"])
-@pytest.mark.parametrize("gradient", GRADIENTS)
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize(
+    ("group", "gradient", "momentum"), all_pairs(["neuron", "layer"], GRADIENTS, [0.0, 0.9])
+)
 def test_training_steps_can_be_captured(group: str, gradient: str, momentum: float) -> None:
     """Two steps, forward to retraction, as one graph: what the same steps do on a CPU."""
     models = [mlp(3, 8, 6, 5, 2), mlp(3, 8, 6, 5, 2).cuda()]

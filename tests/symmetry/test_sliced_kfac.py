@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import pullback as pb
 from pullback.optim.kfac import Exact, Invariant
 from pullback.symmetry import Sliced, find
+from tests.pairs import each_once
 from tests.symmetry.networks import Of, randomized
 
 
@@ -108,8 +109,7 @@ def relative(a: Tensor, b: Tensor) -> float:
     return float((a - b).norm() / b.norm())
 
 
-@pytest.mark.parametrize("slice", ["balanced", "layer-balanced"])
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize(("name", "slice"), each_once(NETWORKS, ["balanced", "layer-balanced"]))
 def test_the_function_goes_where_kfac_takes_it_without_a_slice(name: str, slice: str) -> None:
     """With a damping that knows no coordinates K-FAC is invariant, if its memory is moved along."""
     model, x = far(name)

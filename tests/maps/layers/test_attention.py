@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from pullback.maps.layers import Compound, find
 from tests.maps.layers.replays import check
+from tests.pairs import all_pairs, each_once
 
 B, L, S, E, H = 3, 4, 5, 6, 2
 
@@ -62,9 +63,7 @@ RESULTS = {
 }
 
 
-@pytest.mark.parametrize("result", RESULTS)
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize(("option", "mask", "result"), all_pairs(OPTIONS, MASKS, RESULTS))
 def test_cross_attention(option: str, mask: str, result: str) -> None:
     torch.manual_seed(0)
     for first in (False, True):
@@ -77,8 +76,7 @@ def test_cross_attention(option: str, mask: str, result: str) -> None:
         assert all(t.places == (B * L, B * S, B * S) for t in packed)
 
 
-@pytest.mark.parametrize("result", RESULTS)
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize(("option", "result"), each_once(OPTIONS, RESULTS))
 def test_unbatched(option: str, result: str) -> None:
     torch.manual_seed(0)
     module = nn.MultiheadAttention(E, H, **OPTIONS[option]).double()

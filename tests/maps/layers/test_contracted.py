@@ -9,6 +9,7 @@ from torch import Tensor
 from pullback.maps.layers import AffineBlock
 from pullback.maps.layers import contracted as module
 from pullback.testing import assert_close
+from tests.pairs import all_pairs
 
 
 def block(n: int, seed: int, *, bias: bool = True, height: Tensor | None = None) -> AffineBlock:
@@ -20,9 +21,9 @@ def block(n: int, seed: int, *, bias: bool = True, height: Tensor | None = None)
     return AffineBlock("w", name, x.__getitem__, (n, g, t, i), delta, height)
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("jet", [True, False])
-@pytest.mark.parametrize("cache", [1, 400, 2**20])
+@pytest.mark.parametrize(
+    ("bias", "jet", "cache"), all_pairs([True, False], [True, False], [1, 400, 2**20])
+)
 def test_it_is_the_gram_of_rows(
     bias: bool, jet: bool, cache: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

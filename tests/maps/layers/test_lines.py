@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pullback.maps.layers import lines
+from tests.pairs import all_pairs
 
 DOUBLE = torch.float64
 
@@ -29,9 +30,9 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize("last", [False, True])
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("memory", [2**28, 1])
+@pytest.mark.parametrize(
+    ("memory", "options", "last"), all_pairs([2**28, 1], OPTIONS, [False, True]), ids=str
+)
 def test_moments(monkeypatch: pytest.MonkeyPatch, memory: int, options: dict, last: bool) -> None:
     monkeypatch.setattr(lines, "_MEMORY", memory)
     module = nn.Conv2d(3, 4, **options).double()

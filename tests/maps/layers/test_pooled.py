@@ -10,6 +10,7 @@ from pullback.kernels import Tangent, ntk
 from pullback.maps import identity_covectors
 from pullback.maps.layers import AffineBlock
 from pullback.testing import assert_close
+from tests.pairs import all_pairs
 
 
 def block(n: int, seed: int, *, pooled: bool, height: Tensor | None = None) -> AffineBlock:
@@ -21,9 +22,10 @@ def block(n: int, seed: int, *, pooled: bool, height: Tensor | None = None) -> A
     return AffineBlock("w", "b", x.__getitem__, (n, 2, 5, 3), delta, height)
 
 
-@pytest.mark.parametrize("jet", [True, False])
-@pytest.mark.parametrize("route", ["hadamard", "materialized", "contracted"])
-@pytest.mark.parametrize("other", [True, False])
+@pytest.mark.parametrize(
+    ("jet", "route", "other"),
+    all_pairs([True, False], ["hadamard", "materialized", "contracted"], [True, False]),
+)
 def test_it_is_the_gram_of_rows(
     jet: bool, route: str, other: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ from pullback.maps.layers import AffineBlock
 from pullback.maps.layers import separated as module
 from pullback.maps.layers.separated import Separated
 from pullback.testing import assert_close
+from tests.pairs import all_pairs
 
 
 def block(
@@ -28,9 +29,9 @@ def block(
     return AffineBlock("w", "b" if bias else None, x.__getitem__, (n, g, t, i), delta, height)
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("jet", [True, False])
-@pytest.mark.parametrize("cache", [1, 200, 2**20])
+@pytest.mark.parametrize(
+    ("bias", "jet", "cache"), all_pairs([True, False], [True, False], [1, 200, 2**20])
+)
 def test_it_is_the_gram_of_rows(
     bias: bool, jet: bool, cache: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
