@@ -11,12 +11,13 @@ from .._core.errors import PullbackError
 from .._core.space import ParameterSpace
 from .actions.action import Action
 from .actions.scaling import Scaling
+from .descent.keeper import two_sided
 from .graph.tracing import Example
 from .orbits.invariants import invariants
 from .orbits.ranks import Rank, rank
 from .orbits.tangents import Orbits
 from .orbits.verify import Rejected, Verified, summarized
-from .slices.choice import make_slice, two_sided
+from .slices.equal_norm import make_slice
 from .slices.slice import Retraction, Slice
 
 _LARGEST = 2**31  # entries of a matrix of generators that may be formed

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 import torch
@@ -75,6 +76,36 @@ class Units:
     def names(self) -> tuple[str, ...]:
         """The parameters that are scaled."""
         return tuple(part.name for part in self.parts)
+
+    @property
+    def powers(self) -> Tensor:
+        """Σ_legs power of every parameter and unit, (parameters, U), where each is one block."""
+        first = self.parts[0].legs[0].unit
+        eye = torch.eye(self.total, dtype=wide(first), device=first.device)
+        return torch.stack([part.log_factor(eye).reshape(-1) for part in self.parts])
+
+    @cached_property
+    def colors(self) -> list[list[int]]:
+        """Scalings that share no parameter, in as few classes as a greedy choice finds."""
+        names = [set(s.names) for s in self.scalings]
+        out: list[list[int]] = []
+        for i, mine in enumerate(names):
+            for color in out:
+                if all(mine.isdisjoint(names[j]) for j in color):
+                    color.append(i)
+                    break
+            else:
+                out.append([i])
+        return out
+
+    def exponent(self, index: int) -> float:
+        """x in α = (|out|/|in|)^x, which balances a unit of this scaling by itself.
+
+        Half of it where two units share entries: both sides of one parameter, as on a skip.
+        """
+        legs = self.scalings[index].legs
+        apart = len({leg.name for leg in legs}) == len(legs)
+        return (0.5 if apart else 0.25) / max(abs(leg.power) for leg in legs)
 
     def split(self, t: Tensor) -> tuple[Tensor, ...]:
         """(…, U) by scaling."""
