@@ -1,11 +1,8 @@
 """Symmetries of networks: group actions on parameters that leave the function as it is."""
 
-from .actions.action import Action
-from .actions.directed import Directed
-from .actions.folding import Folding
-from .actions.mixing import Mixing
-from .actions.scaling import Leg, Scaling
-from .actions.shifts import BiasShift, CommonShift, MeanShift, Shift, StreamShift
+from .actions.derived import Directed
+from .actions.scaling import Action, Leg, Mixing, Scaling
+from .actions.shifts import BiasShift, CommonShift, Folding, MeanShift, Shift, StreamShift
 from .by_hand import by_hand
 from .find import find
 from .orbits.ranks import Rank

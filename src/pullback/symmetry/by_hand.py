@@ -12,8 +12,7 @@ from .._core.capture import plain
 from .._core.errors import PullbackError
 from .actions.scaling import Leg, Scaling
 from .find import Group, build
-from .graph.guess import guessed
-from .graph.tracing import Example
+from .graph.tracing import Example, guessed
 from .symmetry import Symmetry
 
 Names = str | Sequence[str]

@@ -8,39 +8,19 @@ from torch import nn
 
 from .._core.capture import Selector, plain
 from .._core.errors import PullbackError
-from .actions.action import Action
-from .actions.directed import Directed, in_parameters, with_weights
-from .actions.folding import Folding, Norm
-from .actions.scaling import Scaling
-from .actions.turned import turned_back, with_transposes
-from .candidates.exchanges import exchanges
-from .candidates.mixings import mixings
-from .candidates.propose import shifts
-from .candidates.scalings import scalings
-from .candidates.streams import streams
-from .graph.guess import guessed
-from .graph.tracing import Example, trace
+from .actions.derived import Directed, in_parameters, turned_back, with_transposes, with_weights
+from .actions.scaling import Action, Scaling
+from .actions.shifts import Folding, Norm
+from .candidates.mixings import mixings, scalings
+from .candidates.shifts import exchanges, shifts, streams
+from .graph.tracing import Example, guessed, trace
 from .graph.walk import Walk
 from .orbits.verify import verified
-from .rules import (
-    bilinear,
-    contractions,
-    lookups,
-    norms,
-    patches,
-    pointwise,
-    reductions,
-    selection,
-    structural,
-    weight_norm,
-)
+from .rules import contractions, norms, pointwise, structural
 from .symmetry import Symmetry
 
 #: importing these registers the rules for operations
-RULE_BOOKS = (
-    *(bilinear, contractions, lookups, norms, patches),
-    *(pointwise, reductions, selection, structural, weight_norm),
-)
+RULE_BOOKS = (contractions, norms, pointwise, structural)
 
 Group = Literal["neuron", "layer"]
 

@@ -9,13 +9,11 @@ from torch import Tensor
 
 from .._core.errors import PullbackError
 from .._core.space import ParameterSpace
-from .actions.action import Action
-from .actions.scaling import Scaling
+from .actions.scaling import Action, Scaling
 from .descent.keeper import two_sided
 from .graph.tracing import Example
-from .orbits.invariants import invariants
 from .orbits.ranks import Rank, rank
-from .orbits.tangents import Orbits
+from .orbits.tangents import Orbits, invariants
 from .orbits.verify import Rejected, Verified, summarized
 from .slices.equal_norm import make_slice
 from .slices.slice import Retraction, Slice

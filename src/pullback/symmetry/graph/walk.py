@@ -13,11 +13,9 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
-from .ledger import Ledger
-from .scales import FIXED, Scales, collapse
-from .tied import alike
+from .ledger import NONE, Act, Ledger, Ref, Value
+from .scales import FIXED, Scales, alike, collapse
 from .tracing import Traced
-from .values import NONE, Act, Ref, Value
 
 Rule = Callable[["Walk", Node, list[Any], dict[str, Any]], Any]
 

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from ..._core.attention import unfused_attention
 from ..._core.errors import PullbackError
-from ..actions.action import Action
-from ..actions.scaling import Scaling
+from ..actions.scaling import Action, Scaling
 from ..graph.tracing import Example
 
 #: what round-off may leave of J Z, and where the model itself computes in a narrower type
