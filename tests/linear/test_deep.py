@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from pullback import PullbackError
 from pullback.linear import DeepMatrix, kronecker_lstsq, split_obstacle
 from pullback.linear.deep import _tangent
-from pullback.linear.iterative import iterated
-from pullback.linear.kronecker import complete
+from pullback.linear.grams import complete
+from pullback.linear.minimum_norm import iterated
 from pullback.linear.tangents import Grid
 from pullback.testing import relative_error
 from tests.linear.oracles import flat, jacobian, product

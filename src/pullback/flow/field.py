@@ -1,22 +1,163 @@
-"""Vector fields on parameters: −G⁺∇L and −∇L, with the loss they descend."""
+"""The vector field of natural gradient flow, and what is watched and held while it runs."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .._core.capture import plain
 from .._core.errors import PullbackError
 from .._core.space import ParameterSpace
+from .._core.state import Snapshot
+from ..likelihoods import Bernoulli, Categorical
 from ..maps import ObjectiveMap
+from ..metrics import Fisher
 from ..optim import NaturalGradient, Objective
 from ..optim.checks import refuse_metric
-from .host import Host
-from .watch import Watch
+
+
+class Host:
+    """The parameters of a module that require gradients, as one flat vector in float64."""
+
+    def __init__(self, model: nn.Module) -> None:
+        if not isinstance(model, nn.Module):
+            raise PullbackError(
+                "The flow needs the model itself",
+                f"got {type(model).__name__}",
+                "Pass an nn.Module, or a function φ with start= and a loss on its values",
+            )
+        self.model = plain(model)
+        self.params = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+        self.space = ParameterSpace(self.params)
+        low = sorted({str(p.dtype) for p in self.params.values() if p.dtype != torch.float64})
+        if low:
+            raise PullbackError(
+                "A flow needs float64",
+                f"some parameters are {', '.join(low)}, whose round-off is far above what the "
+                "integrator's error control works with",
+                "Call .double() on the model and its data",
+            )
+
+    def now(self) -> Tensor:
+        """The parameters as they are, flat."""
+        return self.space.flatten({n: p.detach() for n, p in self.params.items()}).clone()
+
+    @contextmanager
+    def at(self, flat: Tensor) -> Iterator[None]:
+        """The module at a point, without gradients; parameters, gradients, buffers come back."""
+        saved = [(p, p.detach().clone(), p.grad) for p in self.params.values()]
+        before = Snapshot(self.model, self.space.device)
+        try:
+            self.write(flat)
+            self.clear()
+            yield
+        finally:
+            for p, value, gradient in saved:
+                p.data.copy_(value)
+                p.grad = gradient
+            before.restore()
+
+    def write(self, flat: Tensor) -> None:
+        """Put a flat vector into the parameters."""
+        for name, value in self.space.split(flat.to(self.space.device)).items():
+            self.params[name].data.copy_(value)
+
+    def clear(self) -> None:
+        """Forget the gradients."""
+        for p in self.params.values():
+            p.grad = None
+
+    def gradient(self) -> Tensor:
+        """p.grad, flat; a copy."""
+        return self.space.flatten({n: p.grad for n, p in self.params.items()}).clone()
+
+
+_SURE = 1e-4  # the probability of the other classes from which on p − y is looked at
+_ULPS = 4
+
+
+class Watch:
+    """A closure's ∂ℓ/∂z, followed while it runs, for Fisher metrics of classifiers.
+
+    Autograd's w(p − y) has the absolute round-off of p: its digits go as p nears 1, and from logits
+    of about 37 on it is zero, while the natural gradient is not (zero over zero). A gradient that
+    is w(p − y) to that round-off, for the weight w of a sum or a mean, is replaced by the same in
+    full precision. Where it is zero nothing is left to say which y it was.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: NaturalGradient | None) -> None:
+        metric = None if optimizer is None else optimizer.metric
+        self._likelihood = metric.likelihood if isinstance(metric, Fisher) else None
+        self._model, self._lost = model, 0
+        self._hook: Any = None
+
+    def __enter__(self) -> Watch:
+        if isinstance(self._likelihood, (Bernoulli, Categorical)):
+            # first, so that whoever records the cotangent receives the mended one
+            self._hook = self._model.register_forward_hook(self._follow, prepend=True)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+
+    def _follow(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        if not isinstance(output, Tensor) or not output.requires_grad:
+            return
+        z = output.detach()
+
+        def mend(g: Tensor) -> Tensor | None:
+            if isinstance(self._likelihood, Bernoulli):
+                exact, sure = _bernoulli(z, g)
+                silent = g == 0
+            elif z.ndim == 2 and g.shape == z.shape:
+                exact, sure = _categorical(z, g)
+                silent = (g == 0).all(1, keepdim=True)
+            else:
+                return None
+            self._lost += int((sure & silent).sum())
+            eps = torch.finfo(g.dtype).eps
+            for count in (1, z.shape[0], z.numel()):
+                near = (g - exact / count).abs() <= _ULPS * eps / count
+                if bool((near | silent | ~sure).all()):
+                    return torch.where(sure & ~silent, exact / count, g)
+            return None
+
+        output.register_hook(mend)
+
+    def rounded(self) -> str:
+        """The reason to stop, or nothing."""
+        if not self._lost:
+            return ""
+        return (
+            f"the loss's gradient p − y rounded to zero at {self._lost} outputs whose logits are "
+            "beyond about ±37 (flow.Supervised goes on from there)"
+        )
+
+
+def _bernoulli(z: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """σ(z) − y with the y that the sign of g tells, and where it is small."""
+    exact = torch.where(g < 0, -torch.sigmoid(-z), torch.sigmoid(z))
+    sure = torch.where(g == 0, torch.sigmoid(z.abs()) == 1, exact.abs() < _SURE)
+    return exact, sure
+
+
+def _categorical(z: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """p − e_y with the y at which g is negative, and in which rows it is small."""
+    log_p = z.log_softmax(1)
+    y = g.argmin(1, keepdim=True)
+    others = log_p.scatter(1, y, -torch.inf).logsumexp(1, keepdim=True).exp()
+    exact = log_p.exp().scatter(1, y, -others)
+    lost = z.softmax(1).amax(1, keepdim=True) == 1
+    silent = (g == 0).all(1, keepdim=True)
+    return exact, torch.where(silent, lost, others < _SURE).expand_as(z)
+
 
 KINDS = ("natural", "euclidean")
 

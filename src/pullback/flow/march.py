@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from .._core.errors import PullbackError
-from .events import Event, State
 from .field import Field, Local
-from .trajectory import Trajectory
+from .trajectory import Event, State, Trajectory
 
 _EXPLICIT = ("DOP853", "RK45")
 _STIFF = "the flow may be stiff there (try method='LSODA') or not smooth (kinks, a loss of rank)"

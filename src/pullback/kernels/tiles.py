@@ -12,8 +12,7 @@ from .._core.errors import PullbackError
 from .._core.processes import Processes
 from .._core.products import SPLIT_ABOVE, full_precision
 from ..maps import Pulled
-from .checks import norms
-from .layouts import Full, Layout
+from .layouts import Full, Layout, norms
 from .tangent import Tangent, arguments
 
 MEMORY = 2**30  # bytes for what is pulled back and for temporaries; the kernel itself is beside it

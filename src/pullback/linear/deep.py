@@ -12,13 +12,17 @@ from .._core.errors import PullbackError
 from .._core.factor import Factor
 from ..grams import FactoredGram
 from ..maps import Linearization
-from .checks import refuse_nonfinite, refuse_rcond, refuse_shape
 from .grams import Sides, TangentGram, isotropic, proven, tangent_gram
-from .minimum_norm import minimum_norm
-from .parameters import Factored, Source, whole_numbers
-from .spectra import commuting
-from .split import split
-from .tangents import Entries, Grid, Tangent, Term, around, leveled
+from .minimum_norm import minimum_norm, split
+from .parameters import (
+    Factored,
+    Source,
+    refuse_nonfinite,
+    refuse_rcond,
+    refuse_shape,
+    whole_numbers,
+)
+from .tangents import Entries, Grid, Tangent, Term, around, commuting, leveled
 
 
 class DeepMatrix(Factored):

@@ -11,11 +11,16 @@ from .._core.errors import PullbackError
 from .._core.factor import Factor
 from ..grams import FactoredGram
 from ..maps import Linearization
-from .checks import refuse_nonfinite, refuse_shape, refuse_zero_tangent
 from .grams import CoreGram, Sides, proven
-from .logistic import natural_logit_move
-from .parameters import Factored, Source, whole_numbers
-from .population import population_fisher
+from .parameters import (
+    Factored,
+    Source,
+    refuse_nonfinite,
+    refuse_shape,
+    refuse_zero_tangent,
+    whole_numbers,
+)
+from .population import natural_logit_move, population_fisher
 
 
 class DiagonalNetwork(Factored):
