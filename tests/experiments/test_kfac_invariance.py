@@ -14,8 +14,16 @@ from torch import nn
 from typer.testing import CliRunner
 
 from pullback.cli.app import app
-from pullback.geometry.charts.affine import Change, Coordinates, changed, drawn, same, whitening
-from pullback.geometry.charts.twin import tanh_twin, twin
+from pullback.geometry.charts.twin import (
+    Change,
+    Coordinates,
+    changed,
+    drawn,
+    same,
+    tanh_twin,
+    twin,
+    whitening,
+)
 from pullback_experiments.kfac_invariance import EXPERIMENTS, Invariance, experiment
 from pullback_experiments.kfac_invariance.experiment import RECORDED, claims
 from pullback_experiments.kfac_invariance.methods import GROUPS, METHODS, TwinMethod, TwinRun, run

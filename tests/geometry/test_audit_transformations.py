@@ -10,29 +10,32 @@ import torch
 from torch import Tensor, nn
 
 from pullback import PullbackError
-from pullback.geometry.charts.affine import (
+from pullback.geometry.charts.diffeomorphism import Coupling
+from pullback.geometry.charts.reparametrize import Reparametrized
+from pullback.geometry.charts.transformations import (
+    Affine,
+    NeuronPermutation,
+    NeuronRescaling,
+    Neurons,
+    Parameters,
+    Transformation,
+    Whitening,
+    as_transformation,
+    neuron_twin,
+    standard,
+)
+from pullback.geometry.charts.twin import (
     Change,
     Coordinates,
     changed,
     drawn,
     layers,
     same,
+    sigmoid_twin,
+    tanh_twin,
+    twin,
     whitening,
 )
-from pullback.geometry.charts.mixing import Coupling
-from pullback.geometry.charts.neurons import Neurons, neuron_twin
-from pullback.geometry.charts.reparametrize import Reparametrized
-from pullback.geometry.charts.transformations import (
-    Affine,
-    NeuronPermutation,
-    NeuronRescaling,
-    Parameters,
-    Transformation,
-    Whitening,
-    as_transformation,
-    standard,
-)
-from pullback.geometry.charts.twin import sigmoid_twin, tanh_twin, twin
 
 
 class Residual(nn.Module):

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from pullback.geometry.charts.transformations import standard
 from pullback.geometry.invariance.audit import audit
-from pullback.geometry.invariance.optimizers import Contender, optimizers
-from pullback.geometry.invariance.table import grid, shown
-from pullback.geometry.invariance.verdict import SLACK, Verdict
+from pullback.geometry.invariance.table import SLACK, Verdict, grid, shown
+from pullback.geometry.invariance.trial import Contender, optimizers
 from pullback.symmetry import SliceSGD
 
 from ..framework.check import Check

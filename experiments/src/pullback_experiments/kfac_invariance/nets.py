@@ -11,8 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from pullback import likelihoods, metrics
-from pullback.geometry.charts.affine import Affine, Change, changed, drawn, same, whitening
-from pullback.geometry.charts.twin import random_coordinates, tanh_twin, twin
+from pullback.geometry.charts.twin import (
+    Affine,
+    Change,
+    changed,
+    drawn,
+    random_coordinates,
+    same,
+    tanh_twin,
+    twin,
+    whitening,
+)
 
 
 class Recurrent(nn.Module):

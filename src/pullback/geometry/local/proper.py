@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from ..._core.errors import PullbackError
-from .ambient import MetricLike
-from .coordinates import Coordinates, Phi, Vector
+from .ambient import Coordinates, MetricLike, Phi, Vector
+from .inverses import Rank
 from .point import Point
-from .spectrum import Rank
 
 
 @dataclass(frozen=True)
