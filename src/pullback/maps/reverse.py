@@ -13,7 +13,7 @@ from torch.func import vmap
 from .._core.errors import reraise_fatal
 from .._core.graph import arithmetic
 from .._core.space import tolerance
-from .layers.layout import Layout
+from .layers.moments import Layout
 from .replay import Replay
 
 

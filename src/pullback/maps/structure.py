@@ -18,7 +18,7 @@ from .._core.graph import arithmetic
 from .._core.space import tolerance
 from .base import Covered, Pulled
 from .layers import Block, RowsBlock, Use
-from .layers.layout import Layout, detect
+from .layers.moments import Layout, detect
 from .proof import Proof
 from .record import Entry, Recorder
 from .replay import Replay

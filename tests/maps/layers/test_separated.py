@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from pullback.kernels import ntk
 from pullback.maps.layers import AffineBlock
-from pullback.maps.layers import separated as module
-from pullback.maps.layers.separated import Separated
+from pullback.maps.layers import gram as module
+from pullback.maps.layers.gram import Separated
 from pullback.testing import assert_close
 
 
@@ -34,7 +34,7 @@ def block(
 def test_it_is_the_gram_of_rows(
     bias: bool, jet: bool, cache: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_CACHE", cache)
+    monkeypatch.setattr(module, "_CACHED_PRODUCTS", cache)
     monkeypatch.setattr(AffineBlock, "_route", lambda self, other: "separated")
     height = torch.tensor([1.0, 0.0, 0.0, 2.0], dtype=torch.float64) if jet else None
     a = block(5, 0, bias=bias, height=height)

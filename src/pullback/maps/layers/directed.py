@@ -18,9 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .base import Block
 from .moments import Moments, Sharing
-from .registry import Layer, Use, find, register
+from .registry import Block, Layer, Use, find, register
 
 
 class Directed(nn.Module):

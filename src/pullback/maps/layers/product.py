@@ -18,9 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from .affine import AffineBlock
-from .base import Block, joined
 from .moments import Moments, Sharing, counted, means, moments, second_moment
-from .registry import Layer, Use, register
+from .registry import Block, Layer, Use, joined, register
 
 
 class Product(nn.Module):

@@ -18,8 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from ...._core.graph import Root, pull
-from ....maps.layers.layout import candidates, told
-from ....maps.layers.moments import Sharing
+from ....maps.layers.moments import Sharing, candidates, told
 from ....maps.record import Entry
 from .covectors import Coupling, samples_axis
 from .record import ForwardRecord
