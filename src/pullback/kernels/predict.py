@@ -28,9 +28,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, jvp, vjp
 
-from .._core.attention import unfused_attention
 from .._core.capture import Selector, plain, select
 from .._core.errors import PullbackError, reraise_fatal
+from .._core.graph import unfused_attention
 from ..maps.module import refuse_coupled
 from ..solvers import Relative
 from .layouts import as_matrix

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -12,9 +12,31 @@ from torch.func import vmap
 
 from .._core.errors import reraise_fatal
 from .._core.graph import arithmetic
-from .._core.space import tolerance
+from .._core.space import ParameterSpace, tolerance
 from .layers.moments import Layout
-from .replay import Replay
+
+
+class Replay(Protocol):
+    """A forward pass run again, with its graph kept for many reverse passes."""
+
+    #: the map: its `call`, `batch_dim`, and `call_with(params, *args, **kwargs)`
+    map: Any
+    space: ParameterSpace
+    #: z, detached, in the precision of linear algebra
+    value: Tensor
+    #: z, with its graph
+    graph: Tensor
+
+    @property
+    def leaves(self) -> dict[str, Tensor]:
+        """The parameters the graph was built on."""
+        ...
+
+    def gradients(
+        self, u: Tensor, inputs: list[Any], *, batched: bool = False
+    ) -> tuple[Tensor | None, ...]:
+        """Autograd's answer for parameters or for the layers' outputs."""
+        ...
 
 
 def looped_cotangents(

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..._core.products import mirrored
-from ..._core.scatter import add_at
+from ..._core.products import add_at, mirrored
 from ..._core.space import compute_dtype
 from .gram import add_hadamard
 from .moments import Moments, Sharing, counted, second_moment

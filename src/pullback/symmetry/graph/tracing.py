@@ -22,10 +22,9 @@ from torch.nn.modules import transformer
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..._core.attention import unfused_attention
 from ..._core.capture import Selector, plain, select
 from ..._core.errors import PullbackError, reraise_fatal
-from ..._core.graph import walk
+from ..._core.graph import unfused_attention, walk
 from ...maps.module import in_every_slot
 
 BY_HAND = "Name the pairs by hand: symmetry.by_hand(model, [('fc1', 'fc2'), ...], example)"

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..._core.attention import unfused_attention
+from ..._core.graph import unfused_attention
 from ...maps import FunctionLinearization
 from ..actions.scaling import Action
 from ..graph.tracing import Example

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..._core.attention import unfused_attention
 from ..._core.errors import PullbackError
+from ..._core.graph import unfused_attention
 from ..actions.scaling import Action, Scaling
 from ..graph.tracing import Example
 
