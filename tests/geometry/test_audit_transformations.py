@@ -26,7 +26,7 @@ from pullback.geometry.charts.transformations import (
 )
 from pullback.geometry.charts.twin import (
     Change,
-    Coordinates,
+    LayerCoordinates,
     changed,
     drawn,
     layers,
@@ -188,7 +188,7 @@ SINGULAR = Change(torch.ones(4, 4).double(), torch.zeros(4).double())
 BAD: dict[str, tuple[Callable[[], object], str]] = {
     "singular": (lambda: changed(nn.Linear(4, 2), SINGULAR, same(2)), "not invertible"),
     "size": (lambda: changed(nn.Linear(4, 2), same(3), same(2)), "4 inputs"),
-    "count": (lambda: twin(mlp(), Coordinates([same(4)], [same(6)])), "3 linear"),
+    "count": (lambda: twin(mlp(), LayerCoordinates([same(4)], [same(6)])), "3 linear"),
     "few samples": (lambda: Whitening().twin(mlp(), flat(3)), "cannot be whitened"),
     "constant": (lambda: Whitening().twin(mlp(), torch.ones(9, 4)), "cannot be whitened"),
     "nan inputs": (lambda: Whitening().twin(mlp(), flat() * torch.nan), "cannot be whitened"),

@@ -82,7 +82,7 @@ _SURE = 1e-4  # the probability of the other classes from which on p − y is lo
 _ULPS = 4
 
 
-class Watch:
+class CotangentWatch:
     """A closure's ∂ℓ/∂z, followed while it runs, for Fisher metrics of classifiers.
 
     Autograd's w(p − y) has the absolute round-off of p: its digits go as p nears 1, and from logits
@@ -97,7 +97,7 @@ class Watch:
         self._model, self._lost = model, 0
         self._hook: Any = None
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> CotangentWatch:
         if isinstance(self._likelihood, (Bernoulli, Categorical)):
             # first, so that whoever records the cotangent receives the mended one
             self._hook = self._model.register_forward_hook(self._follow, prepend=True)
@@ -163,7 +163,7 @@ KINDS = ("natural", "euclidean")
 
 
 @dataclass(frozen=True)
-class Local:
+class FieldValue:
     """The field at one point; a non-empty reason says why it has no velocity."""
 
     loss: float
@@ -172,7 +172,7 @@ class Local:
     reason: str = ""
 
     @classmethod
-    def checked(cls, loss: float, gradient: Tensor, velocity: Tensor) -> Local:
+    def checked(cls, loss: float, gradient: Tensor, velocity: Tensor) -> FieldValue:
         """The same, with a reason if anything in it is not finite."""
         reason = ""
         if not torch.isfinite(torch.tensor(loss)):
@@ -184,13 +184,13 @@ class Local:
         return cls(loss, gradient, velocity, reason)
 
     @classmethod
-    def broken(cls, like: Tensor, reason: str) -> Local:
+    def broken(cls, like: Tensor, reason: str) -> FieldValue:
         """No velocity, and why."""
         nan = torch.full_like(like, torch.nan)
         return cls(float("nan"), nan, nan, reason)
 
 
-class Field(ABC):
+class VectorField(ABC):
     """θ' = v(θ) on flat parameters (p,)."""
 
     space: ParameterSpace
@@ -199,7 +199,7 @@ class Field(ABC):
     model: nn.Module | None = None
 
     @abstractmethod
-    def local(self, flat: Tensor) -> Local:
+    def local(self, flat: Tensor) -> FieldValue:
         """Loss, gradient and velocity at a point."""
 
     @abstractmethod
@@ -215,7 +215,7 @@ class Field(ABC):
         return self.space.split(flat)
 
 
-class ClosureField(Field):
+class ClosureField(VectorField):
     """The field of an ordinary closure of a module.
 
     Args:
@@ -233,22 +233,22 @@ class ClosureField(Field):
         self.model, self.space, self.start = self.host.model, self.host.space, self.host.now()
         self._user, self._loss = closure, float("nan")
         self._optimizer = NaturalGradient(model, **options) if kind == "natural" else None
-        self._watch = Watch(self.host.model, self._optimizer)
+        self._watch = CotangentWatch(self.host.model, self._optimizer)
 
-    def local(self, flat: Tensor) -> Local:
+    def local(self, flat: Tensor) -> FieldValue:
         with self.host.at(flat), torch.enable_grad():
             if self._optimizer is None:
                 self._closure()
                 gradient = self.host.gradient()
-                return Local.checked(self._loss, gradient, -gradient)
+                return FieldValue.checked(self._loss, gradient, -gradient)
             found = self._optimizer.direction(self._closure)
             gradient = self.host.gradient()
             reason = self._watch.rounded()
             if not found.status.ok and bool(gradient.any()):
                 reason = found.status.value
             if reason:
-                return Local.broken(flat, reason)
-            return Local.checked(self._loss, gradient, -found.x)
+                return FieldValue.broken(flat, reason)
+            return FieldValue.checked(self._loss, gradient, -found.x)
 
     def loss(self, flat: Tensor) -> float:
         with self.host.at(flat), torch.enable_grad():
@@ -280,7 +280,7 @@ class ClosureField(Field):
     def _closure(self) -> Any:
         self.host.clear()
         # of this pass alone, and not of the optimizer's replays of it
-        with Watch(self.host.model, self._optimizer) as self._watch:
+        with CotangentWatch(self.host.model, self._optimizer) as self._watch:
             loss = self._user()
             _refuse_loss(loss)
             silent = all(p.grad is None for p in self.host.params.values())
@@ -300,7 +300,7 @@ def _refuse_loss(loss: Any) -> None:
         )
 
 
-class ObjectiveField(Field):
+class ObjectiveField(VectorField):
     """The field of an objective: residuals as a function of the parameter dict, ½‖·‖²."""
 
     def __init__(
@@ -317,20 +317,20 @@ class ObjectiveField(Field):
         if self._optimizer is not None:
             refuse_metric(self._optimizer.metric)
 
-    def local(self, flat: Tensor) -> Local:
+    def local(self, flat: Tensor) -> FieldValue:
         leaf = flat.detach().clone().requires_grad_()
         with torch.enable_grad():
             total = self._total(self.space.split(leaf))
             (gradient,) = torch.autograd.grad(total, leaf)
         loss, gradient = float(total.detach()), gradient.detach()
-        checked = Local.checked(loss, gradient, -gradient)
+        checked = FieldValue.checked(loss, gradient, -gradient)
         if self._optimizer is None or checked.reason:
             return checked
         with self.host.at(flat):
             found = self._optimizer.direction(objective=self._objective)
         if not found.status.ok and bool(gradient.any()):
-            return Local.broken(flat, found.status.value)
-        return Local.checked(loss, gradient, -found.x)
+            return FieldValue.broken(flat, found.status.value)
+        return FieldValue.checked(loss, gradient, -found.x)
 
     def loss(self, flat: Tensor) -> float:
         with torch.no_grad():

@@ -22,7 +22,7 @@ from .._core.errors import PullbackError
 from ..metrics import Custom, Euclidean, Metric
 from ..optim import Objective
 from ..solvers import PseudoInverse, Solver
-from .field import KINDS, ClosureField, Field, ObjectiveField
+from .field import KINDS, ClosureField, ObjectiveField, VectorField
 from .march import March
 from .supervised import Supervised, SupervisedField
 from .trajectory import BlowUp, Event, Trajectory
@@ -30,7 +30,7 @@ from .trajectory import BlowUp, Event, Trajectory
 Start = Tensor | Mapping[str, Tensor]
 
 
-class Wrapped(nn.Module):
+class FunctionModule(nn.Module):
     """φ as a module: the coordinates are its parameters, the values its output.
 
     Entries of z that a matrix may couple are one sample, (1, n).
@@ -90,7 +90,7 @@ class FunctionField(ClosureField):
         **options: Any,
     ) -> None:
         whole = not isinstance(metric, Metric)
-        self._wrapped = Wrapped(phi, start, whole)
+        self._wrapped = FunctionModule(phi, start, whole)
         if kind == "natural":
             options["metric"] = self._metric(metric)
         super().__init__(self._wrapped, lambda: self._total(loss), kind, **options)
@@ -216,7 +216,7 @@ def _field(
     start: Start | None,
     reduction: str | None,
     options: dict[str, Any],
-) -> Field:
+) -> VectorField:
     module = isinstance(model, nn.Module)
     if (start is None) != module:
         raise PullbackError(

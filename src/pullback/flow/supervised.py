@@ -28,7 +28,7 @@ from ..likelihoods import Bernoulli, Categorical, Likelihood
 from ..maps import Call, Linearization, ModuleMap
 from ..metrics import Fisher, Metric
 from ..solvers import PseudoInverse, Solver
-from .field import ClosureField, Local
+from .field import ClosureField, FieldValue
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,7 @@ class SupervisedField(ClosureField):
         call = Call.of(*self._data.arguments)
         return ModuleMap(self.host.model, call, output=self._output, plans=self._plans)
 
-    def local(self, flat: Tensor) -> Local:
+    def local(self, flat: Tensor) -> FieldValue:
         if self._solver is None:
             return super().local(flat)
         with self.host.at(flat):
@@ -217,8 +217,8 @@ class SupervisedField(ClosureField):
                 gradient = mean * linear.vjp(score.slope)
                 x, hidden = self._natural(linear, score)
                 if hidden:
-                    return Local.broken(flat, _HIDDEN.format(hidden))
-                return Local.checked(loss, gradient, -x)
+                    return FieldValue.broken(flat, _HIDDEN.format(hidden))
+                return FieldValue.checked(loss, gradient, -x)
 
     def _score(self, z: Tensor) -> Score | None:
         likelihood, y = self._data.likelihood, self._data.targets.to(z.device)

@@ -15,7 +15,7 @@ from torch.func import functional_call
 
 from .._core.capture import plain
 from .._core.errors import PullbackError
-from .field import Field
+from .field import VectorField
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ class Trajectory:
     events: Mapping[str, tuple[float, ...]]
     evaluations: int
     steps: int
-    _field: Field
+    _field: VectorField
     _pieces: Sequence[Any]
     _end: tuple[float, Tensor]
 

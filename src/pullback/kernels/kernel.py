@@ -21,7 +21,7 @@ from .._core.errors import PullbackError
 from .._core.processes import Processes
 from ..maps import Linearization
 from .change import FunctionChange
-from .layouts import Layout, as_layout, refuse_no_tensor
+from .layouts import KernelLayout, as_layout, refuse_no_tensor
 from .tangent import Arguments, Model, Tangent, arguments, as_tangent, part
 from .tiles import MEMORY, assembled, check_sizes
 
@@ -112,7 +112,7 @@ class FeatureKernel(TangentKernel):
         return self.joined(as_layout(layout), h, h2, x, x2, chunk, memory)
 
     def joined(
-        self, layout: Layout, h: Tensor, h2: Tensor, x: Any, x2: Any, chunk: Any, memory: int
+        self, layout: KernelLayout, h: Tensor, h2: Tensor, x: Any, x2: Any, chunk: Any, memory: int
     ) -> Tensor:
         """The kernel from its features."""
         return layout.of_features(h, h2)

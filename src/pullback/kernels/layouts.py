@@ -24,7 +24,7 @@ from .._core.space import tolerance
 from ..maps import Linearization, Pulled, identity_covectors
 
 
-class Layout(ABC):
+class KernelLayout(ABC):
     """One way to keep a kernel; J never is."""
 
     @abstractmethod
@@ -52,7 +52,7 @@ class Layout(ABC):
         return tile.transpose(0, 1)
 
 
-class Full(Layout):
+class Full(KernelLayout):
     """(N, N', m, m), as a view of the matrix (N·m, N'·m)."""
 
     def pull(self, linear: Linearization) -> list[Pulled]:
@@ -77,7 +77,7 @@ class Full(Layout):
         return tile.permute(1, 0, 3, 2)
 
 
-class Trace(Layout):
+class Trace(KernelLayout):
     """(N, N'): one product per layer, m times cheaper than the full kernel."""
 
     def pull(self, linear: Linearization) -> list[Pulled]:
@@ -94,7 +94,7 @@ class Trace(Layout):
         return n, n2
 
 
-class Diagonal(Layout):
+class OutputDiagonal(KernelLayout):
     """(N, N', m): one kernel (N, N') per output."""
 
     def pull(self, linear: Linearization) -> list[Pulled]:
@@ -111,10 +111,10 @@ class Diagonal(Layout):
         return n, n2, m
 
 
-LAYOUTS: dict[str, Layout] = {"full": Full(), "trace": Trace(), "diagonal": Diagonal()}
+LAYOUTS: dict[str, KernelLayout] = {"full": Full(), "trace": Trace(), "diagonal": OutputDiagonal()}
 
 
-def as_layout(layout: str) -> Layout:
+def as_layout(layout: str) -> KernelLayout:
     """The layout of this name."""
     if layout not in LAYOUTS:
         raise PullbackError(

@@ -25,7 +25,7 @@ from ..metrics import Euclidean, Fisher, Metric, as_metric
 from ..solvers import PseudoInverse
 from .change import Expansion, FunctionChange
 from .kernel import NTK, FeatureKernel, fitted
-from .layouts import Layout
+from .layouts import KernelLayout
 from .tangent import Model, Tangent, arguments, as_tangent
 from .tiles import MEMORY
 
@@ -110,7 +110,7 @@ class Projected(FeatureKernel):
         return self.pushed(linear) / (self._sigma.square() + self.damping).sqrt()
 
     def joined(
-        self, layout: Layout, h: Tensor, h2: Tensor, x: Any, x2: Any, chunk: Any, memory: int
+        self, layout: KernelLayout, h: Tensor, h2: Tensor, x: Any, x2: Any, chunk: Any, memory: int
     ) -> Tensor:
         k = layout.of_features(h, h2)
         if self.damping == 0:

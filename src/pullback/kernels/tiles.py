@@ -12,7 +12,7 @@ from .._core.errors import PullbackError
 from .._core.processes import Processes
 from .._core.products import SPLIT_ABOVE, full_precision
 from ..maps import Pulled
-from .layouts import Full, Layout, norms
+from .layouts import Full, KernelLayout, norms
 from .tangent import Tangent, arguments
 
 MEMORY = 2**30  # bytes for what is pulled back and for temporaries; the kernel itself is beside it
@@ -21,7 +21,7 @@ MEMORY = 2**30  # bytes for what is pulled back and for temporaries; the kernel 
 class Batch:
     """One argument of the kernel, in chunks whose pulled-back covectors fit the memory."""
 
-    def __init__(self, tangent: Tangent, x: Any, layout: Layout) -> None:
+    def __init__(self, tangent: Tangent, x: Any, layout: KernelLayout) -> None:
         self.args = arguments(x)
         self.count = len(self.args[0])
         self._tangent, self._layout = tangent, layout
@@ -99,7 +99,7 @@ def tiles(
     tangent: Tangent,
     x: Any,
     x2: Any,
-    layout: Layout,
+    layout: KernelLayout,
     chunk: int | None,
     memory: int | None,
     processes: Processes | None = None,
@@ -151,7 +151,7 @@ def gathered(
     tangent: Tangent,
     x: Any,
     x2: Any,
-    layout: Layout,
+    layout: KernelLayout,
     chunk: int | None,
     memory: int | None,
     processes: Processes,
@@ -193,7 +193,7 @@ def assembled(
     tangent: Tangent,
     x: Any,
     x2: Any,
-    layout: Layout,
+    layout: KernelLayout,
     chunk: int | None,
     memory: int | None,
     processes: Processes | None = None,

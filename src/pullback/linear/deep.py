@@ -15,17 +15,25 @@ from ..maps import Linearization
 from .grams import Sides, TangentGram, isotropic, proven, tangent_gram
 from .minimum_norm import minimum_norm, split
 from .parameters import (
-    Factored,
-    Source,
+    FactoredModule,
+    RandomSource,
     refuse_nonfinite,
     refuse_rcond,
     refuse_shape,
     whole_numbers,
 )
-from .tangents import Entries, Grid, Tangent, Term, around, commuting, leveled
+from .tangents import (
+    EntryTangent,
+    FactorTangent,
+    FactorTerm,
+    MatrixTangent,
+    around,
+    commuting,
+    leveled,
+)
 
 
-class DeepMatrix(Factored):
+class DeepMatrix(FactoredModule):
     r"""β = W₁W₂⋯W_L, (d₀, d_L), with factors W_i of shape (d_{i−1}, d_i).
 
     `model()` is β, `model(x)` is xβ for x (..., d₀), and `model(rows, columns)` holds the entries
@@ -61,7 +69,7 @@ class DeepMatrix(Factored):
             raise PullbackError(
                 "dims names no factor", f"got {self.dims}", "Pass d₀, …, d_L with L ≥ 1"
             )
-        source = Source(generator, seed, dtype, device)
+        source = RandomSource(generator, seed, dtype, device)
         shapes = list(zip(self.dims, self.dims[1:], strict=False))
         if isinstance(init, (int, float)):
             drawn = source.draw(shapes)
@@ -212,10 +220,10 @@ class DeepMatrix(Factored):
             gram = tangent_gram(tangent, sides)
         return gram if proven(gram, linear, factor) else None
 
-    def _commuting(self, tangent: Tangent, chosen: list[int], scale: float, *, whole: bool):
+    def _commuting(self, tangent: FactorTangent, chosen: list[int], scale: float, *, whole: bool):
         """The spectrum, where the terms of the tangent have common singular vectors."""
         pair = whole and self.depth == 2 and chosen == [0, 1]
-        if not isinstance(tangent, Grid) or not (pair or len(chosen) == 1):
+        if not isinstance(tangent, MatrixTangent) or not (pair or len(chosen) == 1):
             return None
         sides = [t.left for t in tangent.terms], [t.right for t in tangent.terms]
         if not all(bool(torch.isfinite(side).all()) for side in (*sides[0], *sides[1])):
@@ -228,8 +236,8 @@ def _tangent(
     chosen: Sequence[int],
     x: Tensor | None,
     entries: tuple[Tensor, Tensor] | None,
-) -> Tangent:
+) -> FactorTangent:
     before, after = around(factors)
     lefts = before if x is None else [x @ a for a in before]
-    terms = [Term.of(lefts[i], after[i]) for i in chosen]
-    return Grid(terms) if entries is None else Entries(terms, *entries)
+    terms = [FactorTerm.of(lefts[i], after[i]) for i in chosen]
+    return MatrixTangent(terms) if entries is None else EntryTangent(terms, *entries)

@@ -13,8 +13,8 @@ from ..grams import FactoredGram
 from ..maps import Linearization
 from .grams import CoreGram, Sides, proven
 from .parameters import (
-    Factored,
-    Source,
+    FactoredModule,
+    RandomSource,
     refuse_nonfinite,
     refuse_shape,
     refuse_zero_tangent,
@@ -23,7 +23,7 @@ from .parameters import (
 from .population import natural_logit_move, population_fisher
 
 
-class DiagonalNetwork(Factored):
+class DiagonalNetwork(FactoredModule):
     r"""x ↦ xᵀβ with β = w₁∘⋯∘w_L: logits of shape (N,) for inputs (N, D); `model()` is β, (D,).
 
     The tangent is dβ = Σ_l c_l∘dw_l with c_l = ∏_{m≠l} w_m. With h = √Σ_l c_l² it is dβ = h∘(E dw)
@@ -61,7 +61,7 @@ class DiagonalNetwork(Factored):
     ) -> None:
         super().__init__()
         (self.dim, depth) = (dim, depth) = whole_numbers("dim or depth", [dim, depth])
-        source, shapes = Source(generator, seed, dtype, device), [(dim,)] * depth
+        source, shapes = RandomSource(generator, seed, dtype, device), [(dim,)] * depth
         if init is None:
             # the sign and the distribution function of a normal number are independent
             self._hold(

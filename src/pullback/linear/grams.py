@@ -23,7 +23,7 @@ from ..grams import FactoredGram
 from ..grams.base import Structure
 from ..maps import Linearization
 from .parameters import refuse_nonfinite, refuse_rcond, refuse_shape
-from .tangents import Commuting, Isometric, Tangent
+from .tangents import Commuting, FactorTangent, Isometric
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,9 @@ class Sides:
 class TangentGram(FactoredGram):
     """G = JᵀMJ by products with the factors; JJᵀ = Σ LLᵀ ⊗ RᵀR where a matrix is asked for."""
 
-    def __init__(self, tangent: Tangent, sides: Sides, spectrum: Commuting | None = None) -> None:
+    def __init__(
+        self, tangent: FactorTangent, sides: Sides, spectrum: Commuting | None = None
+    ) -> None:
         self._tangent, self._sides, self._spectrum = tangent, sides, spectrum
         self.count, self.size = sides.count(tangent.count), tangent.size
         sample = tangent.terms[0].left
@@ -215,7 +217,7 @@ class TangentGram(FactoredGram):
 
 
 def tangent_gram(
-    tangent: Tangent, sides: Sides, side: int = _CORE_SIDE, entries: int = _CORE_ENTRIES
+    tangent: FactorTangent, sides: Sides, side: int = _CORE_SIDE, entries: int = _CORE_ENTRIES
 ) -> FactoredGram:
     """With C kept where its SVD is cheap (its smaller side and its entries), else by products."""
     shape = tangent.count, tangent.width

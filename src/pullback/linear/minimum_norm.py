@@ -23,13 +23,13 @@ from ..grams.base import Structure
 from ..solvers import ConjugateGradient, PseudoInverse
 from .grams import Sides, TangentGram, kronecker_lstsq, tangent_gram
 from .parameters import refuse_nonfinite, refuse_shape, refuse_zero_tangent
-from .tangents import Commuting, Grid, Tangent, around
+from .tangents import Commuting, FactorTangent, MatrixTangent, around
 
 
 class _Kernel(Gram):
     """Λ ↦ Σ L LᵀΛ RᵀR on flat Λ, (N·m,)."""
 
-    def __init__(self, tangent: Grid) -> None:
+    def __init__(self, tangent: MatrixTangent) -> None:
         self._tangent = tangent
         self.size = self.count = tangent.count
         sample = tangent.terms[0].left
@@ -41,7 +41,11 @@ class _Kernel(Gram):
 
 
 def iterated(
-    tangent: Grid, r: Tensor, damping: float = 0.0, rcond: float | None = None, tol: float = 1e-13
+    tangent: MatrixTangent,
+    r: Tensor,
+    damping: float = 0.0,
+    rcond: float | None = None,
+    tol: float = 1e-13,
 ) -> Tensor:
     """Jᵀ(JJᵀ + λ)⁺r, (p,), by preconditioned conjugate gradients.
 
@@ -101,7 +105,7 @@ _LARGEST = 2**27  # entries of the tangent that may be decomposed where the iter
 
 
 def minimum_norm(
-    tangent: Tangent,
+    tangent: FactorTangent,
     spectrum: Commuting | None,
     r: Tensor,
     *,
@@ -118,7 +122,11 @@ def minimum_norm(
     if spectrum is not None:
         return _solved(TangentGram(tangent, Sides(), spectrum), r, damping, rcond)
     gram = tangent_gram(tangent, Sides())
-    if gram.structure.holds == "operator" and isinstance(tangent, Grid) and gram.spectrum() is None:
+    if (
+        gram.structure.holds == "operator"
+        and isinstance(tangent, MatrixTangent)
+        and gram.spectrum() is None
+    ):
         try:
             return iterated(tangent, r, damping, rcond)
         except PullbackError:

@@ -92,7 +92,7 @@ def refuse_zero_tangent(size: Tensor) -> None:
 
 
 @dataclass(frozen=True)
-class Source:
+class RandomSource:
     """A generator or a seed, with the dtype and device of what is drawn."""
 
     generator: torch.Generator | None = None
@@ -156,7 +156,7 @@ def whole_numbers(name: str, given: Any, least: int = 1) -> tuple[int, ...]:
     return tuple(int(v) for v in values)
 
 
-class Factored(nn.Module):
+class FactoredModule(nn.Module):
     """A module whose parameters are the factors of β, named factors.0, factors.1, …"""
 
     factors: nn.ParameterList

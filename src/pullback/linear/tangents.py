@@ -48,7 +48,7 @@ class Isometric:
 
 
 @dataclass(frozen=True)
-class Line:
+class SharedTerm:
     """One term L dW R of dz, in bases shared with the others: L = U l Vᵀ and R = K r Hᵀ."""
 
     l: Tensor  # noqa: E741
@@ -67,13 +67,13 @@ class Commuting:
 
     u: Tensor
     h: Tensor
-    lines: Sequence[Line]
+    lines: Sequence[SharedTerm]
     grid: Tensor
     keep: Tensor
     scale: float = 1.0
 
     @classmethod
-    def of(cls, u: Tensor, h: Tensor, lines: Sequence[Line], scale: float = 1.0) -> Commuting:
+    def of(cls, u: Tensor, h: Tensor, lines: Sequence[SharedTerm], scale: float = 1.0) -> Commuting:
         """With σ from the lines; `scale` multiplies A."""
         parts = torch.stack([torch.outer(t.l, t.r) for t in lines])
         grid = torch.linalg.vector_norm(parts, dim=0)
@@ -105,7 +105,7 @@ class Commuting:
         mask[self.keep] = keep
         return replace(self, keep=mask)
 
-    def _share(self, t: Line) -> Tensor:
+    def _share(self, t: SharedTerm) -> Tensor:
         """l_i r_j/σ_ij: the cosine between a singular vector and this term's part of it."""
         return torch.where(self.grid > 0, torch.outer(t.l, t.r) / self.grid, 0.0)
 
@@ -119,13 +119,13 @@ def commuting(lefts: Sequence[Tensor], rights: Sequence[Tensor], scale: float) -
     if len(lefts) == 1:
         u, l, vh = torch.linalg.svd(lefts[0], full_matrices=False)  # noqa: E741
         k, r, hh = torch.linalg.svd(rights[0], full_matrices=False)
-        return Commuting.of(u, hh.mT, [Line(l, vh.mT, r, k)], scale)
+        return Commuting.of(u, hh.mT, [SharedTerm(l, vh.mT, r, k)], scale)
     u, l, vh = torch.linalg.svd(lefts[1])  # noqa: E741
     k, r, hh = torch.linalg.svd(rights[0])
     l, v = _padded(l, vh.mT, len(u))  # noqa: E741
     r, k = _padded(r, k, len(hh))
     one, two = torch.ones_like(l), torch.ones_like(r)
-    return Commuting.of(u, hh.mT, [Line(one, u, r, k), Line(l, v, two, hh.mT)], scale)
+    return Commuting.of(u, hh.mT, [SharedTerm(one, u, r, k), SharedTerm(l, v, two, hh.mT)], scale)
 
 
 def _padded(sigma: Tensor, basis: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -168,7 +168,7 @@ def kron(a: Tensor, b: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Term:
+class FactorTerm:
     """One factor's share L dW R of the tangent.
 
     `narrow` and `wide` are orthonormal bases Q (d_in, a) and K (d_out, b) outside of which L and R
@@ -181,7 +181,7 @@ class Term:
     wide: Tensor | None = None
 
     @classmethod
-    def of(cls, left: Tensor, right: Tensor) -> Term:
+    def of(cls, left: Tensor, right: Tensor) -> FactorTerm:
         """With bases of the row space of L and the column space of R, where they are smaller."""
         narrow = torch.linalg.qr(left.T).Q if left.shape[0] < left.shape[1] else None
         wide = torch.linalg.qr(right).Q if right.shape[1] < right.shape[0] else None
@@ -218,10 +218,10 @@ class Term:
         return small if self.wide is None else small @ self.wide.T
 
 
-class Tangent(ABC):
+class FactorTangent(ABC):
     """J of some function values with respect to the factors, never formed."""
 
-    def __init__(self, terms: Sequence[Term]) -> None:
+    def __init__(self, terms: Sequence[FactorTerm]) -> None:
         self.terms = tuple(terms)
         self.size = sum(a * b for a, b in (t.shape for t in terms))
         self.width = sum(a * b for a, b in (t.small for t in terms))
@@ -269,10 +269,10 @@ class Tangent(ABC):
         return torch.cat([m.flatten(-2) for m in moves], -1)
 
 
-class Grid(Tangent):
+class MatrixTangent(FactorTangent):
     """Of a whole matrix z (N, m): dz = Σ L dW R."""
 
-    def __init__(self, terms: Sequence[Term]) -> None:
+    def __init__(self, terms: Sequence[FactorTerm]) -> None:
         super().__init__(terms)
         self.shape = terms[0].left.shape[0], terms[0].right.shape[1]
         self.count = self.shape[0] * self.shape[1]
@@ -302,11 +302,13 @@ class Grid(Tangent):
         return torch.cat([kron(t.sides[0], t.sides[1].T) for t in self.terms], 1)
 
 
-class Entries(Tangent):
+class EntryTangent(FactorTangent):
     """Of the entries β[rows, columns], (n,): rows of L and columns of R, one pair for each."""
 
-    def __init__(self, terms: Sequence[Term], rows: Tensor, columns: Tensor) -> None:
-        super().__init__([Term(t.left[rows], t.right[:, columns], t.narrow, t.wide) for t in terms])
+    def __init__(self, terms: Sequence[FactorTerm], rows: Tensor, columns: Tensor) -> None:
+        super().__init__(
+            [FactorTerm(t.left[rows], t.right[:, columns], t.narrow, t.wide) for t in terms]
+        )
         self.count = len(rows)
 
     def push(self, moves: Sequence[Tensor]) -> Tensor:

@@ -16,7 +16,7 @@ from .._core.space import ParameterSpace, tolerance
 from .layers.moments import Layout
 
 
-class Replay(Protocol):
+class ForwardReplay(Protocol):
     """A forward pass run again, with its graph kept for many reverse passes."""
 
     #: the map: its `call`, `batch_dim`, and `call_with(params, *args, **kwargs)`
@@ -40,7 +40,7 @@ class Replay(Protocol):
 
 
 def looped_cotangents(
-    linear: Replay, edges: list[Any], layouts: Sequence[Layout], covectors: Tensor
+    linear: ForwardReplay, edges: list[Any], layouts: Sequence[Layout], covectors: Tensor
 ) -> list[Tensor]:
     """Per edge the cotangents (N, R, ...), samples first, by R reverse passes."""
     out: list[Tensor] = []
@@ -58,7 +58,7 @@ def looped_cotangents(
 
 
 def batched_cotangents(
-    linear: Replay, edges: list[Any], layouts: Sequence[Layout], covectors: Tensor
+    linear: ForwardReplay, edges: list[Any], layouts: Sequence[Layout], covectors: Tensor
 ) -> list[Tensor]:
     """The same by one reverse pass in which every operation is vectorized over covectors."""
     if not edges:
@@ -95,7 +95,9 @@ def vectorized(z: Tensor, inputs: list[Any], u: Tensor) -> tuple[Tensor | None, 
     return tuple(next(pulled) if some else None for some in used)
 
 
-def vectorizes(linear: Replay, edges: list[Any], u: Tensor, truth: Sequence[Tensor | None]) -> bool:
+def vectorizes(
+    linear: ForwardReplay, edges: list[Any], u: Tensor, truth: Sequence[Tensor | None]
+) -> bool:
     """Whether the vectorized pass works for this graph, at speed, and agrees with the plain one."""
     if not edges:
         return False

@@ -25,7 +25,7 @@ from .layers import Block, RowsBlock, Use
 from .layers.moments import Layout, detect
 from .proof import Proof
 from .record import Entry, Recorder
-from .reverse import Replay, batched_cotangents, looped_cotangents, vectorizes
+from .reverse import ForwardReplay, batched_cotangents, looped_cotangents, vectorizes
 
 #: kinds of nodes that read or write places by a tensor of indices, or by a mask
 _KINDS = ("Index", "Gather", "Scatter", "Take", "MaskedSelect", "MaskedScatter")
@@ -44,7 +44,7 @@ _CHUNK = 2**28  # bytes of rows formed at once under vmap
 
 
 def sample_rows(
-    linear: Replay, names: Sequence[str], covectors: Tensor, known: str | None
+    linear: ForwardReplay, names: Sequence[str], covectors: Tensor, known: str | None
 ) -> tuple[dict[str, Tensor], str]:
     """Rows (N, R, numel) by name, and the way that worked.
 
@@ -63,7 +63,7 @@ def sample_rows(
     return _row_by_row(linear, names, covectors), "reverse passes"
 
 
-def _vmapped(linear: Replay, names: Sequence[str], covectors: Tensor) -> dict[str, Tensor]:
+def _vmapped(linear: ForwardReplay, names: Sequence[str], covectors: Tensor) -> dict[str, Tensor]:
     source, call = linear.map, linear.map.call
     samples, axis = linear.value.shape[0], source.batch_dim
     fixed = {n: p.detach() for n, p in linear.leaves.items()}
@@ -90,7 +90,7 @@ def _vmapped(linear: Replay, names: Sequence[str], covectors: Tensor) -> dict[st
     return {n: v.reshape(*v.shape[:2], -1).to(linear.space.dtype) for n, v in out.items()}
 
 
-def _adds_up(linear: Replay, rows: dict[str, Tensor], covectors: Tensor) -> bool:
+def _adds_up(linear: ForwardReplay, rows: dict[str, Tensor], covectors: Tensor) -> bool:
     """Whether Σ c_nr row_nr equals autograd's Jᵀ Σ c_nr u_nr for random c."""
     r, n = covectors.shape[:2]
     generator = torch.Generator().manual_seed(1)
@@ -106,7 +106,9 @@ def _adds_up(linear: Replay, rows: dict[str, Tensor], covectors: Tensor) -> bool
     return True
 
 
-def _row_by_row(linear: Replay, names: Sequence[str], covectors: Tensor) -> dict[str, Tensor]:
+def _row_by_row(
+    linear: ForwardReplay, names: Sequence[str], covectors: Tensor
+) -> dict[str, Tensor]:
     r, n = covectors.shape[:2]
     leaves = [linear.leaves[name] for name in names]
     rows = {
@@ -140,7 +142,7 @@ class Structure:
     settled: bool = True
 
     @classmethod
-    def establish(cls, linear: Replay, recorder: Recorder) -> Structure:
+    def establish(cls, linear: ForwardReplay, recorder: Recorder) -> Structure:
         """Probe with covectors u and c∘u, c one random number per sample."""
         z, leaves = linear.value, linear.leaves
         generator = torch.Generator().manual_seed(0)
@@ -172,7 +174,7 @@ class Structure:
         return plan
 
     def _verify(
-        self, blocks: list[Block], truth: Mapping[str, Tensor | None], linear: Replay
+        self, blocks: list[Block], truth: Mapping[str, Tensor | None], linear: ForwardReplay
     ) -> None:
         """Keep the parameters whose layer formula reproduces autograd's gradient."""
         ones = linear.value.new_ones(linear.value.shape[0], 1)
@@ -185,7 +187,7 @@ class Structure:
             self.reasons.setdefault(name, why)
         self.rest = tuple(n for n in truth if n in self.reasons)
 
-    def pullback(self, linear: Replay, recorder: Recorder, covectors: Tensor) -> Pulled:
+    def pullback(self, linear: ForwardReplay, recorder: Recorder, covectors: Tensor) -> Pulled:
         """One reverse pass per covector gives every layer's cotangents."""
         used = [i for i, e in enumerate(recorder.entries) if i in self.layouts and self._wanted(e)]
         edges = [recorder.entries[i].edge for i in used]
@@ -204,7 +206,7 @@ class Structure:
         return any(n is not None and n not in self.rest for n in entry.names.values())
 
     def _blocks(
-        self, linear: Replay, recorder: Recorder, deltas: Mapping[int, Tensor]
+        self, linear: ForwardReplay, recorder: Recorder, deltas: Mapping[int, Tensor]
     ) -> list[Block]:
         """One block per set of parameters; parameters shared between sets become plain rows."""
         groups: dict[tuple[str | None, ...], list[int]] = {}
@@ -222,7 +224,7 @@ class Structure:
             blocks.append(block)
         return untied(blocks)
 
-    def _use(self, linear: Replay, entry: Entry, i: int, delta: Tensor) -> Use:
+    def _use(self, linear: ForwardReplay, entry: Entry, i: int, delta: Tensor) -> Use:
         x = self.layouts[i](entry.input)
         if x.is_floating_point():
             x = x.to(linear.space.dtype)
@@ -238,7 +240,7 @@ class Structure:
         return covered
 
 
-def _placed(delta: Tensor | None, layout: Layout, linear: Replay) -> Tensor:
+def _placed(delta: Tensor | None, layout: Layout, linear: ForwardReplay) -> Tensor:
     assert delta is not None
     return layout(delta).unsqueeze(1).to(linear.space.dtype)
 

@@ -34,8 +34,8 @@ from .diffeomorphism import Diffeomorphism, EntryPermutation, Params
 from .reparametrize import Reparametrized, reparametrize
 from .twin import (
     Change,
-    Coordinates,
     Layer,
+    LayerCoordinates,
     chain,
     changed,
     drawn,
@@ -215,7 +215,7 @@ class Affine(Transformation):
             one, two = (drawn(n, generator, self.condition) for n in layer.weight.shape[1::-1])
             inputs.append(one if _shifts(layer) else one.linear())
             outputs.append(two if layer.bias is not None else two.linear())
-        return _affine_twin(model, Coordinates(inputs, outputs))
+        return _affine_twin(model, LayerCoordinates(inputs, outputs))
 
 
 class Whitening(Transformation):
@@ -232,7 +232,7 @@ class Whitening(Transformation):
         change = whitening(rows.reshape(-1, rows.shape[-1]), centered=_shifts(first))
         inputs = [change if m is first else same(m.weight.shape[1]) for m in every]
         outputs = [same(m.weight.shape[0]) for m in every]
-        return _affine_twin(model, Coordinates(inputs, outputs))
+        return _affine_twin(model, LayerCoordinates(inputs, outputs))
 
 
 class Rotation(Transformation):
@@ -253,7 +253,7 @@ class Rotation(Transformation):
 
         inputs = [turned(m.weight.shape[1], self.every or m is first) for m in every]
         outputs = [turned(m.weight.shape[0], self.every) for m in every]
-        return _affine_twin(model, Coordinates(inputs, outputs))
+        return _affine_twin(model, LayerCoordinates(inputs, outputs))
 
 
 class NeuronRescaling(Transformation):
@@ -385,7 +385,7 @@ def _first(model: nn.Module, x: Tensor) -> tuple[Layer, Tensor]:
     return layers(model)[number], inputs
 
 
-def _affine_twin(model: nn.Module, to: Coordinates) -> Twin:
+def _affine_twin(model: nn.Module, to: LayerCoordinates) -> Twin:
     names = [n for n, _ in model.named_parameters()]
     owners = {
         f"{path}.{key}" if path else key: (number, key)

@@ -69,14 +69,14 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Coordinates:
+class LayerCoordinates:
     """Ω, γ of every layer's input and Φ, τ of its output."""
 
     inputs: Sequence[Change]
     outputs: Sequence[Change]
 
 
-class Affine(nn.Module):
+class AffineMap(nn.Module):
     """Mx + v along one axis, without parameters."""
 
     matrix: Tensor
@@ -166,11 +166,11 @@ def layers(model: nn.Module) -> list[Layer]:
     return [m for m in model.modules() if is_layer(m)]
 
 
-class Wrapped(nn.Sequential):
+class WrappedLayer(nn.Sequential):
     """A layer in other coordinates between the changes of its input and its output."""
 
 
-def wrapped(layer: Layer, before: Change, after: Change) -> Wrapped:
+def wrapped(layer: Layer, before: Change, after: Change) -> WrappedLayer:
     """[Ω·+γ, layer†, Φ·+τ]: the same function of old coordinates; what does not change is left out.
 
     Linear layers see coordinates along the last axis, convolutions along the channels.
@@ -179,10 +179,10 @@ def wrapped(layer: Layer, before: Change, after: Change) -> Wrapped:
     like = layer.weight.detach()
     inner: list[nn.Module] = [changed(layer, before, after)]  # pyright: ignore[reportArgumentType]
     if not before.trivial:
-        inner.insert(0, Affine(before.to(like), dim))
+        inner.insert(0, AffineMap(before.to(like), dim))
     if not after.trivial:
-        inner.append(Affine(after.to(like), dim))
-    return Wrapped(*inner)
+        inner.append(AffineMap(after.to(like), dim))
+    return WrappedLayer(*inner)
 
 
 def _fits(layer: Layer, before: Change, after: Change) -> None:
@@ -203,15 +203,15 @@ Between = Callable[[nn.Module], nn.Module]
 
 def random_coordinates(
     model: nn.Module, generator: torch.Generator, *, shifted: bool = True
-) -> Coordinates:
+) -> LayerCoordinates:
     """Random coordinates everywhere; without γ if not `shifted`."""
     found = layers(model)
     inputs = [drawn(m.weight.shape[1], generator) for m in found]
     outputs = [drawn(m.weight.shape[0], generator) for m in found]
-    return Coordinates(inputs if shifted else [c.linear() for c in inputs], outputs)
+    return LayerCoordinates(inputs if shifted else [c.linear() for c in inputs], outputs)
 
 
-def twin(model: nn.Module, to: Coordinates, between: Between | None = None) -> nn.Module:
+def twin(model: nn.Module, to: LayerCoordinates, between: Between | None = None) -> nn.Module:
     """The same function in other coordinates; what lies between layers belongs to φ.
 
     Inputs and outputs stay in the old coordinates: the first and the last change are applied
@@ -238,10 +238,10 @@ def twin(model: nn.Module, to: Coordinates, between: Between | None = None) -> n
 
 
 def _spliced(module: nn.Module) -> list[nn.Module]:
-    return list(module) if isinstance(module, Wrapped) else [module]
+    return list(module) if isinstance(module, WrappedLayer) else [module]
 
 
-def _chained(model: nn.Module, to: Coordinates, between: Between) -> nn.Module:
+def _chained(model: nn.Module, to: LayerCoordinates, between: Between) -> nn.Module:
     modules, number, last = list[nn.Module](), 0, len(to.outputs) - 1
     for module in chain(model):
         if not is_layer(module):
@@ -330,6 +330,6 @@ def _renamed(
     outputs = [*(scaled(s[0], by) for s in sizes[:-1]), same(sizes[-1][0])]
     return twin(
         model,
-        Coordinates(inputs, outputs),
+        LayerCoordinates(inputs, outputs),
         lambda m: new() if isinstance(m, old) else copy.deepcopy(m),
     )

@@ -28,8 +28,8 @@ from ..._core.errors import PullbackError, reraise_fatal
 from ..._core.space import tolerance
 from ..charts.transformations import Transformation, Twin, as_transformation, standard
 from .run import Loss, Make, Setting, duplicate, refuse_loss, seeded
-from .table import Audit, Row, Skipped
-from .trial import Contender, Trial, as_contenders
+from .table import Audit, AuditRow, Skipped
+from .trial import Contender, OptimizerTrial, as_contenders
 
 
 def check_batch(batch: Any) -> tuple[Tensor, Tensor]:
@@ -185,7 +185,7 @@ def audit(
     setting = Setting(x, y, x, loss, probes, seed)
     check_model(model, setting)
     given = _named(transformations)
-    twins, rows, skipped = dict[str, Twin](), list[Row](), list[Skipped]()
+    twins, rows, skipped = dict[str, Twin](), list[AuditRow](), list[Skipped]()
     contenders = as_contenders(make_optimizer)
     for name, transformation in given.items():
         try:
@@ -200,7 +200,7 @@ def audit(
     for contender in contenders:
         if resolution is not None and contender.resolution is None:
             contender = replace(contender, resolution=resolution)
-        trial = Trial(model, contender, setting, sizes, steps, eps)
+        trial = OptimizerTrial(model, contender, setting, sizes, steps, eps)
         for name, twin in twins.items():
             try:
                 rows.append(trial.compare(name, twin))

@@ -113,7 +113,7 @@ _LEAST, _MOST = 1e-17, 1e3  # mismatches that a figure shows
 
 
 @dataclass(frozen=True)
-class Row:
+class AuditRow:
     """One optimizer under one transformation.
 
     Attributes:
@@ -159,10 +159,10 @@ class Audit:
         skipped: standard transformations that do not apply, with the reason.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[AuditRow, ...]
     skipped: tuple[Skipped, ...] = ()
 
-    def row(self, transformation: str, optimizer: str | None = None) -> Row:
+    def row(self, transformation: str, optimizer: str | None = None) -> AuditRow:
         """The row of a transformation, and of an optimizer where there are several."""
         for r in self.rows:
             if r.transformation == transformation and optimizer in (None, r.optimizer):

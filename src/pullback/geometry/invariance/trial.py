@@ -17,8 +17,8 @@ from ..._core.errors import PullbackError
 from ...optim import KFAC, NaturalGradient
 from ...optim.kfac import Damping, Invariant, Tikhonov
 from ..charts.transformations import Twin
-from .run import Setting, State, itself, push, run, shaken
-from .table import SLACK, Measure, Row, Seen
+from .run import RunState, Setting, itself, push, run, shaken
+from .table import SLACK, AuditRow, Measure, Seen
 
 Make = Callable[[nn.Module], Any]
 
@@ -154,7 +154,7 @@ def optimizers() -> list[Contender]:
 
 #: a round-off, with its slack, at which larger steps need not be looked at
 CLEAR = 1e-3
-Look = Callable[[State], Tensor]
+Look = Callable[[RunState], Tensor]
 
 
 @dataclass(frozen=True)
@@ -168,14 +168,14 @@ class Runs:
         pushes: the two directions of a step, pushed forward from both starts, by its number.
     """
 
-    small: list[list[State]]
-    long: list[State]
-    off: list[State]
-    long_off: list[State]
-    pushes: Callable[[int], tuple[State, State]]
+    small: list[list[RunState]]
+    long: list[RunState]
+    off: list[RunState]
+    long_off: list[RunState]
+    pushes: Callable[[int], tuple[RunState, RunState]]
 
 
-class Trial:
+class OptimizerTrial:
     """The original's runs: a step at each size, the steps of full size, and shaken ones."""
 
     def __init__(
@@ -197,7 +197,7 @@ class Trial:
                 "Build the optimizer on the model that make_optimizer is given, with lr > 0",
             )
 
-    def compare(self, name: str, twin: Twin) -> Row:
+    def compare(self, name: str, twin: Twin) -> AuditRow:
         """The twin's runs beside the original's."""
         theirs = self._runs(twin, lenient=True)
 
@@ -215,7 +215,7 @@ class Trial:
             )  # fmt: skip
 
         probes = None if self.setting.probes is None else measure(_probes)
-        return Row(self.contender.name, name, measure(_batch), measure(_parameters), probes)
+        return AuditRow(self.contender.name, name, measure(_batch), measure(_parameters), probes)
 
     def _runs(self, start: Twin, *, lenient: bool = False) -> Runs:
         make, setting, sizes = self.contender.make, self.setting, self.sizes
@@ -225,7 +225,7 @@ class Trial:
         steps = self.steps
 
         @cache
-        def pushes(number: int) -> tuple[State, State]:
+        def pushes(number: int) -> tuple[RunState, RunState]:
             return push(start, setting, *small[number]), push(start, setting, *off[number])
 
         return Runs(
@@ -237,7 +237,7 @@ class Trial:
         )
 
     def _step(
-        self, of: Look, mine: Sequence[State], theirs: State, off: tuple[State, State]
+        self, of: Look, mine: Sequence[RunState], theirs: RunState, off: tuple[RunState, RunState]
     ) -> Seen:
         """m(η), and the larger of what round-off does to either end, at least to the values."""
         moved = _gap(of, mine[1], mine[0])
@@ -269,7 +269,7 @@ class Trial:
         return max(roundoff, self.contender.resolution or 0.0)
 
 
-def _size(start: State, step: State) -> float:
+def _size(start: RunState, step: RunState) -> float:
     """‖θ‖/‖Δθ‖."""
     one, two = (
         float(sum(t.double().square().sum() for t in s.theta.values())) ** 0.5
@@ -278,20 +278,20 @@ def _size(start: State, step: State) -> float:
     return one / two if two > 0 else 1.0
 
 
-def _batch(state: State) -> Tensor:
+def _batch(state: RunState) -> Tensor:
     return state.batch
 
 
-def _probes(state: State) -> Tensor:
+def _probes(state: RunState) -> Tensor:
     assert state.probes is not None
     return state.probes
 
 
-def _parameters(state: State) -> Tensor:
+def _parameters(state: RunState) -> Tensor:
     return state.parameters
 
 
-def _gap(of: Look, one: State, two: State) -> float:
+def _gap(of: Look, one: RunState, two: RunState) -> float:
     gap = float((of(one) - of(two)).norm())
     return gap if math.isfinite(gap) else math.inf
 

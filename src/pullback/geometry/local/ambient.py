@@ -21,7 +21,7 @@ Vector = Tensor | Mapping[str, Tensor]
 _NAME = "xi"  # what a single tensor is called inside
 
 
-class Coordinates:
+class NamedCoordinates:
     """ξ as named tensors; vectors at ξ are flat (p,) inside and like ξ outside.
 
     Args:
@@ -171,7 +171,7 @@ class Ambient:
         self._shape: torch.Size | None = None
         self.dtype: torch.dtype | None = None  # in which φ gives its values
 
-    def value(self, coordinates: Coordinates, point: Mapping[str, Tensor]) -> Tensor:
+    def value(self, coordinates: NamedCoordinates, point: Mapping[str, Tensor]) -> Tensor:
         """φ(ξ), in its own shape."""
         if self.module is None:
             z = self._phi(coordinates.argument(point))
@@ -186,7 +186,7 @@ class Ambient:
             )
         return z
 
-    def linearize(self, coordinates: Coordinates) -> Linearization:
+    def linearize(self, coordinates: NamedCoordinates) -> Linearization:
         """φ at ξ with products by J = dφ_ξ."""
         with torch.no_grad():
             z = self.value(coordinates, coordinates.point)

@@ -20,7 +20,7 @@ from torch import Tensor
 from ..._core.errors import PullbackError
 from ...grams import Gram, Part, assemble
 from ...solvers import PseudoInverse
-from .ambient import Ambient, Coordinates, MetricLike, Phi, Vector
+from .ambient import Ambient, MetricLike, NamedCoordinates, Phi, Vector
 from .inverses import Inverse, Rank, as_inverse, default_rcond
 
 _DIRECTIONS = 2
@@ -198,7 +198,7 @@ class Point:
                 "it records no graph",
                 "Use torch.no_grad() in place of torch.inference_mode()",
             )
-        self._coordinates = Coordinates(phi, xi)
+        self._coordinates = NamedCoordinates(phi, xi)
         self._ambient = Ambient(phi, metric, inputs, reduction)
         self._linear = self._ambient.linearize(self._coordinates)
         self._part = Part(self._linear, self._ambient.factor(self._linear.value))

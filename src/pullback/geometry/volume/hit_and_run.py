@@ -195,7 +195,7 @@ _PHASES, _DOUBLINGS = 400, 20  # balls at most, and at least so many doublings o
 _SETTLING = 16  # moves after which a chain has filled a larger ball: fewer bias every ratio alike
 
 
-class Sampler:
+class BallChains:
     """Chains in the part of a sublevel set that lies in a ball."""
 
     def __init__(
@@ -262,7 +262,7 @@ def by_hit_and_run(
     around = rounded(landscape, epsilon)
     if around is None:
         return Volume(float("inf"), float("nan"), float("inf"), bounded=False)
-    sampler = Sampler(around, epsilon, chains, generator)
+    sampler = BallChains(around, epsilon, chains, generator)
     d, settling = sampler.dimension, max(_SETTLING, moves // 4)
     radius = _first_radius(sampler)
     u, share, spread = _start(sampler, radius)
@@ -292,7 +292,7 @@ def by_hit_and_run(
     return Volume(pulled, pulled * relative, euclidean, bounded=True)
 
 
-def _mean_density(sampler: Sampler, u: Tensor, radius: float, moves: int) -> tuple[float, float]:
+def _mean_density(sampler: BallChains, u: Tensor, radius: float, moves: int) -> tuple[float, float]:
     """The mean of √det G over the set, and its error, from points some moves apart."""
     every, found = max(1, moves // 16), []
     for move in range(moves):
@@ -303,7 +303,7 @@ def _mean_density(sampler: Sampler, u: Tensor, radius: float, moves: int) -> tup
     return float(per_chain.mean()), float(per_chain.std()) / len(per_chain) ** 0.5
 
 
-def _first_radius(sampler: Sampler) -> float:
+def _first_radius(sampler: BallChains) -> float:
     """A ball whose points are mostly in the set: half the way to the nearest end seen."""
     d = sampler.directions(max(64, 4 * sampler.dimension))
     zero = torch.zeros_like(d)
@@ -318,7 +318,7 @@ def _first_radius(sampler: Sampler) -> float:
     return 0.5 * nearest
 
 
-def _start(sampler: Sampler, radius: float) -> tuple[Tensor, float, float]:
+def _start(sampler: BallChains, radius: float) -> tuple[Tensor, float, float]:
     """Chains uniform in S ∩ B₀, the share of B₀ that lies in S, and its relative error."""
     wanted, found, tried, hits = sampler.chains, [], 0, 0
     while hits < wanted:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.func import hessian, jacrev, vmap
 
 from ..._core.errors import PullbackError
-from ..local.ambient import Ambient, Coordinates, MetricLike, Phi
+from ..local.ambient import Ambient, MetricLike, NamedCoordinates, Phi
 
 _CHUNK = 4096
 _SLACK = 0.01  # of ε that a minimum may be above the lowest point of its set
@@ -37,7 +37,7 @@ class Landscape:
         tolerance: float,
     ) -> None:
         self._ambient = Ambient(phi, metric, inputs, reduction)
-        self._coordinates = Coordinates(phi, minimum)
+        self._coordinates = NamedCoordinates(phi, minimum)
         self._space = self._coordinates.space
         self._ambient.linearize(self._coordinates)  # refuses what cannot be measured
         self._origin = self._space.flatten(self._coordinates.point).to(torch.float64)

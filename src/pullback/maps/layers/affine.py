@@ -25,7 +25,7 @@ from torch import Tensor
 from ..._core.products import add_cross, mirrored
 from .gram import (
     Costs,
-    Separated,
+    SeparatedCotangents,
     add_contracted,
     add_hadamard,
     add_materialized,
@@ -166,13 +166,13 @@ class AffineBlock(Sided):
         return AffineBlock(self._weight, self._bias, inputs, shape, first, height, self.looks)
 
     @cached_property
-    def _separated(self) -> list[Separated]:
+    def _separated(self) -> list[SeparatedCotangents]:
         """By group, the factors of the cotangents where covectors and places separate."""
         before, found = self.looks.get("separated"), []
         if self._delta.is_meta or before is False:
             return []
         for g in range(self.shape[1]):
-            one = Separated.of(self._delta[:, :, g], hopeful=bool(before))
+            one = SeparatedCotangents.of(self._delta[:, :, g], hopeful=bool(before))
             self.looks["separated"] = one is not None
             if one is None:
                 return []
@@ -281,7 +281,7 @@ class AffineBlock(Sided):
             same = other is self
             add_cross(out, shifts, shifts if same else other._shifts().flatten(2).flatten(0, 1))
 
-    def _moments(self, g: int, inputs: Tensor) -> tuple[Separated, Tensor]:
+    def _moments(self, g: int, inputs: Tensor) -> tuple[SeparatedCotangents, Tensor]:
         """The factors of a group and their moments with the inputs."""
         heights = None if self._bias is None else self._height
         return self._separated[g], self._separated[g].moments(inputs[:, g], heights)

@@ -178,14 +178,14 @@ _PASS = 2**19  # cotangents looked at once there
 
 
 @dataclass(frozen=True)
-class Separated:
+class SeparatedCotangents:
     """v (R, O) and g (N, T, O)."""
 
     v: Tensor
     g: Tensor
 
     @classmethod
-    def of(cls, delta: Tensor, *, hopeful: bool = False) -> Separated | None:
+    def of(cls, delta: Tensor, *, hopeful: bool = False) -> SeparatedCotangents | None:
         """The factors of cotangents (N, R, T, O), where they have them up to rounding.
 
         Unless there is hope, a few are looked at first, which show it already if they have none.
@@ -203,7 +203,7 @@ class Separated:
         return m.transpose(0, 1).contiguous()
 
 
-def _factors(delta: Tensor) -> Separated | None:
+def _factors(delta: Tensor) -> SeparatedCotangents | None:
     """v from each feature's largest cotangents, g by least squares, and the proof."""
     n, r, t, o = delta.shape
     some = max(1, _PASS // (n * t * o)) if delta.device.type == "cpu" else r
@@ -220,11 +220,14 @@ def _factors(delta: Tensor) -> Separated | None:
         for p, w in zip(parts, v.split(some), strict=True)
     ]
     bound = 32 * torch.finfo(delta.dtype).eps * largest
-    return Separated(v, g) if bool((torch.stack(left) <= bound).all()) else None
+    return SeparatedCotangents(v, g) if bool((torch.stack(left) <= bound).all()) else None
 
 
 def add_separated(
-    out: Tensor, one: tuple[Separated, Tensor], two: tuple[Separated, Tensor], budget: int
+    out: Tensor,
+    one: tuple[SeparatedCotangents, Tensor],
+    two: tuple[SeparatedCotangents, Tensor],
+    budget: int,
 ) -> None:
     """out += K for factors and moments of both sides, and `out` (N·R, N'·R').
 

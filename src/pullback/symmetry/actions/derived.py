@@ -13,7 +13,7 @@ from .shifts import Folding
 
 
 @dataclass(frozen=True)
-class Direction:
+class NormalizedWeight:
     """W = g v/‖v‖, with norms over all axes but `dim`; g has size 1 along those."""
 
     gain: str
@@ -51,7 +51,7 @@ class Directed(Action):
     """
 
     inner: Action
-    directions: Mapping[str, Direction]
+    directions: Mapping[str, NormalizedWeight]
 
     @property
     def about(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -103,12 +103,14 @@ class Directed(Action):
         return out
 
 
-def with_weights(params: Parameters, directions: Mapping[str, Direction]) -> dict[str, Tensor]:
+def with_weights(
+    params: Parameters, directions: Mapping[str, NormalizedWeight]
+) -> dict[str, Tensor]:
     """The parameters and the weights W."""
     return {**params, **{n: d.weight(params) for n, d in directions.items()}}
 
 
-def in_parameters(action: Action, directions: Mapping[str, Direction]) -> Action:
+def in_parameters(action: Action, directions: Mapping[str, NormalizedWeight]) -> Action:
     """The action without names that stand for weights W, which others than scalings also read.
 
     A scaling that multiplies whole vectors of W multiplies g; else v has to turn.
@@ -122,7 +124,7 @@ def in_parameters(action: Action, directions: Mapping[str, Direction]) -> Action
     return Directed(action, directions)
 
 
-def _on_gains(action: Scaling, directions: Mapping[str, Direction]) -> Scaling:
+def _on_gains(action: Scaling, directions: Mapping[str, NormalizedWeight]) -> Scaling:
     """The scaling with g in place of each W whose vectors it leaves in their directions."""
     turned = {leg.name for leg in action.legs if not _along(leg, directions)}
     legs = [
@@ -134,7 +136,7 @@ def _on_gains(action: Scaling, directions: Mapping[str, Direction]) -> Scaling:
     return Scaling(action.units, legs, action.about.replace(", normalized", ""))
 
 
-def _along(leg: Leg, directions: Mapping[str, Direction]) -> bool:
+def _along(leg: Leg, directions: Mapping[str, NormalizedWeight]) -> bool:
     known = directions.get(leg.name)
     return known is None or all(n == 1 for d, n in enumerate(leg.unit.shape) if d != known.dim)
 

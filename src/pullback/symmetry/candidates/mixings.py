@@ -12,9 +12,9 @@ from torch import Tensor
 
 from ..actions.scaling import Action, Leg, Mixing, Scaling
 from ..actions.shifts import Folding, Norm
-from ..graph.ledger import Event, Ledger, Producer, Readers, Row, source_of
+from ..graph.ledger import Ledger, Producer, Readers, Reading, Row, source_of
 from ..graph.scales import Form
-from ..graph.walk import Region, Walk
+from ..graph.walk import ParameterRegion, Walk
 
 Units = dict[int, tuple[int, int]]  # atom -> (scaling, unit)
 
@@ -38,14 +38,14 @@ def scalings(walk: Walk, norms: list[Norm]) -> list[Action]:
     return out
 
 
-def _arrays(walk: Walk) -> Iterator[tuple[str, Region, Tensor]]:
+def _arrays(walk: Walk) -> Iterator[tuple[str, ParameterRegion, Tensor]]:
     for name, regions in walk.held.items():
         for region in regions:
             for array in region.legs.values():
                 yield name, region, array
 
 
-def _whole(region: Region, array: Tensor) -> Tensor:
+def _whole(region: ParameterRegion, array: Tensor) -> Tensor:
     """Labels on the parameter that are −1 outside the region."""
     if bool(region.mask.all()) or array.ndim == 0:
         return array
@@ -226,7 +226,7 @@ def _again(ledger: Ledger, made: Producer, outputs: list[int]) -> list[Rows] | N
     return out
 
 
-def _beside(ledger: Ledger, event: Event) -> list[Rows] | None:
+def _beside(ledger: Ledger, event: Reading) -> list[Rows] | None:
     """What the same columns of a weight read wherever it is used; None if no layer's outputs."""
     reader, where = ledger.producers[event.where["reader"]], event.where
     key = where["at"], where.get("axis", 1)
@@ -281,7 +281,7 @@ def _into(made: Producer, outputs: list[int]) -> list[tuple[str, Tensor]]:
 
 
 def _against(
-    ledger: Ledger, readers: Readers, event: Event, done: set[tuple[Row, ...]]
+    ledger: Ledger, readers: Readers, event: Reading, done: set[tuple[Row, ...]]
 ) -> Mixing | None:
     """Queries against keys; several heads may share either."""
     lefts, rights = {event.rows: None}, {event.where: None}

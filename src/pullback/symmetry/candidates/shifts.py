@@ -25,7 +25,7 @@ from ..actions.shifts import (
     Reader,
     StreamShift,
 )
-from ..graph.ledger import Event, Ledger, Producer, Readers, Row, source_of
+from ..graph.ledger import Ledger, Producer, Readers, Reading, Row, source_of
 from ..graph.walk import Walk
 
 
@@ -48,7 +48,7 @@ def shifts(walk: Walk, params: Parameters, norms: list[Norm]) -> Iterator[Action
             yield from _mean(ledger, event)
 
 
-def _reading(events: list[tuple[Event, bool]]) -> object:
+def _reading(events: list[tuple[Reading, bool]]) -> object:
     """Who reads an output, without where."""
     keys = []
     for event, second in events:
@@ -91,12 +91,14 @@ def _moved_bias(
         yield BiasShift(n, source, found, f"shift of {name} into {into}")
 
 
-def _place(event: Event, row: Row) -> int:
+def _place(event: Reading, row: Row) -> int:
     """Where an event reads an output."""
     return event.where["at"][event.rows.index(row)]
 
 
-def _common(ledger: Ledger, readers: Readers, event: Event, params: Parameters) -> Iterator[Action]:
+def _common(
+    ledger: Ledger, readers: Readers, event: Reading, params: Parameters
+) -> Iterator[Action]:
     """A shift of all of a layer's outputs that a norm or a softmax takes away."""
     source, events = source_of(readers, event.rows), readers.together(event.rows)
     if source is None or events is None or len(events) != 1 or not readers.clean(event.rows):
@@ -114,7 +116,7 @@ def _common(ledger: Ledger, readers: Readers, event: Event, params: Parameters) 
     yield CommonShift(weight, made.rows[outputs], bias, places, width, about)
 
 
-def _mean(ledger: Ledger, event: Event) -> Iterator[Action]:
+def _mean(ledger: Ledger, event: Reading) -> Iterator[Action]:
     """The direction in which a layer norm's outputs do not vary."""
     norm = ledger.producers[event.rows[0][0]]
     reader = ledger.producers[event.where["reader"]]
@@ -226,7 +228,7 @@ def _lets(ledger: Ledger, readers: Readers, p: int, *, uniform: bool) -> bool:
     return events is not None and all(_takes(ledger, e, second, uniform) for e, second in events)
 
 
-def _takes(ledger: Ledger, event: Event, second: bool, uniform: bool) -> bool:
+def _takes(ledger: Ledger, event: Reading, second: bool, uniform: bool) -> bool:
     if event.kind == "linear":
         reader = ledger.producers[event.where["reader"]]
         return reader.bias is not None and not event.where.get("padded")

@@ -14,7 +14,7 @@ from ..._core.replay import Replay, recording
 from ..actions.scaling import Scaling
 from ..slices.equal_norm import EqualNorm, layers_of, make_slice
 from ..slices.slice import Retraction, Slice
-from ..slices.units import Units, times_exp, wide
+from ..slices.units import ScalingUnits, times_exp, wide
 from .directions import LayerStep
 from .sweep import Followers, LayerSweep, UnitSweep
 
@@ -105,7 +105,7 @@ class Keeper:
         self._far: Tensor | None = None
         #: steps together with their retraction, on the slice of equal norms
         self.layers: LayerStep | None = None
-        Units(scalings, self.named)  # refuses at once what is not usable
+        ScalingUnits(scalings, self.named)  # refuses at once what is not usable
         self._own = [self.named[n] for n in dict.fromkeys(n for s in scalings for n in s.names)]
 
     def own(self, groups: Sequence[Mapping[str, Any]]) -> None:

@@ -26,7 +26,7 @@ from ..._core.space import compute_dtype
 from ..actions.scaling import Leg
 from ..slices.equal_norm import EqualNorm
 from ..slices.slice import Slice
-from ..slices.units import Units
+from ..slices.units import ScalingUnits
 
 #: tensors that move with a parameter: multiplied by its factor to this power
 Followers = Mapping[str, Sequence[tuple[Tensor, int]]]
@@ -133,7 +133,9 @@ class UnitSweep:
 class _Class:
     """Scalings that share no parameter."""
 
-    def __init__(self, units: Units, color: Sequence[int], params: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, units: ScalingUnits, color: Sequence[int], params: Mapping[str, Tensor]
+    ) -> None:
         self._sizes = [units.sizes[i] for i in color]
         self._into: list[list[_Side]] = []
         self._out: list[list[_Side]] = []

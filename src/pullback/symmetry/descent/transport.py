@@ -28,7 +28,7 @@ from ...maps.layers import REGISTRY
 from ...optim.kfac import KFAC
 from ...optim.kfac.factors.factor import SPECTRUM, BlockKey, block_shape
 from ...optim.kfac.state import KFACState
-from ..slices.units import Units
+from ..slices.units import ScalingUnits
 
 #: the power of α that each kind of state is multiplied by, by the names that torch's optimizers use
 POWERS: dict[str, int] = {
@@ -111,13 +111,13 @@ class CurvatureFollower:
         """Whether there is something to carry along."""
         return self._optimizer is not None
 
-    def follow(self, units: Units, t: Tensor) -> None:
+    def follow(self, units: ScalingUnits, t: Tensor) -> None:
         """Rescale the optimizer's state after parameters were multiplied by log-scales t (U,)."""
         if self._optimizer is not None:
             rescale_state(self._optimizer.blocks, self._params, scales_of(units, t))
 
 
-def scales_of(units: Units, t: Tensor) -> dict[str, Multipliers]:
+def scales_of(units: ScalingUnits, t: Tensor) -> dict[str, Multipliers]:
     """What multiplies each parameter, leg by leg: e^(power·t), and whether it leads into units."""
     rest = torch.cat([t, t.new_zeros(1)])  # for −1: not scaled
     return {

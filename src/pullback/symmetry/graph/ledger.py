@@ -172,7 +172,7 @@ class Producer:
 
 
 @dataclass(eq=False)
-class Event:
+class Reading:
     """Outputs (producer, row) that are read in one go by something linear in them.
 
     Attributes:
@@ -193,7 +193,7 @@ class Ledger:
     """Who makes units, who reads them."""
 
     producers: list[Producer] = field(default_factory=list)
-    events: list[Event] = field(default_factory=list)
+    events: list[Reading] = field(default_factory=list)
     touched: Counter[Row] = field(default_factory=Counter)
     #: layers that read nothing but zeros, as a recurrent one does at first
     blank: set[int] = field(default_factory=set)
@@ -253,12 +253,12 @@ class Ledger:
             for again in _without_repetition([listed[i] for i in places]):
                 chosen = [places[i] for i in again]
                 rows = tuple(self.row(listed[i]) for i in chosen)
-                self.events.append(Event(kind, rows, {"at": [where[i] for i in chosen], **more}))
+                self.events.append(Reading(kind, rows, {"at": [where[i] for i in chosen], **more}))
 
     def pair(self, left: tuple[Row, ...], right: tuple[Row, ...]) -> None:
         """Σ_i left_i·right_i is formed: queries against keys."""
         if not any(e.kind == "pair" and e.rows == left and e.where == right for e in self.events):
-            self.events.append(Event("pair", left, right))
+            self.events.append(Reading("pair", left, right))
 
     def add(self, left: Tensor, right: Tensor) -> Tensor | None:
         """Outputs (n,) of two layers are added, one by one: the sum's own; None if not so simple.
@@ -279,7 +279,7 @@ class Ledger:
         for term in terms:
             if term is not None:
                 outputs = tuple((term, i) for i in range(len(left)))
-                self.events.append(Event("sum", outputs, {"at": rows.tolist()}))
+                self.events.append(Reading("sum", outputs, {"at": rows.tolist()}))
         return made
 
     def exchange(self, left: Tensor, right: Tensor) -> None:
@@ -328,7 +328,7 @@ class Readers:
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
-        self.of: dict[Row, list[tuple[Event, bool]]] = {}
+        self.of: dict[Row, list[tuple[Reading, bool]]] = {}
         for event in ledger.events:
             for row in event.rows:
                 self.of.setdefault(row, []).append((event, False))
@@ -347,14 +347,14 @@ class Readers:
         """Whether only recorded events read these outputs."""
         return not any(r in self.ledger.touched for r in rows)
 
-    def reading(self, p: int) -> list[tuple[Event, bool]] | None:
+    def reading(self, p: int) -> list[tuple[Reading, bool]] | None:
         """The events of a producer whose outputs are all read alike; None if touched."""
         rows = [(p, i) for i in range(len(self.ledger.producers[p].rows))]
         first = self.of.get(rows[0], [])
         alike = all(r not in self.ledger.touched and self.of.get(r, []) == first for r in rows)
         return first if alike else None
 
-    def together(self, rows: tuple[Row, ...]) -> list[tuple[Event, bool]] | None:
+    def together(self, rows: tuple[Row, ...]) -> list[tuple[Reading, bool]] | None:
         """The events of outputs that are always read together, in one order; else None."""
         events = self.of.get(rows[0], [])
         for event, second in events:

@@ -35,7 +35,7 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
 
 
 @dataclass
-class Region:
+class ParameterRegion:
     """A part of a parameter: how each entry is scaled, as a sum of arrays of labels."""
 
     mask: Tensor
@@ -59,7 +59,7 @@ class Walk:
 
     scales: Scales = field(default_factory=Scales)
     ledger: Ledger = field(default_factory=Ledger)
-    held: dict[str, list[Region]] = field(default_factory=dict)
+    held: dict[str, list[ParameterRegion]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     folds: list[Any] = field(default_factory=list)
     directions: dict[str, Any] = field(default_factory=dict)
@@ -145,7 +145,7 @@ class Walk:
                     for array in (*legs.values(), *region.legs.values()):
                         self.scales.fix(array)
                 return
-        regions.append(Region(mask, legs))
+        regions.append(ParameterRegion(mask, legs))
 
     def act(self, value: Value, *, fixed: bool = False) -> Act:
         """A parameter as an activation: with scales of its own, or fixed."""

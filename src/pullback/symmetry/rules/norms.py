@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from ..actions.derived import Direction
+from ..actions.derived import NormalizedWeight
 from ..graph.ledger import NONE, Act, Producer, Ref
 from ..graph.scales import FIXED, collapse
 from ..graph.walk import Walk, rule, shapes
@@ -151,7 +151,7 @@ def weight_norm(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any])
     if not whole or not 0 <= dim % len(shape) < len(shape):
         return NotImplemented
     name = f"{v.name}, normalized"
-    walk.directions[name] = Direction(g.name, v.name, dim % len(shape))
+    walk.directions[name] = NormalizedWeight(g.name, v.name, dim % len(shape))
     out = Ref.whole(name, shape)
     several = isinstance(node.meta.get("val"), (list, tuple))
     return [out, *(Act.constant(other) for other in others)] if several else out

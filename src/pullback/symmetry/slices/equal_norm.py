@@ -17,7 +17,7 @@ from ..._core.errors import PullbackError
 from ..actions.scaling import Scaling
 from .retraction import energies
 from .slice import Balanced, Slice
-from .units import Units
+from .units import ScalingUnits
 
 SLICES = ("balanced", "layer-balanced", "equal-norm", "equal-weights")
 
@@ -128,7 +128,7 @@ class BlockNorms:
     near = torch.inf
 
     def __init__(self, slice: EqualNorm, params: Mapping[str, Tensor]) -> None:
-        self.units: Units = slice.units
+        self.units: ScalingUnits = slice.units
         self._adds, self._differences = slice.adds, slice.differences
         self._twice = 2 * slice.units.powers
         found, _ = energies(slice.units, params)

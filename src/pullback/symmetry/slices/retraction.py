@@ -23,7 +23,7 @@ from ..._core.errors import PullbackError
 from ...grams import Gram
 from ...solvers import ConjugateGradient
 from ..actions.scaling import Leg
-from .units import Part, Units, wide
+from .units import ScaledParameter, ScalingUnits, wide
 
 _NEAR, _WIDE, _MOST = 0.5, 100.0, 400
 _DENSE = 1024
@@ -39,7 +39,7 @@ class Norms(Protocol):
         dead: (U,) units that no scale can bring to the slice.
     """
 
-    units: Units
+    units: ScalingUnits
     near: float
     zeros: Tensor
     dead: Tensor
@@ -93,7 +93,7 @@ def _worst(norms: Norms, t: Tensor) -> float:
     return float(norms.imbalance(t).abs().amax())
 
 
-class Energy:
+class ParameterEnergy:
     """w_e² of one parameter over their largest, reduced to the axes that tell units apart.
 
     The factor of an entry is a product over its legs, so that sums over the entries of a matrix are
@@ -101,7 +101,7 @@ class Energy:
     of `unit`², which all parameters share: logarithms that are compared with each other are small.
     """
 
-    def __init__(self, part: Part, w: Tensor, top: Tensor, unit: Tensor) -> None:
+    def __init__(self, part: ScaledParameter, w: Tensor, top: Tensor, unit: Tensor) -> None:
         self.part = part
         top = torch.where(top > 0, top, unit)
         ratio = top / unit
@@ -135,13 +135,15 @@ class Energy:
         return values.sum(axes, keepdim=True) if axes else values
 
 
-def energies(units: Units, params: Mapping[str, Tensor]) -> tuple[list[Energy], Tensor]:
+def energies(
+    units: ScalingUnits, params: Mapping[str, Tensor]
+) -> tuple[list[ParameterEnergy], Tensor]:
     """The energies of all parameters that some units scale, and the largest |w_e| of all."""
     tops = [_top(part.name, params[part.name]) for part in units.parts]
     unit = torch.stack(tops).amax()
     unit = torch.where(unit > 0, unit, 1.0)
     pairs = zip(units.parts, tops, strict=True)
-    return [Energy(part, params[part.name], top, unit) for part, top in pairs], unit
+    return [ParameterEnergy(part, params[part.name], top, unit) for part, top in pairs], unit
 
 
 def _top(name: str, w: Tensor) -> Tensor:
@@ -174,7 +176,7 @@ class UnitNorms:
 
     near = _NEAR
 
-    def __init__(self, units: Units, params: Mapping[str, Tensor]) -> None:
+    def __init__(self, units: ScalingUnits, params: Mapping[str, Tensor]) -> None:
         self.units = units
         self.parts, self.unit = energies(units, params)
         self.zeros = self.parts[0].squares.new_zeros(units.total)
@@ -208,7 +210,7 @@ class LargestEntries:
 
     near = 0.0
 
-    def __init__(self, units: Units, params: Mapping[str, Tensor]) -> None:
+    def __init__(self, units: ScalingUnits, params: Mapping[str, Tensor]) -> None:
         self.units = units
         self._logs = [_log_largest(part, params[part.name]) for part in units.parts]
         self.zeros = self._logs[0].new_zeros(units.total)
@@ -241,7 +243,7 @@ class LargestEntries:
         return t
 
 
-def _log_largest(part: Part, w: Tensor) -> Tensor:
+def _log_largest(part: ScaledParameter, w: Tensor) -> Tensor:
     """log max |w_e| over the axes that tell no units apart, −inf for zeros: of the part's shape."""
     w = w.detach().to(wide(w)).abs()
     axes = [d for d, size in enumerate(part.shape) if size == 1 and w.shape[d] != 1]

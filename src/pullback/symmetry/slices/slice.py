@@ -24,7 +24,7 @@ from ..._core.errors import PullbackError
 from ..._core.space import ParameterSpace
 from ..actions.scaling import Scaling
 from .retraction import LargestEntries, Norms, OrbitGram, UnitNorms, to_slice
-from .units import Units
+from .units import ScalingUnits
 
 Vector = TypeVar("Vector", Tensor, Mapping[str, Tensor])
 
@@ -58,7 +58,7 @@ class Slice(ABC):
     ) -> None:
         given = plain(model).named_parameters() if isinstance(model, nn.Module) else model.items()
         self.params: dict[str, Tensor] = dict(given)
-        self.units = Units(scalings, self.params)
+        self.units = ScalingUnits(scalings, self.params)
 
     @property
     def scalings(self) -> tuple[Scaling, ...]:

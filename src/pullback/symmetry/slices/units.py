@@ -20,7 +20,7 @@ from ..actions.scaling import Leg, Scaling
 
 
 @dataclass(frozen=True)
-class Part:
+class ScaledParameter:
     """A parameter's legs, counted in the common vector of units."""
 
     name: str
@@ -50,7 +50,7 @@ class Part:
         return values.sum(axes, keepdim=True) if axes else values
 
 
-class Units:
+class ScalingUnits:
     """The units of some scalings, U in all, and the parameters that they scale."""
 
     def __init__(self, scalings: Sequence[Scaling], params: Mapping[str, Tensor]) -> None:
@@ -70,7 +70,7 @@ class Units:
                 unit = torch.where(unit < 0, -1, unit + start)
                 legs.setdefault(leg.name, []).append(Leg(leg.name, unit, leg.power))
             start += scaling.units
-        self.parts = tuple(Part(name, tuple(found)) for name, found in legs.items())
+        self.parts = tuple(ScaledParameter(name, tuple(found)) for name, found in legs.items())
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -137,7 +137,7 @@ class Units:
             out[part.name] = (w.to(a) * part.log_factor(a)).to(w.dtype)
         return out
 
-    def collect(self, part: Part, values: Tensor) -> Tensor:
+    def collect(self, part: ScaledParameter, values: Tensor) -> Tensor:
         """Σ_legs power·(sum of the unit's values): (U,)."""
         out = values.new_zeros(self.total)
         for leg in part.legs:
