@@ -17,7 +17,7 @@ from pullback.cli.app import app
 from pullback.geometry.charts.twin import (
     Change,
     LayerCoordinates,
-    changed,
+    change_coordinates,
     drawn,
     same,
     tanh_twin,
@@ -90,7 +90,7 @@ def test_a_changed_convolution_sees_changed_channels() -> None:
     def moved(change: Change, a: torch.Tensor) -> torch.Tensor:
         return torch.einsum("ij,njxy->nixy", change.matrix, a) + change.shift[:, None, None]
 
-    got = moved(after, changed(layer, before, after)(moved(before, x)))
+    got = moved(after, change_coordinates(layer, before, after)(moved(before, x)))
     torch.testing.assert_close(got, layer(x))
 
 

@@ -11,7 +11,7 @@ from pullback import PullbackError
 from pullback.linear import DeepMatrix, kronecker_lstsq, split_obstacle
 from pullback.linear.deep import _tangent
 from pullback.linear.grams import complete
-from pullback.linear.minimum_norm import iterated
+from pullback.linear.minimum_norm import solve_iteratively
 from pullback.linear.tangents import MatrixTangent
 from pullback.testing import relative_error
 from tests.linear.oracles import flat, jacobian, product
@@ -164,9 +164,9 @@ def test_iteration_for_large_matrices(dims: list[int]) -> None:
     tangent = _tangent(model.values(), list(range(model.depth)), None, None)
     assert isinstance(tangent, MatrixTangent)
     j = jacobian(product, list(model.factors))
-    assert error(iterated(tangent, grad), torch.linalg.pinv(j) @ grad) < 1e-10
+    assert error(solve_iteratively(tangent, grad), torch.linalg.pinv(j) @ grad) < 1e-10
     want = j.T @ torch.linalg.solve(j @ j.T + 0.1 * torch.eye(len(j), dtype=DOUBLE), grad)
-    assert error(iterated(tangent, grad, 0.1), want) < 1e-10
+    assert error(solve_iteratively(tangent, grad, 0.1), want) < 1e-10
 
 
 def test_large_matrices_are_solved_by_iteration() -> None:

@@ -23,7 +23,7 @@ from ..maps import Linearization
 from .change import FunctionChange
 from .layouts import KernelLayout, as_layout, refuse_no_tensor
 from .tangent import Arguments, Model, Tangent, arguments, as_tangent, part
-from .tiles import MEMORY, assembled, check_sizes
+from .tiles import MEMORY, assemble_tiles, check_sizes
 
 
 class TangentKernel(ABC):
@@ -51,7 +51,7 @@ class TangentKernel(ABC):
     def expand(self, x: Any, cotangents: Tensor) -> FunctionChange:
         """Σ_i K(·, x_i) c_i for cotangents c (N, *event): the tangent vector dφ·B Jᵀc."""
         linear = self.tangent.at(x)
-        c = fitted(cotangents, linear)
+        c = check_cotangents(cotangents, linear)
         return FunctionChange(self.tangent, self.raised(linear.vjp(c)))
 
     def operator(self, x: Any, x2: Any = None, *, chunk: int = 1024) -> KernelOperator:
@@ -76,7 +76,7 @@ class NTK(TangentKernel):
         processes: Processes | None = None,
     ) -> Tensor:
         form = as_layout(layout)
-        return assembled(self.tangent, x, _other(x, x2), form, chunk, memory, processes)
+        return assemble_tiles(self.tangent, x, _other(x, x2), form, chunk, memory, processes)
 
 
 class FeatureKernel(TangentKernel):
@@ -188,7 +188,7 @@ def ntk_operator(
     return NTK(as_tangent(model, params)).operator(x, x2, chunk=chunk)
 
 
-def fitted(cotangents: Tensor, linear: Linearization) -> Tensor:
+def check_cotangents(cotangents: Tensor, linear: Linearization) -> Tensor:
     """One cotangent per entry of the output, in its shape."""
     shape = linear.value.shape
     refuse_no_tensor("The cotangents", cotangents)

@@ -24,7 +24,7 @@ from ..maps import Linearization, identity_covectors
 from ..metrics import Euclidean, Fisher, Metric, as_metric
 from ..solvers import PseudoInverse
 from .change import Expansion, FunctionChange
-from .kernel import NTK, FeatureKernel, fitted
+from .kernel import NTK, FeatureKernel, check_cotangents
 from .layouts import KernelLayout
 from .tangent import Model, Tangent, arguments, as_tangent
 from .tiles import MEMORY
@@ -124,12 +124,12 @@ class Projected(FeatureKernel):
 
     def coefficients(self, cotangents: Tensor) -> Tensor:
         """⟨∇ℓ, h_i⟩ = Σ_n c_n·h_i(x_n), (k,), for cotangents c on the support."""
-        c = fitted(cotangents, self.linear)
+        c = check_cotangents(cotangents, self.linear)
         return torch.einsum("nmk,nm->k", self.features(self.linear), c.flatten(1))
 
     def direction(self, cotangents: Tensor) -> Tensor:
         """(G + λ)⁺Jᵀc, (p,): from r with S r = c where there is one, which keeps the digits."""
-        c = fitted(cotangents, self.linear)
+        c = check_cotangents(cotangents, self.linear)
         white = self.part.factor.whiten(c).value
         gradient = self.linear.vjp(c)
         flat = None if white is None else white.flatten()
@@ -274,7 +274,7 @@ def project(
             f"Unknown form {form!r}", "it is not one of the forms", f"Use one of {FORMS}"
         )
     kernel = Projected(as_tangent(model), x, metric, rcond=rcond)
-    given = fitted(_one_of(gradient, values), kernel.linear)
+    given = check_cotangents(_one_of(gradient, values), kernel.linear)
     c = given if values is None else kernel.part.factor.matvec(given)
     if form == "orthonormal":
         return Combination(kernel, kernel.coefficients(c))
@@ -297,7 +297,7 @@ def surject(
     """
     tangent = as_tangent(model)
     linear = tangent.at(x)
-    c = fitted(_one_of(gradient, values), linear)
+    c = check_cotangents(_one_of(gradient, values), linear)
     if values is not None:
         chosen = Euclidean() if metric is None else as_metric(metric)
         c = chosen.factor(linear.value, inputs=arguments(x)[0]).matvec(c)

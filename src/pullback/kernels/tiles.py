@@ -147,7 +147,7 @@ def owner(row: int, processes: int) -> int:
     return min(turn, 2 * processes - 1 - turn)
 
 
-def gathered(
+def gather_tiles(
     tangent: Tangent,
     x: Any,
     x2: Any,
@@ -189,7 +189,7 @@ def _refuse_others(tangent: Tangent, x: Any, x2: Any, processes: Processes) -> N
     processes.same("the kernel's inputs or parameters (shape, norm)", seen, remedy)
 
 
-def assembled(
+def assemble_tiles(
     tangent: Tangent,
     x: Any,
     x2: Any,
@@ -203,7 +203,7 @@ def assembled(
     n = len(arguments(x)[0])
     n2 = n if x2 is None else len(arguments(x2)[0])
     out: Tensor | None = None
-    for rows, some, tile in gathered(tangent, x, x2, layout, chunk, memory, processes):
+    for rows, some, tile in gather_tiles(tangent, x, x2, layout, chunk, memory, processes):
         if rows == slice(0, n) and some == slice(0, n2):
             return tile
         if out is None:

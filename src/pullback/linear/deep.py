@@ -12,7 +12,7 @@ from .._core.errors import PullbackError
 from .._core.factor import Factor
 from ..grams import FactoredGram
 from ..maps import Linearization
-from .grams import Sides, TangentGram, isotropic, proven, tangent_gram
+from .grams import Sides, TangentGram, agrees_with_autograd, isotropic, tangent_gram
 from .minimum_norm import minimum_norm, split
 from .parameters import (
     FactoredModule,
@@ -29,7 +29,7 @@ from .tangents import (
     MatrixTangent,
     around,
     commuting,
-    leveled,
+    level_factors,
 )
 
 
@@ -170,7 +170,7 @@ class DeepMatrix(FactoredModule):
         for w in factors:
             refuse_nonfinite("A factor", w)
         if damping == 0:
-            factors, unit = leveled(factors)
+            factors, unit = level_factors(factors)
         everyone = list(range(self.depth))
         tangent = _tangent(factors, everyone, None, entries)
         spectrum = self._commuting(tangent, everyone, 1.0, whole=entries is None)
@@ -218,7 +218,7 @@ class DeepMatrix(FactoredModule):
             gram: FactoredGram = TangentGram(tangent, sides, spectrum)
         else:
             gram = tangent_gram(tangent, sides)
-        return gram if proven(gram, linear, factor) else None
+        return gram if agrees_with_autograd(gram, linear, factor) else None
 
     def _commuting(self, tangent: FactorTangent, chosen: list[int], scale: float, *, whole: bool):
         """The spectrum, where the terms of the tangent have common singular vectors."""

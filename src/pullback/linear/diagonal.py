@@ -11,7 +11,7 @@ from .._core.errors import PullbackError
 from .._core.factor import Factor
 from ..grams import FactoredGram
 from ..maps import Linearization
-from .grams import CoreGram, Sides, proven
+from .grams import CoreGram, Sides, agrees_with_autograd
 from .parameters import (
     FactoredModule,
     RandomSource,
@@ -161,7 +161,7 @@ class DiagonalNetwork(FactoredModule):
             lambda v: (unit * v.view(unit.shape)).sum(0),
             lambda d: (unit * d[..., None, :]).flatten(-2),
         )
-        return gram if proven(gram, linear, factor) else None
+        return gram if agrees_with_autograd(gram, linear, factor) else None
 
 
 class LinearModel(DiagonalNetwork):

@@ -241,7 +241,7 @@ def isotropic(factor: Factor, value: Tensor) -> float | None:
     return s if bool(wrong <= 4 * torch.finfo(value.dtype).eps * image.abs().max()) else None
 
 
-def proven(gram: FactoredGram, linear: Linearization, factor: Factor) -> bool:
+def agrees_with_autograd(gram: FactoredGram, linear: Linearization, factor: Factor) -> bool:
     """Whether Aᵀc is what autograd says for a random c: hooks and ties may change a model."""
     value = linear.value
     c = _probe((value.shape[0], *factor.white), value)

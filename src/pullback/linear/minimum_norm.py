@@ -40,7 +40,7 @@ class _Kernel(Gram):
         return self._tangent.push(self._tangent.pull(v))
 
 
-def iterated(
+def solve_iteratively(
     tangent: MatrixTangent,
     r: Tensor,
     damping: float = 0.0,
@@ -128,7 +128,7 @@ def minimum_norm(
         and gram.spectrum() is None
     ):
         try:
-            return iterated(tangent, r, damping, rcond)
+            return solve_iteratively(tangent, r, damping, rcond)
         except PullbackError:
             if tangent.count * tangent.width > _LARGEST:
                 raise

@@ -149,7 +149,7 @@ def around(factors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     return before, after[::-1]
 
 
-def leveled(factors: Sequence[Tensor]) -> tuple[list[Tensor], float]:
+def level_factors(factors: Sequence[Tensor]) -> tuple[list[Tensor], float]:
     """Factors times a power of two s at which J has size 1, and s^(L−1), by which it changed J.
 
     Squares of J are then representable, whatever the factors' sizes.

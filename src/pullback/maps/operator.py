@@ -24,7 +24,7 @@ from .._core.errors import PullbackError
 from .._core.space import tolerance
 from .base import Covered, Linearization, Map, Pulled, identity_covectors
 from .jets import Jet, Scheme, Tape, Unsupported, nested
-from .jets.jet import Deltas, Used, looped, write_rows
+from .jets.jet import Deltas, Used, prefers_loop, write_rows
 from .layers import AffineBlock, Block, RowsBlock
 from .objective import FunctionLinearization
 
@@ -221,7 +221,7 @@ class JetLinearization(FunctionLinearization):
             if any(n in elsewhere or owners[n] > 1 for n in names):
                 elsewhere.update(names)  # rows of shared parameters are formed whole
                 continue
-            if matrix is not None and len(uses) == 1 and looped(*uses[0], len(self._map.x)):
+            if matrix is not None and len(uses) == 1 and prefers_loop(*uses[0], len(self._map.x)):
                 blocks.append(self._rows(weight, bias, *uses[0], matrix))
                 written.append(blocks[-1])
             else:

@@ -31,7 +31,7 @@ from .reverse import ForwardReplay, batched_cotangents, looped_cotangents, vecto
 _KINDS = ("Index", "Gather", "Scatter", "Take", "MaskedSelect", "MaskedScatter")
 
 
-def routed(root: Tensor) -> bool:
+def chooses_by_index(root: Tensor) -> bool:
     """Whether places are chosen by index on the way to `root`.
 
     The indices are numbers, which another batch has others of: experts get their samples in
@@ -164,7 +164,7 @@ class Structure:
                 for name in filter(None, entry.names.values()):
                     reasons[name] = f"{entry.path}: no axis of its output counts the samples"
         heard = [g is None or bool(g.any()) for g in found[: len(edges)]]
-        plan = cls(layouts, (), reasons, settled=all(heard) and not routed(linear.graph))
+        plan = cls(layouts, (), reasons, settled=all(heard) and not chooses_by_index(linear.graph))
         deltas = {i: found[i] for i in layouts}
         blocks = plan._blocks(
             linear, recorder, {i: _placed(d, layouts[i], linear) for i, d in deltas.items()}
@@ -222,7 +222,7 @@ class Structure:
             block = first.layer.block(names, uses)
             block.looks = self.looks.setdefault(first.key, {})
             blocks.append(block)
-        return untied(blocks)
+        return join_tied_blocks(blocks)
 
     def _use(self, linear: ForwardReplay, entry: Entry, i: int, delta: Tensor) -> Use:
         x = self.layouts[i](entry.input)
@@ -245,7 +245,7 @@ def _placed(delta: Tensor | None, layout: Layout, linear: ForwardReplay) -> Tens
     return layout(delta).unsqueeze(1).to(linear.space.dtype)
 
 
-def untied(blocks: list[Block]) -> list[Block]:
+def join_tied_blocks(blocks: list[Block]) -> list[Block]:
     """Blocks with disjoint names: where a parameter stands in several, their rows are added."""
     counts: dict[str, int] = {}
     for block in blocks:

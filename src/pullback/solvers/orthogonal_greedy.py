@@ -11,7 +11,7 @@ from torch import Tensor
 from .._core.errors import PullbackError, Status
 from ..grams import FactoredGram, Gram
 from .base import Damping, Solution, Solver, resolve
-from .pinv import trusted
+from .pinv import keeps_digits
 from .tangents import Columns, Pivots, SelectedTangents
 
 RULES = ("correlation", "decrease")
@@ -150,7 +150,7 @@ class OrthogonalGreedy(Solver):
             return Pivots(gram, diagonal, g, damping, k, rcond=rcond, follow=follow)
         if damping == 0:
             k = min(k, gram.count)
-        if r is not None and not trusted(gram, diagonal.max().sqrt(), r):
+        if r is not None and not keeps_digits(gram, diagonal.max().sqrt(), r):
             r = None
         rcond = self.rcond
         if rcond is None:

@@ -14,7 +14,7 @@ from .descent.keeper import two_sided
 from .graph.tracing import Example
 from .orbits.ranks import Rank, rank
 from .orbits.tangents import Orbits, invariants
-from .orbits.verify import Rejected, Verified, summarized
+from .orbits.verify import Rejected, Verified, summarize_rejections
 from .slices.equal_norm import make_slice
 from .slices.slice import Retraction, Slice
 
@@ -167,7 +167,7 @@ class Symmetry:
             "  ".join([*(c.ljust(w) for c, w in zip(line[:3], widths, strict=True)), line[3]])
             for line in table
         ]
-        lines += [f"rejected  {line}" for line in summarized(self.rejected)]
+        lines += [f"rejected  {line}" for line in summarize_rejections(self.rejected)]
         return "\n".join([*lines, *(f"note  {n}" for n in self.notes)])
 
     def __str__(self) -> str:

@@ -14,7 +14,7 @@ from pullback import likelihoods, metrics
 from pullback.geometry.charts.twin import (
     AffineMap,
     Change,
-    changed,
+    change_coordinates,
     drawn,
     random_coordinates,
     same,
@@ -73,9 +73,9 @@ def recurrent_twin(
     leaving = drawn(model.exit.out_features, generator)
     entering = entering if shift_inputs else entering.linear()
     out = Recurrent(inputs, hidden, model.exit.out_features)
-    out.recurrent = changed(model.recurrent, state, inner)
-    out.entry = changed(model.entry, entering, inner)
-    out.exit = changed(model.exit, state, leaving)
+    out.recurrent = change_coordinates(model.recurrent, state, inner)
+    out.entry = change_coordinates(model.entry, entering, inner)
+    out.exit = change_coordinates(model.exit, state, leaving)
     with torch.no_grad():
         out.recurrent.bias.sub_(out.entry.weight @ entering.shift)
     out.enter, out.leave = AffineMap(entering, -1), AffineMap(leaving, -1)

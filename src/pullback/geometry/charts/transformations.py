@@ -37,7 +37,7 @@ from .twin import (
     Layer,
     LayerCoordinates,
     chain,
-    changed,
+    change_coordinates,
     drawn,
     is_layer,
     layers,
@@ -398,7 +398,7 @@ def _affine_twin(model: nn.Module, to: LayerCoordinates) -> Twin:
     def weights(module: nn.Module) -> Params:
         """W = ΦW†Ω and b = Φ(b† + W†γ) + τ: the changes undone."""
         back = [
-            changed(m, one.inverse(), two.inverse())  # pyright: ignore[reportArgumentType]
+            change_coordinates(m, one.inverse(), two.inverse())  # pyright: ignore[reportArgumentType]
             for m, one, two in zip(layers(module), to.inputs, to.outputs, strict=True)
         ]
         values = zip(names, module.parameters(), strict=True)

@@ -134,7 +134,7 @@ def whitening(x: Tensor, *, centered: bool = True) -> Change:
 
 
 @torch.no_grad()
-def changed(layer: _Layer, before: Change, after: Change) -> _Layer:
+def change_coordinates(layer: _Layer, before: Change, after: Change) -> _Layer:
     """The layer for inputs `before`(a), whose outputs `after` maps back to the old ones.
 
     A layer without a bias cannot take up shifts: that is left to whoever adds its output.
@@ -170,14 +170,14 @@ class WrappedLayer(nn.Sequential):
     """A layer in other coordinates between the changes of its input and its output."""
 
 
-def wrapped(layer: Layer, before: Change, after: Change) -> WrappedLayer:
+def wrap_layer(layer: Layer, before: Change, after: Change) -> WrappedLayer:
     """[Ω·+γ, layer†, Φ·+τ]: the same function of old coordinates; what does not change is left out.
 
     Linear layers see coordinates along the last axis, convolutions along the channels.
     """
     dim = -1 if isinstance(layer, nn.Linear) else 1
     like = layer.weight.detach()
-    inner: list[nn.Module] = [changed(layer, before, after)]  # pyright: ignore[reportArgumentType]
+    inner: list[nn.Module] = [change_coordinates(layer, before, after)]  # pyright: ignore[reportArgumentType]
     if not before.trivial:
         inner.insert(0, AffineMap(before.to(like), dim))
     if not after.trivial:
@@ -230,7 +230,9 @@ def twin(model: nn.Module, to: LayerCoordinates, between: Between | None = None)
     if between is not None:
         return _chained(model, to, between)
     changes = zip(to.inputs, to.outputs, strict=True)
-    memo: dict[int, object] = {id(m): wrapped(m, *c) for m, c in zip(found, changes, strict=True)}
+    memo: dict[int, object] = {
+        id(m): wrap_layer(m, *c) for m, c in zip(found, changes, strict=True)
+    }
     # a copy finds the layers already copied; one that is used in two places stays one layer
     if isinstance(model, nn.Sequential):
         return nn.Sequential(*(p for m in model for p in _spliced(copy.deepcopy(m, memo))))
@@ -248,7 +250,7 @@ def _chained(model: nn.Module, to: LayerCoordinates, between: Between) -> nn.Mod
             inner = 0 < number <= last
             modules.append(between(module) if inner else copy.deepcopy(module))
             continue
-        parts = list(wrapped(module, to.inputs[number], to.outputs[number]))
+        parts = list(wrap_layer(module, to.inputs[number], to.outputs[number]))
         at = next(i for i, m in enumerate(parts) if is_layer(m))
         modules += parts[0 if number == 0 else at : None if number == last else at + 1]
         number += 1

@@ -63,7 +63,7 @@ class RunState:
     theta: Params
 
 
-def itself(model: nn.Module) -> Twin:
+def identity_twin(model: nn.Module) -> Twin:
     """The model as its own twin: f is the identity."""
     return Twin(model, lambda module: dict(module.named_parameters()))
 
@@ -86,7 +86,7 @@ def run(
                     "Keep the step size in param_groups as 'lr'",
                 )
             group["lr"] = group["lr"] * size
-        states = [look(start, model, setting)]
+        states = [observe(start, model, setting)]
         for _ in range(steps):
             try:
                 _step(optimizers, model, setting)
@@ -95,7 +95,7 @@ def run(
                     raise
                 states += [_lost(states[0])] * (steps + 1 - len(states))
                 break
-            states.append(look(start, model, setting))
+            states.append(observe(start, model, setting))
         for optimizer in optimizers:
             if callable(close := getattr(optimizer, "close", None)):
                 close()
@@ -126,7 +126,7 @@ def duplicate(model: nn.Module) -> nn.Module:
 
 
 @torch.no_grad()
-def look(start: Twin, model: nn.Module, setting: Setting) -> RunState:
+def observe(start: Twin, model: nn.Module, setting: Setting) -> RunState:
     """The function and the original's weights, as they are now."""
     probes = setting.probes
     return RunState(
@@ -242,7 +242,7 @@ def _failed(who: str, error: Exception) -> PullbackError:
     )
 
 
-def shaken(start: Twin, setting: Setting, resolution: float) -> tuple[Twin, Setting]:
+def perturb_start(start: Twin, setting: Setting, resolution: float) -> tuple[Twin, Setting]:
     """The same start with weights and inputs off by round-off: ±resolution of their own size."""
     generator = torch.Generator().manual_seed(setting.seed)
 

@@ -232,7 +232,9 @@ class Audit:
         """Verdict and mismatch by optimizer and transformation; None where it was left out."""
         rows = {(r.optimizer, r.transformation): r for r in self.rows}
         keys = [(o, t) for o in self.optimizers for t in self.transformations]
-        told = {key: (r.verdict, shown(r.batch.direction.mismatch)) for key, r in rows.items()}
+        told = {
+            key: (r.verdict, format_mismatch(r.batch.direction.mismatch)) for key, r in rows.items()
+        }
         return {key: told.get(key) for key in keys}
 
     def __str__(self) -> str:
@@ -280,8 +282,8 @@ def details(audit: Audit) -> str:
             r.transformation,
             str(r.batch.verdict),
             "–" if r.batch.order is None else f"{r.batch.order:.1f}",
-            shown(r.batch.direction.mismatch),
-            shown(r.batch.steps[0].mismatch),
+            format_mismatch(r.batch.direction.mismatch),
+            format_mismatch(r.batch.steps[0].mismatch),
             _last(r.batch),
             "–" if r.probes is None else str(r.probes.verdict),
             str(r.parameters.verdict),
@@ -295,7 +297,7 @@ def _last(m: Measure) -> str:
     """The mismatch after the last step, in parentheses where round-off has grown as large."""
     if not m.finite:
         return "–"
-    text = shown(m.finite[-1].mismatch)
+    text = format_mismatch(m.finite[-1].mismatch)
     return text if m.decides(m.finite[-1]) else f"({text})"
 
 
@@ -321,7 +323,7 @@ def _set(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> s
     return "\n".join([title, *lines])
 
 
-def shown(value: float) -> str:
+def format_mismatch(value: float) -> str:
     """A mismatch for people.
 
     >>> shown(0.00034), shown(math.inf)

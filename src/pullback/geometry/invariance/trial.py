@@ -17,7 +17,7 @@ from ..._core.errors import PullbackError
 from ...optim import KFAC, NaturalGradient
 from ...optim.kfac import Damping, Invariant, Tikhonov
 from ..charts.transformations import Twin
-from .run import RunState, Setting, itself, push, run, shaken
+from .run import RunState, Setting, identity_twin, perturb_start, push, run
 from .table import SLACK, AuditRow, Measure, Seen
 
 Make = Callable[[nn.Module], Any]
@@ -189,7 +189,7 @@ class OptimizerTrial:
     ) -> None:
         self.contender, self.setting, self.sizes = contender, setting, sizes
         self.steps, self.resolution = steps, resolution
-        self.mine = self._runs(itself(model))
+        self.mine = self._runs(identity_twin(model))
         if any(not _gap(_batch, s[1], s[0]) > 0 for s in self.mine.small):
             raise PullbackError(
                 f"{contender.name} does not move the model",
@@ -219,7 +219,7 @@ class OptimizerTrial:
 
     def _runs(self, start: Twin, *, lenient: bool = False) -> Runs:
         make, setting, sizes = self.contender.make, self.setting, self.sizes
-        other, shifted = shaken(start, setting, self.resolution)
+        other, shifted = perturb_start(start, setting, self.resolution)
         small = [run(make, start, setting, size=s, steps=1, lenient=lenient) for s in sizes]
         off = [run(make, other, shifted, size=s, steps=1, lenient=lenient) for s in sizes]
         steps = self.steps

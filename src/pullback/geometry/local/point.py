@@ -116,7 +116,7 @@ def differential(loss: Loss, value: Tensor) -> Tensor:
     return slope.detach()
 
 
-def raised(part: Part, covector: Tensor) -> Tensor:
+def raise_covector(part: Part, covector: Tensor) -> Tensor:
     """The v with g v = dL, of least norm: v = S⁺ᵀr, sample by sample unless g couples them."""
     factor, value = part.factor, part.linear.value
     r = factor.whiten(covector).value
@@ -300,7 +300,7 @@ class Point:
     def decompose(self, loss: Loss) -> Decomposition:
         """grad^Z L into what the image of dφ can follow and what is lost to it."""
         covector = self._covector(loss)
-        ambient = raised(self._part, covector)
+        ambient = raise_covector(self._part, covector)
         white = self._part.transpose(ambient.flatten())
         tangent = self._projected(white)
         lost = ambient - tangent

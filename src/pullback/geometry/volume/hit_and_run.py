@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..._core.errors import PullbackError
-from .landscape import Landscape, Rounded, rounded
+from .landscape import Landscape, Rounded, round_landscape
 
 #: points per axis of the last grid, by dimension
 _RESOLUTION = {1: 4001, 2: 401, 3: 81}
@@ -56,7 +56,7 @@ def on_grid(landscape: Landscape, epsilon: float) -> Volume:
             f"it would have {dimension} dimensions",
             'Use method="hit-and-run"',
         )
-    around, fine = rounded(landscape, epsilon), _RESOLUTION[dimension]
+    around, fine = round_landscape(landscape, epsilon), _RESOLUTION[dimension]
     box = None if around is None else _settled(around, epsilon)
     if around is None or box is None:
         return Volume(float("inf"), float("nan"), float("inf"), bounded=False)
@@ -259,7 +259,7 @@ def by_hit_and_run(
     generator: torch.Generator,
 ) -> Volume:
     """∫_S √det G dθ with its standard error, from `moves` moves of every chain per ball."""
-    around = rounded(landscape, epsilon)
+    around = round_landscape(landscape, epsilon)
     if around is None:
         return Volume(float("inf"), float("nan"), float("inf"), bounded=False)
     sampler = BallChains(around, epsilon, chains, generator)

@@ -218,7 +218,7 @@ class Rounded:
         return self.landscape.density(u @ self.map.T)
 
 
-def rounded(landscape: Landscape, epsilon: float) -> Rounded | None:
+def round_landscape(landscape: Landscape, epsilon: float) -> Rounded | None:
     """Along the axes of the loss's curvature, each as long as the set reaches along it.
 
     Where the curvature says little of the set (kinks, quartic minima), directions are tried, and

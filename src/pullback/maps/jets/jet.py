@@ -304,7 +304,7 @@ Deltas = Sequence[Sequence[Tensor]]
 _PASSES = 16  # over the entries, that a batch of tiny matrix products is worth
 
 
-def looped(used: Used, deltas: Deltas, sites: int) -> bool:
+def prefers_loop(used: Used, deltas: Deltas, sites: int) -> bool:
     """Whether the layer is so narrow on one side that a loop over it is fastest."""
     delta = deltas[0][0]
     passes = len(deltas[0]) * sites * min(delta.shape[-1], used.input.shape[-1])

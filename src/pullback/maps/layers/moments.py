@@ -100,7 +100,7 @@ def detect(
     return None
 
 
-def told(delta: Tensor, chosen: Tensor, features: int) -> Layout | None:
+def find_layout(delta: Tensor, chosen: Tensor, features: int) -> Layout | None:
     """The layout that shows cotangents at the chosen samples, (N,), at all of these and no others.
 
     The covector that was pulled back is zero at the others. None where nothing came of it, or where

@@ -183,7 +183,7 @@ def with_transposes(params: Parameters, held: Mapping[str, str]) -> dict[str, Te
     return {**params, **{name: params[own].mT for name, own in held.items()}}
 
 
-def turned_back(action: Action, held: Mapping[str, str]) -> Action:
+def undo_transposes(action: Action, held: Mapping[str, str]) -> Action:
     """The action without names that stand for transposes, which others than scalings also read."""
     if not held:
         return action

@@ -194,7 +194,7 @@ def pairwise(a: Tensor, b: Tensor, function: Callable[[int, int], int]) -> Tenso
 Legs = dict[tuple[int, ...], Tensor]
 
 
-def alike(scales: Scales, before: Legs, now: Legs) -> Legs:
+def equate_uses(scales: Scales, before: Legs, now: Legs) -> Legs:
     """Add the equations between two uses' legs; those of both."""
     keys = [k for k in {**before, **now} if not any(_within(k, m) for m in {**before, **now})]
     one, two = (_on(scales, legs, keys) for legs in (before, now))

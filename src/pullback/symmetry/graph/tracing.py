@@ -270,7 +270,7 @@ def _wide(t: Tensor) -> Tensor:
 _SIDES = (8, 16, 28, 32, 64, 96, 224)
 
 
-def guessed(model: nn.Module) -> Tensor:
+def guess_input(model: nn.Module) -> Tensor:
     """Random numbers that the model takes."""
     first = next(
         (m for m in model.modules() if next(m.parameters(recurse=False), None) is not None), None

@@ -14,7 +14,7 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from .ledger import NONE, Act, Ledger, Ref, Value
-from .scales import FIXED, Scales, alike, collapse
+from .scales import FIXED, Scales, collapse, equate_uses
 from .tracing import Traced
 
 Rule = Callable[["Walk", Node, list[Any], dict[str, Any]], Any]
@@ -140,7 +140,7 @@ class Walk:
         for region in regions:
             if bool((region.mask & mask).any()):
                 if bool((region.mask == mask).all()):
-                    region.legs = alike(self.scales, region.legs, legs)
+                    region.legs = equate_uses(self.scales, region.legs, legs)
                 else:  # views that overlap in part
                     for array in (*legs.values(), *region.legs.values()):
                         self.scales.fix(array)

@@ -134,7 +134,7 @@ def _reasons(
     idle = 0 if bases is None else _idle(at, j, bases)
     if idle:
         out.append(f"{idle} further directions are parameters that nothing depends on here")
-    on, off, few, total = settled(example)
+    on, off, few, total = count_fixed_units(example)
     if off:
         out.append(f"{off} of {total} units are off on the whole example: their weights do nothing")
     if on:
@@ -186,7 +186,7 @@ class _Watch(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def settled(example: Example) -> tuple[int, int, int, int]:
+def count_fixed_units(example: Example) -> tuple[int, int, int, int]:
     """How many units are always on, always off, change side at few places; and how many exist."""
     named = dict(example.model.named_parameters())
     params = {n: named[n].detach().double() for n in example.params}

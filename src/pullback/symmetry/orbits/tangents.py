@@ -228,14 +228,14 @@ def _candidates(
     actions: Sequence[Action], params: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
     scalings = [a for a in actions if isinstance(a, Scaling)]
-    yield from normalized(scalings, params).items()
+    yield from normalize_units(scalings, params).items()
     for action in actions:
         if isinstance(action, Mixing):
             for name, product in _products(action, params):
                 yield f"{action.about}, with {name}", product
 
 
-def normalized(
+def normalize_units(
     scalings: Sequence[Scaling], params: Mapping[str, Tensor], sweeps: int = 100
 ) -> dict[str, Tensor]:
     """All parameters, scaled so that Σ of the squares that lead into each unit is 1.
