@@ -43,14 +43,16 @@ def sources(files: Iterable[Path]) -> list[Path]:
 
 
 def nearest(files: Iterable[Path]) -> list[str]:
-    """Paths and ids for pytest, each once.
+    """Paths and ids for pytest, each once; tests first, as in the whole suite.
+
+    Where pytest reads docstrings, a module replaces the function of its name in the package.
 
     >>> nearest([Path("src/pullback/solvers/cholesky.py"), Path("docs/linear.md")])
-    ['src/pullback/solvers/cholesky.py', 'tests/docs/test_links.py',
-     'tests/docs/test_snippets.py::test_snippets_run[docs/linear.md]',
-     'tests/solvers/test_cholesky.py']
+    ['tests/docs/test_links.py', 'tests/docs/test_snippets.py::test_snippets_run[docs/linear.md]',
+     'tests/solvers/test_cholesky.py', 'src/pullback/solvers/cholesky.py']
     """
-    return sorted({test for file in files for test in _of(file)})
+    found = {test for file in files for test in _of(file)}
+    return sorted(found, key=lambda test: (not test.startswith("tests"), test))
 
 
 def _of(file: Path) -> Iterator[str]:

@@ -33,7 +33,6 @@ def part(model: nn.Module, x: Tensor, metric: Metric | None = None) -> Part:
 @pytest.mark.parametrize(
     ("case", "form", "metric"),
     all_pairs([MLP, CONV, WORDS], FORMS, [Euclidean(), Fisher(Categorical()), Sobolev(2.0, 1e-6)]),
-    ids=str,
 )
 def test_assembled_grams_obey_the_laws(case, form: str, metric: Metric) -> None:
     built = case.make()

@@ -105,7 +105,6 @@ def test_closed_forms_equal_the_oracle(name: str, metric: str, solver: str) -> N
         [0.0, 1e-2],
         [(4, 3), (4, 2, 3), (4, 6, 5, 3)],
     ),
-    ids=str,
 )
 def test_any_metric_on_a_batch(metric: Metric, damping: float, dims: tuple[int, ...]) -> None:
     model = deep(*dims)
