@@ -30,6 +30,7 @@ def records(out: Path) -> dict[tuple[Any, ...], Any]:
     return {(*run["key"], run["seed"]): run["record"] for run in held["runs"]}
 
 
+@pytest.mark.slow
 def test_two_processes_make_the_records_of_one(tmp_path: Path) -> None:
     ours, console = registry.find(NAME), quiet()
     ours.run(True, [0], tmp_path / "one")

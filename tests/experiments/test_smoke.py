@@ -37,6 +37,7 @@ SLOW = {
     "van-oostrum-2023-examples",
     "kerekes-2022-support",
     "pde-benchmarks",
+    "demo",
 }
 
 

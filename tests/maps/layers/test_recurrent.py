@@ -11,6 +11,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from pullback.maps.layers import Compound, find
 from tests.maps.layers.replays import check
+from tests.pairs import each_once
 
 KINDS = {
     "tanh": lambda *a, **k: nn.RNN(*a, **k),
@@ -47,8 +48,7 @@ def state(module: nn.RNNBase, shape: str) -> Tensor | tuple[Tensor, Tensor]:
     return (h, draw(*lead, module.hidden_size)) if isinstance(module, nn.LSTM) else h
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "shape"), each_once(KINDS, SHAPES))
 def test_layers(kind: str, shape: str) -> None:
     torch.manual_seed(0)
     for layers, both, bias in product((1, 2), (False, True), (False, True)):

@@ -11,7 +11,7 @@ from pullback.maps.layers import AffineBlock
 from pullback.maps.layers import gram as module
 from pullback.maps.layers.gram import SeparatedCotangents
 from pullback.testing import assert_close
-from tests.pairs import all_pairs
+from tests.pairs import all_pairs, each_once
 
 
 def block(
@@ -70,8 +70,9 @@ class Pooling(nn.Module):
         return self.last(torch.tanh(self.second(torch.tanh(self.first(x)))).mean(1))
 
 
-@pytest.mark.parametrize("layout", ["full", "trace", "diagonal"])
-@pytest.mark.parametrize("linear", [True, False])
+@pytest.mark.parametrize(
+    ("layout", "linear"), each_once(["full", "trace", "diagonal"], [True, False])
+)
 def test_networks_that_read_out_a_mean(layout: str, linear: bool) -> None:
     torch.manual_seed(0)
     last = nn.Linear(24, 10) if linear else nn.Sequential(nn.Tanh(), nn.Linear(24, 10))
