@@ -15,6 +15,7 @@ from pathlib import Path
 
 from .costs import ablation, costs, kfac, races, rules, vision, worth
 from .environments import environments
+from .gallery import pde_gallery, pde_race
 from .numbers import Rows
 from .peers import exact, greedy, kernels, pde, pde_chosen, poisson, scale, spectrum, trust
 from .verdicts import failures, own, verdicts
@@ -26,6 +27,7 @@ TABLES: dict[str, Callable[[], Rows]] = {
         *(verdicts, failures),
         *(costs, worth, kfac, rules, races, vision, ablation),
         *(exact, scale, pde, pde_chosen, poisson, trust, spectrum, greedy, kernels),
+        *(pde_gallery, pde_race),
         environments,
     )
 }
