@@ -348,7 +348,7 @@ def main(arguments: list[str] | None = None) -> None:
     for name in racing or ():
         print(name, flush=True)
         methods = race(every[name], options.seconds)
-        record["race"][name] = {"seconds": options.seconds, "methods": methods}
+        record["race"][f"{name}/{options.seconds:g}"] = methods
         keep()
     if record["gallery"]:
         draw(record["gallery"])

@@ -29,9 +29,10 @@ def pde_gallery() -> Rows:
 def pde_race() -> Rows:
     """Errors after the same CPU seconds."""
     found = record("pde-gallery")
-    methods = list(next(iter(found["race"].values()))["methods"])
+    methods = list(next(iter(found["race"].values())))
     rows = [["", "CPU s", *methods]]
-    for name, r in found["race"].items():
-        errors = [small(r["methods"][m]["error"]) for m in methods]
-        rows.append([found["gallery"][name]["title"], f"{r['seconds']:g}", *errors])
+    for key, by in found["race"].items():
+        name, seconds = key.split("/")
+        errors = [small(by[method]["error"]) for method in methods]
+        rows.append([found["gallery"][name]["title"], seconds, *errors])
     return rows
