@@ -15,6 +15,7 @@ from pathlib import Path
 
 from .costs import ablation, costs, kfac, races, rules, vision, worth
 from .environments import environments
+from .gallery import pde_gallery, pde_race
 from .models import models, models_real
 from .numbers import Rows
 from .peers import exact, greedy, kernels, pde, pde_chosen, poisson, scale, spectrum, trust
@@ -27,6 +28,7 @@ TABLES: dict[str, Callable[[], Rows]] = {
         *(verdicts, failures),
         *(costs, worth, kfac, rules, races, vision, ablation, models, models_real),
         *(exact, scale, pde, pde_chosen, poisson, trust, spectrum, greedy, kernels),
+        *(pde_gallery, pde_race),
         environments,
     )
 }

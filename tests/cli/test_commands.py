@@ -116,10 +116,53 @@ def test_a_problem_from_a_file(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     assert "Mine" in done.stdout
     assert json.loads((tmp_path / "mine.json").read_text())["config"]["network"] == "1-5-1"
-    file.write_text("network = 3\n")
+
+
+PROBLEM = (
+    "from pullback import pde\n"
+    "problem = pde.Problem(pde.Interval(0, 1), [pde.Equation(lambda u: u.xx + 1),\n"
+    "                      pde.Dirichlet(0.0)])\n"
+)
+FILES = {
+    "no problem": ("network = 3\n", "defines no problem"),
+    "another thing": ("problem = 3\n", "problem is 3"),
+    "a slip": ("from pullback import pde\nproblem = pde.Probelm()\n", "line 2: AttributeError"),
+    "its syntax": ("x = 1\nproblem = (\n", "line 2: SyntaxError"),
+    "a missing package": ("import nothing_of_this_name\n", "line 1: ModuleNotFoundError"),
+    "a refusal": ("from pullback import pde\npde.Interval(1, 0)\n", "interval is empty"),
+    "a module": (PROBLEM + "network = pde.mlp(1, 5, 1)\n", "is no function"),
+    "no seed": (PROBLEM + "network = lambda: pde.mlp(1, 5, 1)\n", "takes no seed"),
+    "no network": (PROBLEM + "network = lambda seed: seed\n", "is no module"),
+    "options": (PROBLEM + "options = 3\n", "no dict"),
+    "an option": (PROBLEM + "options = {'stesp': 3}\n", "'stesp'"),
+    "the command's": (PROBLEM + "options = {'device': 'cpu'}\n", "has --device"),
+}
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_files_that_are_no_problems(case: str, tmp_path: Path) -> None:
+    text, said = FILES[case]
+    file = tmp_path / "mine.py"
+    file.write_text(text)
     bad = run.invoke(app, ["solve", str(file), "--out", str(tmp_path)])
     assert bad.exit_code == 1
-    assert "defines no problem" in bad.output
+    assert said in " ".join(bad.output.split())
+    assert "Traceback" not in bad.output
+
+
+def test_a_file_without_a_network_and_with_a_neighbor(tmp_path: Path) -> None:
+    (tmp_path / "neighbor_of_mine.py").write_text("LENGTH = 2\n")
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from neighbor_of_mine import LENGTH\n" + PROBLEM.replace("(0, 1)", "(0, LENGTH)")
+    )
+    arguments = ["solve", str(file), "--steps", "2", "--seed", "1", "--out", str(tmp_path)]
+    done = run.invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / "mine-seed1.json").exists()
+    missing = run.invoke(app, ["solve", str(tmp_path / "yours.py"), "--out", str(tmp_path)])
+    assert missing.exit_code == 1
+    assert "There is no file" in missing.output
 
 
 def test_seconds_are_a_budget(tmp_path: Path) -> None:

@@ -20,17 +20,21 @@ from pullback.pde.domains import (
     Intersection,
     Interval,
     PointSet,
+    Polygon,
     Region,
     SpaceTime,
     Union,
 )
-from pullback.pde.sampling import Grid, Sampler
+from pullback.pde.sampling import Gauss, Grid, Points, Sampler
 
 SAMPLERS: list[str | Sampler] = ["sobol", "grid", "gauss", "uniform", "lhs", Grid(ends=True)]
 PI = math.pi
 Field = Callable[[Tensor], Tensor]
 square = Box([(0, 1), (0, 1)])
 ring = square - Disk((0.5, 0.5), 0.25)
+arrow = Polygon([(1, 1), (0, 2), (2, 1), (0, 0)])  # concave, clockwise
+SIDES = 2 * math.sqrt(5) + 2 * math.sqrt(2)
+ROUND = PI / 4 - math.atan(0.5)  # the arrow's angle at the origin
 lens = 2 * PI / 3 - math.sqrt(3) / 2  # two unit disks, centers at distance 1
 
 # domain, measure, measure of the boundary
@@ -46,6 +50,9 @@ EXACT: dict[str, tuple[Domain, float, float]] = {
     "ball5": (Ball((0,) * 5), 8 * PI**2 / 15, 8 * PI**2 / 3),
     "spacetime": (SpaceTime(Interval(-1, 1), (1, 4)), 6, 6),
     "cylinder": (SpaceTime(Disk(), (0, 2)), 2 * PI, 4 * PI),
+    "triangle": (Polygon([(0, 0), (3, 0), (0, 4)]), 6, 12),
+    "arrow": (arrow, 1, SIDES),
+    "prism": (SpaceTime(arrow, (1, 3)), 2, 2 * SIDES),
 }
 CUT: dict[str, tuple[Domain, float, float]] = {
     "square - disk": (ring, 1 - PI / 16, 4 + PI / 2),
@@ -61,6 +68,9 @@ CUT: dict[str, tuple[Domain, float, float]] = {
     "intervals": (Interval(0, 1) | Interval(2, 4), 3, 4),
     "gap": (Interval(0, 3) - Interval(1, 2), 2, 4),
     "nested": (ring | Disk((0.5, 0.5), 0.1), 1 - 0.0525 * PI, 4 + 0.7 * PI),
+    "arrow - disk": (arrow - Disk((0, 0), 1), 1 - ROUND / 2, SIDES - 2 + ROUND),
+    "arrow | square": (arrow | Box([(-1, 0), (0, 2)]), 3, SIDES + 6),
+    "two polygons": (arrow & Polygon([(0, -1), (3, -1), (3, 1), (0, 1)]), 0.5, 0.5 * SIDES + 1),
     "in time": (SpaceTime(ring, (0, 2)), 2 - PI / 8, 8 + PI),
 }
 EVERY = {**EXACT, **CUT}
@@ -286,6 +296,110 @@ def test_pairs_match() -> None:
     assert (a.x.tolist(), b.x.tolist()) == ([[-1.0]], [[1.0]])
 
 
+# --- polygons -------------------------------------------------------------------------------
+
+
+def star(count: int, seed: int) -> Tensor:
+    """A polygon of random radii around (3, −1): simple, and far from convex."""
+    g = torch.Generator().manual_seed(seed)
+    radius = 0.1 + torch.rand(count, generator=g, dtype=torch.float64)
+    angle = 2 * PI * torch.arange(count, dtype=torch.float64) / count
+    return torch.stack([3 + radius * angle.cos(), radius * angle.sin() - 1], 1)
+
+
+def spiral(turns: int, count: int) -> Tensor:
+    """A band of width 0.2 that winds around the origin."""
+    angle = torch.linspace(PI, 2 * PI * turns, count, dtype=torch.float64)
+    arm = [
+        (angle / (2 * PI) + shift)[:, None] * torch.stack([angle.cos(), angle.sin()], 1)
+        for shift in (0.2, 0.0)
+    ]
+    return torch.cat([arm[0], arm[1].flip(0)])
+
+
+POLYGONS = {
+    "star 5": star(5, 0),
+    "star 12": star(12, 1),
+    "star 101": star(101, 2),
+    "spiral": spiral(3, 40),
+    "far": star(8, 3) + 1e6,
+    "comb": torch.tensor([0, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0, 0, 2, 2, 1, 1, 2, 2, 1, 1, 2, 2])
+    .double()
+    .view(2, 12)
+    .T,
+}
+
+
+@pytest.mark.parametrize("name", POLYGONS)
+@pytest.mark.parametrize("step", [1, -1])
+def test_moments_of_polygons(name: str, step: int) -> None:
+    """∫ 1, ∫ x, ∫ x² and ∫ xy by Green's theorem, edge by edge."""
+    v = POLYGONS[name].flip(0) if step < 0 else POLYGONS[name]
+    polygon = Polygon(v)
+    base = v.mean(0)
+    (x, y), (p, q) = (v - base).T, (v.roll(-1, 0) - base).T
+    cross = step * (x * q - p * y)  # all of them turn to the left
+    want = {
+        "1": cross.sum() / 2,
+        "x": (cross * (x + p)).sum() / 6,
+        "xx": (cross * (x * x + x * p + p * p)).sum() / 12,
+        "xy": (cross * (x * q + 2 * x * y + 2 * p * q + p * y)).sum() / 24,
+    }
+    size = float(polygon.measure)
+    assert size == pytest.approx(float(want["1"]), rel=1e-9 if name == "far" else 1e-12)
+    generator = torch.Generator()
+    points = Points.cat([p.draw(9, Gauss(), generator) for p in polygon.patches])
+    a, b = (points.x - base).T
+    scale = float(((v - base).norm(dim=1).amax() ** 2) * size)
+    for key, values in {"x": a, "xx": a * a, "xy": a * b}.items():
+        assert float(points.weights @ values) == pytest.approx(float(want[key]), abs=1e-9 * scale)
+    rim = polygon.boundary.quadrature(10 * len(v))
+    length = (v - v.roll(-1, 0)).norm(dim=1).sum()
+    assert polygon.boundary.measure == pytest.approx(float(length), rel=1e-12)
+    assert rim.normals is not None
+    flow = float(rim.weights @ ((rim.x - base) * rim.normals).sum(1))  # ∫ div x = 2 area
+    assert flow == pytest.approx(2 * size, rel=1e-8)
+
+
+@pytest.mark.parametrize("name", POLYGONS)
+def test_membership_in_polygons(name: str) -> None:
+    """Against the winding number, by angles."""
+    v = POLYGONS[name]
+    polygon = Polygon(v)
+    low, high = polygon.low, polygon.high
+    g = torch.Generator().manual_seed(0)
+    x = low + (high - low) * torch.rand(2000, 2, generator=g, dtype=torch.float64)
+    ray = v[None] - x[:, None]
+    angle = torch.atan2(ray[..., 1], ray[..., 0])
+    turn = torch.remainder(angle.roll(-1, 1) - angle + PI, 2 * PI) - PI
+    assert torch.equal(polygon.contains(x, tol=0.0), turn.sum(1).abs() > PI)
+    share = float(polygon.contains(x, tol=0.0).double().mean())
+    assert share == pytest.approx(polygon.measure / float((high - low).prod()), abs=0.04)
+
+
+def test_edges_of_a_polygon() -> None:
+    corners = [(0, 0), (2, 0), (2, 1), (1, 1), (1, 3), (0, 3)]
+    for order, first in ((corners, [0.0, -1.0]), (corners[::-1], [0.0, 1.0])):
+        polygon = Polygon(order)
+        points = polygon.face(0).sample(9)
+        assert points.normals is not None
+        assert points.normals.tolist() == [first] * 9
+        assert bool(polygon.boundary.contains(points.x).all())
+        assert sum(polygon.face(k).measure for k in range(6)) == polygon.boundary.measure == 10
+    arm = Polygon(corners).face(3)
+    x = torch.tensor([[1.0, 2.0], [1.0, 0.5], [0.5, 2.0], [1.0, 3.0]])
+    assert arm.contains(x).tolist() == [True, False, False, True]
+    lateral = SpaceTime(Polygon(corners), (0, 2)).face(3).sample(10)
+    assert lateral.x[:, 0].tolist() == [1.0] * 10
+    assert lateral.normals is not None
+    assert lateral.normals.tolist() == [[1.0, 0.0, 0.0]] * 10
+    assert Polygon(corners, names=("r", "z")).names == ("r", "z")
+    straight = Polygon([(0, 0), (1, 0), (2, 0), (2, 2), (0, 2)])  # a vertex in mid-edge
+    assert (straight.measure, straight.face(1).measure) == (4, 1)
+    assert straight.contains(torch.tensor([[1.0, 0.0], [1.0, -0.1]])).tolist() == [True, False]
+    assert straight.contains(torch.tensor([[1.0, 0.05]]), tol=-0.1).tolist() == [False]
+
+
 # --- space-time -----------------------------------------------------------------------------
 
 
@@ -417,6 +531,23 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "infinite ball": (lambda: Ball((0, 0), INF), "radius > 0"),
     "nan center": (lambda: Ball((0, NAN)), "center"),
     "scalar center": (lambda: Ball(0.0), "center"),  # pyright: ignore
+    "two corners": (lambda: Polygon([(0, 0), (1, 1)]), "at least three"),
+    "polygon in space": (lambda: Polygon([(0, 0, 0)] * 4), "at least three pairs"),
+    "polygon of words": (lambda: Polygon("abc"), "at least three pairs"),  # pyright: ignore
+    "ragged polygon": (lambda: Polygon([(0, 0), (1,), (0, 1)]), "at least three pairs"),
+    "nan polygon": (lambda: Polygon([(0, 0), (1, NAN), (0, 1)]), "not finite"),
+    "infinite polygon": (lambda: Polygon([(0, 0), (1, INF), (0, 1)]), "not finite"),
+    "flat polygon": (lambda: Polygon([(0, 0), (1, 1), (2, 2)]), "no area"),
+    "a corner twice": (lambda: Polygon([(0, 0), (1, 0), (1, 0), (0, 1)]), "vertices 1 and 2"),
+    "closed chain": (lambda: Polygon([(0, 0), (1, 0), (0, 1), (0, 0)]), "vertices 3 and 0"),
+    "bow tie": (lambda: Polygon([(0, 0), (1, 1), (1, 0), (0, 1)]), "crosses or touches.*0 and 2"),
+    "pentagram": (lambda: Polygon(star(5, 0)[[0, 2, 4, 1, 3]]), "crosses"),
+    "spike": (lambda: Polygon([(0, 0), (2, 0), (1, 0), (1, 1)]), "crosses or touches"),
+    "touching": (lambda: Polygon([(0, 0), (2, 0), (2, 2), (1, 0), (0, 2)]), "touches"),
+    "edge": (lambda: arrow.face(4), "from 0 to 3"),
+    "edge by name": (lambda: arrow.face("x", "low"), "face\\(k\\)"),
+    "box's edge": (lambda: square.face(0), "no coordinate 0"),
+    "box's side": (lambda: square.face("x"), '"low" or "high"'),
     "disk in space": (lambda: Disk((0, 0, 0)), "Use Ball"),
     "same names": (lambda: Box([(0, 1)] * 2, ("x", "x")), "same name"),
     "too few names": (lambda: Box([(0, 1)] * 2, ("x",)), "2 coordinates"),

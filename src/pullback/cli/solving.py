@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import runpy
+import sys
+import traceback
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -104,9 +108,7 @@ def from_file(path: Path) -> pde.Setup:
     The file defines `problem`; where it wants, `network` (a function of the seed) and `options` of
     `pde.solve`.
     """
-    if not path.exists():
-        raise PullbackError(f"There is no file {path}", "it does not exist", "Check the path")
-    defined = runpy.run_path(str(path))
+    defined = _executed(path)
     problem = defined.get("problem")
     if not isinstance(problem, pde.Problem):
         raise PullbackError(
@@ -123,7 +125,67 @@ def from_file(path: Path) -> pde.Setup:
             f"got {make!r}",
             "Write network = lambda seed: pde.mlp(2, 20, 20, 1, seed=seed)",
         )
-    return pde.Setup(problem, make, dict(defined.get("options", {})))
+    return pde.Setup(
+        problem, partial(_made, path, make), _options(path, defined.get("options", {}))
+    )
+
+
+def _executed(path: Path) -> dict[str, Any]:
+    """The names that a file defines; it may import what lies beside it."""
+    if not path.is_file():
+        raise PullbackError(f"There is no file {path}", "it does not exist", "Check the path")
+    sys.path.insert(0, str(path.resolve().parent))
+    try:
+        return runpy.run_path(str(path))
+    except PullbackError:
+        raise
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename == str(path)]
+        line = error.lineno if isinstance(error, SyntaxError) else (lines or [None])[-1]
+        raise PullbackError(
+            f"{path} cannot be run",
+            f"line {line}: {type(error).__name__}: {error}",
+            f"Mend it; `python {path}` shows where it came from",
+        ) from error
+
+
+def _made(path: Path, make: Callable[[int], nn.Module], seed: int) -> nn.Module:
+    """The file's network for a seed."""
+    try:
+        inspect.signature(make).bind(seed)
+    except TypeError as error:
+        raise PullbackError(
+            f"The network of {path} takes no seed",
+            str(error),
+            "Write network = lambda seed: pde.mlp(2, 20, 20, 1, seed=seed)",
+        ) from error
+    network = make(seed)
+    if not isinstance(network, nn.Module):
+        raise PullbackError(
+            f"The network of {path} is no module",
+            f"for seed {seed} the function returned {network!r}",
+            "Return a torch.nn.Module, such as pde.mlp(2, 20, 20, 1, seed=seed)",
+        )
+    return network
+
+
+def _options(path: Path, options: object) -> dict[str, Any]:
+    """The file's options of `pde.solve`; device and checkpoint are the command's."""
+    known = inspect.signature(pde.solve).parameters.keys()
+    known -= {"problem", "network", "seed", "device", "checkpoint"}
+    if not isinstance(options, dict):
+        raise PullbackError(
+            f"The options of {path} are no dict", f"got {options!r}", 'Write {"points": 1000}'
+        )
+    for name in options.keys() - known:
+        flags = ("seed", "device")
+        raise PullbackError(
+            f"The options of {path} have an unknown name {name!r}",
+            f"the command has --{name}" if name in flags else nearest(str(name), sorted(known)),
+            "Use names of pde.solve's arguments",
+        )
+    return dict(options)
 
 
 def checkpoints(path: Path) -> list[Path]:

@@ -5,6 +5,7 @@ from .base import Domain, Region
 from .box import Box, Interval, Pairs
 from .composite import Difference, Intersection, Union
 from .pointset import PointSet
+from .polygon import Polygon
 from .spacetime import SpaceTime
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "Box",
     "Ball",
     "Disk",
+    "Polygon",
     "SpaceTime",
     "Union",
     "Intersection",

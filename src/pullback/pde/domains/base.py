@@ -60,8 +60,8 @@ class Region(ABC):
     def measure(self) -> float:
         """∫ 1: length, area, volume; the number of points where the region is a set of points.
 
-        Boxes, balls and their boundaries are exact; what is cut out of them is estimated with a
-        fixed Sobol sequence of 2¹⁶ points (relative error about 1e-4).
+        Boxes, balls, polygons and their boundaries are exact; what is cut out of them is estimated
+        with a fixed Sobol sequence of 2¹⁶ points (relative error about 1e-4).
         """
         return sum(p.measure for p in self.patches)
 
@@ -158,8 +158,8 @@ class Domain(Region):
         """∂Ω; its points carry outward unit normals."""
         return self.build_boundary()
 
-    def face(self, name: str, side: str) -> Region:
-        """The side of a box where coordinate `name` is "low" or "high", with its normals."""
+    def face(self, name: str | int, side: str | None = None) -> Region:
+        """A side with its normals: coordinate `name` "low" or "high", or edge number `name`."""
         index_of(name, self.names)
         raise PullbackError(
             f"{type(self).__name__} has no faces",

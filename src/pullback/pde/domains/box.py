@@ -70,7 +70,7 @@ class Box(Domain):
         patches = [p for face in faces for p in face.patches]
         return Part(self.names, patches, self.low, self.high, inside)
 
-    def face(self, name: str, side: str) -> Region:
+    def face(self, name: str | int, side: str | None = None) -> Region:
         i, value, sign = self._side(name, side)
         others = [j for j in range(self.dim) if j != i]
         low, high = self.low[others], self.high[others]
@@ -94,7 +94,7 @@ class Box(Domain):
     def pairs(self, name: str) -> Pairs:
         return Pairs(self.face(name, "low"), self.face(name, "high"), index_of(name, self.names))
 
-    def _side(self, name: str, side: str) -> tuple[int, float, float]:
+    def _side(self, name: str | int, side: str | None) -> tuple[int, float, float]:
         i = index_of(name, self.names)
         if side not in _SIDES:
             raise PullbackError(

@@ -32,7 +32,7 @@ class SpaceTime(Domain):
             raise PullbackError(
                 "SpaceTime needs a spatial domain",
                 f"got {type(space).__name__}",
-                "Pass an Interval, Box, Ball, or a combination of these",
+                "Pass an Interval, Box, Ball, Polygon, or a combination of these",
             )
         if "t" in space.names:
             raise PullbackError(
@@ -68,14 +68,13 @@ class SpaceTime(Domain):
         """The same space over [a, b]."""
         return SpaceTime(self.space, (a, b))
 
-    def face(self, name: str, side: str) -> Region:
+    def face(self, name: str | int, side: str | None = None) -> Region:
         if name == "t":
             raise PullbackError(
                 "Time has no lateral face",
                 "the sides t = const are slices",
                 "Use .initial or .final",
             )
-        index_of(name, self.names)
         return self._over(self.space.face(name, side))
 
     def pairs(self, name: str) -> Pairs:

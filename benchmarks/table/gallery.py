@@ -1,0 +1,38 @@
+"""What the programs of the PDE gallery found, and how others fared on four of them."""
+
+from __future__ import annotations
+
+from .numbers import Rows, record, small
+
+
+def pde_gallery() -> Rows:
+    """Every program of the gallery."""
+    head = ["", "parameters", "steps", "CPU s", "error", "estimated", "residual", "verdict"]
+    return [
+        head,
+        *(
+            [
+                f"[{r['title']}](#{name})",
+                str(r["parameters"]),
+                str(r["steps"]),
+                f"{r['cpu_seconds']:.0f}",
+                small(r["error"]),
+                "–" if r["estimated"] is None else small(r["estimated"], 0),
+                small(r["residual"], 0),
+                r["verdict"],
+            ]
+            for name, r in record("pde-gallery")["gallery"].items()
+        ),
+    ]
+
+
+def pde_race() -> Rows:
+    """Errors after the same CPU seconds."""
+    found = record("pde-gallery")
+    methods = list(next(iter(found["race"].values())))
+    rows = [["", "CPU s", *methods]]
+    for key, by in found["race"].items():
+        name, seconds = key.split("/")
+        errors = [small(by[method]["error"]) for method in methods]
+        rows.append([found["gallery"][name]["title"], seconds, *errors])
+    return rows

@@ -1,0 +1,218 @@
+"""Polygons in the plane."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..._core.errors import PullbackError
+from ..kinds import is_integer
+from ..sampling import Axis
+from .base import Domain, Part, Region
+from .checks import check_names
+from .patch import Patch, Placed
+
+_TOUCH = 1e-12  # edges closer than this share of the extent are said to touch
+
+
+class Polygon(Domain):
+    """The region that a closed chain of edges surrounds; it need not be convex.
+
+    Edge k goes from vertex k to vertex k + 1, and the last one back to the first. Points are drawn
+    from triangles, so measures are exact. A triangle with four Gauss points or more integrates
+    cubics exactly.
+
+    Args:
+        vertices: (n, 2) with n ≥ 3, around the region in either direction.
+        names: of the coordinates.
+
+    >>> house = Polygon([(0, 0), (2, 0), (2, 1), (1, 2), (0, 1)])
+    >>> house.measure, house.face(0).measure, len(house.sample(100))
+    (3.0, 2.0, 100)
+    """
+
+    def __init__(
+        self, vertices: Sequence[Sequence[float]] | Tensor, names: Sequence[str] | None = None
+    ) -> None:
+        self.vertices = _simple(vertices)
+        self.names = check_names(names, 2)
+        self.low, self.high = self.vertices.amin(0), self.vertices.amax(0)
+
+    @property
+    def _ends(self) -> tuple[Tensor, Tensor]:
+        return self.vertices, self.vertices.roll(-1, 0)
+
+    @property
+    def _sign(self) -> float:
+        """1 where the vertices go round counterclockwise, −1 where clockwise."""
+        a, b = (end - self.vertices[0] for end in self._ends)
+        return float(_cross(a, b).sum().sign())
+
+    def build(self) -> Sequence[Patch]:
+        """One patch per triangle: x = a + √u ((b − a) + v (c − b)), which keeps areas."""
+        chain = self.vertices if self._sign > 0 else self.vertices.flip(0)
+
+        def patch(a: Tensor, b: Tensor, c: Tensor) -> Patch:
+            def place(u: Tensor) -> Placed:
+                return a + u[:, :1].sqrt() * ((b - a) + u[:, 1:] * (c - b)), None
+
+            axes = (Axis(degenerate=True, power=2), Axis())
+            return Patch(axes, 0.5 * float(_cross(b - a, c - b)), place)
+
+        return [patch(*corners) for corners in triangulate(chain)]
+
+    def inside(self, x: Tensor, tol: float) -> Tensor:
+        distance, within = self._distance(x)
+        return torch.where(within, -distance, distance) <= tol
+
+    def build_boundary(self) -> Region:
+        patches = [p for k in range(len(self.vertices)) for p in self.face(k).patches]
+        return Part(
+            self.names, patches, self.low, self.high, lambda x, tol: self._distance(x)[0] <= tol
+        )
+
+    def face(self, name: str | int, side: str | None = None) -> Region:
+        """Edge number `name`, from that vertex to the next."""
+        count = len(self.vertices)
+        if not is_integer(name, 0) or int(name) >= count or side is not None:
+            raise PullbackError(
+                f"There is no edge {name!r}" + ("" if side is None else f", {side!r}"),
+                f"this polygon's edges are numbered from 0 to {count - 1}",
+                "Use .face(k) for the edge from vertex k to vertex k + 1",
+            )
+        a, b = (end[int(name)] for end in self._ends)
+        along = (b - a) / (b - a).norm()
+        outward = self._sign * torch.stack([along[1], -along[0]])
+
+        def place(u: Tensor) -> Placed:
+            return a + u * (b - a), outward.expand(len(u), 2)
+
+        def inside(x: Tensor, tol: float) -> Tensor:
+            return _to_segment(x, a, b) <= tol
+
+        patch = Patch((Axis(),), float((b - a).norm()), place)
+        return Part(self.names, [patch], torch.minimum(a, b), torch.maximum(a, b), inside)
+
+    def _distance(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Distances to the boundary, and whether a ray crosses it an odd number of times."""
+        distance = torch.full((len(x),), torch.inf, dtype=x.dtype)
+        within = torch.zeros(len(x), dtype=torch.bool)
+        for a, b in zip(*self._ends, strict=True):
+            distance = torch.minimum(distance, _to_segment(x, a, b))
+            spans = (a[1] > x[:, 1]) != (b[1] > x[:, 1])
+            left = (_cross(b - a, x - a) > 0) == (b[1] > a[1])
+            within ^= spans & left
+        return distance, within
+
+    def __repr__(self) -> str:
+        corners = [tuple(v) for v in self.vertices.tolist()]
+        return f"Polygon({corners}, names={self.names})"
+
+
+def triangulate(chain: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Cut a simple polygon (n, 2), counterclockwise, into triangles that are.
+
+    An ear is a corner whose triangle holds no other vertex; the roundest one is cut off until
+    nothing is left. Vertices on a straight edge are passed over.
+    """
+    out = []
+    while len(chain) > 2:
+        a, b, c = chain.roll(1, 0), chain, chain.roll(-1, 0)
+        area = _cross(b - a, c - b)
+        longest = torch.stack([b - a, c - b, a - c]).square().sum(-1).amax(0)
+        straight = area.abs() <= _TOUCH * longest
+        if straight.any():
+            chain = chain[~(torch.arange(len(chain)) == straight.nonzero()[0, 0])]
+            continue
+        shape = torch.where((area > 0) & ~_occupied(a, b, c), area / longest, -torch.inf)
+        ear = int(shape.argmax())
+        if not shape[ear] > 0:
+            raise PullbackError(
+                "The polygon could not be cut into triangles",
+                "parts of its boundary nearly touch",
+                "Move them apart, or describe the region by several polygons",
+            )
+        out.append((a[ear], b[ear], c[ear]))
+        chain = torch.cat([chain[:ear], chain[ear + 1 :]])
+    return out
+
+
+def _occupied(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """Whether the triangle at each corner holds a vertex that is none of its own, (n,)."""
+    n = len(b)
+    sides = [_cross((q - p)[:, None], b[None] - p[:, None]) for p, q in ((a, b), (b, c), (c, a))]
+    holds = (torch.stack(sides) >= 0).all(0)  # row: triangle, column: vertex
+    for shift in (-1, 0, 1):
+        rows = torch.arange(n)
+        holds[rows, (rows + shift) % n] = False
+    return holds.any(1)
+
+
+def _simple(vertices: object) -> Tensor:
+    """The vertices, if they are those of a polygon that does not touch itself."""
+    try:
+        v = torch.as_tensor(vertices, dtype=torch.float64).detach().cpu().clone()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise _refusal(f"got {vertices!r:.200}") from error
+    if v.ndim != 2 or v.shape[1] != 2 or len(v) < 3:
+        raise _refusal(f"got shape {tuple(v.shape)}")
+    if not v.isfinite().all():
+        raise _refusal("some coordinates are not finite")
+    extent = float((v.amax(0) - v.amin(0)).max())
+    following = v.roll(-1, 0)
+    same = (v - following).norm(dim=1) <= _TOUCH * extent
+    if same.any():
+        k = int(same.nonzero()[0, 0])
+        raise PullbackError(
+            "An edge of the polygon has no length",
+            f"vertices {k} and {(k + 1) % len(v)} are the same, {tuple(v[k].tolist())}",
+            "Leave one out; the last edge leads back to the first vertex by itself",
+        )
+    if torch.linalg.svdvals(v - v.mean(0))[1] <= _TOUCH * extent:
+        raise PullbackError(
+            "The polygon has no area", "all vertices lie on a line", "Move one of them off it"
+        )
+    meeting = _meeting(v, following, _TOUCH * extent)
+    if meeting is not None:
+        i, j = meeting
+        raise PullbackError(
+            "The polygon crosses or touches itself",
+            f"edges {i} and {j} meet (edge k goes from vertex k to vertex k + 1)",
+            "List the vertices in order around it; cut out a hole with a - b",
+        )
+    return v
+
+
+def _refusal(why: str) -> PullbackError:
+    return PullbackError(
+        "These are no vertices of a polygon",
+        why,
+        "Pass at least three pairs of finite numbers, such as [(0, 0), (1, 0), (0, 1)]",
+    )
+
+
+def _meeting(a: Tensor, b: Tensor, tol: float) -> tuple[int, int] | None:
+    """Two edges a[k] → b[k] that cross, or of which one passes through an end of the other."""
+    n = len(a)
+    rows = torch.arange(n)
+    start = _cross((b - a)[:, None], a[None] - a[:, None])  # row: edge, column: vertex
+    apart = start * start.roll(-1, 1) < 0  # the two ends of edge j lie on both sides of line i
+    crossing = apart & apart.T
+    touching = torch.stack([_to_segment(a, p, q) <= tol for p, q in zip(a, b, strict=True)])
+    touching[rows, rows] = touching[rows, (rows + 1) % n] = False
+    found = (crossing | touching).nonzero()
+    return (int(found[0, 0]), int(found[0, 1])) if len(found) else None
+
+
+def _to_segment(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Distances of points (N, 2) to the segment from a to b."""
+    along = b - a
+    t = ((x - a) @ along / along.square().sum()).clamp(0, 1)
+    return (x - a - t[:, None] * along).norm(dim=1)
+
+
+def _cross(a: Tensor, b: Tensor) -> Tensor:
+    """a₁b₂ − a₂b₁ along the last axis."""
+    return a[..., 0] * b[..., 1] - a[..., 1] * b[..., 0]
