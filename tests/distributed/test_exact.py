@@ -22,7 +22,7 @@ from .world import World, place, round_off
 CHECKS = Checks(__name__)
 SIZE = 3
 CUTS = (0, 5, 5, 12)  # process 1 has no samples
-STEPS = 4
+STEPS = 10
 
 
 def mlp(width: int = 6, outputs: int = 3) -> nn.Module:
@@ -174,7 +174,7 @@ def parameter_space_by_the_summed_gram(rank: int, size: int) -> None:
 @CHECKS.add
 def products_alone(rank: int, size: int) -> None:
     make = natural(pb.solvers.ConjugateGradient(1e-1, tol=1e-13), pb.steps.Constant(1.0))
-    _, found = compare(rank, mlp(), make, batch(), number=3)
+    _, found = compare(rank, mlp(), make, batch(), number=5)
     assert found[0].gram == "matrix_free"
 
 
@@ -209,7 +209,7 @@ def hessian_free(rank: int, size: int) -> None:
         model = mlp()
         given = {"group": dist.group.WORLD if shared else mine}
         opt = pb.optim.HessianFree(model, pb.likelihoods.Categorical(), **given)
-        found = steps(opt, model, x[some], y[some], scale * (size if shared else 1), 3)
+        found = steps(opt, model, x[some], y[some], scale * (size if shared else 1), 5)
         assert all(info.accepted for info in found)
         losses.append(torch.tensor([info.loss for info in found]))
         ends.append(flat(model))

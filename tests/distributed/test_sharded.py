@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import pullback as pb
 
 from .test_kfac import OPTIONS
-from .training import IGNORED, STEPS, batch, load, model_of, save, share, train
+from .training import IGNORED, batch, load, model_of, save, share, train
 from .world import GROUPS, World, place
 
 COUNTS = (15, 8, 13)
@@ -59,7 +59,7 @@ def run(
     opt = pb.KFAC(net, **options)
     if path := how.get("load"):
         load(net, opt, path, size)
-    for step in range(how.get("start", 0), how.get("steps", STEPS)):
+    for step in range(how.get("start", 0), how.get("steps", 10)):
         x, y = batch(step, sum(counts), kind)
         total, rows = (y != IGNORED).sum(), share(counts, rank)
         opt.zero_grad()
@@ -119,9 +119,9 @@ def test_mixed_precision(world: World) -> None:
 def test_checkpoints(world: World, tmp_path: Path, name: str) -> None:
     """Saved in two pieces, a run goes on in three pieces, in pairs, or whole."""
     options, path = OPTIONS[name], str(tmp_path / "two")
-    world.run(run, "dense", (20, 16), options, {"save": path, "steps": 3}, size=2)
+    world.run(run, "dense", (20, 16), options, {"save": path, "steps": 5}, size=2)
     want = train(0, 1, "dense", (36,), options)
-    how: dict[str, Any] = {"load": path, "start": 3}
+    how: dict[str, Any] = {"load": path, "start": 5}
     found = world.run(run, "dense", COUNTS, options, how, size=3)
     found += world.run(run, "dense", (10, 8, 11, 7), options, how)
     found.append(train(0, 1, "dense", (36,), options, **how))

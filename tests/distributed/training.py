@@ -21,7 +21,7 @@ import pullback as pb
 
 from .world import GROUPS, place
 
-STEPS, IGNORED = 6, -100
+STEPS, IGNORED = 10, -100
 
 
 class Dense(nn.Module):
