@@ -11,10 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from .._core.errors import PullbackError
+from .conditions import Periodic
 from .domains import Region
 from .domains.checks import check_seed
 from .fields import call
 from .kinds import is_integer, is_number, require
+from .wavenumbers import wavenumbers
 
 if TYPE_CHECKING:
     from .problem import Problem
@@ -35,6 +37,10 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {
     "softplus": nn.Softplus,
     "sigmoid": nn.Sigmoid,
 }
+_FEW = 3  # dimensions up to which a network has two hidden layers
+_SMOOTH = 3.0  # half waves across the domain that tanh can do
+_WAVES = 64, 256  # the fewest and the most neurons in a layer of sines
+_BEYOND = 1.25  # of the estimated wave numbers, that a layer of sines begins with
 _ACTIVATE = "Use a name, or what makes a module when called without arguments, such as nn.Tanh"
 
 
@@ -74,20 +80,106 @@ def mlp(
     return nn.Sequential(*layers)
 
 
-def network_for(problem: Problem, *, seed: int = 0, width: int | None = None) -> nn.Module:
-    """A network for a problem of which nothing else is known.
+def network_for(
+    problem: Problem,
+    *,
+    parameters: int | None = None,
+    frequency: float | Sequence[float] | None = None,
+    seed: int = 0,
+) -> nn.Module:
+    """A network for a problem of which nothing else is known, by a rule.
 
-    Coordinates are mapped to [−1, 1]. In up to three dimensions there are two hidden layers of 20,
-    beyond one of 64, which is cheaper for the smooth solutions that are feasible there; fields
-    share them.
+    Let n be the half waves that the solution may have across the domain, along each axis; they are
+    estimated from the data and the linear part of the equations (`wavenumbers`).
 
-    >>> from pullback.pde import Poisson
+    1. The solution oscillates, n > 3 along some axis of at most three: one hidden layer
+       sin(Kx + φ). K is uniform up to 5/4 of the estimated wave numbers, φ uniform, and both are
+       trained. Its width is 2Π(n + 2), at least 64 and at most 256.
+    2. Else two hidden layers of 20 tanh. A coordinate with a periodic condition of all fields
+       enters by its sine and cosine, so that the network is periodic.
+    3. Beyond three dimensions one hidden layer of 64 tanh, which is cheaper for the smooth
+       solutions that are feasible there.
+
+    Coordinates are mapped to [−1, 1], and fields share the hidden layers.
+
+    Args:
+        problem: what is to be solved; its data are evaluated on lines through the domain.
+        parameters: about so many instead, by another width.
+        frequency: the largest wave number in radians a length, for all axes or for each, instead
+            of the estimated ones.
+        seed: of the initial values.
+
+    >>> from pullback.pde import Helmholtz, Poisson
     >>> sum(p.numel() for p in network_for(Poisson(dim=2)).parameters())
     501
+    >>> network_for(Helmholtz(a1=4, a2=4)).network
+    Sequential(
+      (0): Linear(in_features=2, out_features=192, bias=True)
+      (1): Sine()
+      (2): Linear(in_features=192, out_features=1, bias=True)
+    )
     """
-    dim, fields = problem.domain.dim, len(problem.fields)
-    hidden = [width or 20] * 2 if dim <= 3 else [width or 64]
-    return Rescaled(mlp(dim, *hidden, fields, seed=seed), problem.domain)
+    usable = parameters is None or is_integer(parameters, 1)
+    require(usable, "The number of parameters", parameters, "Use an integer ≥ 1, or None")
+    domain, fields = problem.domain, len(problem.fields)
+    shallow = domain.dim > _FEW
+    if not shallow or frequency is not None:
+        k = wavenumbers(problem) if frequency is None else _checked_frequency(frequency, domain)
+        turns = k * (domain.high - domain.low) / math.pi
+        if float(turns.max()) > _SMOOTH:
+            width = min(max(int(2 * (turns + 2).prod()), _WAVES[0]), _WAVES[1])
+            return Rescaled(_wave_network(turns, width, fields, parameters, seed), domain)
+    axes = _periodic_axes(problem)
+    inputs = domain.dim + len(axes)
+    hidden = [64] if shallow else [20, 20]
+    if parameters is not None:
+        hidden = [_width(parameters, inputs, fields, len(hidden))] * len(hidden)
+    network = mlp(inputs, *hidden, fields, seed=seed)
+    embeddings = [PeriodicEmbedding(domain.dim + i, a + i, 2.0) for i, a in enumerate(axes)]
+    return Rescaled(nn.Sequential(*embeddings, *network) if axes else network, domain)
+
+
+def _wave_network(
+    turns: Tensor, width: int, fields: int, parameters: int | None, seed: int
+) -> nn.Sequential:
+    """One layer of sines with so many half waves across [−1, 1]^d, and their linear combination."""
+    dim = len(turns)
+    width = width if parameters is None else _width(parameters, dim, fields, 1)
+    network = mlp(dim, width, fields, activation="sin", seed=seed)
+    generator = torch.Generator().manual_seed(check_seed(seed))
+    uniform = 2 * torch.rand(width, dim + 1, generator=generator, dtype=torch.float64) - 1
+    first = network[0]
+    assert isinstance(first, nn.Linear)
+    with torch.no_grad():
+        first.weight.copy_(uniform[:, :-1] * (_BEYOND * turns.clamp(min=1) * math.pi / 2))
+        first.bias.copy_(uniform[:, -1] * math.pi)
+    return network
+
+
+def _width(parameters: int, inputs: int, fields: int, layers: int) -> int:
+    """The width of one or two hidden layers with about so many parameters in all."""
+    linear, rest = inputs + fields + layers, fields - parameters
+    if layers == 1:
+        return max(1, round(-rest / linear))
+    return max(1, round((math.sqrt(max(linear**2 - 4 * rest, 0)) - linear) / 2))
+
+
+def _checked_frequency(frequency: Any, domain: Region) -> Tensor:
+    listed = list(frequency) if isinstance(frequency, Sequence) else [frequency] * domain.dim
+    usable = len(listed) == domain.dim and all(is_number(k) and k >= 0 for k in listed)
+    remedy = "Use a number ≥ 0 in radians a length, or one for each coordinate"
+    require(usable, "The frequency", frequency, remedy)
+    return torch.tensor(listed, dtype=torch.float64)
+
+
+def _periodic_axes(problem: Problem) -> list[int]:
+    """Coordinates in which all fields are periodic."""
+    found: dict[str, set[str]] = {}
+    for c in problem.conditions:
+        if isinstance(c, Periodic) and c.on is None:
+            found.setdefault(c.axis, set()).update([c.field] if c.field else problem.fields)
+    names = problem.domain.names
+    return [i for i, n in enumerate(names) if found.get(n) == set(problem.fields)]
 
 
 def _made(make: Callable[[], nn.Module]) -> nn.Module:
