@@ -16,7 +16,7 @@ from .domains import Region
 from .domains.checks import check_seed
 from .fields import call
 from .kinds import is_integer, is_number, require
-from .wavenumbers import wavenumbers
+from .wavenumbers import is_linear, wavenumbers
 
 if TYPE_CHECKING:
     from .problem import Problem
@@ -40,6 +40,7 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {
 _FEW = 3  # dimensions up to which a network has two hidden layers
 _SMOOTH = 3.0  # half waves across the domain that tanh can do
 _WAVES = 64, 256  # the fewest and the most neurons in a layer of sines
+_HARMONICS = 4  # the most of a periodic coordinate
 _BEYOND = 1.25  # of the estimated wave numbers, that a layer of sines begins with
 _ACTIVATE = "Use a name, or what makes a module when called without arguments, such as nn.Tanh"
 
@@ -92,11 +93,12 @@ def network_for(
     Let n be the half waves that the solution may have across the domain, along each axis; they are
     estimated from the data and the linear part of the equations (`wavenumbers`).
 
-    1. The solution oscillates, n > 3 along some axis of at most three: one hidden layer
+    1. Linear equations with n > 3 along some axis, of at most three: one hidden layer
        sin(Kx + φ). K is uniform up to 5/4 of the estimated wave numbers, φ uniform, and both are
        trained. Its width is 2Π(n + 2), at least 64 and at most 256.
-    2. Else two hidden layers of 20 tanh. A coordinate with a periodic condition of all fields
-       enters by its sine and cosine, so that the network is periodic.
+    2. Else two hidden layers of 20 tanh. A coordinate in which all fields are periodic enters by
+       sines and cosines of n/2 harmonics, at most 4, so that the network is periodic. Where
+       n > 3 along another axis, the first layer is that of rule 1 with this width.
     3. Beyond three dimensions one hidden layer of 64 tanh, which is cheaper for the smooth
        solutions that are feasible there.
 
@@ -122,38 +124,41 @@ def network_for(
     usable = parameters is None or is_integer(parameters, 1)
     require(usable, "The number of parameters", parameters, "Use an integer ≥ 1, or None")
     domain, fields = problem.domain, len(problem.fields)
-    shallow = domain.dim > _FEW
-    if not shallow or frequency is not None:
-        k = wavenumbers(problem) if frequency is None else _checked_frequency(frequency, domain)
-        turns = k * (domain.high - domain.low) / math.pi
-        if float(turns.max()) > _SMOOTH:
-            width = min(max(int(2 * (turns + 2).prod()), _WAVES[0]), _WAVES[1])
-            return Rescaled(_wave_network(turns, width, fields, parameters, seed), domain)
-    axes = _periodic_axes(problem)
-    inputs = domain.dim + len(axes)
-    hidden = [64] if shallow else [20, 20]
-    if parameters is not None:
-        hidden = [_width(parameters, inputs, fields, len(hidden))] * len(hidden)
-    network = mlp(inputs, *hidden, fields, seed=seed)
-    embeddings = [PeriodicEmbedding(domain.dim + i, a + i, 2.0) for i, a in enumerate(axes)]
-    return Rescaled(nn.Sequential(*embeddings, *network) if axes else network, domain)
+    if domain.dim > _FEW and frequency is None:
+        width = 64 if parameters is None else _width(parameters, domain.dim, fields, 1)
+        return Rescaled(mlp(domain.dim, width, fields, seed=seed), domain)
+    k = wavenumbers(problem) if frequency is None else _checked_frequency(frequency, domain)
+    turns = k * (domain.high - domain.low) / math.pi
+    if float(turns.max()) > _SMOOTH and is_linear(problem):
+        width = min(max(int(2 * (turns + 2).prod()), _WAVES[0]), _WAVES[1])
+        width = width if parameters is None else _width(parameters, domain.dim, fields, 1)
+        network = mlp(domain.dim, width, fields, activation="sin", seed=seed)
+        _begin_with_waves(network, turns, seed)
+        return Rescaled(network, domain)
+    embeddings: list[nn.Module] = []
+    for axis in _periodic_axes(problem):
+        dim, at = len(turns), axis + len(turns) - domain.dim
+        harmonics = min(max(1, math.ceil(float(turns[at]) / 2)), _HARMONICS)
+        embeddings.append(PeriodicEmbedding(dim, at, 2.0, harmonics))
+        turns = torch.cat([turns.new_zeros(2 * harmonics), turns[:at], turns[at + 1 :]])
+    width = 20 if parameters is None else _width(parameters, len(turns), fields, 2)
+    network = mlp(len(turns), width, width, fields, seed=seed)
+    if float(turns.max()) > _SMOOTH:
+        network[1] = Sine()
+        _begin_with_waves(network, turns, seed)
+    return Rescaled(nn.Sequential(*embeddings, *network) if embeddings else network, domain)
 
 
-def _wave_network(
-    turns: Tensor, width: int, fields: int, parameters: int | None, seed: int
-) -> nn.Sequential:
-    """One layer of sines with so many half waves across [−1, 1]^d, and their linear combination."""
-    dim = len(turns)
-    width = width if parameters is None else _width(parameters, dim, fields, 1)
-    network = mlp(dim, width, fields, activation="sin", seed=seed)
-    generator = torch.Generator().manual_seed(check_seed(seed))
-    uniform = 2 * torch.rand(width, dim + 1, generator=generator, dtype=torch.float64) - 1
+def _begin_with_waves(network: nn.Sequential, turns: Tensor, seed: int) -> None:
+    """Let the first layer have up to so many half waves across [−1, 1]^d."""
     first = network[0]
     assert isinstance(first, nn.Linear)
+    generator = torch.Generator().manual_seed(check_seed(seed))
+    shape = first.out_features, first.in_features + 1
+    uniform = 2 * torch.rand(shape, generator=generator, dtype=torch.float64) - 1
     with torch.no_grad():
         first.weight.copy_(uniform[:, :-1] * (_BEYOND * turns.clamp(min=1) * math.pi / 2))
         first.bias.copy_(uniform[:, -1] * math.pi)
-    return network
 
 
 def _width(parameters: int, inputs: int, fields: int, layers: int) -> int:

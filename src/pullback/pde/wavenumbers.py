@@ -41,6 +41,14 @@ def wavenumbers(problem: Problem) -> Tensor:
     return torch.maximum(found, _waves(problem, found))
 
 
+def is_linear(problem: Problem) -> bool:
+    """Whether all equations are linear in the fields; unknown coefficients are held."""
+    points = problem.domain.sample(_PLACES, "sobol")
+    locals = [_local(problem, c, points) for c in problem.conditions if isinstance(c, Equation)]
+    zero = torch.zeros_like(points.x[:, 0])
+    return all(x.affine(dict.fromkeys(x.keys, zero)) for x in locals)
+
+
 def _data(problem: Problem, condition: Condition) -> Tensor:
     """The wave numbers of what is left of a residual where all fields are zero."""
     region = condition.region(problem.domain)
