@@ -25,7 +25,7 @@ from .collocation import Collocation
 from .discretize import Trial, coefficients
 from .history import History
 from .measure import Yardstick
-from .method import costs, optimizer, size, stepped
+from .method import costs, optimizer, peak_memory, size, stepped
 from .plan import Plan
 from .problem import Problem
 from .progress import Line, shown
@@ -209,7 +209,8 @@ class Run:
         kind = torch.finfo(next(self._trial.parameters()).dtype)
         left = self._settings.steps - len(self.history)
         seconds = self.history.spent - self.begun
-        line.forecast(left, seconds, info.rows * info.parameters, kind.bits // 8)
+        entries, peak = info.rows * info.parameters, peak_memory(self._device)
+        line.forecast(left, seconds, entries, kind.bits // 8, peak)
         if info.gram == "dense" and self._settings.gram == "auto":
             need = info.rows * info.parameters * kind.bits // 8
             warnings.warn(

@@ -123,7 +123,9 @@ class March:
         """A run over the next slab, with a share of what is left of the budget."""
         before = self._networks[-1] if self._networks else None
         conditions = [_continued(c, self._problem, before) for c in self._problem.conditions]
-        part = self._problem.restricted(self._domain.slab(self._edges[-1], end), conditions)
+        start = self._edges[-1]
+        part = self._problem.restricted(self._domain.slab(start, end), conditions)
+        part.name += f", t = {start:.4g} to {end:.4g}"
         path = None if self._checkpoint is None else Path(f"{self._checkpoint}.{self._attempts}")
         self._attempts += 1
         settings, budget = self._settings, self._settings.budget
