@@ -24,7 +24,7 @@ from torch import nn
 
 import pullback as pb
 
-from .kfac import NEVER, Bench, combined, scheduled
+from .kfac import NEVER, STILL, Bench, combined, scheduled
 from .kfac_cases import Case, categorical, images, text
 from .timing import environment, first_and_later
 
@@ -90,7 +90,7 @@ def shares(opt: pb.KFAC) -> dict[str, float]:
 def first_step(bench: Bench, **options: Any) -> dict[str, Any]:
     """Milliseconds of the first step and of later statistics steps, and the blocks found."""
     model = copy.deepcopy(bench.model)
-    opt = pb.KFAC(model, 0.0, statistics_every=1, invert_every=NEVER, **options)
+    opt = pb.KFAC(model, STILL, statistics_every=1, invert_every=NEVER, **options)
 
     def step() -> None:
         opt.zero_grad()
@@ -104,14 +104,14 @@ def first_step(bench: Bench, **options: Any) -> dict[str, Any]:
 
 def default(model: nn.Module) -> pb.KFAC:
     """K-FAC without settings, at rate zero."""
-    return pb.KFAC(model, 0.0)
+    return pb.KFAC(model, STILL)
 
 
 def start(device: torch.device) -> None:
     """Load the device's libraries."""
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(288, 8)).to(device)
     for rule in ("natural", "eigenbasis", "spectral"):
-        opt = pb.KFAC(model, 0.0, rule=rule, statistics_every=1, invert_every=1)
+        opt = pb.KFAC(model, STILL, rule=rule, statistics_every=1, invert_every=1)
         for _ in range(2):
             opt.zero_grad()
             model(torch.randn(16, 3, 8, 8, device=device)).logsumexp(1).mean().backward()

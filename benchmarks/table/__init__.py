@@ -15,6 +15,7 @@ from pathlib import Path
 
 from .costs import ablation, costs, kfac, races, rules, vision, worth
 from .environments import environments
+from .models import models, models_real
 from .numbers import Rows
 from .peers import exact, greedy, kernels, pde, pde_chosen, poisson, scale, spectrum, trust
 from .verdicts import failures, own, verdicts
@@ -24,7 +25,7 @@ TABLES: dict[str, Callable[[], Rows]] = {
     table.__name__: table
     for table in (
         *(verdicts, failures),
-        *(costs, worth, kfac, rules, races, vision, ablation),
+        *(costs, worth, kfac, rules, races, vision, ablation, models, models_real),
         *(exact, scale, pde, pde_chosen, poisson, trust, spectrum, greedy, kernels),
         environments,
     )

@@ -177,6 +177,16 @@ def test_loading_by_keyword(name: str) -> None:
     assert same(fresh.state_dict(), opt.state_dict())
 
 
+@pytest.mark.parametrize("other", [{}, {"state": {}}])
+def test_what_is_no_state_is_refused(other: dict[str, Any]) -> None:
+    model, opt = start("TrustNorm of Spring")
+    train(model, opt)
+    before = copy.deepcopy(opt.state_dict())
+    with refused("not an optimizer's", "by parameter", "NaturalGradient.state_dict()"):
+        opt.load_state_dict(other)
+    assert same(opt.state_dict(), before)
+
+
 @pytest.mark.parametrize("name", [n for n in ALL if n.startswith("Slice") and "Nat" not in n])
 def test_a_step_without_gradients_and_rate_changes_nothing(name: str) -> None:
     model, opt = start(name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 
 import torch
@@ -16,6 +16,7 @@ from ..maps import Covered, Linearization, Pulled, identity_covectors
 from .base import Gram
 from .forms import Dense, Kernel, Operator, Panels, Rows
 
+_PANEL = 2**27
 FORMS = ("auto", "rows", "kernel", "dense", "matrix_free")
 
 
@@ -109,7 +110,8 @@ def assemble(parts: Sequence[Part], form: str, budget: int, prefers: str = "smal
         return Kernel(_kernel(parts, budget), *products, p, lambda: squares(parts, space, budget))
     if form == "panels":
         products = _products(parts, "project", "lift")
-        return Panels(lambda: panels(parts, space), *products, (n, p), space.dtype, space.device)
+        some = partial(panels, parts, space, panel_bytes(space, budget))
+        return Panels(some, *products, (n, p), space.dtype, space.device)
     if form == "matrix_free":
         return Operator(*_products(parts, "push", "pull"), (n, p), space.dtype, space.device)
     raise PullbackError(
@@ -171,7 +173,12 @@ def squares(parts: Sequence[Part], space: ParameterSpace, budget: int) -> Tensor
     return out
 
 
-def panels(parts: Sequence[Part], space: ParameterSpace, budget: int = 2**27) -> Iterator[Tensor]:
+def panel_bytes(space: ParameterSpace, budget: int) -> int:
+    """What a panel may take: on a CPU little, for its cache; on a GPU enough to keep it busy."""
+    return _PANEL if space.device.type == "cpu" else max(_PANEL, budget // 4)
+
+
+def panels(parts: Sequence[Part], space: ParameterSpace, budget: int) -> Iterator[Tensor]:
     """The rows of all parts, as many samples at a time as fit half the budget."""
     itemsize = torch.finfo(space.dtype).bits // 8
     for part in parts:

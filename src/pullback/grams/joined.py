@@ -12,6 +12,7 @@ Everything gathered or summed has the same bits on all processes, so that they s
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 
 import torch
@@ -24,7 +25,7 @@ from .._core.products import gram
 from .._core.space import ParameterSpace
 from .._core.svd import qr
 from ..maps import Pulled
-from .assemble import Part, choose, dense, panels, squares
+from .assemble import Part, choose, dense, panel_bytes, panels, squares
 from .base import FactoredGram, Gram, Structure
 from .forms import Dense, Kernel, Operator, Panels, Rows
 
@@ -222,7 +223,8 @@ def assemble_stack(
         form = choose(n, p, torch.finfo(space.dtype).bits // 8, budget, prefers)
     if prefers == "panels" and form in ("rows", "panels"):
         found = Panels(
-            lambda: panels(stack.parts, space), stack.project, stack.lift, (n, p),
+            partial(panels, stack.parts, space, panel_bytes(space, budget)),
+            stack.project, stack.lift, (n, p),
             space.dtype, space.device, lambda a: stack.processes.gather([a], "rows")[0],
         )  # fmt: skip
         return found, stack.gather(white)

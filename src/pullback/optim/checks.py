@@ -295,6 +295,7 @@ def own_group(
         )
     group = dict(param_group)
     group["params"] = [given] if isinstance(given, Tensor) else list(given)
+    held = {*held}
     for p in group["params"]:
         p = p[1] if isinstance(p, tuple) else p
         name = names.get(id(p))
@@ -308,8 +309,9 @@ def own_group(
         refuse_parameter(name, p, sharded=sharded)
         if id(p) in held:
             raise PullbackError(
-                f"Parameter {name!r} is in two param groups",
-                "it was given to the optimizer before",
+                f"Parameter {name!r} is given twice",
+                "it is in another param group, or in this one before",
                 "Give each parameter once",
             )
+        held.add(id(p))
     return group

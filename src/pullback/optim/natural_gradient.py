@@ -174,6 +174,16 @@ class NaturalGradient(Optimizer):
         out = super().state_dict()
         return {**out, "state": copy.deepcopy(out["state"])}
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Resume to the same bits; a state that cannot be used changes nothing."""
+        if not {"state", "param_groups"} <= {*state_dict}:
+            raise PullbackError(
+                "The saved state is not an optimizer's",
+                "it has no state by parameter, or no param groups",
+                "Load what NaturalGradient.state_dict() gave",
+            )
+        super().load_state_dict(state_dict)
+
     def _first_schedule(self) -> dict[str, Any]:
         return {"steps": 0, "rule": first_numbers(self.rule)}
 
@@ -190,7 +200,7 @@ class NaturalGradient(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Take up more of the model's parameters, with their own lr."""
-        group = own_group(param_group, self._names)
+        group = own_group(param_group, self._names, {id(p) for p in self._parameters()})
         if not float(group.get("lr", self.defaults["lr"])) >= 0:
             raise PullbackError(
                 "The learning rate is not usable",

@@ -15,6 +15,8 @@ from .base import Damping, Path, Solution, Solver, resolve
 from .cg import ConjugateGradient
 from .pinv import PseudoInverse, Spectrum
 
+_AT_ONCE = 2**26  # entries that are transformed at once: what is in between takes several of them
+
 
 @dataclass(frozen=True)
 class RowSketch:
@@ -52,8 +54,13 @@ class ColumnSketch:
         return cls(sign.to(like), chosen.to(like.device))
 
     def compress(self, x: Tensor) -> Tensor:
-        """x Ω for x of shape (..., p)."""
-        return dct(x * self.sign)[..., self.chosen]
+        """x Ω for x of shape (..., p), some rows at a time."""
+        rows = max(1, _AT_ONCE // len(self.sign))
+        parts = x.reshape(-1, len(self.sign)).split(rows)
+        # there is no transform of nothing on a GPU
+        found = [dct(part * self.sign)[:, self.chosen] for part in parts if len(part)]
+        none = x.new_zeros(0, len(self.chosen))
+        return torch.cat([none, *found]).view(*x.shape[:-1], len(self.chosen))
 
     def expand(self, y: Tensor) -> Tensor:
         """Ω y for y of shape (..., count)."""

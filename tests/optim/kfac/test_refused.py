@@ -107,8 +107,10 @@ def test_groups_that_are_added() -> None:
     for group in ({}, 3, {"params": 3}, {"lr": 0.1}):
         with refused("A param group is not usable", "got", '"params"'):
             opt.add_param_group(group)  # pyright: ignore[reportArgumentType]
-    with refused("'0.weight' is in two param groups", "before", "once"):
+    with refused("'0.weight' is given twice", "another param group", "once"):
         opt.add_param_group({"params": [model[0].weight]})
+    with refused("'2.weight' is given twice", "this one before", "once"):
+        opt.add_param_group({"params": [model[2].weight, model[2].weight]})
     with refused("its own ema=", OTHER, "Give it to KFAC"):
         opt.add_param_group({"params": model[2].parameters(), "ema": 0.5})
     assert len(opt.param_groups) == 1

@@ -111,6 +111,9 @@ def test_draws_follow_from_seed_and_step_alone() -> None:
 def test_a_step_with_zero_gradients_and_no_rate_changes_nothing(trained: int) -> None:
     opt = kfac(model := net())
     train(opt, model, trained)
+    if trained:  # also after a pass
+        x, y = batch()
+        F.cross_entropy(model(x), y).backward()
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     rates = [group["lr"] for group in opt.param_groups]

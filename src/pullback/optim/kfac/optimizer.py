@@ -392,6 +392,7 @@ class KFAC(Optimizer):
         self._replicas.average_gradients(params, groups, capture.wrapped)
         gradients = params.gradients(groups)
         if self._idle(gradients):
+            capture.clear()
             return loss
         if source.loss is not None and not isfinite(source.loss):
             return self._reject(f"the loss is {source.loss}", loss)
@@ -429,8 +430,8 @@ class KFAC(Optimizer):
         return loss
 
     def _idle(self, gradients: Tensors) -> bool:
-        """Whether a step without a forward pass, a gradient and a rate asks for nothing."""
-        if self._capture.watch.called or any(group["lr"] != 0 for group in self.param_groups):
+        """Whether a step without a gradient and a rate asks for nothing."""
+        if any(group["lr"] != 0 for group in self.param_groups):
             return False
         return not any(bool(g.any()) for g in gradients.values())
 

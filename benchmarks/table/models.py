@@ -1,0 +1,49 @@
+"""Models that others wrote: the blocks that are found, what a step costs, and how they train."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from .numbers import Rows, record, size, times
+
+KINDS = ("kronecker", "units", "diagonal")
+
+
+def models() -> Rows:
+    """Small configurations on a CPU: shares of blocks, costs, and losses after 30 steps."""
+    names = ("SGD", "Adam", "KFAC")
+    head = ["model", "parameters", "Kronecker, units, diagonal", "10/100", "default"]
+    rows = [[*head, *(f"`{name}`" if name == "KFAC" else name for name in names)]]
+    for model, one in record("third-party")["results"].items():
+        if one["refused"]:
+            rows.append([model, "–", one["refused"], *["–"] * 5])
+            continue
+        ratio = [times(one["ratio"][kind]) for kind in ("10/100", "default")]
+        scores = [_best(one["scores"][name]) for name in names]
+        shown = [f"{s:.3f}" if s >= 5e-4 else "0" for s in scores]
+        shown = [f"**{t}**" if s == min(scores) else t for t, s in zip(shown, scores, strict=True)]
+        rows.append([model, size(one["parameters"]), _shares(one["shares"]), *ratio, *shown])
+    return rows
+
+
+def models_real() -> Rows:
+    """Three models at their full sizes on an H200."""
+    rows = [["", "natural", "default"]]
+    for model, one in record("third-party-real-cuda")["results"].items():
+        ratio, first = one["ratio"], one["first step"]
+        name, digits = f"{model}, {size(one['parameters'])}", "{:.1f}"
+        shares = [_shares(first[kind]["shares"]) for kind in ("natural", "default")]
+        rows.append([f"{name}: Kronecker, units, diagonal", *shares])
+        rows.append(["a step", times(ratio["10/100, run"]), times(ratio["default, run"])])
+        rows.append(["memory", times(ratio["memory"]), times(ratio["default, memory"])])
+        steps = [digits.format(first[kind]["ratio"]) for kind in ("natural", "default")]
+        rows.append(["first step, in later statistics steps", *steps])
+    return rows
+
+
+def _shares(shares: Mapping[str, float]) -> str:
+    return ", ".join(f"{100 * shares[kind]:.1f}" for kind in KINDS) + " %"
+
+
+def _best(scores: Mapping[str, float | None]) -> float:
+    return min(score for score in scores.values() if score is not None)
