@@ -16,7 +16,7 @@ from .domains import Region
 from .domains.checks import check_seed
 from .fields import call
 from .kinds import is_integer, is_number, require
-from .wavenumbers import is_linear, wavenumbers
+from .wavenumbers import SMOOTH, is_linear, oscillation
 
 if TYPE_CHECKING:
     from .problem import Problem
@@ -38,7 +38,7 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {
     "sigmoid": nn.Sigmoid,
 }
 _FEW = 3  # dimensions up to which a network has two hidden layers
-_SMOOTH = 3.0  # half waves across the domain that tanh can do
+_MANY = 8.0  # half waves that are too many for two layers of tanh
 _WAVES = 64, 256  # the fewest and the most neurons in a layer of sines
 _HARMONICS = 4  # the most of a periodic coordinate
 _BEYOND = 1.25  # of the estimated wave numbers, that a layer of sines begins with
@@ -91,14 +91,14 @@ def network_for(
     """A network for a problem of which nothing else is known, by a rule.
 
     Let n be the half waves that the solution may have across the domain, along each axis; they are
-    estimated from the data and the linear part of the equations (`wavenumbers`).
+    estimated from the data and the linear part of the equations (`oscillation`).
 
-    1. Linear equations with n > 3 along some axis, of at most three: one hidden layer
+    1. Linear equations with waves, n > 3 along some axis, of at most three: one hidden layer
        sin(Kx + φ). K is uniform up to 5/4 of the estimated wave numbers, φ uniform, and both are
        trained. Its width is 2Π(n + 2), at least 64 and at most 256.
     2. Else two hidden layers of 20 tanh. A coordinate in which all fields are periodic enters by
        sines and cosines of n/2 harmonics, at most 4, so that the network is periodic. Where
-       n > 3 along another axis, the first layer is that of rule 1 with this width.
+       there are waves with n > 8 along another axis, the first layer is one of sines as in rule 1.
     3. Beyond three dimensions one hidden layer of 64 tanh, which is cheaper for the smooth
        solutions that are feasible there.
 
@@ -127,9 +127,13 @@ def network_for(
     if domain.dim > _FEW and frequency is None:
         width = 64 if parameters is None else _width(parameters, domain.dim, fields, 1)
         return Rescaled(mlp(domain.dim, width, fields, seed=seed), domain)
-    k = wavenumbers(problem) if frequency is None else _checked_frequency(frequency, domain)
-    turns = k * (domain.high - domain.low) / math.pi
-    if float(turns.max()) > _SMOOTH and is_linear(problem):
+    if frequency is None:
+        found = oscillation(problem)
+        turns, waves = found.half_waves, found.waves
+    else:
+        turns = _checked_frequency(frequency, domain) * (domain.high - domain.low) / math.pi
+        waves = float(turns.max()) > SMOOTH
+    if waves and is_linear(problem):
         width = min(max(int(2 * (turns + 2).prod()), _WAVES[0]), _WAVES[1])
         width = width if parameters is None else _width(parameters, domain.dim, fields, 1)
         network = mlp(domain.dim, width, fields, activation="sin", seed=seed)
@@ -143,7 +147,7 @@ def network_for(
         turns = torch.cat([turns.new_zeros(2 * harmonics), turns[:at], turns[at + 1 :]])
     width = 20 if parameters is None else _width(parameters, len(turns), fields, 2)
     network = mlp(len(turns), width, width, fields, seed=seed)
-    if float(turns.max()) > _SMOOTH:
+    if waves and float(turns.max()) > _MANY:
         network[1] = Sine()
         _begin_with_waves(network, turns, seed)
     return Rescaled(nn.Sequential(*embeddings, *network) if embeddings else network, domain)

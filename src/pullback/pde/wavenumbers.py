@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from .domains import PointSet, Region
 from .problem import Problem
 from .sampling import Points
 
+SMOOTH = 3.0  #: half waves across a domain that are not called oscillation
 _LINES, _ALONG = 8, 1024  # lines along an axis, and points on each
 _FAINT = 0.05  # of the largest amplitude, below which a wave number is not counted
 _PADDED = 4  # times as many points in a Fourier transform, for a finer spectrum
@@ -23,22 +25,44 @@ _SINGULAR = 0.05  # share of their terms left when a wave solves the equations
 _TURNS = torch.linspace(0.5, 256, 2**10, dtype=torch.float64)  # half waves that are tried
 
 
-def wavenumbers(problem: Problem) -> Tensor:
-    """Estimate the largest wave number of the solution along each axis, (d,), in radians a length.
+@dataclass(frozen=True)
+class Oscillation:
+    """How a solution oscillates.
 
-    1. Data: sources, boundary and initial values on lines along the axis, times a Hann window. Of
+    Attributes:
+        wavenumbers: the largest along each axis, (d,), in radians a length.
+        half_waves: as many across the domain, along each axis, (d,).
+        waves: whether these are waves; else a layer or a bump has such a broad spectrum.
+    """
+
+    wavenumbers: Tensor
+    half_waves: Tensor
+    waves: bool
+
+
+def oscillation(problem: Problem) -> Oscillation:
+    """Estimate the wave numbers of a problem's solution.
+
+    1. Data: sources, boundary and initial values on lines along an axis, times a Hann window. Of
        their Fourier transform the largest wave number with 5 % of the largest amplitude counts.
+       They are waves if the spectrum has a peak beyond three half waves.
     2. Waves e^(iκ·x) that solve the equations, linearized at u = 0. Without time: κ along one axis
        (Helmholtz: κ = k). With time: the frequency of a wave whose κ in space is that of the data
        (wave equation: ω = cκ). Where coefficients vary, the median of 16 places.
 
     What oscillates for another reason, as a nonlinear wave may, is not seen.
     """
-    found = torch.zeros(problem.domain.dim, dtype=torch.float64)
+    found, peaked = torch.zeros(problem.domain.dim, dtype=torch.float64), False
     for condition in problem.conditions:
         if isinstance(condition, (Equation, Dirichlet, Robin, Initial)):
-            found = torch.maximum(found, _data(problem, condition))
-    return torch.maximum(found, _waves(problem, found))
+            band, peak = _data(problem, condition)
+            found, peaked = torch.maximum(found, band), peaked or peak
+    free = _waves(problem, found)
+    extent = (problem.domain.high - problem.domain.low) / math.pi
+    half_waves = torch.maximum(found, free) * extent
+    peaked = peaked and float(half_waves.max()) > SMOOTH
+    waves = peaked or float((free * extent).max()) > SMOOTH
+    return Oscillation(half_waves / extent, half_waves, waves)
 
 
 def is_linear(problem: Problem) -> bool:
@@ -49,12 +73,16 @@ def is_linear(problem: Problem) -> bool:
     return all(x.affine(dict.fromkeys(x.keys, zero)) for x in locals)
 
 
-def _data(problem: Problem, condition: Condition) -> Tensor:
-    """The wave numbers of what is left of a residual where all fields are zero."""
+def _data(problem: Problem, condition: Condition) -> tuple[Tensor, bool]:
+    """The wave numbers of what is left of a residual where all fields are zero.
+
+    Returns:
+        The largest along each axis, and whether there is a peak beyond what is smooth.
+    """
     region = condition.region(problem.domain)
-    out = torch.zeros(problem.domain.dim, dtype=torch.float64)
+    out, peaked = torch.zeros(problem.domain.dim, dtype=torch.float64), False
     if not isinstance(region, Region) or isinstance(region, PointSet):
-        return out
+        return out, peaked
     starts = region.sample(_LINES, "sobol")
     extent = problem.domain.high - problem.domain.low
     for axis in range(problem.domain.dim):
@@ -63,12 +91,12 @@ def _data(problem: Problem, condition: Condition) -> Tensor:
         lengths = [float(x.x[-1, axis] - x.x[0, axis]) for x in lines]
         if lines and max(lengths) >= _SHORT * float(extent[axis]):
             values = _residual(problem, condition, _joined(lines)).split(_ALONG)
-            out[axis] = max(
-                _largest(v, n)
-                for v, n in zip(values, lengths, strict=True)
-                if n >= _SHORT * float(extent[axis])
-            )
-    return out
+            for v, n in zip(values, lengths, strict=True):
+                if n >= _SHORT * float(extent[axis]):
+                    band, peak = (2 * math.pi * x / n for x in _periods(v))
+                    out[axis] = max(float(out[axis]), band)
+                    peaked = peaked or peak * float(extent[axis]) > SMOOTH * math.pi
+    return out, peaked
 
 
 def _joined(lines: list[Points]) -> Points:
@@ -113,17 +141,28 @@ def _local(problem: Problem, condition: Condition, points: Points) -> Local:
     return Local(problem, condition, (points,), unknowns)
 
 
-def _largest(values: Tensor, length: float) -> float:
-    """The largest wave number of values (N, R) at equidistant points."""
-    size = float(values.abs().max())
-    values = (values - values.mean(0)) * torch.hann_window(len(values)).to(values)[:, None]
-    spectrum = torch.fft.rfft(values, n=_PADDED * len(values), dim=0)
-    amplitudes = spectrum.abs().square().sum(1).sqrt()
+def _periods(values: Tensor) -> tuple[float, float]:
+    """Periods of values (N, R) at equidistant points: the band they fill, and the last peak."""
+    window = torch.hann_window(len(values)).to(values)[:, None]
+    band = _loud(_spectrum((values - values.mean(0)) * window), float(values.abs().max()))
+    full = _spectrum(values * window)
+    inner = full[1:-1]
+    full[1:-1] = torch.where((inner > full[:-2]) & (inner > full[2:]), inner, 0 * inner)
+    peak = _loud(full, 0.0)
+    return max(band - _LOBE, 0.0), peak
+
+
+def _spectrum(values: Tensor) -> Tensor:
+    found = torch.fft.rfft(values, n=_PADDED * len(values), dim=0)
+    return found.abs().square().sum(1).sqrt()
+
+
+def _loud(amplitudes: Tensor, size: float) -> float:
+    """The last periods with an amplitude that counts."""
     top = float(amplitudes.max())
-    if top <= 1e-6 * size * len(values):
+    if top <= 1e-6 * size * _ALONG or not top:
         return 0.0
-    periods = int((amplitudes >= _FAINT * top).nonzero().max()) / _PADDED - _LOBE
-    return 2 * math.pi * max(periods, 0.0) / length
+    return int((amplitudes >= _FAINT * top).nonzero().max()) / _PADDED
 
 
 def _waves(problem: Problem, known: Tensor) -> Tensor:
