@@ -59,9 +59,9 @@ def translation(random: torch.Generator) -> Batch:
 
 
 def sentences(random: torch.Generator) -> Batch:
-    """Which step a sequence has."""
+    """In which third of the words a sequence begins."""
     x, _ = counting(random)
-    return {"input_ids": x, "attention_mask": torch.ones_like(x)}, (x[:, 1] - x[:, 0]) % 3
+    return {"input_ids": x, "attention_mask": torch.ones_like(x)}, 3 * (x[:, 0] - 3) // (WORDS - 3)
 
 
 def pictures(name: str, size: int = 32) -> Callable[[torch.Generator], Batch]:
@@ -80,8 +80,8 @@ def pictures(name: str, size: int = 32) -> Callable[[torch.Generator], Batch]:
 
 def sounds(random: torch.Generator) -> Batch:
     y = torch.randint(0, 2, (8,), generator=random)
-    wave = torch.sin(torch.arange(800) * (0.05 + 0.1 * y[:, None]))
-    return {"input_values": wave + 0.3 * torch.randn(8, 800, generator=random)}, y
+    wave = torch.sin(torch.arange(800) * (0.05 + 0.03 * y[:, None]))
+    return {"input_values": wave + torch.randn(8, 800, generator=random)}, y
 
 
 def speech(random: torch.Generator) -> Batch:

@@ -14,8 +14,16 @@ from torch import nn
 from typer.testing import CliRunner
 
 from pullback.cli.app import app
-from pullback.geometry.charts.affine import Change, Coordinates, changed, drawn, same, whitening
-from pullback.geometry.charts.twin import tanh_twin, twin
+from pullback.geometry.charts.twin import (
+    Change,
+    LayerCoordinates,
+    change_coordinates,
+    drawn,
+    same,
+    tanh_twin,
+    twin,
+    whitening,
+)
 from pullback_experiments.kfac_invariance import EXPERIMENTS, Invariance, experiment
 from pullback_experiments.kfac_invariance.experiment import RECORDED, claims
 from pullback_experiments.kfac_invariance.methods import GROUPS, METHODS, TwinMethod, TwinRun, run
@@ -82,7 +90,7 @@ def test_a_changed_convolution_sees_changed_channels() -> None:
     def moved(change: Change, a: torch.Tensor) -> torch.Tensor:
         return torch.einsum("ij,njxy->nixy", change.matrix, a) + change.shift[:, None, None]
 
-    got = moved(after, changed(layer, before, after)(moved(before, x)))
+    got = moved(after, change_coordinates(layer, before, after)(moved(before, x)))
     torch.testing.assert_close(got, layer(x))
 
 
@@ -100,7 +108,7 @@ def test_whitening_whitens_and_changes_invert() -> None:
 
 def test_no_change_is_no_module() -> None:
     model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)).double()
-    to = Coordinates([same(2), same(3)], [same(3), same(1)])
+    to = LayerCoordinates([same(2), same(3)], [same(3), same(1)])
     assert [type(m) for m in twin(model, to)] == [type(m) for m in model]
 
 

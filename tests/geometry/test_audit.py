@@ -16,8 +16,7 @@ from torch.optim import SGD, Adam, Optimizer
 
 import pullback as pb
 from pullback import PullbackError
-from pullback.geometry.charts.diffeomorphism import Elementwise, sinh
-from pullback.geometry.charts.mixing import Coupling, Mixing
+from pullback.geometry.charts.diffeomorphism import Coupling, Elementwise, Mixing, sinh
 from pullback.geometry.charts.transformations import (
     Affine,
     NeuronPermutation,
@@ -25,9 +24,8 @@ from pullback.geometry.charts.transformations import (
     Whitening,
 )
 from pullback.geometry.invariance.audit import audit
-from pullback.geometry.invariance.optimizers import Contender
-from pullback.geometry.invariance.table import Audit
-from pullback.geometry.invariance.verdict import Measure, Seen, Verdict
+from pullback.geometry.invariance.table import Audit, Measure, Seen, Verdict
+from pullback.geometry.invariance.trial import Contender
 
 Batch = tuple[Tensor, Tensor]
 

@@ -8,8 +8,8 @@ from torch import nn
 
 from pullback.geometry.charts.transformations import Rotation
 from pullback.geometry.invariance.audit import audit
-from pullback.geometry.invariance.optimizers import optimizers
 from pullback.geometry.invariance.table import Audit
+from pullback.geometry.invariance.trial import optimizers
 from pullback.optim import KFAC
 
 E, F, N, U = "exact", "first order", "not invariant", "undecided"

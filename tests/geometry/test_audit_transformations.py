@@ -10,29 +10,32 @@ import torch
 from torch import Tensor, nn
 
 from pullback import PullbackError
-from pullback.geometry.charts.affine import (
-    Change,
-    Coordinates,
-    changed,
-    drawn,
-    layers,
-    same,
-    whitening,
-)
-from pullback.geometry.charts.mixing import Coupling
-from pullback.geometry.charts.neurons import Neurons, neuron_twin
+from pullback.geometry.charts.diffeomorphism import Coupling
 from pullback.geometry.charts.reparametrize import Reparametrized
 from pullback.geometry.charts.transformations import (
     Affine,
     NeuronPermutation,
     NeuronRescaling,
+    Neurons,
     Parameters,
     Transformation,
     Whitening,
     as_transformation,
+    neuron_twin,
     standard,
 )
-from pullback.geometry.charts.twin import sigmoid_twin, tanh_twin, twin
+from pullback.geometry.charts.twin import (
+    Change,
+    LayerCoordinates,
+    change_coordinates,
+    drawn,
+    layers,
+    same,
+    sigmoid_twin,
+    tanh_twin,
+    twin,
+    whitening,
+)
 
 
 class Residual(nn.Module):
@@ -174,7 +177,7 @@ def test_a_layer_in_other_coordinates_against_explicit_matrices() -> None:
     torch.manual_seed(4)
     layer, generator = nn.Linear(3, 2).double(), torch.Generator().manual_seed(1)
     one, two = drawn(3, generator), drawn(2, generator)
-    new = changed(layer, one, two)
+    new = change_coordinates(layer, one, two)
     back = torch.linalg.inv(two.matrix)
     w = back @ layer.weight @ torch.linalg.inv(one.matrix)
     torch.testing.assert_close(new.weight, w)
@@ -183,9 +186,9 @@ def test_a_layer_in_other_coordinates_against_explicit_matrices() -> None:
 
 SINGULAR = Change(torch.ones(4, 4).double(), torch.zeros(4).double())
 BAD: dict[str, tuple[Callable[[], object], str]] = {
-    "singular": (lambda: changed(nn.Linear(4, 2), SINGULAR, same(2)), "not invertible"),
-    "size": (lambda: changed(nn.Linear(4, 2), same(3), same(2)), "4 inputs"),
-    "count": (lambda: twin(mlp(), Coordinates([same(4)], [same(6)])), "3 linear"),
+    "singular": (lambda: change_coordinates(nn.Linear(4, 2), SINGULAR, same(2)), "not invertible"),
+    "size": (lambda: change_coordinates(nn.Linear(4, 2), same(3), same(2)), "4 inputs"),
+    "count": (lambda: twin(mlp(), LayerCoordinates([same(4)], [same(6)])), "3 linear"),
     "few samples": (lambda: Whitening().twin(mlp(), flat(3)), "cannot be whitened"),
     "constant": (lambda: Whitening().twin(mlp(), torch.ones(9, 4)), "cannot be whitened"),
     "nan inputs": (lambda: Whitening().twin(mlp(), flat() * torch.nan), "cannot be whitened"),

@@ -13,8 +13,16 @@ from torch.func import functional_call, jacrev
 
 import pullback as pb
 from pullback import PullbackError
-from pullback.geometry.charts.diffeomorphism import Composed, Custom, Elementwise, cubic, sinh
-from pullback.geometry.charts.mixing import Coupling, EntryPermutation, Mixing
+from pullback.geometry.charts.diffeomorphism import (
+    Composed,
+    Coupling,
+    Custom,
+    Elementwise,
+    EntryPermutation,
+    Mixing,
+    cubic,
+    sinh,
+)
 from pullback.geometry.charts.reparametrize import Reparametrized, reparametrize
 from pullback.maps import Call, ModuleMap
 

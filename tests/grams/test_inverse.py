@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from pullback.grams.kronecker.inverse import Inverse, aligned, apply_inverse, rounded, widened
-from pullback.symmetry.descent.curvature import _rescale_inverse
+from pullback.symmetry.descent.transport import _rescale_inverse
 
 DOUBLE = torch.float64
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from pullback._core.errors import PullbackError
 from pullback.kernels import Tangent, ntk
-from pullback.kernels.checks import norms
+from pullback.kernels.layouts import norms
 from pullback.kernels.tiles import MEMORY, room
 from pullback.maps import Call, ModuleMap
 from pullback.testing import assert_close

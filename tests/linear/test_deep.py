@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from pullback import PullbackError
 from pullback.linear import DeepMatrix, kronecker_lstsq, split_obstacle
 from pullback.linear.deep import _tangent
-from pullback.linear.iterative import iterated
-from pullback.linear.kronecker import complete
-from pullback.linear.tangents import Grid
+from pullback.linear.grams import complete
+from pullback.linear.minimum_norm import solve_iteratively
+from pullback.linear.tangents import MatrixTangent
 from pullback.testing import relative_error
 from tests.linear.oracles import flat, jacobian, product
 
@@ -162,11 +162,11 @@ def test_split_is_refused_where_it_is_no_solution() -> None:
 def test_iteration_for_large_matrices(dims: list[int]) -> None:
     model, grad = net(dims), draw(dims[0] * dims[-1])
     tangent = _tangent(model.values(), list(range(model.depth)), None, None)
-    assert isinstance(tangent, Grid)
+    assert isinstance(tangent, MatrixTangent)
     j = jacobian(product, list(model.factors))
-    assert error(iterated(tangent, grad), torch.linalg.pinv(j) @ grad) < 1e-10
+    assert error(solve_iteratively(tangent, grad), torch.linalg.pinv(j) @ grad) < 1e-10
     want = j.T @ torch.linalg.solve(j @ j.T + 0.1 * torch.eye(len(j), dtype=DOUBLE), grad)
-    assert error(iterated(tangent, grad, 0.1), want) < 1e-10
+    assert error(solve_iteratively(tangent, grad, 0.1), want) < 1e-10
 
 
 def test_large_matrices_are_solved_by_iteration() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pullback import PullbackError
 from pullback.linear import DiagonalNetwork, LinearModel, logistic_natural_gradient
-from pullback.linear.logistic import natural_logit_move
+from pullback.linear.population import natural_logit_move
 from pullback.linear.solutions import ridgeless
 from pullback.testing import relative_error
 from tests.linear.oracles import flat, hadamard, jacobian, logistic_oracle

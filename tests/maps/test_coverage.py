@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import pullback as pb
 from pullback.maps.layers.affine import AffineBlock
-from pullback.maps.layers.base import Block, RowsBlock
-from pullback.maps.layers.gather import GatherBlock
+from pullback.maps.layers.embedding import GatherBlock
+from pullback.maps.layers.registry import Block, RowsBlock
 from pullback.metrics import Euclidean
 from pullback.testing import assert_close, jacobian
 from tests.laws.cases import Built, ModelCase, Probe

@@ -14,8 +14,8 @@ from torch.nn.utils import parametrizations
 from pullback import PullbackError
 from pullback._core.products import mirrored
 from pullback.maps import OperatorMap, Scheme
-from pullback.maps.function import FunctionLinearization
 from pullback.maps.layers import AffineBlock
+from pullback.maps.objective import FunctionLinearization
 from pullback.maps.operator import JetLinearization
 from pullback.testing import assert_close
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pullback import PullbackError
 from pullback.kernels import Tangent, ntk
-from pullback.maps.shared import _PLANS
+from pullback.maps.module import _PLANS
 from pullback.maps.structure import Structure
 from pullback.testing import assert_close
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from pullback.symmetry import BiasShift, CommonShift, Leg, MeanShift, Mixing, Scaling, StreamShift
-from pullback.symmetry.actions.action import Action
+from pullback.symmetry.actions.scaling import Action
 from pullback.symmetry.actions.shifts import Reader
 from pullback.symmetry.graph.scales import FIXED, ZERO, Scales
 

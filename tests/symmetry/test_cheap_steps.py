@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from pullback import PullbackError
 from pullback.symmetry.descent import keeper
-from pullback.symmetry.descent.layer_sweep import LayerSweep, inverse_by_products
+from pullback.symmetry.descent.sweep import LayerSweep, inverse_by_products
 from pullback.symmetry.slice_sgd import SliceSGD
 from pullback.symmetry.sliced import Sliced
-from pullback.symmetry.slices.layer_slice import EqualNorm
+from pullback.symmetry.slices.equal_norm import EqualNorm
 
 from .chain import mlp, relative, scalings
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import pullback as pb
-from pullback.symmetry.actions.turned import Turned
+from pullback.symmetry.actions.derived import Turned
 from pullback.symmetry.find import SPECIALIZED
 from pullback.testing import assert_close
 

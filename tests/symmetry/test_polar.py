@@ -9,9 +9,8 @@ from torch.func import jacrev
 
 from pullback import PullbackError
 from pullback.symmetry.descent.directions import direction
-from pullback.symmetry.slices.layer_slice import EqualNorm
-from pullback.symmetry.slices.polar import polar_basis, polar_tangential
-from pullback.symmetry.slices.slice_basis import polar_tangents
+from pullback.symmetry.slices.equal_norm import EqualNorm
+from pullback.symmetry.slices.polar import polar_basis, polar_tangential, polar_tangents
 
 from .chain import mlp, scalings
 

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from pullback import PullbackError
 from pullback.symmetry import find
-from pullback.symmetry.descent.layer_sweep import inverse_by_products
+from pullback.symmetry.descent.sweep import inverse_by_products
 from pullback.symmetry.slice_sgd import SliceSGD
-from pullback.symmetry.slices.balanced import Balanced
-from pullback.symmetry.slices.layer_slice import EqualNorm
+from pullback.symmetry.slices.equal_norm import EqualNorm
+from pullback.symmetry.slices.slice import Balanced
 
 from .chain import convnet, mlp, relative, scalings, shake
 

@@ -13,10 +13,9 @@ from torch.func import functional_call, jacrev
 import pullback as pb
 from pullback import PullbackError
 from pullback.symmetry.descent.transport import powers_of
-from pullback.symmetry.sliced import Sliced
-from pullback.symmetry.slices.balanced import Balanced
-from pullback.symmetry.slices.choice import make_slice
-from pullback.symmetry.slices.quotient import slice_direction
+from pullback.symmetry.sliced import Sliced, slice_direction
+from pullback.symmetry.slices.equal_norm import make_slice
+from pullback.symmetry.slices.slice import Balanced
 
 from .chain import mlp, relative, scalings, shake
 

@@ -13,9 +13,8 @@ from torch.func import functional_call, jacrev
 from pullback import PullbackError
 from pullback.symmetry import find
 from pullback.symmetry.actions.scaling import Leg, Scaling
-from pullback.symmetry.slices.balanced import Balanced
-from pullback.symmetry.slices.layer_slice import EqualNorm
-from pullback.symmetry.slices.slice import Slice
+from pullback.symmetry.slices.equal_norm import EqualNorm
+from pullback.symmetry.slices.slice import Balanced, Slice
 
 from .chain import convnet, mlp, relative, scalings, shake
 

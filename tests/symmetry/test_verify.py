@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from pullback import PullbackError
 from pullback.symmetry import Leg, Mixing, Scaling, by_hand, find
 from pullback.symmetry.graph.tracing import Example
-from pullback.symmetry.orbits.verify import Verified, Verifier, verified
+from pullback.symmetry.orbits.verify import Verified, Verifier, verify_actions
 
 from .networks import Of, dense, in_kernel, mlp, randomized
 
@@ -42,7 +42,7 @@ def test_residuals_estimate_the_norm_of_j_z() -> None:
         )
         assert (j @ flat).norm() / flat.norm() / j.norm() > 1e-4
         assert 1e-4 < found[i] <= 2.0
-    accepted, rejected = verified(Example(model, x), [wrong])
+    accepted, rejected = verify_actions(Example(model, x), [wrong])
     assert not accepted
     assert len(rejected) == 1
 
@@ -55,7 +55,7 @@ def test_one_wrong_unit_among_good_ones_is_left_out() -> None:
     # far apart in size, so that a wrong one could hide behind the others
     with torch.no_grad():
         model.get_parameter("0.weight")[3:] *= 1e-9
-    accepted, rejected = verified(Example(model, normal(30, 3)), [Scaling(5, legs)])
+    accepted, rejected = verify_actions(Example(model, normal(30, 3)), [Scaling(5, legs)])
     assert [v.action.dimension for v in accepted] == [3]
     assert "2 of 5 units" in rejected[0].about
 
@@ -64,7 +64,7 @@ def test_a_wrong_mixing_is_refused() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)).double()
     rows = torch.arange(4)
     wrong = Mixing(4, [("0.weight", rows), ("0.bias", rows)], [("2.weight", rows, False)])
-    accepted, rejected = verified(Example(model, normal(30, 3)), [wrong])
+    accepted, rejected = verify_actions(Example(model, normal(30, 3)), [wrong])
     assert not accepted
     assert rejected[0].residual > 1e-3
 

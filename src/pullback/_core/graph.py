@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .errors import PullbackError
 
@@ -152,3 +154,16 @@ def on_second_pass(node: Any, used: Callable[[], None]) -> None:
             used()
 
     handle = node.register_hook(after)
+
+
+@contextlib.contextmanager
+def unfused_attention() -> Iterator[None]:
+    """Neither fused attention kernels nor the inference-only path of transformer layers."""
+    mha: Any = torch.backends.mha
+    before = mha.get_fastpath_enabled()
+    mha.set_fastpath_enabled(False)
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        mha.set_fastpath_enabled(before)

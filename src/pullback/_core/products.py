@@ -1,4 +1,4 @@
-"""Symmetric products X Xᵀ, and float32 matrix products on tensor cores at float32 accuracy."""
+"""Symmetric products X Xᵀ, float32 products at float32 accuracy, sums at repeated indices."""
 
 from __future__ import annotations
 
@@ -240,3 +240,14 @@ def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
         x = x.contiguous()
     high = (x.view(torch.int32) + 4096).bitwise_and_(-8192).view(torch.float32)
     return high, x - high
+
+
+def add_at(out: Tensor, index: Tensor, values: Tensor) -> Tensor:
+    """out[index] += values along axis 0, in place.
+
+    On a GPU `index_add_` and `scatter_add_` add in a random order; `index_put_` sorts first, and
+    is the faster one. On the CPU it is the other way round.
+    """
+    if out.is_cuda:
+        return out.index_put_((index,), values, accumulate=True)
+    return out.index_add_(0, index, values)

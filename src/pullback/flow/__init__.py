@@ -1,9 +1,8 @@
 """Natural and Euclidean gradient flow of any map and metric."""
 
-from .events import BlowUp, Converged, Event, Separated, State
 from .integrate import METHODS, integrate
 from .supervised import Supervised
-from .trajectory import Trajectory
+from .trajectory import BlowUp, Converged, Event, Separated, State, Trajectory
 
 __all__ = [
     "integrate",

@@ -1,28 +1,169 @@
-"""Vector fields on parameters: −G⁺∇L and −∇L, with the loss they descend."""
+"""The vector field of natural gradient flow, and what is watched and held while it runs."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .._core.capture import plain
 from .._core.errors import PullbackError
 from .._core.space import ParameterSpace
+from .._core.state import Snapshot
+from ..likelihoods import Bernoulli, Categorical
 from ..maps import ObjectiveMap
+from ..metrics import Fisher
 from ..optim import NaturalGradient, Objective
 from ..optim.checks import refuse_metric
-from .host import Host
-from .watch import Watch
+
+
+class Host:
+    """The parameters of a module that require gradients, as one flat vector in float64."""
+
+    def __init__(self, model: nn.Module) -> None:
+        if not isinstance(model, nn.Module):
+            raise PullbackError(
+                "The flow needs the model itself",
+                f"got {type(model).__name__}",
+                "Pass an nn.Module, or a function φ with start= and a loss on its values",
+            )
+        self.model = plain(model)
+        self.params = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+        self.space = ParameterSpace(self.params)
+        low = sorted({str(p.dtype) for p in self.params.values() if p.dtype != torch.float64})
+        if low:
+            raise PullbackError(
+                "A flow needs float64",
+                f"some parameters are {', '.join(low)}, whose round-off is far above what the "
+                "integrator's error control works with",
+                "Call .double() on the model and its data",
+            )
+
+    def now(self) -> Tensor:
+        """The parameters as they are, flat."""
+        return self.space.flatten({n: p.detach() for n, p in self.params.items()}).clone()
+
+    @contextmanager
+    def at(self, flat: Tensor) -> Iterator[None]:
+        """The module at a point, without gradients; parameters, gradients, buffers come back."""
+        saved = [(p, p.detach().clone(), p.grad) for p in self.params.values()]
+        before = Snapshot(self.model, self.space.device)
+        try:
+            self.write(flat)
+            self.clear()
+            yield
+        finally:
+            for p, value, gradient in saved:
+                p.data.copy_(value)
+                p.grad = gradient
+            before.restore()
+
+    def write(self, flat: Tensor) -> None:
+        """Put a flat vector into the parameters."""
+        for name, value in self.space.split(flat.to(self.space.device)).items():
+            self.params[name].data.copy_(value)
+
+    def clear(self) -> None:
+        """Forget the gradients."""
+        for p in self.params.values():
+            p.grad = None
+
+    def gradient(self) -> Tensor:
+        """p.grad, flat; a copy."""
+        return self.space.flatten({n: p.grad for n, p in self.params.items()}).clone()
+
+
+_SURE = 1e-4  # the probability of the other classes from which on p − y is looked at
+_ULPS = 4
+
+
+class CotangentWatch:
+    """A closure's ∂ℓ/∂z, followed while it runs, for Fisher metrics of classifiers.
+
+    Autograd's w(p − y) has the absolute round-off of p: its digits go as p nears 1, and from logits
+    of about 37 on it is zero, while the natural gradient is not (zero over zero). A gradient that
+    is w(p − y) to that round-off, for the weight w of a sum or a mean, is replaced by the same in
+    full precision. Where it is zero nothing is left to say which y it was.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: NaturalGradient | None) -> None:
+        metric = None if optimizer is None else optimizer.metric
+        self._likelihood = metric.likelihood if isinstance(metric, Fisher) else None
+        self._model, self._lost = model, 0
+        self._hook: Any = None
+
+    def __enter__(self) -> CotangentWatch:
+        if isinstance(self._likelihood, (Bernoulli, Categorical)):
+            # first, so that whoever records the cotangent receives the mended one
+            self._hook = self._model.register_forward_hook(self._follow, prepend=True)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+
+    def _follow(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        if not isinstance(output, Tensor) or not output.requires_grad:
+            return
+        z = output.detach()
+
+        def mend(g: Tensor) -> Tensor | None:
+            if isinstance(self._likelihood, Bernoulli):
+                exact, sure = _bernoulli(z, g)
+                silent = g == 0
+            elif z.ndim == 2 and g.shape == z.shape:
+                exact, sure = _categorical(z, g)
+                silent = (g == 0).all(1, keepdim=True)
+            else:
+                return None
+            self._lost += int((sure & silent).sum())
+            eps = torch.finfo(g.dtype).eps
+            for count in (1, z.shape[0], z.numel()):
+                near = (g - exact / count).abs() <= _ULPS * eps / count
+                if bool((near | silent | ~sure).all()):
+                    return torch.where(sure & ~silent, exact / count, g)
+            return None
+
+        output.register_hook(mend)
+
+    def rounded(self) -> str:
+        """The reason to stop, or nothing."""
+        if not self._lost:
+            return ""
+        return (
+            f"the loss's gradient p − y rounded to zero at {self._lost} outputs whose logits are "
+            "beyond about ±37 (flow.Supervised goes on from there)"
+        )
+
+
+def _bernoulli(z: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """σ(z) − y with the y that the sign of g tells, and where it is small."""
+    exact = torch.where(g < 0, -torch.sigmoid(-z), torch.sigmoid(z))
+    sure = torch.where(g == 0, torch.sigmoid(z.abs()) == 1, exact.abs() < _SURE)
+    return exact, sure
+
+
+def _categorical(z: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """p − e_y with the y at which g is negative, and in which rows it is small."""
+    log_p = z.log_softmax(1)
+    y = g.argmin(1, keepdim=True)
+    others = log_p.scatter(1, y, -torch.inf).logsumexp(1, keepdim=True).exp()
+    exact = log_p.exp().scatter(1, y, -others)
+    lost = z.softmax(1).amax(1, keepdim=True) == 1
+    silent = (g == 0).all(1, keepdim=True)
+    return exact, torch.where(silent, lost, others < _SURE).expand_as(z)
+
 
 KINDS = ("natural", "euclidean")
 
 
 @dataclass(frozen=True)
-class Local:
+class FieldValue:
     """The field at one point; a non-empty reason says why it has no velocity."""
 
     loss: float
@@ -31,7 +172,7 @@ class Local:
     reason: str = ""
 
     @classmethod
-    def checked(cls, loss: float, gradient: Tensor, velocity: Tensor) -> Local:
+    def checked(cls, loss: float, gradient: Tensor, velocity: Tensor) -> FieldValue:
         """The same, with a reason if anything in it is not finite."""
         reason = ""
         if not torch.isfinite(torch.tensor(loss)):
@@ -43,13 +184,13 @@ class Local:
         return cls(loss, gradient, velocity, reason)
 
     @classmethod
-    def broken(cls, like: Tensor, reason: str) -> Local:
+    def broken(cls, like: Tensor, reason: str) -> FieldValue:
         """No velocity, and why."""
         nan = torch.full_like(like, torch.nan)
         return cls(float("nan"), nan, nan, reason)
 
 
-class Field(ABC):
+class VectorField(ABC):
     """θ' = v(θ) on flat parameters (p,)."""
 
     space: ParameterSpace
@@ -58,7 +199,7 @@ class Field(ABC):
     model: nn.Module | None = None
 
     @abstractmethod
-    def local(self, flat: Tensor) -> Local:
+    def local(self, flat: Tensor) -> FieldValue:
         """Loss, gradient and velocity at a point."""
 
     @abstractmethod
@@ -74,7 +215,7 @@ class Field(ABC):
         return self.space.split(flat)
 
 
-class ClosureField(Field):
+class ClosureField(VectorField):
     """The field of an ordinary closure of a module.
 
     Args:
@@ -92,22 +233,22 @@ class ClosureField(Field):
         self.model, self.space, self.start = self.host.model, self.host.space, self.host.now()
         self._user, self._loss = closure, float("nan")
         self._optimizer = NaturalGradient(model, **options) if kind == "natural" else None
-        self._watch = Watch(self.host.model, self._optimizer)
+        self._watch = CotangentWatch(self.host.model, self._optimizer)
 
-    def local(self, flat: Tensor) -> Local:
+    def local(self, flat: Tensor) -> FieldValue:
         with self.host.at(flat), torch.enable_grad():
             if self._optimizer is None:
                 self._closure()
                 gradient = self.host.gradient()
-                return Local.checked(self._loss, gradient, -gradient)
+                return FieldValue.checked(self._loss, gradient, -gradient)
             found = self._optimizer.direction(self._closure)
             gradient = self.host.gradient()
             reason = self._watch.rounded()
             if not found.status.ok and bool(gradient.any()):
                 reason = found.status.value
             if reason:
-                return Local.broken(flat, reason)
-            return Local.checked(self._loss, gradient, -found.x)
+                return FieldValue.broken(flat, reason)
+            return FieldValue.checked(self._loss, gradient, -found.x)
 
     def loss(self, flat: Tensor) -> float:
         with self.host.at(flat), torch.enable_grad():
@@ -139,7 +280,7 @@ class ClosureField(Field):
     def _closure(self) -> Any:
         self.host.clear()
         # of this pass alone, and not of the optimizer's replays of it
-        with Watch(self.host.model, self._optimizer) as self._watch:
+        with CotangentWatch(self.host.model, self._optimizer) as self._watch:
             loss = self._user()
             _refuse_loss(loss)
             silent = all(p.grad is None for p in self.host.params.values())
@@ -159,7 +300,7 @@ def _refuse_loss(loss: Any) -> None:
         )
 
 
-class ObjectiveField(Field):
+class ObjectiveField(VectorField):
     """The field of an objective: residuals as a function of the parameter dict, ½‖·‖²."""
 
     def __init__(
@@ -176,20 +317,20 @@ class ObjectiveField(Field):
         if self._optimizer is not None:
             refuse_metric(self._optimizer.metric)
 
-    def local(self, flat: Tensor) -> Local:
+    def local(self, flat: Tensor) -> FieldValue:
         leaf = flat.detach().clone().requires_grad_()
         with torch.enable_grad():
             total = self._total(self.space.split(leaf))
             (gradient,) = torch.autograd.grad(total, leaf)
         loss, gradient = float(total.detach()), gradient.detach()
-        checked = Local.checked(loss, gradient, -gradient)
+        checked = FieldValue.checked(loss, gradient, -gradient)
         if self._optimizer is None or checked.reason:
             return checked
         with self.host.at(flat):
             found = self._optimizer.direction(objective=self._objective)
         if not found.status.ok and bool(gradient.any()):
-            return Local.broken(flat, found.status.value)
-        return Local.checked(loss, gradient, -found.x)
+            return FieldValue.broken(flat, found.status.value)
+        return FieldValue.checked(loss, gradient, -found.x)
 
     def loss(self, flat: Tensor) -> float:
         with torch.no_grad():

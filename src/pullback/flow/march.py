@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from .._core.errors import PullbackError
-from .events import Event, State
-from .field import Field, Local
-from .trajectory import Trajectory
+from .field import FieldValue, VectorField
+from .trajectory import Event, State, Trajectory
 
 _EXPLICIT = ("DOP853", "RK45")
 _STIFF = "the flow may be stiff there (try method='LSODA') or not smooth (kinks, a loss of rank)"
@@ -35,7 +34,7 @@ class March:
     """
 
     def __init__(
-        self, field: Field, events: Sequence[Event], *, at: Tensor | None, budget: int
+        self, field: VectorField, events: Sequence[Event], *, at: Tensor | None, budget: int
     ) -> None:
         for event in events:
             if not isinstance(event, Event):
@@ -49,7 +48,7 @@ class March:
         self._times: dict[str, list[float]] = defaultdict(list)
         self._pieces: list[Any] = []
         self._kept: list[tuple[float, np.ndarray]] = []
-        self._last: tuple[np.ndarray, Local] | None = None
+        self._last: tuple[np.ndarray, FieldValue] | None = None
         self._trouble = ""
         self._explicit = True
 
@@ -114,18 +113,18 @@ class March:
             return np.full_like(y, np.nan)
         raise _Stop
 
-    def _cached(self, y: np.ndarray) -> Local:
+    def _cached(self, y: np.ndarray) -> FieldValue:
         """The field at y; the last one is kept, since an accepted step was just evaluated."""
         if self._last is not None and np.array_equal(self._last[0], y):
             return self._last[1]
         if not np.isfinite(y).all():
-            return Local.broken(self._field.start, "the parameters are not finite")
+            return FieldValue.broken(self._field.start, "the parameters are not finite")
         self._evaluations += 1
         flat = self._tensor(y)
         try:
             local = self._field.local(flat)
         except PullbackError as error:  # it was fine at the start: the flow led out of the domain
-            local = Local.broken(flat, f"{error.what}: {error.why}")
+            local = FieldValue.broken(flat, f"{error.what}: {error.why}")
         self._last = (y.copy(), local)
         return local
 
@@ -173,7 +172,7 @@ class March:
             here = y.copy() if piece is None or time == t else np.array(piece(time))
             self._kept.append((time, here))
 
-    def _state(self, t: float, y: np.ndarray, local: Local) -> State:
+    def _state(self, t: float, y: np.ndarray, local: FieldValue) -> State:
         field = self._field
         return State(
             t, self._tensor(y), local.loss, local.gradient, local.velocity, field.values, field.like
@@ -182,7 +181,7 @@ class March:
     def _tensor(self, y: np.ndarray) -> Tensor:
         return torch.from_numpy(np.array(y)).to(self._field.start)
 
-    def _refuse_stochastic(self, start: Local) -> None:
+    def _refuse_stochastic(self, start: FieldValue) -> None:
         where = self._field.start
         with torch.random.fork_rng([where.device] if where.is_cuda else []):
             torch.manual_seed(torch.initial_seed() + 1)  # dropout would draw another mask

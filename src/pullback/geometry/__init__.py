@@ -1,8 +1,15 @@
 """The geometry of a parametrized model φ: Ξ → (Z, g), overparametrized or not."""
 
 from ..solvers import PseudoInverse as MoorePenrose
-from .charts.diffeomorphism import Diffeomorphism, Elementwise, cubic, sinh
-from .charts.mixing import Coupling, EntryPermutation, Mixing
+from .charts.diffeomorphism import (
+    Coupling,
+    Diffeomorphism,
+    Elementwise,
+    EntryPermutation,
+    Mixing,
+    cubic,
+    sinh,
+)
 from .charts.reparametrize import reparametrize
 from .charts.transformations import (
     Affine,
@@ -15,24 +22,24 @@ from .charts.transformations import (
 )
 from .charts.twin import sigmoid_twin, tanh_twin
 from .invariance.audit import audit
-from .invariance.optimizers import Contender, optimizers
-from .invariance.table import Audit
-from .invariance.verdict import Verdict
+from .invariance.table import Audit, Verdict
+from .invariance.trial import Contender, optimizers
 from .local.functions import (
+    Occurrence,
+    SingularPoint,
     decompose,
     gram,
     natural_parameter_gradient,
+    occurrence,
     project,
     pushforward,
     rank,
     residual,
+    singular_points,
 )
-from .local.inverses import Damped, Generalized, RandomInverse, WeightedNorm
-from .local.occurrence import Occurrence, occurrence
+from .local.inverses import Damped, Generalized, RandomInverse, Rank, WeightedNorm
 from .local.point import Decomposition, Point
 from .local.proper import Properness, is_proper, properness
-from .local.scan import SingularPoint, singular_points
-from .local.spectrum import Rank
 from .volume import Flatness, flatness
 
 __all__ = [

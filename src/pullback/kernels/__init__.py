@@ -1,18 +1,18 @@
 """Tangent kernels and function-space views: how a model's function moves when its parameters do."""
 
-from .basis import Basis, ImplicitBasis
-from .change import Expansion, FunctionChange
-from .descent import Descent, rkhs_descent
-from .gradient import functional_gradient
-from .gtk import GTK, gtk
-from .kernel import NTK, TangentKernel, ntk, ntk_operator
-from .linearized import Linearized, linearize
-from .operator import KernelOperator
-from .predict import Prediction, predict
-from .projected import Projected, natural_ntk, projected_kernel
-from .projection import Combination, project, surject
-from .resolution import fisher_rao_gradient, gradient_norm
-from .rkhs import pushforward_metric, rkhs_inner
+from .basis import GTK, Basis, ImplicitBasis, gtk
+from .change import (
+    Descent,
+    Expansion,
+    FunctionChange,
+    fisher_rao_gradient,
+    gradient_norm,
+    rkhs_descent,
+)
+from .kernel import NTK, KernelOperator, TangentKernel, ntk, ntk_operator
+from .predict import Linearized, Prediction, linearize, predict
+from .projection import Combination, Projected, natural_ntk, project, projected_kernel, surject
+from .rkhs import functional_gradient, pushforward_metric, rkhs_inner
 from .tangent import Tangent
 from .tiles import SymmetricTiles, ntk_tiles
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,11 +21,9 @@ from .._core.errors import PullbackError
 from .._core.processes import Processes
 from ..maps import Linearization
 from .change import FunctionChange
-from .checks import refuse_no_tensor
-from .layouts import Layout, as_layout
-from .operator import KernelOperator
-from .tangent import Model, Tangent, arguments, as_tangent
-from .tiles import MEMORY, assembled, check_sizes
+from .layouts import KernelLayout, as_layout, refuse_no_tensor
+from .tangent import Arguments, Model, Tangent, arguments, as_tangent, part
+from .tiles import MEMORY, assemble_tiles, check_sizes
 
 
 class TangentKernel(ABC):
@@ -53,7 +51,7 @@ class TangentKernel(ABC):
     def expand(self, x: Any, cotangents: Tensor) -> FunctionChange:
         """Σ_i K(·, x_i) c_i for cotangents c (N, *event): the tangent vector dφ·B Jᵀc."""
         linear = self.tangent.at(x)
-        c = fitted(cotangents, linear)
+        c = check_cotangents(cotangents, linear)
         return FunctionChange(self.tangent, self.raised(linear.vjp(c)))
 
     def operator(self, x: Any, x2: Any = None, *, chunk: int = 1024) -> KernelOperator:
@@ -78,7 +76,7 @@ class NTK(TangentKernel):
         processes: Processes | None = None,
     ) -> Tensor:
         form = as_layout(layout)
-        return assembled(self.tangent, x, _other(x, x2), form, chunk, memory, processes)
+        return assemble_tiles(self.tangent, x, _other(x, x2), form, chunk, memory, processes)
 
 
 class FeatureKernel(TangentKernel):
@@ -114,7 +112,7 @@ class FeatureKernel(TangentKernel):
         return self.joined(as_layout(layout), h, h2, x, x2, chunk, memory)
 
     def joined(
-        self, layout: Layout, h: Tensor, h2: Tensor, x: Any, x2: Any, chunk: Any, memory: int
+        self, layout: KernelLayout, h: Tensor, h2: Tensor, x: Any, x2: Any, chunk: Any, memory: int
     ) -> Tensor:
         """The kernel from its features."""
         return layout.of_features(h, h2)
@@ -190,7 +188,7 @@ def ntk_operator(
     return NTK(as_tangent(model, params)).operator(x, x2, chunk=chunk)
 
 
-def fitted(cotangents: Tensor, linear: Linearization) -> Tensor:
+def check_cotangents(cotangents: Tensor, linear: Linearization) -> Tensor:
     """One cotangent per entry of the output, in its shape."""
     shape = linear.value.shape
     refuse_no_tensor("The cotangents", cotangents)
@@ -210,3 +208,76 @@ def fitted(cotangents: Tensor, linear: Linearization) -> Tensor:
 def _other(x: Any, x2: Any) -> Any:
     """None where x2 is x."""
     return None if x2 is x else x2
+
+
+class Raises(Protocol):
+    """What the products need of a kernel J B J'ᵀ."""
+
+    tangent: Tangent
+
+    def raised(self, v: Tensor) -> Tensor:
+        """B v."""
+        ...
+
+
+class KernelOperator:
+    """u ↦ J(x) B J(x2)ᵀ u by one reverse and one forward pass: nothing is formed.
+
+    Vectors are (N2, *event), or flat (N2·m,); the answer has the same kind of shape. `@` also
+    takes matrices (N2·m, k), and gives (N·m, k).
+    """
+
+    def __init__(self, kernel: Raises, x: Any, x2: Any = None, chunk: int = 1024) -> None:
+        self._kernel, self._chunk = kernel, chunk
+        self._one = _parts(arguments(x), chunk)
+        x2 = None if x2 is x else x2
+        self._two = self._one if x2 is None else _parts(arguments(x2), chunk)
+        first, tangent = self._one[0], kernel.tangent
+        probe = tangent.probe(first)
+        tangent.chunk(first, 0, min(len(first[0]), 2 * len(probe.value)), probe)
+        self.event, space = tuple(probe.event), tangent.space
+        m = probe.event.numel()
+        self.shape = tuple(m * sum(len(a[0]) for a in side) for side in (self._one, self._two))
+        self.dtype, self.device = space.dtype, space.device
+
+    def matvec(self, u: Tensor) -> Tensor:
+        """K u."""
+        if u.numel() != self.shape[1]:
+            raise PullbackError(
+                "The vector does not fit the kernel",
+                f"{tuple(u.shape)} for a kernel of shape {self.shape}",
+                f"Pass {self.shape[1]} entries",
+            )
+        tangent, flat = self._kernel.tangent, u.ndim == 1 and self.event != ()
+        pieces = u.reshape(-1, *self.event).to(self.dtype).split([len(a[0]) for a in self._two])
+        with torch.no_grad():
+            v = tangent.space.zeros(tangent.space.size)
+            for args, piece in zip(self._two, pieces, strict=True):
+                v += tangent.at(args).vjp(piece)
+            v = self._kernel.raised(v)
+            out = torch.cat([tangent.at(args).jvp(v) for args in self._one])
+        return out.flatten() if flat else out
+
+    def rmatvec(self, u: Tensor) -> Tensor:
+        """Kᵀ u."""
+        return self.T.matvec(u)
+
+    @property
+    def T(self) -> KernelOperator:
+        """K(x2, x)."""
+        other = object.__new__(KernelOperator)
+        other.__dict__.update(self.__dict__)
+        other._one, other._two, other.shape = self._two, self._one, self.shape[::-1]
+        return other
+
+    def __matmul__(self, u: Tensor) -> Tensor:
+        """K u, or K of every column of a matrix (N2·m, k)."""
+        values = u.shape[1:] == self.event and u.numel() == self.shape[1]
+        if not values and u.ndim == 2 and u.shape[0] == self.shape[1]:
+            return torch.stack([self.matvec(column) for column in u.T], 1)
+        return self.matvec(u)
+
+
+def _parts(args: Arguments, chunk: int) -> list[Arguments]:
+    check_sizes(chunk)
+    return [part(args, a, a + chunk) for a in range(0, len(args[0]), chunk)]

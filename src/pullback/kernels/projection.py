@@ -1,18 +1,13 @@
-r"""The orthogonal projection P onto the tangent space T_fΦ, in each of its forms.
+r"""The projected kernel K_f of a metric: the reproducing kernel of T_fΦ inside the function space.
 
-With the differential c_n = ∂ℓ/∂f(x_n) of a loss, or with the values h(x_n) of a function, c = M h:
+    K_f(x, x') = J(x) G⁺ J(x')ᵀ = Σ_i h_i(x) ⊗ h_i(x'),        G = JᵀMJ = AᵀA on the support
 
-    pushforward    P∇ℓ = Σ_kl G⁺_kl (Σ_n c_n·∂_kφ(x_n)) ∂_lφ     by the coordinates' images
-    orthonormal    P∇ℓ = Σ_l (Σ_n c_n·h_l(x_n)) h_l             by an orthonormal basis
-    kernel         P∇ℓ = Σ_n K_f(·, x_n) c_n                    by the projected kernel
-
-They are one function, and P² = P. The standard gradient is the image of the same differential under
-the surjection S = J Jᵀ M, for which S² ≠ S unless the ∂_kφ are orthonormal.
+With A = U Σ Vᵀ the functions h = J V Σ⁻¹ are an orthonormal basis of T_fΦ in the metric.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,11 +15,210 @@ import torch
 from torch import Tensor
 
 from .._core.errors import PullbackError
-from ..metrics import Euclidean, Metric, as_metric
+from .._core.factor import Scaled
+from .._core.products import full_precision
+from ..grams import Part, assemble
+from ..grams.assemble import choose
+from ..likelihoods import Likelihood
+from ..maps import Linearization, identity_covectors
+from ..metrics import Euclidean, Fisher, Metric, as_metric
+from ..solvers import PseudoInverse
 from .change import Expansion, FunctionChange
-from .kernel import fitted
-from .projected import Projected
+from .kernel import NTK, FeatureKernel, check_cotangents
+from .layouts import KernelLayout
 from .tangent import Model, Tangent, arguments, as_tangent
+from .tiles import MEMORY
+
+
+class Projected(FeatureKernel):
+    """K_f for a metric measured on a support, and the projection onto T_fΦ that it stands for.
+
+    Args:
+        tangent: the tangent space.
+        support: the inputs on which the metric measures functions.
+        metric: any metric, or a function of z.
+        damping: λ in (G + λ)⁻¹; then K_f is no projection.
+        rcond: singular values of A below rcond·σ_max count as zero, as in `PseudoInverse`.
+        reduction: "sum" for G = JᵀMJ, "mean" to divide it by the number of samples.
+        memory: bytes that A may take; beyond, A Aᵀ is used, whose condition is the square.
+    """
+
+    def __init__(
+        self,
+        tangent: Tangent,
+        support: Any,
+        metric: Metric | Callable[[Tensor], Tensor] | None = None,
+        *,
+        damping: float = 0.0,
+        rcond: float | None = None,
+        reduction: str = "sum",
+        memory: int = MEMORY,
+    ) -> None:
+        super().__init__(tangent)
+        if not 0 <= damping < float("inf"):
+            raise PullbackError("The damping is not usable", f"got {damping}", "Use a number ≥ 0")
+        chosen = Euclidean() if metric is None else as_metric(metric)
+        self.damping, self.support = damping, arguments(support)
+        self.linear = tangent.at(self.support)
+        factor = chosen.factor(self.linear.value, inputs=self.support[0])
+        if (count := _count(reduction, chosen, self.linear.value)) != 1:
+            factor = Scaled(factor, 1 / count, tuple(self.linear.value.shape[1:]))
+        self.part, self._solver = Part(self.linear, factor), PseudoInverse(rcond)
+        self._factorize(memory)
+
+    def _factorize(self, memory: int) -> None:
+        space = self.tangent.space
+        bits = torch.finfo(space.dtype).bits // 8
+        form = choose(self.part.count, space.size, bits, memory, "rows")
+        with torch.no_grad(), full_precision(space.device):
+            gram = assemble([self.part], form, memory, "rows")
+            self._spectrum = self._solver.init(gram)
+        if not self._spectrum.finite:
+            raise PullbackError(
+                "The metric's Gram is not finite",
+                "J or the metric overflows on the support",
+                "Check the model's outputs there",
+            )
+        self.rank, self._sigma = self._spectrum.rank, self._spectrum.sigma.to(space.dtype)
+        self._v: Tensor | None = None  # V, (p, k), where A or G was held
+        if form != "kernel":
+            eye = torch.eye(self.rank, dtype=self._spectrum.sigma.dtype, device=space.device)
+            self._v = self._spectrum.combine(eye).T.to(space.dtype)
+
+    @property
+    def width(self) -> int:
+        return self.rank + (0 if self._v is None else self.tangent.space.size)
+
+    def raised(self, v: Tensor) -> Tensor:
+        """(G + λ)⁺ v."""
+        return self._solver.solve(self._spectrum, v, self.damping).x
+
+    def pushed(self, linear: Linearization) -> Tensor:
+        """J V, (N, m, k)."""
+        shape = len(linear.value), linear.value[0].numel(), self.rank
+        if self._v is not None:
+            return (linear.rows() @ self._v).view(shape)
+        pulled = linear.pullback(identity_covectors(linear.value))
+        across = pulled.kernel(self.part.pulled)  # J(x) Jᵀ, or J(x) Aᵀ
+        if self.part.factor.couples_samples:
+            across = self.part.transpose(across)
+        assert self._spectrum.left is not None
+        return (self._spectrum.left(across.T) / self._sigma[:, None]).T.reshape(shape)
+
+    def features(self, linear: Linearization) -> Tensor:
+        """H = J V (Σ² + λ)^(−½), so that K_f = H H'ᵀ on the range of G."""
+        return self.pushed(linear) / (self._sigma.square() + self.damping).sqrt()
+
+    def joined(
+        self, layout: KernelLayout, h: Tensor, h2: Tensor, x: Any, x2: Any, chunk: Any, memory: int
+    ) -> Tensor:
+        k = layout.of_features(h, h2)
+        if self.damping == 0:
+            return k
+        # what J has outside the range of G meets λ alone
+        name = {4: "full", 3: "diagonal", 2: "trace"}[k.ndim]
+        whole = NTK(self.tangent)(x, x2, layout=name, chunk=chunk, memory=memory)
+        root = (self._sigma.square() + self.damping).sqrt()
+        inside = layout.of_features(h * root, h2 * root if h2 is not h else h * root)
+        return k + (whole - inside) / self.damping
+
+    def coefficients(self, cotangents: Tensor) -> Tensor:
+        """⟨∇ℓ, h_i⟩ = Σ_n c_n·h_i(x_n), (k,), for cotangents c on the support."""
+        c = check_cotangents(cotangents, self.linear)
+        return torch.einsum("nmk,nm->k", self.features(self.linear), c.flatten(1))
+
+    def direction(self, cotangents: Tensor) -> Tensor:
+        """(G + λ)⁺Jᵀc, (p,): from r with S r = c where there is one, which keeps the digits."""
+        c = check_cotangents(cotangents, self.linear)
+        white = self.part.factor.whiten(c).value
+        gradient = self.linear.vjp(c)
+        flat = None if white is None else white.flatten()
+        return self._solver.solve(self._spectrum, gradient, self.damping, whitened=flat).x
+
+
+def projected_kernel(
+    model: Model | Tangent,
+    x: Any,
+    x2: Any = None,
+    *,
+    metric: Metric | Callable[[Tensor], Tensor],
+    support: Any = None,
+    layout: str = "full",
+    params: Mapping[str, Tensor] | None = None,
+    damping: float = 0.0,
+    rcond: float | None = None,
+    reduction: str = "sum",
+    memory: int = MEMORY,
+) -> Tensor:
+    """K_f = J (JᵀMJ)⁺ J'ᵀ of any metric, in the layouts of `ntk`.
+
+    With `Sobolev` and J of full row rank on the support it is the Sobolev kernel itself there. M is
+    the metric of the function space only as far as the support shows it: the norm that it gives is
+    a lower bound, attained by functions in the span of the kernel's sections there.
+
+    Args:
+        model: as for `ntk`.
+        x: inputs, samples first.
+        x2: other inputs, by default x.
+        metric: how long a move of the function is.
+        support: the inputs on which the metric measures, by default x.
+        layout: "full", "diagonal" or "trace".
+        params: the parameters to differentiate by, and where.
+        damping: λ in (G + λ)⁻¹.
+        rcond: the cut-off on singular values of A.
+        reduction: "sum", or "mean" for G divided by the number of samples.
+        memory: bytes that A may take.
+    """
+    tangent = as_tangent(model, params)
+    given = x if support is None else support
+    kernel = Projected(
+        tangent, given, metric, damping=damping, rcond=rcond, reduction=reduction, memory=memory
+    )
+    return kernel(x, x2, layout=layout, memory=memory)
+
+
+def natural_ntk(
+    model: Model | Tangent,
+    x: Any,
+    x2: Any = None,
+    *,
+    likelihood: Likelihood | None = None,
+    support: Any = None,
+    layout: str = "full",
+    params: Mapping[str, Tensor] | None = None,
+    damping: float = 0.0,
+    rcond: float | None = None,
+    reduction: str = "sum",
+    memory: int = MEMORY,
+) -> Tensor:
+    """The natural NTK J F⁺ J'ᵀ, F the Fisher matrix of a likelihood: how natural gradients move f.
+
+    Without a likelihood F = JᵀJ, the Fisher matrix of a unit Gaussian: where J has full row rank on
+    the support, the natural NTK there is the identity whatever the parametrization.
+    """
+    metric: Metric = Euclidean() if likelihood is None else Fisher(likelihood)
+    return projected_kernel(
+        model,
+        x,
+        x2,
+        metric=metric,
+        support=support,
+        layout=layout,
+        params=params,
+        damping=damping,
+        rcond=rcond,
+        reduction=reduction,
+        memory=memory,
+    )
+
+
+def _count(reduction: str, metric: Metric, z: Tensor) -> int:
+    if reduction not in ("sum", "mean"):
+        raise PullbackError(
+            f"Unknown reduction {reduction!r}", "G is a sum or a mean", 'Use "sum" or "mean"'
+        )
+    return metric.samples(z) if reduction == "mean" else 1
+
 
 FORMS = ("pushforward", "orthonormal", "kernel")
 AnyMetric = Metric | Callable[[Tensor], Tensor]
@@ -80,7 +274,7 @@ def project(
             f"Unknown form {form!r}", "it is not one of the forms", f"Use one of {FORMS}"
         )
     kernel = Projected(as_tangent(model), x, metric, rcond=rcond)
-    given = fitted(_one_of(gradient, values), kernel.linear)
+    given = check_cotangents(_one_of(gradient, values), kernel.linear)
     c = given if values is None else kernel.part.factor.matvec(given)
     if form == "orthonormal":
         return Combination(kernel, kernel.coefficients(c))
@@ -103,7 +297,7 @@ def surject(
     """
     tangent = as_tangent(model)
     linear = tangent.at(x)
-    c = fitted(_one_of(gradient, values), linear)
+    c = check_cotangents(_one_of(gradient, values), linear)
     if values is not None:
         chosen = Euclidean() if metric is None else as_metric(metric)
         c = chosen.factor(linear.value, inputs=arguments(x)[0]).matvec(c)

@@ -1,15 +1,21 @@
-r"""Inner products of finite-dimensional function spaces, in the RKHS of their kernel.
+"""Inner products and gradients in function spaces of a kernel.
 
 On a finite set X of points a function is its vector of values f, and with K = B Bᵀ
 
     ⟨f, g⟩_K = fᵀ K⁺ g = (B⁺f)·(B⁺g)
 
-for f and g in the range of K; outside it there is no such function in the space.
+for f and g in the range of K; outside it there is no such function in the space. The gradient of a
+loss is ∇ℓ = Σ_i K(·, x_i) ∇L(f(x_i), y_i) in every such space:
+
+    K = K_H   the gradient in an RKHS H of functions of x       (`metrics.rkhs`, or any function)
+    K = K_f   its projection onto the tangent space T_fΦ        (`Projected`)
+    K = Θ     the standard gradient, seen among functions       (`NTK`)
+    K = K_GTK the natural gradient of any basis                 (`GTK`)
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,9 +23,10 @@ from torch import Tensor
 
 from .._core.errors import PullbackError
 from .._core.svd import svd
-from .kernel import ntk
-from .layouts import as_matrix
-from .tangent import Model, Tangent, as_tangent
+from .change import Expansion, FunctionChange
+from .kernel import TangentKernel, ntk
+from .layouts import as_matrix, refuse_no_tensor
+from .tangent import Model, Tangent, arguments, as_tangent
 
 
 def rkhs_inner(
@@ -156,3 +163,43 @@ def _refuse_broken(matrix: Tensor) -> None:
             f"its shape is {tuple(matrix.shape)} and its dtype {matrix.dtype}, or it is not finite",
             "Pass a finite floating-point matrix with one row per value",
         )
+
+
+InputKernel = Callable[[Any, Any], Tensor]
+
+
+def functional_gradient(
+    kernel: TangentKernel | InputKernel, x: Any, cotangents: Tensor
+) -> FunctionChange | Expansion:
+    """The function Σ_i K(·, x_i) c_i, to be called at any points.
+
+    Args:
+        kernel: a tangent kernel, which gives a `FunctionChange` with its parameter direction; or a
+            function of two batches of inputs, which gives an `Expansion`.
+        x: the points of the empirical loss.
+        cotangents: c = ∂ℓ/∂f(x_i), (N, *event), as autograd gives it for ℓ(f(x)).
+
+    >>> from pullback.metrics.rkhs import sobolev_kernel
+    >>> x = torch.tensor([[0.0], [1.0]])
+    >>> gradient = functional_gradient(lambda a, b: sobolev_kernel(a, b, 1.0), x, torch.ones(2, 1))
+    >>> gradient(torch.tensor([[0.0]]))
+    tensor([[1.7358]])
+    """
+    if isinstance(kernel, TangentKernel):
+        return kernel.expand(x, cotangents)
+    if not callable(kernel):
+        raise PullbackError(
+            "The kernel is not usable",
+            f"got {type(kernel).__name__}",
+            "Pass NTK, GTK or Projected of a Tangent, or a function of two batches of inputs",
+        )
+    points = arguments(x)
+    refuse_no_tensor("The cotangents", cotangents)
+    if len(cotangents) != len(points[0]) or not bool(torch.isfinite(cotangents).all()):
+        raise PullbackError(
+            "The cotangents do not fit the points",
+            f"{tuple(cotangents.shape)} for {len(points[0])} points, or not finite",
+            "Pass one finite cotangent per point",
+        )
+    c = cotangents.detach()
+    return Expansion(kernel, x, c[:, None] if c.ndim == 1 else c)

@@ -16,7 +16,7 @@ from .._core.errors import PullbackError, reraise_fatal
 from .._core.space import ParameterSpace
 from .._core.state import RandomState
 from ..maps import Call, FunctionLinearization, Linearization, ModuleMap, shared_plans
-from .checks import refuse_broken, refuse_inference, refuse_infinite
+from .layouts import refuse_broken, refuse_inference, refuse_infinite
 
 Function = Callable[..., Tensor]  # of a parameter dict and inputs
 Model = nn.Module | Function

@@ -12,8 +12,7 @@ from .._core.errors import PullbackError
 from .._core.processes import Processes
 from .._core.products import SPLIT_ABOVE, full_precision
 from ..maps import Pulled
-from .checks import norms
-from .layouts import Full, Layout
+from .layouts import Full, KernelLayout, norms
 from .tangent import Tangent, arguments
 
 MEMORY = 2**30  # bytes for what is pulled back and for temporaries; the kernel itself is beside it
@@ -22,7 +21,7 @@ MEMORY = 2**30  # bytes for what is pulled back and for temporaries; the kernel 
 class Batch:
     """One argument of the kernel, in chunks whose pulled-back covectors fit the memory."""
 
-    def __init__(self, tangent: Tangent, x: Any, layout: Layout) -> None:
+    def __init__(self, tangent: Tangent, x: Any, layout: KernelLayout) -> None:
         self.args = arguments(x)
         self.count = len(self.args[0])
         self._tangent, self._layout = tangent, layout
@@ -100,7 +99,7 @@ def tiles(
     tangent: Tangent,
     x: Any,
     x2: Any,
-    layout: Layout,
+    layout: KernelLayout,
     chunk: int | None,
     memory: int | None,
     processes: Processes | None = None,
@@ -148,11 +147,11 @@ def owner(row: int, processes: int) -> int:
     return min(turn, 2 * processes - 1 - turn)
 
 
-def gathered(
+def gather_tiles(
     tangent: Tangent,
     x: Any,
     x2: Any,
-    layout: Layout,
+    layout: KernelLayout,
     chunk: int | None,
     memory: int | None,
     processes: Processes,
@@ -190,11 +189,11 @@ def _refuse_others(tangent: Tangent, x: Any, x2: Any, processes: Processes) -> N
     processes.same("the kernel's inputs or parameters (shape, norm)", seen, remedy)
 
 
-def assembled(
+def assemble_tiles(
     tangent: Tangent,
     x: Any,
     x2: Any,
-    layout: Layout,
+    layout: KernelLayout,
     chunk: int | None,
     memory: int | None,
     processes: Processes | None = None,
@@ -204,7 +203,7 @@ def assembled(
     n = len(arguments(x)[0])
     n2 = n if x2 is None else len(arguments(x2)[0])
     out: Tensor | None = None
-    for rows, some, tile in gathered(tangent, x, x2, layout, chunk, memory, processes):
+    for rows, some, tile in gather_tiles(tangent, x, x2, layout, chunk, memory, processes):
         if rows == slice(0, n) and some == slice(0, n2):
             return tile
         if out is None:

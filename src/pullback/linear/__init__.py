@@ -3,10 +3,9 @@
 from . import solutions
 from .deep import DeepMatrix
 from .diagonal import DiagonalNetwork, LinearModel
-from .kronecker import kronecker_lstsq
-from .logistic import logistic_natural_gradient
-from .population import Population, PopulationFisher, population_fisher
-from .split import split_obstacle
+from .grams import kronecker_lstsq
+from .minimum_norm import split_obstacle
+from .population import Population, PopulationFisher, logistic_natural_gradient, population_fisher
 
 __all__ = [
     # models

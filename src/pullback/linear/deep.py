@@ -12,16 +12,28 @@ from .._core.errors import PullbackError
 from .._core.factor import Factor
 from ..grams import FactoredGram
 from ..maps import Linearization
-from .checks import refuse_nonfinite, refuse_rcond, refuse_shape
-from .grams import Sides, TangentGram, isotropic, proven, tangent_gram
-from .minimum_norm import minimum_norm
-from .parameters import Factored, Source, whole_numbers
-from .spectra import commuting
-from .split import split
-from .tangents import Entries, Grid, Tangent, Term, around, leveled
+from .grams import Sides, TangentGram, agrees_with_autograd, isotropic, tangent_gram
+from .minimum_norm import minimum_norm, split
+from .parameters import (
+    FactoredModule,
+    RandomSource,
+    refuse_nonfinite,
+    refuse_rcond,
+    refuse_shape,
+    whole_numbers,
+)
+from .tangents import (
+    EntryTangent,
+    FactorTangent,
+    FactorTerm,
+    MatrixTangent,
+    around,
+    commuting,
+    level_factors,
+)
 
 
-class DeepMatrix(Factored):
+class DeepMatrix(FactoredModule):
     r"""β = W₁W₂⋯W_L, (d₀, d_L), with factors W_i of shape (d_{i−1}, d_i).
 
     `model()` is β, `model(x)` is xβ for x (..., d₀), and `model(rows, columns)` holds the entries
@@ -57,7 +69,7 @@ class DeepMatrix(Factored):
             raise PullbackError(
                 "dims names no factor", f"got {self.dims}", "Pass d₀, …, d_L with L ≥ 1"
             )
-        source = Source(generator, seed, dtype, device)
+        source = RandomSource(generator, seed, dtype, device)
         shapes = list(zip(self.dims, self.dims[1:], strict=False))
         if isinstance(init, (int, float)):
             drawn = source.draw(shapes)
@@ -158,7 +170,7 @@ class DeepMatrix(Factored):
         for w in factors:
             refuse_nonfinite("A factor", w)
         if damping == 0:
-            factors, unit = leveled(factors)
+            factors, unit = level_factors(factors)
         everyone = list(range(self.depth))
         tangent = _tangent(factors, everyone, None, entries)
         spectrum = self._commuting(tangent, everyone, 1.0, whole=entries is None)
@@ -206,12 +218,12 @@ class DeepMatrix(Factored):
             gram: FactoredGram = TangentGram(tangent, sides, spectrum)
         else:
             gram = tangent_gram(tangent, sides)
-        return gram if proven(gram, linear, factor) else None
+        return gram if agrees_with_autograd(gram, linear, factor) else None
 
-    def _commuting(self, tangent: Tangent, chosen: list[int], scale: float, *, whole: bool):
+    def _commuting(self, tangent: FactorTangent, chosen: list[int], scale: float, *, whole: bool):
         """The spectrum, where the terms of the tangent have common singular vectors."""
         pair = whole and self.depth == 2 and chosen == [0, 1]
-        if not isinstance(tangent, Grid) or not (pair or len(chosen) == 1):
+        if not isinstance(tangent, MatrixTangent) or not (pair or len(chosen) == 1):
             return None
         sides = [t.left for t in tangent.terms], [t.right for t in tangent.terms]
         if not all(bool(torch.isfinite(side).all()) for side in (*sides[0], *sides[1])):
@@ -224,8 +236,8 @@ def _tangent(
     chosen: Sequence[int],
     x: Tensor | None,
     entries: tuple[Tensor, Tensor] | None,
-) -> Tangent:
+) -> FactorTangent:
     before, after = around(factors)
     lefts = before if x is None else [x @ a for a in before]
-    terms = [Term.of(lefts[i], after[i]) for i in chosen]
-    return Grid(terms) if entries is None else Entries(terms, *entries)
+    terms = [FactorTerm.of(lefts[i], after[i]) for i in chosen]
+    return MatrixTangent(terms) if entries is None else EntryTangent(terms, *entries)

@@ -11,14 +11,19 @@ from .._core.errors import PullbackError
 from .._core.factor import Factor
 from ..grams import FactoredGram
 from ..maps import Linearization
-from .checks import refuse_nonfinite, refuse_shape, refuse_zero_tangent
-from .grams import CoreGram, Sides, proven
-from .logistic import natural_logit_move
-from .parameters import Factored, Source, whole_numbers
-from .population import population_fisher
+from .grams import CoreGram, Sides, agrees_with_autograd
+from .parameters import (
+    FactoredModule,
+    RandomSource,
+    refuse_nonfinite,
+    refuse_shape,
+    refuse_zero_tangent,
+    whole_numbers,
+)
+from .population import natural_logit_move, population_fisher
 
 
-class DiagonalNetwork(Factored):
+class DiagonalNetwork(FactoredModule):
     r"""x ↦ xᵀβ with β = w₁∘⋯∘w_L: logits of shape (N,) for inputs (N, D); `model()` is β, (D,).
 
     The tangent is dβ = Σ_l c_l∘dw_l with c_l = ∏_{m≠l} w_m. With h = √Σ_l c_l² it is dβ = h∘(E dw)
@@ -56,7 +61,7 @@ class DiagonalNetwork(Factored):
     ) -> None:
         super().__init__()
         (self.dim, depth) = (dim, depth) = whole_numbers("dim or depth", [dim, depth])
-        source, shapes = Source(generator, seed, dtype, device), [(dim,)] * depth
+        source, shapes = RandomSource(generator, seed, dtype, device), [(dim,)] * depth
         if init is None:
             # the sign and the distribution function of a normal number are independent
             self._hold(
@@ -156,7 +161,7 @@ class DiagonalNetwork(Factored):
             lambda v: (unit * v.view(unit.shape)).sum(0),
             lambda d: (unit * d[..., None, :]).flatten(-2),
         )
-        return gram if proven(gram, linear, factor) else None
+        return gram if agrees_with_autograd(gram, linear, factor) else None
 
 
 class LinearModel(DiagonalNetwork):

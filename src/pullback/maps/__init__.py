@@ -2,13 +2,10 @@
 
 from .._core.capture import Call
 from .base import Covered, Linearization, Map, Pulled, identity_covectors
-from .function import FunctionLinearization
-from .integral import IntegralMap
 from .jets import Scheme
-from .module import ModuleMap
-from .objective import ObjectiveMap, Residual
-from .operator import OperatorMap
-from .shared import shared_plans
+from .module import ModuleMap, shared_plans
+from .objective import FunctionLinearization, ObjectiveMap, Residual
+from .operator import IntegralMap, OperatorMap
 
 __all__ = [
     "Call",

@@ -18,7 +18,7 @@ from torch import Tensor
 from .._core.factor import Factor
 from .._core.products import mirrored
 from .._core.space import ParameterSpace
-from .layers.base import Block, RowsBlock
+from .layers.registry import Block, RowsBlock
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from .layers.directed import Directed
-from .layers.product import Product, TurnedProduct
+from .layers.directed import NormalizedUse
+from .layers.product import ProductUse, TurnedProduct
 
 #: what is noted of a call, by the function's name
 USES: dict[str, Callable[..., Tensor | None]] = {}
@@ -174,7 +174,7 @@ class FunctionMode(TorchFunctionMode):
             module = kind.__new__(kind)
             nn.Module.__init__(module)
             module.__dict__.update(settings, _parameters=known)
-            return module if turned is None else Directed(module, turned.length, turned.dim)
+            return module if turned is None else NormalizedUse(module, turned.length, turned.dim)
 
         key = (kind, *map(id, known.values()), turned is None, *settings.values())
         try:
@@ -208,7 +208,7 @@ class FunctionMode(TorchFunctionMode):
             held["bias"] = shift.parameter if fits and given.index is None else None
         if given.plain and entries.whole and own.ndim == 2:
             return self.note(nn.Linear, x, out, held)
-        kind = TurnedProduct if given.turned else Product
+        kind = TurnedProduct if given.turned else ProductUse
 
         def make() -> nn.Module:
             return kind(

@@ -1,17 +1,115 @@
-"""A function of the parameter dict that returns named, weighted residuals."""
+"""Functions of the parameter dict: any, by torch.func, and named, weighted residuals."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.func import jacrev, jvp, vjp, vmap
 
-from .._core.errors import PullbackError
-from .base import Map
-from .function import FunctionLinearization
+from .._core.errors import PullbackError, reraise_fatal
+from .._core.space import ParameterSpace
+from .base import Linearization, Map, Pulled
+from .layers import RowsBlock
+
+Function = Callable[[dict[str, Tensor]], Tensor]
+
+
+class FunctionLinearization(Linearization):
+    """z = f(w), (N, *event), with J by forward or reverse mode, whichever side is smaller."""
+
+    def __init__(self, function: Function, params: Mapping[str, Tensor]) -> None:
+        self.space = ParameterSpace(params)
+        self._source = function
+        self._point = {n: p.detach() for n, p in params.items()}
+        self._flat = self.space.flatten(self._point)
+        self.value = self._evaluate()
+        #: entries that one evaluation of f holds at once, roughly
+        self.footprint = 64 * self.value.numel()
+
+    def _evaluate(self) -> Tensor:
+        try:
+            with torch.no_grad():
+                return self._source(dict(self._point)).to(self.space.dtype)
+        except RuntimeError as error:
+            if "does not require grad" not in str(error):
+                raise
+            raise PullbackError(
+                "The objective calls torch.autograd",
+                "it is itself differentiated by torch.func, which cannot see through that",
+                "Take its derivatives with torch.func (grad, vjp, jvp, jacrev)",
+            ) from error
+
+    def _function(self, flat: Tensor) -> Tensor:
+        point = {n: v.to(self._point[n].dtype) for n, v in self.space.split(flat).items()}
+        return self._source(point).to(self.space.dtype)
+
+    def jvp(self, v: Tensor) -> Tensor:
+        try:
+            return jvp(self._function, (self._flat,), (v,))[1]
+        except (RuntimeError, NotImplementedError) as error:
+            reraise_fatal(error)  # else an operation has no forward-mode rule
+        # u ↦ Jᵀu is linear, and its own pullback is v ↦ J v
+        pull = vjp(self._function, self._flat)[1]
+        return vjp(lambda u: pull(u)[0], torch.zeros_like(self.value))[1](v)[0]
+
+    def vjp(self, u: Tensor) -> Tensor:
+        return vjp(self._function, self._flat)[1](u)[0]
+
+    def rows(self) -> Tensor:
+        """J, (N·|event|, p)."""
+        columns = self.columns(self.space.names)
+        return torch.cat([columns[name] for name in self.space.names], 1)
+
+    def columns(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """The columns (n, numel) of J that belong to these parameters."""
+        n = self.value.numel()
+        sizes = dict(zip(self.space.names, self.space.sizes, strict=True))
+        if sum(sizes[name] for name in names) <= 4 * n:
+            # a pushed tangent costs a fraction of a pulled-back covector
+            try:
+                return {name: self._pushed(name) for name in names}
+            except (RuntimeError, NotImplementedError) as error:
+                reraise_fatal(error)  # else an operation has no forward-mode rule
+        some = {name: self._point[name] for name in names}
+        chunk = self._chunk(sum(sizes[name] for name in names))
+
+        def function(point: dict[str, Tensor]) -> Tensor:
+            return self._source({**self._point, **point}).flatten()
+
+        pulled = jacrev(function, chunk_size=chunk)(some)
+        return {name: rows.reshape(n, -1).to(self.space.dtype) for name, rows in pulled.items()}
+
+    def _pushed(self, name: str) -> Tensor:
+        """The columns of J for one parameter: the others stay constants in the push."""
+        value, n = self._point[name], self.value.numel()
+        size = value.numel()
+
+        def push(tangent: Tensor) -> Tensor:
+            return jvp(lambda w: self._source({**self._point, name: w}), (value,), (tangent,))[1]
+
+        tangents = torch.eye(size, dtype=value.dtype, device=value.device)
+        pushed = vmap(push, chunk_size=self._chunk(n))(tangents.view(size, *value.shape))
+        return pushed.reshape(size, n).T.to(self.space.dtype)
+
+    def _chunk(self, width: int) -> int:
+        """How many tangents to push at once, at about 32 intermediate copies of each."""
+        return max(1, 2**30 // (32 * width * self._flat.element_size()))
+
+    def pullback(self, covectors: Tensor) -> Pulled:
+        columns = self.columns(self.space.names)
+        block = RowsBlock({n: self.contracted(covectors, rows) for n, rows in columns.items()})
+        return Pulled(self.space, (self.value.shape[0], covectors.shape[0]), [block])
+
+    def contracted(self, covectors: Tensor, columns: Tensor) -> Tensor:
+        """Σ_k u_rnk J_nk, (N, R, numel), from columns (N·|event|, numel)."""
+        u = covectors.flatten(2).to(self.space.dtype)
+        if u.shape[0] == u.shape[2] == 1:
+            return (u[0] * columns)[:, None]
+        return torch.einsum("rnk,nkp->nrp", u, columns.unflatten(0, u.shape[1:]))
 
 
 @dataclass(frozen=True)

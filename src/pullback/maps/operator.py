@@ -1,9 +1,13 @@
-r"""A differential operator applied to a network, at many points: (params) ↦ √q · F(x, u, ∂u, …).
+"""Differential operators applied to a network, at many points, and their integrals.
+
+    residuals   (params) ↦ √q · F(x, u, ∂u, …)
+    integral    (params) ↦ √w (Σᵢ qᵢ f(xᵢ, u, ∂u, …) − v), one number
 
 The network's derivatives in its inputs are carried forward as a jet, and residuals of different
 points do not share anything but parameters. So one reverse pass per equation gives the cotangents
 δ at the outputs of every linear layer for all points, and the rows of J are Σ_t δ_t ⊗ ā_t with the
 jet's channels t as the sharing axis: the homogeneous coordinate of ā is 1 at the value and 0 above.
+The Jacobian of an integral is one row, qᵀJ of the integrand: the reverse pass of a gradient.
 """
 
 from __future__ import annotations
@@ -18,12 +22,11 @@ from torch import Tensor
 
 from .._core.errors import PullbackError
 from .._core.space import tolerance
-from .base import Covered, Map, Pulled, identity_covectors
-from .function import FunctionLinearization
+from .base import Covered, Linearization, Map, Pulled, identity_covectors
 from .jets import Jet, Scheme, Tape, Unsupported, nested
-from .jets.jet import Used
-from .jets.rows import Deltas, looped, write_rows
+from .jets.jet import Deltas, Used, prefers_loop, write_rows
 from .layers import AffineBlock, Block, RowsBlock
+from .objective import FunctionLinearization
 
 #: (params, x) ↦ u(x), where x is a tensor or a jet
 Network = Callable[[dict[str, Tensor], Any], Any]
@@ -218,7 +221,7 @@ class JetLinearization(FunctionLinearization):
             if any(n in elsewhere or owners[n] > 1 for n in names):
                 elsewhere.update(names)  # rows of shared parameters are formed whole
                 continue
-            if matrix is not None and len(uses) == 1 and looped(*uses[0], len(self._map.x)):
+            if matrix is not None and len(uses) == 1 and prefers_loop(*uses[0], len(self._map.x)):
                 blocks.append(self._rows(weight, bias, *uses[0], matrix))
                 written.append(blocks[-1])
             else:
@@ -276,3 +279,61 @@ class JetLinearization(FunctionLinearization):
     def vjp(self, u: Tensor) -> Tensor:
         ones = torch.ones(self.value.shape[0], 1, dtype=u.dtype, device=u.device)
         return self.pullback(u[None]).lift(ones)
+
+
+class IntegralMap(Map):
+    """z = √w (∫f − v): (1, R).
+
+    Args:
+        integrand: f at the quadrature's points, (N, R), unweighted.
+        quadrature: q, (N,).
+        value: v, what the integral should be.
+        weight: w, of the square in the loss.
+    """
+
+    def __init__(
+        self, integrand: OperatorMap, quadrature: Tensor, value: float, weight: float
+    ) -> None:
+        self.integrand, self._value = integrand, value
+        self._root = weight**0.5
+        self._q = self._root * quadrature
+
+    @property
+    def nested_because(self) -> str:
+        """Why the derivatives are nested instead of carried forward, or empty."""
+        return self.integrand.nested_because
+
+    def __call__(self, params: Mapping[str, Tensor]) -> Tensor:
+        """z: (1, R)."""
+        return self.total(self.integrand(params)) - self._root * self._value
+
+    def total(self, f: Tensor) -> Tensor:
+        """√w Σ qᵢ fᵢ: (N, R) -> (1, R)."""
+        return (self._q @ f)[None]
+
+    def spread(self, u: Tensor) -> Tensor:
+        """The transpose: (1, R) -> (N, R)."""
+        return self._q[:, None] * u
+
+    def linearize(self, params: Mapping[str, Tensor]) -> IntegralLinearization:
+        return IntegralLinearization(self, params)
+
+
+class IntegralLinearization(Linearization):
+    """qᵀJ, where J is the integrand's."""
+
+    def __init__(self, source: IntegralMap, params: Mapping[str, Tensor]) -> None:
+        self._map, self._inner = source, source.integrand.linearize(params)
+        self.space, self.structured = self._inner.space, self._inner.structured
+        self.footprint = self._inner.footprint
+        self.value = source.total(self._inner.value) - source._root * source._value
+
+    def jvp(self, v: Tensor) -> Tensor:
+        return self._map.total(self._inner.jvp(v))
+
+    def vjp(self, u: Tensor) -> Tensor:
+        return self._inner.vjp(self._map.spread(u))
+
+    def pullback(self, covectors: Tensor) -> Pulled:
+        matrix = torch.stack([self.vjp(u.reshape(self.value.shape)) for u in covectors])
+        return Pulled.of_rows(self.space, (1, len(covectors)), matrix)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -12,13 +12,35 @@ from torch.func import vmap
 
 from .._core.errors import reraise_fatal
 from .._core.graph import arithmetic
-from .._core.space import tolerance
-from .layers.layout import Layout
-from .replay import Replay
+from .._core.space import ParameterSpace, tolerance
+from .layers.moments import Layout
+
+
+class ForwardReplay(Protocol):
+    """A forward pass run again, with its graph kept for many reverse passes."""
+
+    #: the map: its `call`, `batch_dim`, and `call_with(params, *args, **kwargs)`
+    map: Any
+    space: ParameterSpace
+    #: z, detached, in the precision of linear algebra
+    value: Tensor
+    #: z, with its graph
+    graph: Tensor
+
+    @property
+    def leaves(self) -> dict[str, Tensor]:
+        """The parameters the graph was built on."""
+        ...
+
+    def gradients(
+        self, u: Tensor, inputs: list[Any], *, batched: bool = False
+    ) -> tuple[Tensor | None, ...]:
+        """Autograd's answer for parameters or for the layers' outputs."""
+        ...
 
 
 def looped_cotangents(
-    linear: Replay, edges: list[Any], layouts: Sequence[Layout], covectors: Tensor
+    linear: ForwardReplay, edges: list[Any], layouts: Sequence[Layout], covectors: Tensor
 ) -> list[Tensor]:
     """Per edge the cotangents (N, R, ...), samples first, by R reverse passes."""
     out: list[Tensor] = []
@@ -36,7 +58,7 @@ def looped_cotangents(
 
 
 def batched_cotangents(
-    linear: Replay, edges: list[Any], layouts: Sequence[Layout], covectors: Tensor
+    linear: ForwardReplay, edges: list[Any], layouts: Sequence[Layout], covectors: Tensor
 ) -> list[Tensor]:
     """The same by one reverse pass in which every operation is vectorized over covectors."""
     if not edges:
@@ -73,7 +95,9 @@ def vectorized(z: Tensor, inputs: list[Any], u: Tensor) -> tuple[Tensor | None, 
     return tuple(next(pulled) if some else None for some in used)
 
 
-def vectorizes(linear: Replay, edges: list[Any], u: Tensor, truth: Sequence[Tensor | None]) -> bool:
+def vectorizes(
+    linear: ForwardReplay, edges: list[Any], u: Tensor, truth: Sequence[Tensor | None]
+) -> bool:
     """Whether the vectorized pass works for this graph, at speed, and agrees with the plain one."""
     if not edges:
         return False

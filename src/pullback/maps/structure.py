@@ -2,29 +2,127 @@
 
 Two reverse passes with random cotangents settle it once per model and shape: for each layer,
 the axis on which the samples stand; for each parameter, whether the layers' formula gives
-what autograd gives. A parameter that fails is served by materialized rows, and named.
+what autograd gives. A parameter that fails is served by materialized rows, per sample under vmap
+or row by row, and named.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.func import vjp, vmap
+from torch.utils import _pytree as pytree
 
-from .._core.graph import arithmetic
+from .._core.errors import reraise_fatal
+from .._core.graph import arithmetic, unfused_attention, walk
 from .._core.space import tolerance
 from .base import Covered, Pulled
 from .layers import Block, RowsBlock, Use
-from .layers.layout import Layout, detect
+from .layers.moments import Layout, detect
 from .proof import Proof
 from .record import Entry, Recorder
-from .replay import Replay
-from .reverse import batched_cotangents, looped_cotangents, vectorizes
-from .routing import routed
-from .unstructured import sample_rows
+from .reverse import ForwardReplay, batched_cotangents, looped_cotangents, vectorizes
+
+#: kinds of nodes that read or write places by a tensor of indices, or by a mask
+_KINDS = ("Index", "Gather", "Scatter", "Take", "MaskedSelect", "MaskedScatter")
+
+
+def chooses_by_index(root: Tensor) -> bool:
+    """Whether places are chosen by index on the way to `root`.
+
+    The indices are numbers, which another batch has others of: experts get their samples in
+    another order, while the graph has the same nodes.
+    """
+    return any(node.name().startswith(_KINDS) for node in walk(root.grad_fn))
+
+
+_CHUNK = 2**28  # bytes of rows formed at once under vmap
+
+
+def sample_rows(
+    linear: ForwardReplay, names: Sequence[str], covectors: Tensor, known: str | None
+) -> tuple[dict[str, Tensor], str]:
+    """Rows (N, R, numel) by name, and the way that worked.
+
+    The vmapped rows are trusted only if they add up to autograd's own gradient: dropout, or an
+    argument that is wrongly taken for a batch, makes them differ, and then each row gets a
+    reverse pass of its own on the recorded graph.
+    """
+    if known != "reverse passes":
+        try:
+            rows = _vmapped(linear, names, covectors)
+        except Exception as error:  # a model may refuse a batch of one in any way it likes
+            reraise_fatal(error)
+            rows = None
+        if rows is not None and _adds_up(linear, rows, covectors):
+            return rows, "vmap"
+    return _row_by_row(linear, names, covectors), "reverse passes"
+
+
+def _vmapped(linear: ForwardReplay, names: Sequence[str], covectors: Tensor) -> dict[str, Tensor]:
+    source, call = linear.map, linear.map.call
+    samples, axis = linear.value.shape[0], source.batch_dim
+    fixed = {n: p.detach() for n, p in linear.leaves.items()}
+    free = {n: fixed.pop(n) for n in names}
+    flat, spec = pytree.tree_flatten((call.args, call.kwargs))
+    batched = [isinstance(t, Tensor) and t.ndim > axis and t.shape[axis] == samples for t in flat]
+
+    def rows(values: list[Any], u: Tensor) -> dict[str, Tensor]:
+        full = [
+            v.unsqueeze(axis) if b else t for v, b, t in zip(values, batched, flat, strict=True)
+        ]
+        args, kwargs = pytree.tree_unflatten(full, spec)
+        pull = vjp(lambda p: source.call_with({**fixed, **p}, *args, **kwargs)[0], free)[1]
+        pulled = [pull(row)[0] for row in u]
+        return {n: torch.stack([p[n] for p in pulled]) for n in names}
+
+    values = [t if b else torch.zeros(samples) for t, b in zip(flat, batched, strict=True)]
+    axes = [axis if b else 0 for b in batched]
+    size = sum(p.numel() for p in free.values()) * covectors.shape[0]
+    chunk = max(1, _CHUNK // (size * linear.value.element_size()))
+    u = covectors.movedim(1, 0).to(linear.graph.dtype)
+    with call.replaying(), unfused_attention():  # the fused one has no vmap rule
+        out = vmap(rows, in_dims=(axes, 0), chunk_size=chunk, randomness="different")(values, u)
+    return {n: v.reshape(*v.shape[:2], -1).to(linear.space.dtype) for n, v in out.items()}
+
+
+def _adds_up(linear: ForwardReplay, rows: dict[str, Tensor], covectors: Tensor) -> bool:
+    """Whether Σ c_nr row_nr equals autograd's Jᵀ Σ c_nr u_nr for random c."""
+    r, n = covectors.shape[:2]
+    generator = torch.Generator().manual_seed(1)
+    c = torch.randn(n, r, generator=generator, dtype=torch.float64).to(linear.value)
+    u = torch.einsum("nr,rn...->n...", c, covectors.to(c))
+    truth = linear.gradients(u, [linear.leaves[name] for name in rows])
+    limit = tolerance(linear.graph.dtype, 10)
+    for (_, value), want in zip(rows.items(), truth, strict=True):
+        got = torch.einsum("nrp,nr->p", value, c.to(value))
+        exact = torch.zeros_like(got) if want is None else want.flatten().to(got)
+        if bool((got - exact).norm() > limit * exact.norm()):
+            return False
+    return True
+
+
+def _row_by_row(
+    linear: ForwardReplay, names: Sequence[str], covectors: Tensor
+) -> dict[str, Tensor]:
+    r, n = covectors.shape[:2]
+    leaves = [linear.leaves[name] for name in names]
+    rows = {
+        name: linear.space.zeros(n, r, leaf.numel())
+        for name, leaf in zip(names, leaves, strict=True)
+    }
+    for i in range(n):
+        for k in range(r):
+            u = torch.zeros_like(linear.graph)
+            u[i] = covectors[k, i]
+            for name, g in zip(names, linear.gradients(u, leaves), strict=True):
+                if g is not None:
+                    rows[name][i, k] = g.flatten()
+    return rows
 
 
 @dataclass
@@ -44,7 +142,7 @@ class Structure:
     settled: bool = True
 
     @classmethod
-    def establish(cls, linear: Replay, recorder: Recorder) -> Structure:
+    def establish(cls, linear: ForwardReplay, recorder: Recorder) -> Structure:
         """Probe with covectors u and c∘u, c one random number per sample."""
         z, leaves = linear.value, linear.leaves
         generator = torch.Generator().manual_seed(0)
@@ -66,7 +164,7 @@ class Structure:
                 for name in filter(None, entry.names.values()):
                     reasons[name] = f"{entry.path}: no axis of its output counts the samples"
         heard = [g is None or bool(g.any()) for g in found[: len(edges)]]
-        plan = cls(layouts, (), reasons, settled=all(heard) and not routed(linear.graph))
+        plan = cls(layouts, (), reasons, settled=all(heard) and not chooses_by_index(linear.graph))
         deltas = {i: found[i] for i in layouts}
         blocks = plan._blocks(
             linear, recorder, {i: _placed(d, layouts[i], linear) for i, d in deltas.items()}
@@ -76,7 +174,7 @@ class Structure:
         return plan
 
     def _verify(
-        self, blocks: list[Block], truth: Mapping[str, Tensor | None], linear: Replay
+        self, blocks: list[Block], truth: Mapping[str, Tensor | None], linear: ForwardReplay
     ) -> None:
         """Keep the parameters whose layer formula reproduces autograd's gradient."""
         ones = linear.value.new_ones(linear.value.shape[0], 1)
@@ -89,7 +187,7 @@ class Structure:
             self.reasons.setdefault(name, why)
         self.rest = tuple(n for n in truth if n in self.reasons)
 
-    def pullback(self, linear: Replay, recorder: Recorder, covectors: Tensor) -> Pulled:
+    def pullback(self, linear: ForwardReplay, recorder: Recorder, covectors: Tensor) -> Pulled:
         """One reverse pass per covector gives every layer's cotangents."""
         used = [i for i, e in enumerate(recorder.entries) if i in self.layouts and self._wanted(e)]
         edges = [recorder.entries[i].edge for i in used]
@@ -108,7 +206,7 @@ class Structure:
         return any(n is not None and n not in self.rest for n in entry.names.values())
 
     def _blocks(
-        self, linear: Replay, recorder: Recorder, deltas: Mapping[int, Tensor]
+        self, linear: ForwardReplay, recorder: Recorder, deltas: Mapping[int, Tensor]
     ) -> list[Block]:
         """One block per set of parameters; parameters shared between sets become plain rows."""
         groups: dict[tuple[str | None, ...], list[int]] = {}
@@ -124,9 +222,9 @@ class Structure:
             block = first.layer.block(names, uses)
             block.looks = self.looks.setdefault(first.key, {})
             blocks.append(block)
-        return untied(blocks)
+        return join_tied_blocks(blocks)
 
-    def _use(self, linear: Replay, entry: Entry, i: int, delta: Tensor) -> Use:
+    def _use(self, linear: ForwardReplay, entry: Entry, i: int, delta: Tensor) -> Use:
         x = self.layouts[i](entry.input)
         if x.is_floating_point():
             x = x.to(linear.space.dtype)
@@ -142,12 +240,12 @@ class Structure:
         return covered
 
 
-def _placed(delta: Tensor | None, layout: Layout, linear: Replay) -> Tensor:
+def _placed(delta: Tensor | None, layout: Layout, linear: ForwardReplay) -> Tensor:
     assert delta is not None
     return layout(delta).unsqueeze(1).to(linear.space.dtype)
 
 
-def untied(blocks: list[Block]) -> list[Block]:
+def join_tied_blocks(blocks: list[Block]) -> list[Block]:
     """Blocks with disjoint names: where a parameter stands in several, their rows are added."""
     counts: dict[str, int] = {}
     for block in blocks:

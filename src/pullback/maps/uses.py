@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .functions import Direction, FunctionMode, Multiplication, use
-from .layers.gain import Gain
+from .layers.scale import Gain
 
 #: functions whose result has the same entries
 _COPIES = ("to", "contiguous", "clone", "float", "double", "half", "bfloat16", "type", "type_as")

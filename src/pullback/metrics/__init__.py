@@ -1,10 +1,7 @@
 """Stage two, *metrics*: how long is a move of the function?"""
 
 from .._core.factor import Blocks, Diagonal, Factor, Scaled, Whitened
-from .base import Custom, Metric, as_metric
-from .bregman import Bregman
-from .euclidean import Euclidean, Weighted
-from .fisher import Fisher
+from .base import Bregman, Custom, Euclidean, Fisher, Metric, Weighted, as_metric
 from .rkhs import Kernel, Matern, median_distance
 from .sobolev import Sobolev
 

@@ -1,14 +1,17 @@
-"""Metrics M(z) on function values: how long is a move of the function?"""
+"""The length of a move of the function: M(z) = S Sᵀ, and the metrics that need z alone."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
+from torch.func import hessian, vmap
 
 from .._core.errors import PullbackError
-from .._core.factor import Blocks, Factor
+from .._core.factor import Blocks, Diagonal, Factor, Scaled
+from ..likelihoods import Likelihood, from_loss
 
 
 class Metric(ABC):
@@ -71,3 +74,111 @@ def as_metric(metric: Metric | Callable[[Tensor], Tensor]) -> Metric:
         f"got {metric!r}",
         "Pass a metric object such as Fisher(likelihood), or a function z -> matrices",
     )
+
+
+class Euclidean(Metric):
+    """M = I on each sample's output."""
+
+    def factor(self, z: Tensor, *, inputs: Tensor | None = None) -> Factor:
+        return Diagonal(torch.ones_like(z))
+
+
+class Weighted(Metric):
+    """w_n · M_n: one weight per sample, such as a quadrature or an importance weight.
+
+    Args:
+        metric: the metric to weight.
+        weight: a number, a tensor (N,) or (N, *event), or a function of the model's inputs.
+    """
+
+    def __init__(self, metric: Metric, weight: float | Tensor | Callable[[Tensor], Tensor]) -> None:
+        self.metric, self.weight = metric, weight
+
+    @property
+    def couples_samples(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether the weighted metric does."""
+        return self.metric.couples_samples
+
+    def factor(self, z: Tensor, *, inputs: Tensor | None = None) -> Factor:
+        weight = self.weight
+        if callable(weight) and not isinstance(weight, Tensor):
+            if inputs is None:
+                raise PullbackError(
+                    "Weighted needs the model's inputs",
+                    "its weight is a function of them and none were given",
+                    "Pass inputs=..., or give the weights as a tensor",
+                )
+            weight = weight(inputs)
+        weight = torch.as_tensor(weight, dtype=z.dtype, device=z.device)
+        if weight.ndim and weight.shape != z.shape[: weight.ndim]:
+            raise PullbackError(
+                "The weights do not fit the model's output",
+                f"weights {tuple(weight.shape)}, output {tuple(z.shape)}",
+                "Give one number, or one weight per sample of the batch",
+            )
+        if bool((weight < 0).any()):
+            raise PullbackError("A weight is negative", "M would be indefinite", "Use weights ≥ 0")
+        return Scaled(self.metric.factor(z, inputs=inputs), weight, tuple(z.shape[1:]))
+
+    def samples(self, z: Tensor) -> int:
+        return self.metric.samples(z)
+
+    def counted(self, z: Tensor, cotangent: Tensor) -> Tensor | None:
+        return self.metric.counted(z, cotangent)
+
+    def mismatch(self, z: Tensor, cotangent: Tensor) -> str:
+        return self.metric.mismatch(z, cotangent)
+
+
+class Fisher(Metric):
+    """M = E_y[∇ log p(y|z) ∇ log p(y|z)ᵀ], in closed form.
+
+    Args:
+        likelihood: p(y|z), or a loss of torch that has one (`likelihoods.from_loss`).
+    """
+
+    def __init__(self, likelihood: Likelihood | Callable[..., Tensor]) -> None:
+        self.likelihood = from_loss(likelihood)
+
+    def factor(self, z: Tensor, *, inputs: Tensor | None = None) -> Factor:
+        return self.likelihood.factor(z)
+
+    def samples(self, z: Tensor) -> int:
+        return self.likelihood.samples(z)
+
+    def counted(self, z: Tensor, cotangent: Tensor) -> Tensor | None:
+        return self.likelihood.counted(z, cotangent)
+
+    def uncounted(self, z: Tensor, cotangent: Tensor) -> Tensor | None:
+        return self.likelihood.uncounted(z, cotangent)
+
+    def mismatch(self, z: Tensor, cotangent: Tensor) -> str:
+        return self.likelihood.mismatch(z, cotangent)
+
+
+class Bregman(Metric):
+    """M = ∇²F(z_n), for a strictly convex potential F of one sample's output.
+
+    The divergence F(z') − F(z) − ⟨∇F(z), z' − z⟩ has this Hessian at z' = z. With F = logsumexp
+    it is the Fisher metric of `Categorical`.
+
+    >>> import torch
+    >>> metric = Bregman(lambda z: 0.5 * (z**2).sum())
+    >>> metric.factor(torch.zeros(2, 3)).matvec(torch.ones(2, 3))
+    tensor([[1., 1., 1.],
+            [1., 1., 1.]])
+    """
+
+    def __init__(self, potential: Callable[[Tensor], Tensor]) -> None:
+        self.potential = potential
+
+    def factor(self, z: Tensor, *, inputs: Tensor | None = None) -> Factor:
+        size, shape = z[0].numel(), self.potential(z[0]).shape
+        if shape.numel() != 1:
+            raise PullbackError(
+                "The potential is not one number per sample",
+                f"it gave shape {tuple(shape)}",
+                "Sum it over the sample's output",
+            )
+        matrices = vmap(hessian(self.potential))(z).reshape(z.shape[0], size, size)
+        return Blocks.of_metric(matrices.detach(), tuple(z.shape[1:]))

@@ -13,8 +13,7 @@ from torch import Tensor
 from .._core.errors import PullbackError
 from .._core.factor import Factor, Mixed
 from .._core.space import compute_dtype
-from .base import Metric
-from .fisher import Fisher
+from .base import Fisher, Metric
 from .rkhs import Kernel, KernelLike, Matern, median_distance
 
 _JITTER = {torch.float64: 1e-10, torch.float32: 1e-5}

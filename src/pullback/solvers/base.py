@@ -57,7 +57,7 @@ def resolve(damping: Damping, gram: Gram) -> float:
     return _checked(damping)
 
 
-def measured(solution: Solution, gram: Gram, rhs: Tensor) -> Solution:
+def measure_residual(solution: Solution, gram: Gram, rhs: Tensor) -> Solution:
     """The solution with its residual, and a status that says so where it is large."""
     left = gram.matvec(solution.x) + solution.damping * solution.x - rhs
     residual = float(left.norm() / rhs.norm().clamp(min=torch.finfo(rhs.dtype).tiny))

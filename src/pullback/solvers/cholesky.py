@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .._core.errors import Status
 from ..grams import FactoredGram, Gram
-from .base import Damping, Solution, Solver, delicate, measured, resolve
+from .base import Damping, Solution, Solver, delicate, measure_residual, resolve
 from .pinv import PseudoInverse, Spectrum
 
 _GROWTH, _TRIES = 10.0, 20
@@ -78,7 +78,7 @@ class Cholesky(Solver):
         found = Solution(x, used, min(gram.count, gram.size), status=status)
         top = state.matrix.diagonal().max()
         if state.in_samples and whitened is None and delicate(used, top, rhs.dtype):
-            return measured(found, gram, rhs)
+            return measure_residual(found, gram, rhs)
         return found
 
     def _factor(self, state: Factored, wanted: float) -> tuple[Tensor, float] | None:

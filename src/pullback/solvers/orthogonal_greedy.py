@@ -11,8 +11,8 @@ from torch import Tensor
 from .._core.errors import PullbackError, Status
 from ..grams import FactoredGram, Gram
 from .base import Damping, Solution, Solver, resolve
-from .pinv import trusted
-from .tangents import Basis, Columns, Pivots
+from .pinv import keeps_digits
+from .tangents import Columns, Pivots, SelectedTangents
 
 RULES = ("correlation", "decrease")
 
@@ -139,7 +139,9 @@ class OrthogonalGreedy(Solver):
             x, value, basis.count, residual, selected=chosen, energy=energy, stopped=stopped
         )
 
-    def _basis(self, state: Measured, g: Tensor, damping: float, r: Tensor | None) -> Basis:
+    def _basis(
+        self, state: Measured, g: Tensor, damping: float, r: Tensor | None
+    ) -> SelectedTangents:
         gram, diagonal = state.gram, state.diagonal
         k, follow = min(self.k, gram.size), self.rule == "decrease"
         eps = torch.finfo(g.dtype).eps
@@ -148,7 +150,7 @@ class OrthogonalGreedy(Solver):
             return Pivots(gram, diagonal, g, damping, k, rcond=rcond, follow=follow)
         if damping == 0:
             k = min(k, gram.count)
-        if r is not None and not trusted(gram, diagonal.max().sqrt(), r):
+        if r is not None and not keeps_digits(gram, diagonal.max().sqrt(), r):
             r = None
         rcond = self.rcond
         if rcond is None:
@@ -156,7 +158,7 @@ class OrthogonalGreedy(Solver):
             rcond = relative**0.5 if r is None else min(relative, eps**0.5)
         return Columns(gram, diagonal, g, damping, k, rcond=rcond, whitened=r, follow=follow)
 
-    def _grow(self, basis: Basis) -> str:
+    def _grow(self, basis: SelectedTangents) -> str:
         """Select until there is a reason to stop; that reason."""
         first, rejected, limit = 0.0, 0, len(basis.y)
         while basis.count < limit:
@@ -194,7 +196,7 @@ def _best(scores: Tensor, width: int) -> tuple[list[float], list[int]]:
     return packed[:width], [int(i) for i in packed[width:]]
 
 
-def _gain(basis: Basis, since: int) -> float:
+def _gain(basis: SelectedTangents, since: int) -> float:
     """The largest share of ∇Lᵀh that one of the last vectors brought."""
     gains = basis.y[: basis.count].square()
     return float(gains[since:].max() / gains.sum())

@@ -12,7 +12,7 @@ from torch import Tensor
 from .._core.errors import PullbackError, Status
 from .._core.svd import svd
 from ..grams import FactoredGram, Gram
-from .base import Damping, Path, Solution, Solver, delicate, measured, resolve
+from .base import Damping, Path, Solution, Solver, delicate, measure_residual, resolve
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class PseudoInverse(Solver):
         found = Solution(x.to(rhs.dtype), value, state.rank)
         blind = state.gram.structure.holds in ("kernel", "operator") and whitened is None
         if blind and value > 0 and delicate(value, state.top.square(), rhs.dtype):
-            return measured(found, state.gram, rhs)
+            return measure_residual(found, state.gram, rhs)
         return found
 
     def path(self, state: Spectrum, rhs: Tensor, whitened: Tensor | None = None) -> Path:
@@ -119,7 +119,7 @@ class PseudoInverse(Solver):
         if (
             whitened is not None
             and state.left is not None
-            and trusted(state.gram, state.top, whitened)
+            and keeps_digits(state.gram, state.top, whitened)
         ):
             gamma, noise = state.sigma * state.left(whitened), 1e3 * eps * top * whitened.norm()
         else:
@@ -201,7 +201,7 @@ def _broken(gram: Gram) -> Spectrum:
     )
 
 
-def trusted(gram: Gram, top: Tensor, r: Tensor) -> bool:
+def keeps_digits(gram: Gram, top: Tensor, r: Tensor) -> bool:
     """Whether Uᵀr keeps r's digits: not if r is huge just where the rows of A are tiny.
 
     A sample classified wrongly with certainty has such a row: r_i‖row_i‖ is moderate, but r_i alone

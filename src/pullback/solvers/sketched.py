@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .._core.errors import PullbackError, Status
-from .._core.scatter import add_at
+from .._core.products import add_at
 from ..grams import FactoredGram, Gram, Rows
 from .base import Damping, Path, Solution, Solver, resolve
 from .cg import ConjugateGradient

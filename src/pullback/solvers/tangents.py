@@ -15,7 +15,7 @@ from torch import Tensor
 from ..grams import FactoredGram, Gram
 
 
-class Basis(ABC):
+class SelectedTangents(ABC):
     """What is selected, and what is left of the gradient.
 
     Attributes:
@@ -82,7 +82,7 @@ class Basis(ABC):
         return h
 
 
-class Columns(Basis):
+class Columns(SelectedTangents):
     r"""From A: Gram–Schmidt on the columns [a_i; √λ e_i], each done twice.
 
     One product with A (the column; free where A is held) and one with Aᵀ per vector, in k·n
@@ -167,7 +167,7 @@ class Columns(Basis):
         return self.r[: self.count, : self.count]
 
 
-class Pivots(Basis):
+class Pivots(SelectedTangents):
     r"""From G alone: pivoted Cholesky, with the panel V = R⁻ᵀG_λ[I, :] of k·p numbers.
 
     V gives ρ ← ρ − y_j V_j and the Schur complements s ← s − V_j² for nothing. The condition

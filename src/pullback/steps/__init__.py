@@ -1,13 +1,8 @@
 """Stage five, *steps*: how far, and do we accept?"""
 
-from .base import Local, Move, Step
-from .constant import Constant
-from .levenberg_marquardt import LevenbergMarquardt
-from .quadratic import QuadraticModel
-from .retract import Box, PositiveDefinite, Sphere, retraction
-from .search import Backtracking, GridLineSearch
-from .target_ratio import TargetRatio
-from .wrappers import Clip, Spring, TrustNorm, Wrapper
+from .base import Backtracking, Constant, GridLineSearch, Local, Move, Step
+from .trust import LevenbergMarquardt, QuadraticModel, TargetRatio
+from .wrappers import Box, Clip, PositiveDefinite, Sphere, Spring, TrustNorm, Wrapper, retraction
 
 __all__ = [
     "Backtracking",

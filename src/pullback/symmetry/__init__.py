@@ -1,23 +1,17 @@
 """Symmetries of networks: group actions on parameters that leave the function as it is."""
 
-from .actions.action import Action
-from .actions.directed import Directed
-from .actions.folding import Folding
-from .actions.mixing import Mixing
-from .actions.scaling import Leg, Scaling
-from .actions.shifts import BiasShift, CommonShift, MeanShift, Shift, StreamShift
+from .actions.derived import Directed
+from .actions.scaling import Action, Leg, Mixing, Scaling
+from .actions.shifts import BiasShift, CommonShift, Folding, MeanShift, Shift, StreamShift
 from .by_hand import by_hand
 from .find import find
 from .orbits.ranks import Rank
 from .orbits.verify import Rejected
 from .slice_sgd import SliceSGD
-from .sliced import Sliced
-from .slices.balanced import Balanced
-from .slices.choice import make_slice
-from .slices.layer_slice import EqualNorm
-from .slices.quotient import slice_direction
-from .slices.slice import Retraction, Slice
-from .slices.slice_basis import polar_tangents
+from .sliced import Sliced, slice_direction
+from .slices.equal_norm import EqualNorm, make_slice
+from .slices.polar import polar_tangents
+from .slices.slice import Balanced, Retraction, Slice
 from .symmetry import Symmetry
 
 __all__ = [

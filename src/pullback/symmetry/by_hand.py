@@ -12,8 +12,7 @@ from .._core.capture import plain
 from .._core.errors import PullbackError
 from .actions.scaling import Leg, Scaling
 from .find import Group, build
-from .graph.guess import guessed
-from .graph.tracing import Example
+from .graph.tracing import Example, guess_input
 from .symmetry import Symmetry
 
 Names = str | Sequence[str]
@@ -40,7 +39,7 @@ def by_hand(
     torch.Size([4, 26])
     """
     model = plain(model)
-    run = Example(model, guessed(model) if example is None else example)
+    run = Example(model, guess_input(model) if example is None else example)
     for pair in pairs:
         if isinstance(pair, str) or len(pair) != 2:
             raise PullbackError(

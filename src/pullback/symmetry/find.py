@@ -8,39 +8,19 @@ from torch import nn
 
 from .._core.capture import Selector, plain
 from .._core.errors import PullbackError
-from .actions.action import Action
-from .actions.directed import Directed, in_parameters, with_weights
-from .actions.folding import Folding, Norm
-from .actions.scaling import Scaling
-from .actions.turned import turned_back, with_transposes
-from .candidates.exchanges import exchanges
-from .candidates.mixings import mixings
-from .candidates.propose import shifts
-from .candidates.scalings import scalings
-from .candidates.streams import streams
-from .graph.guess import guessed
-from .graph.tracing import Example, trace
+from .actions.derived import Directed, in_parameters, undo_transposes, with_transposes, with_weights
+from .actions.scaling import Action, Scaling
+from .actions.shifts import Folding, Norm
+from .candidates.mixings import mixings, scalings
+from .candidates.shifts import exchanges, shifts, streams
+from .graph.tracing import Example, guess_input, trace
 from .graph.walk import Walk
-from .orbits.verify import verified
-from .rules import (
-    bilinear,
-    contractions,
-    lookups,
-    norms,
-    patches,
-    pointwise,
-    reductions,
-    selection,
-    structural,
-    weight_norm,
-)
+from .orbits.verify import verify_actions
+from .rules import contractions, norms, pointwise, structural
 from .symmetry import Symmetry
 
 #: importing these registers the rules for operations
-RULE_BOOKS = (
-    *(bilinear, contractions, lookups, norms, patches),
-    *(pointwise, reductions, selection, structural, weight_norm),
-)
+RULE_BOOKS = (contractions, norms, pointwise, structural)
 
 Group = Literal["neuron", "layer"]
 
@@ -80,7 +60,7 @@ def find(
             f"group={group!r} is not known", "units or layers are scaled", "Use 'neuron' or 'layer'"
         )
     model = plain(model)
-    run = Example(model, guessed(model) if example is None else example, output)
+    run = Example(model, guess_input(model) if example is None else example, output)
     if not run.params:
         return Symmetry(run, [], [], ["no parameter requires a gradient"])
     walk, traced = Walk(), trace(run)
@@ -106,16 +86,16 @@ def candidates(walk: Walk, run: Example) -> list[Action]:
         *exchanges(walk.ledger),
     ]
     radial = [direction.radial(run.params) for direction in known.values()]
-    own = (turned_back(in_parameters(action, known), held) for action in found)
+    own = (undo_transposes(in_parameters(action, known), held) for action in found)
     return [*own, *radial]
 
 
 def build(run: Example, actions: list[Action], group: Group, notes: list[str]) -> Symmetry:
     """The verified symmetry, with layers' units scaled alike if so asked."""
-    accepted, rejected = verified(run, actions)
+    accepted, rejected = verify_actions(run, actions)
     if group == "layer":
         actions = [_merged(v.action) for v in accepted]
-        accepted, more = verified(run, actions)
+        accepted, more = verify_actions(run, actions)
         rejected = [*rejected, *more]
     if not accepted:
         notes = [*notes, "no symmetry was found"]

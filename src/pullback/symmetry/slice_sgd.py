@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from math import isfinite
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
+from torch.optim.sgd import sgd
 
 from .._core.capture import plain
 from .._core.errors import PullbackError
@@ -18,10 +19,7 @@ from ..optim.checks import own_group, refuse_model, refuse_sharded, refuse_spars
 from ..steps.memory import shared_numbers
 from .descent.directions import GRADIENTS, direction
 from .descent.keeper import Keeper, idle, scalings_of
-from .descent.plain_step import sgd_step
-from .slices.chains import layers_of
-from .slices.choice import layer_slice
-from .slices.layer_slice import EqualNorm
+from .slices.equal_norm import EqualNorm, layer_slice, layers_of
 from .slices.slice import Retraction, Slice
 
 _OWN = ("model", "scalings", "group", "gradient", "every", "sweeps", "captured", "_kind")
@@ -69,7 +67,7 @@ class SliceSGD(Optimizer):
         symmetry: what `symmetry.find(model, x)` returned, or a list of scalings; by default they
             are found from the model's graph.
         params: parameters or param groups, by default all that require gradients.
-        every: retract after every so manieth step only; in between parameters are off the slice by
+        every: retract after every `every` steps; in between parameters are off the slice by
             O(every·lr²), and where no projection is needed steps are SGD's own. 10 is the cheap
             route: a tenth of the retraction's passes over the weights.
         sweeps: for units: None balances every other layer after each step, exactly, while the
@@ -195,7 +193,7 @@ class SliceSGD(Optimizer):
         if not params:
             return
         grads = [p.grad if moves is None else moves[self._names[id(p)]] for p in params]
-        sgd_step(
+        _sgd_step(
             params,
             grads,  # pyright: ignore[reportArgumentType]
             self.state,
@@ -281,3 +279,36 @@ def _number(name: str, value: Any) -> None:
     )
     if not good or not float(value) >= 0:
         raise PullbackError(f"{name}= is not usable", f"got {value!r}", "Use a number ≥ 0")
+
+
+def _sgd_step(
+    params: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    state: MutableMapping[Tensor, dict[str, Any]],
+    *,
+    lr: float | Tensor,
+    momentum: float,
+    weight_decay: float,
+) -> None:
+    """v ← momentum·v + g + weight_decay·w, w ← w − lr·v; v is kept in the state of each w."""
+    ws, gs = list(params), list(gradients)
+    sparse = any(g.is_sparse for g in gs)
+    if not (momentum or weight_decay or sparse or isinstance(lr, Tensor)):
+        torch._foreach_add_(ws, gs, alpha=-lr)  # what sgd comes to, without its detours
+        return
+    buffers = [state[w].get("momentum_buffer") if momentum else None for w in ws]
+    sgd(
+        ws,
+        gs,
+        buffers,
+        has_sparse_grad=sparse,
+        weight_decay=weight_decay,
+        momentum=momentum,
+        lr=lr,  # pyright: ignore[reportArgumentType]
+        dampening=0.0,
+        nesterov=False,
+        maximize=False,
+    )
+    if momentum:
+        for w, buffer in zip(ws, buffers, strict=True):
+            state[w]["momentum_buffer"] = buffer

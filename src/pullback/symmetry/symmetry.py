@@ -9,14 +9,13 @@ from torch import Tensor
 
 from .._core.errors import PullbackError
 from .._core.space import ParameterSpace
-from .actions.action import Action
-from .actions.scaling import Scaling
+from .actions.scaling import Action, Scaling
+from .descent.keeper import two_sided
 from .graph.tracing import Example
-from .orbits.invariants import invariants
 from .orbits.ranks import Rank, rank
-from .orbits.tangents import Orbits
-from .orbits.verify import Rejected, Verified, summarized
-from .slices.choice import make_slice, two_sided
+from .orbits.tangents import Orbits, invariants
+from .orbits.verify import Rejected, Verified, summarize_rejections
+from .slices.equal_norm import make_slice
 from .slices.slice import Retraction, Slice
 
 _LARGEST = 2**31  # entries of a matrix of generators that may be formed
@@ -168,7 +167,7 @@ class Symmetry:
             "  ".join([*(c.ljust(w) for c, w in zip(line[:3], widths, strict=True)), line[3]])
             for line in table
         ]
-        lines += [f"rejected  {line}" for line in summarized(self.rejected)]
+        lines += [f"rejected  {line}" for line in summarize_rejections(self.rejected)]
         return "\n".join([*lines, *(f"note  {n}" for n in self.notes)])
 
     def __str__(self) -> str:

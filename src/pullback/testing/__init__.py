@@ -3,11 +3,8 @@
 Each `check_*` raises an `AssertionError` that says which law failed and the number measured.
 """
 
-from .assertions import assert_close, relative_error
-from .grams import check_gram
-from .metrics import check_factor, check_metric
+from .laws import assert_close, check_factor, check_gram, check_metric, check_solver, relative_error
 from .oracle import Oracle, jacobian, oracle
-from .solvers import check_solver
 
 __all__ = [
     # laws, in the order of the pipeline

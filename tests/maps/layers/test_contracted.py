@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from pullback.maps.layers import AffineBlock
-from pullback.maps.layers import contracted as module
+from pullback.maps.layers import gram as module
 from pullback.testing import assert_close
 
 
@@ -26,7 +26,7 @@ def block(n: int, seed: int, *, bias: bool = True, height: Tensor | None = None)
 def test_it_is_the_gram_of_rows(
     bias: bool, jet: bool, cache: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_CACHE", cache)
+    monkeypatch.setattr(module, "_CACHED_WEIGHTS", cache)
     monkeypatch.setattr(AffineBlock, "_route", lambda self, other: "contracted")
     height = torch.tensor([1.0, 0.0, 0.0, 2.0], dtype=torch.float64) if jet else None
     a, b = block(5, 0, bias=bias, height=height), block(4, 1, bias=bias, height=height)

@@ -7,9 +7,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pullback.maps.layers import conv, find, lines, patches
-from pullback.maps.layers.correlated import correlated_moment, correlated_moments, correlates
-from pullback.maps.layers.lines import channel_moment, channel_moments
+from pullback.maps.layers import conv, correlated, find, patches
+from pullback.maps.layers.correlated import (
+    channel_moment,
+    channel_moments,
+    correlated_moment,
+    correlated_moments,
+    correlates,
+)
 from pullback.maps.layers.moments import Sharing
 
 DOUBLE = torch.float64
@@ -95,7 +100,7 @@ def test_several_at_once(shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("together", [1, 2**28])
 def test_all_inputs_of_a_network(monkeypatch: pytest.MonkeyPatch, together: int) -> None:
     """Whatever is formed at once: the same moments as one by one, in the order of the uses."""
-    for module in (conv, lines, patches):
+    for module in (conv, correlated, patches):
         monkeypatch.setattr(module, "by_lines", lambda x, groups: groups == 1)
     monkeypatch.setattr(conv, "_TOGETHER", together)
     modules = [

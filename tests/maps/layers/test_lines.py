@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pullback.maps.layers import lines
+from pullback.maps.layers import correlated
 
 DOUBLE = torch.float64
 
@@ -33,18 +33,19 @@ OPTIONS = [
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("memory", [2**28, 1])
 def test_moments(monkeypatch: pytest.MonkeyPatch, memory: int, options: dict, last: bool) -> None:
-    monkeypatch.setattr(lines, "_MEMORY", memory)
+    monkeypatch.setattr(correlated, "_MEMORY", memory)
     module = nn.Conv2d(3, 4, **options).double()
     x = torch.randn(40, 3, 7, 6, dtype=DOUBLE, generator=torch.Generator().manual_seed(0))
     want, ones = dense(module, x)
     if last:
         x = x.to(memory_format=torch.channels_last)
-    second, first = lines.line_moment(module, x)
+    second, first = correlated.line_moment(module, x)
     torch.testing.assert_close(second[0], want)
     if module.bias is not None:
         torch.testing.assert_close(first[0], ones)
     torch.testing.assert_close(
-        lines.channel_lines(x) @ lines.channel_lines(x).T, torch.einsum("nchw,ndhw->cd", x, x)
+        correlated.channel_lines(x) @ correlated.channel_lines(x).T,
+        torch.einsum("nchw,ndhw->cd", x, x),
     )
 
 
@@ -59,6 +60,6 @@ def test_other_dimensions_and_paddings() -> None:
     ):
         x = torch.randn(shape, dtype=DOUBLE, generator=g)
         a = patches(module, x).transpose(0, 1).flatten(1, 2)[0]
-        second, first = lines.line_moment(module, x)
+        second, first = correlated.line_moment(module, x)
         torch.testing.assert_close(second[0], a.T @ a)
         torch.testing.assert_close(first[0], a.sum(0))

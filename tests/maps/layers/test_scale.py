@@ -8,8 +8,7 @@ from torch import Tensor, nn
 
 from pullback.maps.layers import find
 from pullback.maps.layers.moments import Sharing
-from pullback.maps.layers.scale import Scale
-from pullback.maps.layers.units import second_moments
+from pullback.maps.layers.scale import Scale, second_moments
 
 DOUBLE = torch.float64
 SHAPES = {

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from pullback.kernels import ntk
 from pullback.maps.layers import AffineBlock
-from pullback.maps.layers import separated as module
-from pullback.maps.layers.separated import Separated
+from pullback.maps.layers import gram as module
+from pullback.maps.layers.gram import SeparatedCotangents
 from pullback.testing import assert_close
 
 
@@ -34,7 +34,7 @@ def block(
 def test_it_is_the_gram_of_rows(
     bias: bool, jet: bool, cache: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_CACHE", cache)
+    monkeypatch.setattr(module, "_CACHED_PRODUCTS", cache)
     monkeypatch.setattr(AffineBlock, "_route", lambda self, other: "separated")
     height = torch.tensor([1.0, 0.0, 0.0, 2.0], dtype=torch.float64) if jet else None
     a = block(5, 0, bias=bias, height=height)
@@ -48,13 +48,13 @@ def test_it_is_the_gram_of_rows(
 
 def test_what_does_not_separate_is_refused() -> None:
     delta = block(5, 0)._delta[:, :, 0]
-    assert Separated.of(delta) is not None
+    assert SeparatedCotangents.of(delta) is not None
     for place in ((0, 0, 0, 1), (4, 2, 3, 5)):  # seen by few, and by all of them alone
         changed = delta.clone()
         changed[place] += 1e-6
-        assert Separated.of(changed) is None
-    assert Separated.of(torch.zeros(3, 2, 2, 4)) is not None
-    assert Separated.of(torch.full((3, 2, 2, 4), torch.nan)) is None
+        assert SeparatedCotangents.of(changed) is None
+    assert SeparatedCotangents.of(torch.zeros(3, 2, 2, 4)) is not None
+    assert SeparatedCotangents.of(torch.full((3, 2, 2, 4), torch.nan)) is None
 
 
 class Pooling(nn.Module):

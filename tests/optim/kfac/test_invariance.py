@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import pullback as pb
-from pullback.geometry.charts.affine import drawn
+from pullback.geometry.charts.twin import drawn
 from pullback.optim.kfac import Adaptive, Exact, Invariant
 from pullback_experiments.kfac_invariance.nets import EXHIBITS, NETS, Pair, Side
 

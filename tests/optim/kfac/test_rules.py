@@ -484,6 +484,7 @@ def test_which_rule_it_is(options: dict[str, Any], rule: str, clip: float | None
         (nn.MultiheadAttention(4, 2), None, "spectral"),
         (nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4)), None, "spectral"),
         (nn.RMSNorm(4), None, "spectral"),
+        (nn.GroupNorm(2, 4), None, "spectral"),
         (nn.Linear(4, 4), None, "eigenbasis"),
         (nn.Embedding(5, 4), nn.CrossEntropyLoss(), "natural"),
     ],

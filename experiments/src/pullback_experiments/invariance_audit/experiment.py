@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from pullback.geometry.charts.transformations import standard
 from pullback.geometry.invariance.audit import audit
-from pullback.geometry.invariance.optimizers import Contender, optimizers
-from pullback.geometry.invariance.table import grid, shown
-from pullback.geometry.invariance.verdict import SLACK, Verdict
+from pullback.geometry.invariance.table import SLACK, Verdict, format_mismatch, grid
+from pullback.geometry.invariance.trial import Contender, optimizers
 from pullback.symmetry import SliceSGD
 
 from ..framework.check import Check
@@ -208,7 +207,9 @@ def _check(claim: str, rows: list[Row], allowed: set[str], *, of_paper: bool = T
     other = [r for r in rows if r["verdict"] not in allowed]
     values = [r["direction"] for r in rows]
     numbers = f"{len(rows) - len(other)} of {len(rows)} audits; mismatch as η → 0 "
-    numbers += f"{shown(min(values))} to {shown(max(values))}" if values else "unknown"
+    numbers += (
+        f"{format_mismatch(min(values))} to {format_mismatch(max(values))}" if values else "unknown"
+    )
     return Check(claim, bool(rows) and not other, numbers, of_paper=of_paper)
 
 
@@ -219,7 +220,7 @@ def _agreed(claim: str, rows: list[Row]) -> Check:
     held = sum(m <= SLACK * off for m, off in pairs)
     numbers = f"{held} of {len(pairs)} steps"
     if pairs:
-        numbers += f"; mismatch up to {shown(max(m for m, _ in pairs))}"
+        numbers += f"; mismatch up to {format_mismatch(max(m for m, _ in pairs))}"
     return Check(claim, bool(pairs) and held == len(pairs), numbers, of_paper=False)
 
 
@@ -231,6 +232,6 @@ def worst(found: Found, net: str) -> dict[tuple[str, str], tuple[Verdict, str] |
             mine = [r for r in rows if r["place"] == "batch" and r["transformation"] == kind.name]
             last = max(mine, key=lambda r: _RANKS.get(r["verdict"], 2), default=None)
             largest = max((r["direction"] for r in mine), default=0.0)
-            told = None if last is None else (Verdict(last["verdict"]), shown(largest))
+            told = None if last is None else (Verdict(last["verdict"]), format_mismatch(largest))
             out[name, kind.name] = told
     return out

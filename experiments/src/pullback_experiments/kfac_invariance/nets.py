@@ -11,8 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from pullback import likelihoods, metrics
-from pullback.geometry.charts.affine import Affine, Change, changed, drawn, same, whitening
-from pullback.geometry.charts.twin import random_coordinates, tanh_twin, twin
+from pullback.geometry.charts.twin import (
+    AffineMap,
+    Change,
+    change_coordinates,
+    drawn,
+    random_coordinates,
+    same,
+    tanh_twin,
+    twin,
+    whitening,
+)
 
 
 class Recurrent(nn.Module):
@@ -29,10 +38,10 @@ class Recurrent(nn.Module):
         self.entry = nn.Linear(inputs, hidden, bias=False, dtype=torch.float64)
         self.exit = nn.Linear(hidden, outputs, dtype=torch.float64)
         self.register_buffer("start", torch.zeros(hidden, dtype=torch.float64))
-        self.enter = Affine(same(inputs), -1)
-        self.before = Affine(same(hidden), -1)
-        self.after = Affine(same(hidden), -1)
-        self.leave = Affine(same(outputs), -1)
+        self.enter = AffineMap(same(inputs), -1)
+        self.before = AffineMap(same(hidden), -1)
+        self.after = AffineMap(same(hidden), -1)
+        self.leave = AffineMap(same(outputs), -1)
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, T, inputs) -> (N, T, outputs)."""
@@ -64,13 +73,13 @@ def recurrent_twin(
     leaving = drawn(model.exit.out_features, generator)
     entering = entering if shift_inputs else entering.linear()
     out = Recurrent(inputs, hidden, model.exit.out_features)
-    out.recurrent = changed(model.recurrent, state, inner)
-    out.entry = changed(model.entry, entering, inner)
-    out.exit = changed(model.exit, state, leaving)
+    out.recurrent = change_coordinates(model.recurrent, state, inner)
+    out.entry = change_coordinates(model.entry, entering, inner)
+    out.exit = change_coordinates(model.exit, state, leaving)
     with torch.no_grad():
         out.recurrent.bias.sub_(out.entry.weight @ entering.shift)
-    out.enter, out.leave = Affine(entering, -1), Affine(leaving, -1)
-    out.before, out.after = Affine(inner, -1), Affine(state, -1)
+    out.enter, out.leave = AffineMap(entering, -1), AffineMap(leaving, -1)
+    out.before, out.after = AffineMap(inner, -1), AffineMap(state, -1)
     out.start = model.start.clone() if keep_start else _at(state, model.start)
     return out
 
@@ -187,7 +196,7 @@ def _pair(
     model, teacher = (_initialized(build(), generator, gain) for _ in range(2))
     axis = -1 if isinstance(model, Recurrent) else 1
     channels = shape[-1] if isinstance(model, Recurrent) else shape[0]
-    mixed = Affine(drawn(channels, generator), axis)
+    mixed = AffineMap(drawn(channels, generator), axis)
 
     def inputs(count: int) -> Tensor:
         x = mixed(_normal((count, *shape), generator))
@@ -274,9 +283,9 @@ def _output_pair(metric: str) -> Callable[[int], Pair]:
             two = Side(found.two.model, flat, found.two.loss, found.two.seen)
             return Pair(one, two, found.batch, found.held)
         change = drawn(3, _random(2000 + seed))
-        back = Affine(change.inverse())
+        back = AffineMap(change.inverse())
         two = Side(
-            nn.Sequential(found.two.model, Affine(change)),
+            nn.Sequential(found.two.model, AffineMap(change)),
             flat if metric == "euclidean" else _carried(change),
             lambda z, y: found.two.loss(back(z), y),
             back,

@@ -1,4 +1,4 @@
-r"""The invariance audit: an optimizer in two coordinates, and whether it does the same.
+"""The invariance audit: an optimizer in two coordinates, and whether it does the same.
 
 A model φ(w) and its twin ψ = φ∘f start from the same function, θ₀ = f⁻¹(w₀). Both take a step of
 the same optimizer. Of the notions of van Oostrum, Müller and Ay (2023),
@@ -14,6 +14,7 @@ left as η → 0 is the direction's mismatch, and what holds at every η holds f
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -22,13 +23,99 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..._core.errors import PullbackError
+from ..._core.capture import select
+from ..._core.errors import PullbackError, reraise_fatal
+from ..._core.space import tolerance
 from ..charts.transformations import Transformation, Twin, as_transformation, standard
-from .checks import check_batch, check_model, check_sizes, check_twin
-from .optimizers import Contender, as_contenders
-from .run import Loss, Make, Setting
-from .table import Audit, Row, Skipped
-from .trial import Trial
+from .run import Loss, Make, Setting, duplicate, refuse_loss, seeded
+from .table import Audit, AuditRow, Skipped
+from .trial import Contender, OptimizerTrial, as_contenders
+
+
+def check_batch(batch: Any) -> tuple[Tensor, Tensor]:
+    """(x, y), as two tensors with samples."""
+    pair = isinstance(batch, (tuple, list)) and len(batch) == 2
+    if not pair or not all(isinstance(t, Tensor) for t in batch):
+        raise PullbackError(
+            "The batch is no pair of tensors",
+            f"got {type(batch).__name__}",
+            "Give (x, y), inputs and targets",
+        )
+    x, y = batch
+    if not x.numel() or not len(x):
+        raise PullbackError("The batch is empty", f"x has shape {tuple(x.shape)}", "Give samples")
+    return x, y
+
+
+def check_sizes(sizes: Sequence[float], steps: int) -> tuple[float, ...]:
+    """Sizes from the largest to the smallest."""
+    usable = [float(s) for s in sizes]
+    if len(set(usable)) < 2 or not all(0 < s < math.inf for s in usable):
+        raise PullbackError(
+            "The step sizes are not usable",
+            f"got {list(sizes)}; the order in the step size takes two different positive ones",
+            "Use multiples of the lr such as (1, 0.1, 0.01)",
+        )
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
+        raise PullbackError("The number of steps is not usable", f"got {steps!r}", "Use 0 or more")
+    return tuple(sorted(set(usable), reverse=True))
+
+
+def check_model(model: nn.Module, setting: Setting) -> None:
+    """Raise for models that are not deterministic, or whose loss is not finite."""
+    if not isinstance(model, nn.Module):
+        raise PullbackError(
+            "An audit needs a module",
+            f"got {type(model).__name__}",
+            "Pass an nn.Module; it is copied for every run",
+        )
+    if not any(p.requires_grad for p in model.parameters()):
+        raise PullbackError(
+            "There is nothing to optimize",
+            "no parameter requires a gradient",
+            "Unfreeze at least one parameter",
+        )
+    one, two = (_value(model, setting.at, seed) for seed in (setting.seed, setting.seed + 1))
+    if not torch.equal(one, two) and bool(torch.isfinite(one).all()):
+        raise PullbackError(
+            "The model is not deterministic",
+            "two calls on the same inputs differ, as with dropout in training mode",
+            "Call model.eval(), or set the dropout to zero",
+        )
+    if setting.probes is not None:
+        _refuse_probes(model, setting.probes, setting.seed)
+    with torch.no_grad(), seeded(setting.seed, setting.x.device):
+        refuse_loss(setting.loss(one, setting.y))
+
+
+def check_twin(model: nn.Module, twin: Twin, setting: Setting, name: str) -> None:
+    """Raise where the twin does not compute the model's function from the start."""
+    one, two = (_value(m, setting.at, setting.seed) for m in (model, twin.model))
+    limit = tolerance(one.dtype, 10) * float(one.norm())
+    if one.shape != two.shape or not float((one - two).norm()) <= limit:
+        raise PullbackError(
+            f"The twin of {name!r} is another function",
+            "its outputs on the batch are not the model's",
+            "Use layers as modules, and what stands between them as the transformation needs it",
+        )
+
+
+def _refuse_probes(model: nn.Module, probes: Tensor, seed: int) -> None:
+    try:
+        _value(model, probes, seed)
+    except RuntimeError as error:
+        reraise_fatal(error)
+        raise PullbackError(
+            "The model cannot be evaluated at the probes",
+            str(error).splitlines()[0],
+            "Give inputs of the shape of the batch's",
+        ) from error
+
+
+def _value(model: nn.Module, x: Tensor, seed: int) -> Tensor:
+    with torch.no_grad(), seeded(seed, x.device):
+        return select(duplicate(model)(x), None)
+
 
 SIZES = (1.0, 0.1, 0.01, 0.001)
 Optimizers = Make | Contender | Mapping[str, Make] | Sequence[Make | Contender]
@@ -98,7 +185,7 @@ def audit(
     setting = Setting(x, y, x, loss, probes, seed)
     check_model(model, setting)
     given = _named(transformations)
-    twins, rows, skipped = dict[str, Twin](), list[Row](), list[Skipped]()
+    twins, rows, skipped = dict[str, Twin](), list[AuditRow](), list[Skipped]()
     contenders = as_contenders(make_optimizer)
     for name, transformation in given.items():
         try:
@@ -113,7 +200,7 @@ def audit(
     for contender in contenders:
         if resolution is not None and contender.resolution is None:
             contender = replace(contender, resolution=resolution)
-        trial = Trial(model, contender, setting, sizes, steps, eps)
+        trial = OptimizerTrial(model, contender, setting, sizes, steps, eps)
         for name, twin in twins.items():
             try:
                 rows.append(trial.compare(name, twin))

@@ -48,7 +48,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class State:
+class RunState:
     """Where a run has arrived, or a tangent vector there.
 
     Attributes:
@@ -63,14 +63,14 @@ class State:
     theta: Params
 
 
-def itself(model: nn.Module) -> Twin:
+def identity_twin(model: nn.Module) -> Twin:
     """The model as its own twin: f is the identity."""
     return Twin(model, lambda module: dict(module.named_parameters()))
 
 
 def run(
     make: Make, start: Twin, setting: Setting, *, size: float, steps: int, lenient: bool = False
-) -> list[State]:
+) -> list[RunState]:
     """The states after 0, 1, …, `steps` steps of `size` times the optimizer's lr, on a copy.
 
     A run that is `lenient` may diverge: its remaining states are NaN.
@@ -86,7 +86,7 @@ def run(
                     "Keep the step size in param_groups as 'lr'",
                 )
             group["lr"] = group["lr"] * size
-        states = [look(start, model, setting)]
+        states = [observe(start, model, setting)]
         for _ in range(steps):
             try:
                 _step(optimizers, model, setting)
@@ -95,7 +95,7 @@ def run(
                     raise
                 states += [_lost(states[0])] * (steps + 1 - len(states))
                 break
-            states.append(look(start, model, setting))
+            states.append(observe(start, model, setting))
         for optimizer in optimizers:
             if callable(close := getattr(optimizer, "close", None)):
                 close()
@@ -126,10 +126,10 @@ def duplicate(model: nn.Module) -> nn.Module:
 
 
 @torch.no_grad()
-def look(start: Twin, model: nn.Module, setting: Setting) -> State:
+def observe(start: Twin, model: nn.Module, setting: Setting) -> RunState:
     """The function and the original's weights, as they are now."""
     probes = setting.probes
-    return State(
+    return RunState(
         select(model(setting.at), None).detach().to(torch.float64),
         None if probes is None else select(model(probes), None).detach().to(torch.float64),
         _flat(start.weights(model)),
@@ -137,7 +137,7 @@ def look(start: Twin, model: nn.Module, setting: Setting) -> State:
     )
 
 
-def push(start: Twin, setting: Setting, one: State, two: State) -> State:
+def push(start: Twin, setting: Setting, one: RunState, two: RunState) -> RunState:
     """The step Δθ from one state to the next as a tangent vector: dψ Δθ, and df Δθ."""
     if not all(bool(torch.isfinite(t).all()) for t in two.theta.values()):
         return _lost(one)
@@ -155,7 +155,7 @@ def push(start: Twin, setting: Setting, one: State, two: State) -> State:
 
     probes = setting.probes
     moved = two.parameters - one.parameters
-    return State(
+    return RunState(
         along(setting.at),
         None if probes is None else along(probes),
         moved if start.push is None else _flat(start.push(one.theta, step)),
@@ -167,11 +167,11 @@ def _flat(params: Params) -> Tensor:
     return torch.cat([p.detach().flatten().to(torch.float64) for p in params.values()])
 
 
-def _lost(state: State) -> State:
+def _lost(state: RunState) -> RunState:
     probes = None if state.probes is None else torch.full_like(state.probes, torch.nan)
     nan = (torch.full_like(t, torch.nan) for t in (state.batch, state.parameters))
     theta = {n: torch.full_like(t, torch.nan) for n, t in state.theta.items()}
-    return State(next(nan), probes, next(nan), theta)
+    return RunState(next(nan), probes, next(nan), theta)
 
 
 def _made(make: Make, model: nn.Module) -> list[Optimizer]:
@@ -242,7 +242,7 @@ def _failed(who: str, error: Exception) -> PullbackError:
     )
 
 
-def shaken(start: Twin, setting: Setting, resolution: float) -> tuple[Twin, Setting]:
+def perturb_start(start: Twin, setting: Setting, resolution: float) -> tuple[Twin, Setting]:
     """The same start with weights and inputs off by round-off: ±resolution of their own size."""
     generator = torch.Generator().manual_seed(setting.seed)
 

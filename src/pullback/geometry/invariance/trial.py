@@ -1,24 +1,160 @@
-"""One optimizer's runs on the original, and twins' runs measured against them."""
+"""One optimizer under one reparametrization."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from ... import solvers
 from ..._core.errors import PullbackError
+from ...optim import KFAC, NaturalGradient
+from ...optim.kfac import Damping, Invariant, Tikhonov
 from ..charts.transformations import Twin
-from .optimizers import Contender
-from .run import Setting, State, itself, push, run, shaken
-from .table import Row
-from .verdict import Measure, Seen
+from .run import RunState, Setting, identity_twin, perturb_start, push, run
+from .table import SLACK, AuditRow, Measure, Seen
+
+Make = Callable[[nn.Module], Any]
+
+
+@dataclass(frozen=True)
+class Contender:
+    """An optimizer to audit.
+
+    Attributes:
+        name: as tables show it.
+        make: model ↦ the optimizer, or a list of optimizers that step together.
+        about: why its verdicts are what they are, in one line.
+        resolution: the relative error that it makes in an update, beside the parameters' round-off.
+        slack: times round-off that still counts as none.
+    """
+
+    name: str
+    make: Make
+    about: str = ""
+    resolution: float | None = None
+    slack: float = SLACK
+
+
+def as_contenders(given: Any) -> list[Contender]:
+    """One or several, from a function, a contender, a dict of functions or a list of contenders."""
+    if isinstance(given, Contender):
+        return [given]
+    if isinstance(given, Mapping):
+        items = [c if isinstance(c, Contender) else Contender(str(n), c) for n, c in given.items()]
+    else:
+        several = list(given) if isinstance(given, Sequence) else [given]
+        items = [c if isinstance(c, Contender) else Contender(_name(c), c) for c in several]
+    alike = len({c.name for c in items}) < len(items)
+    if not items or alike or not all(callable(c.make) for c in items):
+        raise PullbackError(
+            "There is no optimizer to audit",
+            f"got {given!r}, where two may not have the same name",
+            "Give a function model ↦ optimizer, a dict of such functions, or Contenders",
+        )
+    return items
+
+
+def _name(make: Any) -> str:
+    name = getattr(make, "__name__", type(make).__name__)
+    return "optimizer" if name == "<lambda>" else name
+
+
+def _kfac(damping: float | Damping, **options: Any) -> Make:
+    def make(model: nn.Module) -> Optimizer:
+        return KFAC(
+            model, 0.05, fisher="exact", damping=damping, statistics_every=1, invert_every=1,
+            **options,
+        )  # fmt: skip
+
+    return make
+
+
+def _muon(model: nn.Module) -> list[Optimizer]:
+    """Muon for matrices, plain gradient steps for the rest, as it is used."""
+    params = [p for p in model.parameters() if p.requires_grad]
+    found: list[Optimizer] = [
+        torch.optim.Muon([p for p in params if p.ndim == 2], lr=0.02, weight_decay=0.0)
+    ]
+    rest = [p for p in params if p.ndim != 2]
+    return found + ([torch.optim.SGD(rest, lr=0.02)] if rest else [])
+
+
+def optimizers() -> list[Contender]:
+    """Those of the table, for the loss ½‖z − y‖²; a new one is one line here or in the caller."""
+    return [
+        Contender(
+            "SGD",
+            lambda m: torch.optim.SGD(m.parameters(), lr=0.02, momentum=0.9),
+            "steepest descent in the Euclidean length of the coordinates: orthogonal changes only",
+        ),
+        Contender(
+            "Adam",
+            lambda m: torch.optim.Adam(m.parameters(), lr=0.01),
+            "acts entry by entry: their order does not matter, their scale does",
+        ),
+        Contender(
+            "L-BFGS",
+            lambda m: torch.optim.LBFGS(m.parameters(), lr=0.05, max_iter=4),
+            "its first step is steepest descent, so it inherits the same coordinates",
+        ),
+        Contender(
+            "Muon",
+            _muon,
+            "orthogonalizes a matrix: rows and columns may be permuted, entries not",
+            resolution=torch.finfo(torch.bfloat16).eps,
+            slack=5.0,
+        ),
+        Contender(
+            "NGD, pseudo-inverse",
+            lambda m: NaturalGradient(m, solver=solvers.PseudoInverse(), lr=0.05),
+            "the update of the function is coordinate-free; a finite step is, if f is affine and "
+            "no parameter is superfluous",
+        ),
+        Contender(
+            "NGD, damped",
+            lambda m: NaturalGradient(m, solver=solvers.Cholesky(damping=1e-2), lr=0.05),
+            "λ|Δθ|² measures lengths in the coordinates: orthogonal changes only",
+        ),
+        Contender(
+            "K-FAC, undamped",
+            _kfac(0.0, kl_clip=1e-2),
+            "the natural gradient of a metric that affine changes of layers carry along, as long "
+            "as no factor is singular (units that are dead on the batch)",
+        ),
+        Contender(
+            "K-FAC, invariant",
+            _kfac(Invariant(1e-2)),
+            "damped by second moments, which are carried along too",
+        ),
+        Contender(
+            "K-FAC, Tikhonov",
+            _kfac(Tikhonov(1e-2)),
+            "damped by the identity, which is not",
+        ),
+        Contender(
+            "K-FAC, eigenbasis",
+            lambda m: KFAC(m, 0.01, statistics_every=1, invert_every=1),
+            "Adam in bases that turn with inputs and outputs; biases, which are Adam's, do not",
+        ),
+        Contender(
+            "K-FAC, spectral",
+            lambda m: KFAC(m, 0.02, rule="spectral", statistics_every=1, invert_every=1),
+            "a polar factor turns with the inputs; rows are scaled one by one, and the output "
+            "layer is Adam's",
+        ),
+    ]
+
 
 #: a round-off, with its slack, at which larger steps need not be looked at
 CLEAR = 1e-3
-Look = Callable[[State], Tensor]
+Look = Callable[[RunState], Tensor]
 
 
 @dataclass(frozen=True)
@@ -32,14 +168,14 @@ class Runs:
         pushes: the two directions of a step, pushed forward from both starts, by its number.
     """
 
-    small: list[list[State]]
-    long: list[State]
-    off: list[State]
-    long_off: list[State]
-    pushes: Callable[[int], tuple[State, State]]
+    small: list[list[RunState]]
+    long: list[RunState]
+    off: list[RunState]
+    long_off: list[RunState]
+    pushes: Callable[[int], tuple[RunState, RunState]]
 
 
-class Trial:
+class OptimizerTrial:
     """The original's runs: a step at each size, the steps of full size, and shaken ones."""
 
     def __init__(
@@ -53,7 +189,7 @@ class Trial:
     ) -> None:
         self.contender, self.setting, self.sizes = contender, setting, sizes
         self.steps, self.resolution = steps, resolution
-        self.mine = self._runs(itself(model))
+        self.mine = self._runs(identity_twin(model))
         if any(not _gap(_batch, s[1], s[0]) > 0 for s in self.mine.small):
             raise PullbackError(
                 f"{contender.name} does not move the model",
@@ -61,7 +197,7 @@ class Trial:
                 "Build the optimizer on the model that make_optimizer is given, with lr > 0",
             )
 
-    def compare(self, name: str, twin: Twin) -> Row:
+    def compare(self, name: str, twin: Twin) -> AuditRow:
         """The twin's runs beside the original's."""
         theirs = self._runs(twin, lenient=True)
 
@@ -79,17 +215,17 @@ class Trial:
             )  # fmt: skip
 
         probes = None if self.setting.probes is None else measure(_probes)
-        return Row(self.contender.name, name, measure(_batch), measure(_parameters), probes)
+        return AuditRow(self.contender.name, name, measure(_batch), measure(_parameters), probes)
 
     def _runs(self, start: Twin, *, lenient: bool = False) -> Runs:
         make, setting, sizes = self.contender.make, self.setting, self.sizes
-        other, shifted = shaken(start, setting, self.resolution)
+        other, shifted = perturb_start(start, setting, self.resolution)
         small = [run(make, start, setting, size=s, steps=1, lenient=lenient) for s in sizes]
         off = [run(make, other, shifted, size=s, steps=1, lenient=lenient) for s in sizes]
         steps = self.steps
 
         @cache
-        def pushes(number: int) -> tuple[State, State]:
+        def pushes(number: int) -> tuple[RunState, RunState]:
             return push(start, setting, *small[number]), push(start, setting, *off[number])
 
         return Runs(
@@ -101,7 +237,7 @@ class Trial:
         )
 
     def _step(
-        self, of: Look, mine: Sequence[State], theirs: State, off: tuple[State, State]
+        self, of: Look, mine: Sequence[RunState], theirs: RunState, off: tuple[RunState, RunState]
     ) -> Seen:
         """m(η), and the larger of what round-off does to either end, at least to the values."""
         moved = _gap(of, mine[1], mine[0])
@@ -133,7 +269,7 @@ class Trial:
         return max(roundoff, self.contender.resolution or 0.0)
 
 
-def _size(start: State, step: State) -> float:
+def _size(start: RunState, step: RunState) -> float:
     """‖θ‖/‖Δθ‖."""
     one, two = (
         float(sum(t.double().square().sum() for t in s.theta.values())) ** 0.5
@@ -142,20 +278,20 @@ def _size(start: State, step: State) -> float:
     return one / two if two > 0 else 1.0
 
 
-def _batch(state: State) -> Tensor:
+def _batch(state: RunState) -> Tensor:
     return state.batch
 
 
-def _probes(state: State) -> Tensor:
+def _probes(state: RunState) -> Tensor:
     assert state.probes is not None
     return state.probes
 
 
-def _parameters(state: State) -> Tensor:
+def _parameters(state: RunState) -> Tensor:
     return state.parameters
 
 
-def _gap(of: Look, one: State, two: State) -> float:
+def _gap(of: Look, one: RunState, two: RunState) -> float:
     gap = float((of(one) - of(two)).norm())
     return gap if math.isfinite(gap) else math.inf
 

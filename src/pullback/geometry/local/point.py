@@ -1,4 +1,4 @@
-r"""One point of a model: φ: Ξ → (Z, g) linearized at ξ, and what the geometry there says.
+"""One point of a model: φ: Ξ → (Z, g) linearized at ξ, and what the geometry there says.
 
     J = dφ_ξ,   g = S Sᵀ,   A = SᵀJ = U Σ Vᵀ,   G = JᵀgJ = AᵀA
 
@@ -8,9 +8,10 @@ image of dφ is v ↦ J A⁺Sᵀv.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import Any
 
 import torch
@@ -19,12 +20,120 @@ from torch import Tensor
 from ..._core.errors import PullbackError
 from ...grams import Gram, Part, assemble
 from ...solvers import PseudoInverse
-from ..covectors import Loss, differential, raised
-from .ambient import Ambient, MetricLike
-from .coordinates import Coordinates, Phi, Vector
-from .inverses import Inverse, as_inverse
-from .smooth import differentiable
-from .spectrum import Rank, default_rcond
+from .ambient import Ambient, MetricLike, NamedCoordinates, Phi, Vector
+from .inverses import Inverse, Rank, as_inverse, default_rcond
+
+_DIRECTIONS = 2
+_SHRINK = 0.1  # the second step, as a share of the first
+_FINER = 1e-3  # what oscillates within the first steps may be smooth within these
+
+
+def differentiable(
+    value: Callable[[Tensor], Tensor],
+    jvp: Callable[[Tensor], Tensor],
+    size: float,
+    like: Tensor,
+    eps: float,
+) -> bool:
+    r"""Whether (φ(ξ ± hv) − φ(ξ))/±h → Jv on both sides, for random v.
+
+    With e(h) the difference of both sides of this, a map with bounded curvature has e = O(h); at
+    a kink e does not fall as h does. Decided: e(h/10) > ½e(h) and e(h/10) > tol·(‖Jv‖ + e(h)),
+    tol = 10⁴√ε (at most 1 %), means a kink, if it is so for each of h = ε^(1/3)·s with s = m, 10⁻³m
+    and ‖ξ‖/√p where round-off lets e be seen, m = max(1, ‖ξ‖/√p). What lies further than h from ξ
+    is not seen.
+
+    Args:
+        value: v ↦ φ(ξ + v), for flat v (p,).
+        jvp: v ↦ Jv, in the same shape.
+        size: ‖ξ‖/√p.
+        like: a flat vector, for size, dtype and device.
+        eps: ε, the round-off of φ or of ξ, whichever is larger.
+    """
+    coarse = max(1.0, size)
+    scales = [coarse, _FINER * coarse, *([size] if 0 < size < 1 else [])]
+    generator = torch.Generator().manual_seed(0)
+    z = value(torch.zeros_like(like)).flatten()
+    for _ in range(_DIRECTIONS):
+        v = torch.randn(len(like), generator=generator, dtype=torch.float64).to(like)
+        pushed = jvp(v).flatten()
+        for sign in (1.0, -1.0):
+            seen = [
+                _kink(
+                    lambda h, v=v: value(h * v).flatten(), z, pushed, sign * eps ** (1 / 3) * s, eps
+                )
+                for s in scales
+            ]
+            if seen[0] and False not in seen:
+                return False
+    return True
+
+
+def _kink(
+    value: Callable[[float], Tensor], z: Tensor, pushed: Tensor, h: float, eps: float
+) -> bool | None:
+    """Whether differences with h and h/10 miss Jv alike; None where round-off hides it."""
+    errors: list[float] = []
+    for step in (h, _SHRINK * h):
+        e = (value(step) - z) / step - pushed
+        errors.append(float(e.norm()) if bool(torch.isfinite(e).all()) else 0.0)
+    size = float(pushed.norm()) + errors[0]
+    noise = 100 * eps * float(z.norm()) / (_SHRINK * abs(h))
+    if noise > 0.1 * size:
+        return None
+    limit = min(1e4 * eps**0.5, 1e-2) * size + noise
+    return errors[1] > max(0.5 * errors[0], limit)
+
+
+Loss = Callable[[Tensor], Tensor]
+
+
+def differential(loss: Loss, value: Tensor) -> Tensor:
+    """∂L/∂z at z, in its shape."""
+    if not callable(loss):
+        raise PullbackError(
+            "The loss is not usable",
+            f"got {type(loss).__name__}",
+            "Pass a function of φ(ξ) that gives a scalar tensor",
+        )
+    with torch.enable_grad():
+        z = value.detach().clone().requires_grad_()
+        total = loss(z)
+        if not isinstance(total, Tensor) or total.numel() != 1:
+            raise PullbackError(
+                "The loss is not one number",
+                f"got {tuple(getattr(total, 'shape', ()))}",
+                "Reduce it to a scalar tensor",
+            )
+        if not bool(torch.isfinite(total)):
+            raise PullbackError("L is not finite at φ(ξ)", f"got {float(total.detach())}", "Move ξ")
+        slope = None
+        if total.requires_grad:
+            (slope,) = torch.autograd.grad(total.reshape(()), z, allow_unused=True)
+    slope = torch.zeros_like(z) if slope is None else slope
+    if not bool(torch.isfinite(slope).all()):
+        raise PullbackError("dL is not finite at φ(ξ)", "the loss is undefined there", "Move ξ")
+    return slope.detach()
+
+
+def raise_covector(part: Part, covector: Tensor) -> Tensor:
+    """The v with g v = dL, of least norm: v = S⁺ᵀr, sample by sample unless g couples them."""
+    factor, value = part.factor, part.linear.value
+    r = factor.whiten(covector).value
+    if r is None:
+        raise PullbackError(
+            "dL is not in the range of the metric",
+            "g is singular or overflows, and no vector v has g v = dL",
+            "Use a nonsingular metric, or a loss that does not see its null directions",
+        )
+    if factor.couples_samples:
+        eye = torch.eye(value.numel(), dtype=value.dtype, device=value.device)
+        transposed = part.transpose(eye).T  # Sᵀ, (k, n)
+        return (torch.linalg.pinv(transposed) @ r.flatten()).reshape(value.shape)
+    columns = factor.covectors(value).flatten(2).permute(1, 2, 0)  # (N, |event|, R)
+    flat = r.reshape(len(value), prod(factor.white))
+    return (torch.linalg.pinv(columns.mT) @ flat[..., None]).reshape(value.shape)
+
 
 _MEMORY = 2**30
 
@@ -89,7 +198,7 @@ class Point:
                 "it records no graph",
                 "Use torch.no_grad() in place of torch.inference_mode()",
             )
-        self._coordinates = Coordinates(phi, xi)
+        self._coordinates = NamedCoordinates(phi, xi)
         self._ambient = Ambient(phi, metric, inputs, reduction)
         self._linear = self._ambient.linearize(self._coordinates)
         self._part = Part(self._linear, self._ambient.factor(self._linear.value))
@@ -191,7 +300,7 @@ class Point:
     def decompose(self, loss: Loss) -> Decomposition:
         """grad^Z L into what the image of dφ can follow and what is lost to it."""
         covector = self._covector(loss)
-        ambient = raised(self._part, covector)
+        ambient = raise_covector(self._part, covector)
         white = self._part.transpose(ambient.flatten())
         tangent = self._projected(white)
         lost = ambient - tangent

@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from ..._core.errors import PullbackError
-from .ambient import MetricLike
-from .coordinates import Coordinates, Phi, Vector
+from .ambient import MetricLike, NamedCoordinates, Phi, Vector
+from .inverses import Rank
 from .point import Point
-from .spectrum import Rank
 
 
 @dataclass(frozen=True)
@@ -132,7 +131,7 @@ def _ranks(
     """The ranks at random parameters around each start at which φ and g are finite."""
     ranks = []
     for start in starts:
-        for moved in _nearby(Coordinates(phi, start), *search):
+        for moved in _nearby(NamedCoordinates(phi, start), *search):
             try:
                 ranks.append(Point(phi, moved, metric, check=False, **options).rank.rank)
             except PullbackError:  # outside the domain of φ or of g
@@ -177,7 +176,7 @@ def _span(points: list[Point]) -> int:
 
 
 def _nearby(
-    coordinates: Coordinates, radius: float, tries: int, seed: int
+    coordinates: NamedCoordinates, radius: float, tries: int, seed: int
 ) -> Iterable[Tensor | dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(seed)
     flat = coordinates.space.flatten(coordinates.point)

@@ -9,10 +9,8 @@ import torch
 from torch import Tensor
 
 from ..._core.errors import PullbackError
-from ..local.ambient import MetricLike
-from ..local.coordinates import Phi, Vector
-from .grid import on_grid
-from .hit_and_run import by_hit_and_run
+from ..local.ambient import MetricLike, Phi, Vector
+from .hit_and_run import by_hit_and_run, on_grid
 from .landscape import Landscape
 
 

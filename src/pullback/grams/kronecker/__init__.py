@@ -1,7 +1,6 @@
 """Kronecker-factored Grams: pure algebra, factors in and solves out."""
 
-from .blocks import Block, Pair, Rotated, Units, merged
-from .gram import Kronecker
+from .blocks import Block, Kronecker, Pair, Rotated, Units, merged
 from .inverting import Inverses, inverses
 from .packed import Packed
 

@@ -3,7 +3,6 @@
 from . import rules as rules
 from . import shapes as shapes  # both enter the rules
 from .jet import Jet, Tape, Unsupported
-from .nested import nested
-from .scheme import Index, Scheme
+from .scheme import Index, Scheme, nested
 
 __all__ = ["Index", "Jet", "Scheme", "Tape", "Unsupported", "nested"]

@@ -5,7 +5,6 @@ from . import (
     conv,
     directed,
     embedding,
-    gain,
     linear,
     product,
     recurrent,
@@ -13,9 +12,8 @@ from . import (
     transposed,
 )
 from .affine import AffineBlock
-from .base import Block, RowsBlock
 from .compound import Compound, Tap
-from .registry import REGISTRY, Layer, Use, find, register
+from .registry import REGISTRY, Block, Layer, RowsBlock, Use, find, register
 
 __all__ = [
     "REGISTRY",
@@ -31,7 +29,6 @@ __all__ = [
     "directed",
     "embedding",
     "find",
-    "gain",
     "linear",
     "product",
     "recurrent",

@@ -1,4 +1,4 @@
-r"""Layers whose output is W·a + b at every place that shares the weight.
+"""Layers whose output is W·a + b at every place that shares the weight.
 
 With the sharing axis t and groups g, and inputs ā_t = (a_t, h_t) whose homogeneous coordinate h_t
 is what the bias multiplies (1, but 0 at the derivatives of a jet),
@@ -9,11 +9,12 @@ is what the bias multiplies (1, but 0 at the derivatives of a jet),
     Aᵀ c   = Σ_t (Σ_r c_r δ_rt) ⊗ ā_t
 
 Where a mean over places follows, all of them have one cotangent and the row is δ ⊗ Σ_t ā_t: one
-place, whatever their number.
+place, whatever their number. K-FAC asks for the sides of the Kronecker product, and squared rows.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 from typing import Any
@@ -22,13 +23,74 @@ import torch
 from torch import Tensor
 
 from ..._core.products import add_cross, mirrored
-from .base import Block
-from .contracted import add_contracted
-from .hadamard import add_hadamard, heights_only, inner
-from .materialized import add_materialized
-from .routes import Costs
-from .separated import Separated, add_separated
-from .sided import Sided
+from .gram import (
+    Costs,
+    SeparatedCotangents,
+    add_contracted,
+    add_hadamard,
+    add_materialized,
+    add_separated,
+    heights_only,
+    inner,
+)
+from .registry import Block
+
+_SQUARES = 2**24  # entries of samples' gradients held at once
+
+
+class Sided(Block):
+    """A block of rows Σ_t δ_t ⊗ ā_t, from inputs (N, G, T, I) and cotangents (N, R, G, T, O)."""
+
+    shape: tuple[int, int, int, int]
+    _bias: str | None
+    _delta: Tensor
+
+    @abstractmethod
+    def _inputs(self) -> Tensor:
+        """a, (N, G, T, I)."""
+
+    @property
+    @abstractmethod
+    def _height(self) -> Tensor:
+        """h, (T,), what the bias multiplies."""
+
+    def sides(self, longest: int) -> tuple[Tensor, Tensor]:
+        r"""Σ δδᵀ, (G, O, O), and mean āāᵀ, (G, I, I) or with the bias (G, I + 1, I + 1).
+
+        Their Kronecker product takes every place for a sample of its own. Sides longer than
+        `longest` are diagonals, (G, n).
+        """
+        d = self._delta.flatten(0, 1).transpose(0, 1).flatten(1, 2)
+        a = self._extended().transpose(0, 1).flatten(1, 2)
+        return _moment(d, longest), _moment(a, longest) / a.shape[1]
+
+    def _extended(self) -> Tensor:
+        """ā, (N, G, T, I) or with the bias (N, G, T, I + 1)."""
+        x = self._inputs()
+        if self._bias is None:
+            return x
+        return torch.cat([x, self._height[:, None].expand(*x.shape[:3], 1)], 3)
+
+    def squares(self, u: Tensor | None, w: Tensor | None) -> Tensor:
+        r"""Σ_n (UᵀV_nW)² of the rows V_n = Σ_t δ_t ⊗ ā_t, entry by entry: (G, O, I or I + 1).
+
+        U (G, O, O) and W are orthogonal; None stands for the identity.
+        """
+        n, _, t, _ = self.shape
+        delta = self._delta.flatten(0, 1)  # (N·R, G, T, O)
+        delta = delta if u is None else delta @ u
+        x = self._extended()
+        x = (x if w is None else x @ w).repeat_interleave(len(delta) // n, 0)
+        if t == 1:
+            return torch.einsum("ngto,ngti->goi", delta.square(), x.square())
+        panel = max(1, _SQUARES // (delta.shape[-1] * x.shape[-1] * x.shape[1]))
+        pieces = zip(delta.split(panel), x.split(panel), strict=True)
+        return torch.stack([(d.mT @ a).square().sum(0) for d, a in pieces]).sum(0)
+
+
+def _moment(x: Tensor, longest: int) -> Tensor:
+    """Σ xxᵀ over the places of (G, P, n)."""
+    return x.square().sum(1) if x.shape[-1] > longest else x.mT @ x
 
 
 class AffineBlock(Sided):
@@ -104,13 +166,13 @@ class AffineBlock(Sided):
         return AffineBlock(self._weight, self._bias, inputs, shape, first, height, self.looks)
 
     @cached_property
-    def _separated(self) -> list[Separated]:
+    def _separated(self) -> list[SeparatedCotangents]:
         """By group, the factors of the cotangents where covectors and places separate."""
         before, found = self.looks.get("separated"), []
         if self._delta.is_meta or before is False:
             return []
         for g in range(self.shape[1]):
-            one = Separated.of(self._delta[:, :, g], hopeful=bool(before))
+            one = SeparatedCotangents.of(self._delta[:, :, g], hopeful=bool(before))
             self.looks["separated"] = one is not None
             if one is None:
                 return []
@@ -219,7 +281,7 @@ class AffineBlock(Sided):
             same = other is self
             add_cross(out, shifts, shifts if same else other._shifts().flatten(2).flatten(0, 1))
 
-    def _moments(self, g: int, inputs: Tensor) -> tuple[Separated, Tensor]:
+    def _moments(self, g: int, inputs: Tensor) -> tuple[SeparatedCotangents, Tensor]:
         """The factors of a group and their moments with the inputs."""
         heights = None if self._bias is None else self._height
         return self._separated[g], self._separated[g].moments(inputs[:, g], heights)

@@ -12,20 +12,20 @@ import torch
 from torch import Tensor, nn
 
 from .affine import AffineBlock
-from .base import Block, joined
-from .correlated import correlated_moments, correlates
-from .lines import (
+from .correlated import (
     by_lines,
     channel_bytes,
     channel_moment,
     channel_moments,
+    correlated_moments,
+    correlates,
     left_out,
     patch_sum,
     pointwise,
 )
 from .moments import Moments, Sharing, counted, means, moments, second_moment
 from .patches import patch_moment, patches
-from .registry import Layer, Seen, Use, register
+from .registry import Block, Layer, Seen, Use, joined, register
 
 _TOGETHER = 2**27  # bytes of moments that are formed at once
 _NARROW = 256  # channels up to which half of a symmetric product is not worth a copy

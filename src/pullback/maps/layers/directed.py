@@ -18,12 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .base import Block
 from .moments import Moments, Sharing
-from .registry import Layer, Use, find, register
+from .registry import Block, Layer, Use, find, register
 
 
-class Directed(nn.Module):
+class NormalizedUse(nn.Module):
     """A use of a module `inner` whose weight was made of v and g, in the place of that module.
 
     `inner` holds v as its weight. Slices along the axis `dim` have a length each; all of v has one
@@ -66,7 +65,7 @@ class Directed(nn.Module):
         return (c[:, None] * (rows - along * unit)).flatten(-3)
 
 
-@register(Directed)
+@register(NormalizedUse)
 class DirectedLayer(Layer):
     """As the layer of the inner module, with the side of the slices scaled by c."""
 
@@ -115,7 +114,7 @@ class DirectedLayer(Layer):
 class DirectedBlock(Block):
     """Rows for v and the bias, from those for W and the bias."""
 
-    def __init__(self, weight: str | None, module: Directed, inner: Block) -> None:
+    def __init__(self, weight: str | None, module: NormalizedUse, inner: Block) -> None:
         self._weight, self._module, self._inner = weight, module, inner
         self.names, self.looks = inner.names, {}
 

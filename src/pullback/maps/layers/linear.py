@@ -9,9 +9,8 @@ from torch import Tensor, nn
 
 from ..._core.products import moment
 from .affine import AffineBlock
-from .base import Block, joined
 from .moments import Moments, Sharing, means, moments, second_moment, stackable, stacked
-from .registry import Layer, Seen, Use, register
+from .registry import Block, Layer, Seen, Use, joined, register
 
 
 @register(nn.Linear)

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from ..._core.products import products
 from ..._core.space import compute_dtype
-from .lines import by_lines, line_moment
+from .correlated import by_lines, line_moment
 
 _GAIN = 1.5  # saved multiplications that pay for smaller products, one by one
 _CACHE, _MEMORY = 2**24, 2**28  # bytes unfolded at a time, on the CPU and elsewhere

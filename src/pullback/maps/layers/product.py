@@ -18,12 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from .affine import AffineBlock
-from .base import Block, joined
 from .moments import Moments, Sharing, counted, means, moments, second_moment
-from .registry import Layer, Use, register
+from .registry import Block, Layer, Use, joined, register
 
 
-class Product(nn.Module):
+class ProductUse(nn.Module):
     """A use of a parameter as G matrices (O, I), in the place of a module.
 
     Args:
@@ -60,11 +59,11 @@ class Product(nn.Module):
         return z.reshape(*shape[0], *(torch.Size(s).numel() for s in shape[1:]))
 
 
-class TurnedProduct(Product):
+class TurnedProduct(ProductUse):
     """The same, of matrices that are held as (I, O)."""
 
 
-@register(Product)
+@register(ProductUse)
 class Matrices(Layer):
     """a (*lead, T, M, I) and δ as `Product.arranged` gives it, (*lead, T, M, O)."""
 
@@ -138,7 +137,7 @@ def _by_matrix(x: Tensor) -> Tensor:
     return x.movedim(-2, 0).flatten(1, -2)
 
 
-def _among(module: Product, some: Tensor) -> Tensor:
+def _among(module: ProductUse, some: Tensor) -> Tensor:
     """Put what belongs to the matrices in use at their place among zeros."""
     out = some.new_zeros(module.form[0], *some.shape[1:])
     out[module.first : module.first + module.used] = some
@@ -146,7 +145,7 @@ def _among(module: Product, some: Tensor) -> Tensor:
 
 
 def _segments(
-    module: Product, x: Tensor, keep: Tensor | None
+    module: ProductUse, x: Tensor, keep: Tensor | None
 ) -> Iterator[tuple[Tensor, Tensor | None]]:
     """The places (P, n) of each matrix, and which of them count."""
     assert module.index is not None

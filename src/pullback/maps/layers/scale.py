@@ -1,8 +1,9 @@
-"""Layers with an elementwise gain and shift: normalizations, and PReLU's slope."""
+"""Layers with an elementwise gain and shift: norms, PReLU's slope, gains written by hand."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -12,10 +13,56 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..._core.space import compute_dtype
-from .base import Block, RowsBlock
 from .moments import Sharing
-from .registry import Layer, Use, register
-from .units import UnitSums, finished, second_moments
+from .registry import Block, Layer, RowsBlock, Use, register
+
+#: mean and 1/σ of a normalization
+Kept = tuple[Tensor, Tensor] | None
+
+
+@dataclass(frozen=True, slots=True)
+class UnitSums:
+    """By role, "weight" and "bias", Σδx̂ and Σδ over the places of each sample and unit: (N, U).
+
+    Where `kept` has μ and 1/σ, (U,), "weight" is Σδx, and Σδx̂ = (Σδx − μΣδ)/σ is yet to come.
+    """
+
+    by: dict[str, Tensor]
+    roles: tuple[str, ...]
+    kept: Kept = None
+
+    @property
+    def shape(self) -> torch.Size:
+        """(N, U)."""
+        return next(iter(self.by.values())).shape
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Those of one kind can be finished together."""
+        some = next(iter(self.by.values()))
+        return some.shape[0], some.dtype, some.device, self.roles, self.kept is None
+
+
+def finished(some: Sequence[UnitSums]) -> Tensor:
+    """The rows (N, ΣU, k) of layers of one kind, side by side."""
+    first = some[0]
+    beside = _beside([x.by[role] for role in first.by for x in some], 1).chunk(len(first.by), 1)
+    by, kept = dict(zip(first.by, beside, strict=True)), [x.kept for x in some if x.kept]
+    if kept:
+        mean, scale = _beside([t for pair in zip(*kept, strict=True) for t in pair], 0).chunk(2)
+        by["weight"] = torch.addcmul(by["weight"], mean, by["bias"], value=-1).mul_(scale)
+    return torch.stack([by[role] for role in first.roles], -1)
+
+
+def second_moments(some: Sequence[UnitSums]) -> list[Tensor]:
+    """Σ_n rows rowsᵀ, (U, k, k), of each of these layers of one kind."""
+    rows = finished(some)
+    units = torch.bmm(rows.permute(1, 2, 0), rows.transpose(0, 1))
+    return list(units.split([x.shape[1] for x in some]))
+
+
+def _beside(tensors: Sequence[Tensor], dim: int) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), dim)
 
 
 class Scale(Layer):
@@ -229,3 +276,35 @@ class PReLU(ChannelScale):
 
     def normalized(self, module: Any, x: Tensor) -> Tensor:
         return x.clamp(max=0)
+
+
+class Gain(nn.Module):
+    """A use z = g ∘ x, or z = x + g, in the place of a module.
+
+    `shape` is that with which g meets x, without leading ones.
+    """
+
+    def __init__(self, role: str, parameter: Tensor, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.__dict__["_parameters"] = {"weight": None, "bias": None, role: parameter}
+        self.shape = shape
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply, or add."""
+        held: Any = self._parameters
+        gain, shift = held["weight"], held["bias"]
+        return x + shift.reshape(self.shape) if gain is None else x * gain.reshape(self.shape)
+
+
+@register(Gain)
+class ElementwiseGain(Scale):
+    """x̂ is x; axes on which the gain has one entry share it."""
+
+    def features(self, module: Any, ndim: int) -> int:
+        return len(module.shape)
+
+    def places(self, module: Any, ndim: int) -> list[int]:
+        return [i - ndim for i, n in enumerate(module.shape) if n == 1]
+
+    def normalized(self, module: Any, x: Tensor) -> Tensor:
+        return x

@@ -23,10 +23,9 @@ from torch import Tensor, nn
 from ..._core.errors import PullbackError
 from ..._core.products import cross
 from .affine import AffineBlock
-from .base import Block, joined
 from .moments import Moments, Sharing, counted, means, moments, second_moment
 from .patches import windows
-from .registry import Layer, Use, register
+from .registry import Block, Layer, Use, joined, register
 
 
 def transposed_sides(module: Any, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:

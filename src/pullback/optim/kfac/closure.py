@@ -24,7 +24,7 @@ from ...grams import Part
 from ...maps import ModuleMap
 from ...metrics import Metric
 from ...steps import QuadraticModel
-from ...steps.quadratic import best_factors
+from ...steps.trust import best_factors
 from ..checks import loss_of, refuse_uncallable
 from ..objective import ObjectiveProblem
 from ..terms import Objective

@@ -110,7 +110,7 @@ def _as_number(value: Any) -> Any:
 
 
 #: layers by which a transformer or a relative of it is known
-_OF_TRANSFORMERS = (nn.Embedding, nn.MultiheadAttention, nn.LayerNorm, nn.RMSNorm)
+_OF_TRANSFORMERS = (nn.Embedding, nn.MultiheadAttention, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
 #: arguments that rules do not take which are for matrices alone
 _NATURAL = ("momentum", "kl_clip", "ekfac", "step")
 

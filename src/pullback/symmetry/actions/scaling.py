@@ -1,14 +1,68 @@
-"""Positive numbers that multiply the entries of parameters, unit by unit."""
+r"""Group actions on parameters that leave a network's function as it is: scalings and mixings.
+
+Each acts on a dict of parameters by name and returns the changed ones, never touching its
+argument. `generators` are the tangents of its orbits, Z = d/dt (exp(t·e_i)·w) at t = 0, one per
+dimension of the group: vectors in the kernel of J.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from .action import Action, Parameters
+Parameters = Mapping[str, Tensor]
+
+
+class Action(ABC):
+    """A group that acts on some of a network's parameters."""
+
+    #: what it is, for people
+    about: str
+
+    @property
+    @abstractmethod
+    def dimension(self) -> int:
+        """Of the group."""
+
+    @property
+    @abstractmethod
+    def names(self) -> tuple[str, ...]:
+        """The parameters that are moved."""
+
+    @abstractmethod
+    def act(self, params: Parameters, element: Tensor) -> dict[str, Tensor]:
+        """exp(element)·w for an element (dimension,) of the Lie algebra: the moved parameters."""
+
+    @abstractmethod
+    def tangent(self, params: Parameters, element: Tensor) -> dict[str, Tensor]:
+        """Zᵀ·element = d/dt exp(t·element)·w at t = 0, without forming Z."""
+
+    def generators(self, params: Parameters) -> dict[str, Tensor]:
+        """Z at w: (dimension, *shape) for each parameter that is moved."""
+        one = params[self.names[0]]
+        lines = [
+            self.tangent(params, e)
+            for e in torch.eye(self.dimension, dtype=one.dtype, device=one.device)
+        ]
+        return {n: torch.stack([line[n] for line in lines]) for n in self.names}
+
+    def pairing(self, params: Parameters, covector: Parameters) -> Tensor:
+        """Z·v: the inner product of each generator with a vector, (dimension,).
+
+        The tangent is linear in its element, so that this is its transpose.
+        """
+        one = params[self.names[0]]
+        zero = torch.zeros(self.dimension, dtype=one.dtype, device=one.device)
+
+        def against(element: Tensor) -> Tensor:
+            moved = self.tangent(params, element)
+            return sum((moved[n] * covector[n]).sum() for n in self.names)  # pyright: ignore
+
+        return torch.func.grad(against)(zero)
 
 
 @dataclass(frozen=True)
@@ -127,3 +181,71 @@ class Scaling(Action):
         legs = [Leg(leg.name, place[leg.unit], leg.power) for leg in self.legs]
         legs = [leg for leg in legs if bool((leg.unit >= 0).any())]
         return Scaling(int(keep.sum()), legs, self.about)
+
+
+Index = Tensor
+
+
+@dataclass(frozen=True)
+class Mixing(Action):
+    r"""A ← M A and B ← B M⁻¹ for an invertible M: what lies between two linear maps.
+
+    A head's values against the output projection, or its queries against its keys
+    (q ← M q, k ← M⁻ᵀ k). A recurrent layer that reads itself has both: W ← M W M⁻¹.
+
+    Attributes:
+        size: of M, (size, size).
+        into: (name, rows): the rows of these parameters are mixed by M; vectors are biases.
+        out: (name, columns, transposed): the columns are mixed by M⁻¹; transposed: they are rows
+            of the parameter, mixed by M⁻ᵀ (the key against the query).
+        about: what it is, for people.
+        tables: (name, columns): tables whose rows are vectors, E ← E Mᵀ.
+        inner: (name, places, axis): weights with several inputs, mixed by M⁻¹ along an axis.
+    """
+
+    size: int
+    into: Sequence[tuple[str, Index]]
+    out: Sequence[tuple[str, Index, bool]]
+    about: str = "mixing"
+    tables: Sequence[tuple[str, Index]] = ()
+    inner: Sequence[tuple[str, Index, int]] = ()
+
+    @property
+    def dimension(self) -> int:
+        return self.size**2
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(name for name, _, _, _ in self.sides()))
+
+    def sides(self) -> Iterator[tuple[str, Index, int, bool]]:
+        """(name, places, axis, inverse): M, or inverse M⁻ᵀ, acts along the axis."""
+        yield from ((name, rows, 0, False) for name, rows in self.into)
+        yield from ((name, columns, 1, False) for name, columns in self.tables)
+        yield from ((name, at, 0 if turned else 1, True) for name, at, turned in self.out)
+        yield from ((name, at, axis, True) for name, at, axis in self.inner)
+
+    def tangent(self, params: Parameters, element: Tensor) -> dict[str, Tensor]:
+        x = element.view(self.size, self.size)
+        moved = {n: torch.zeros_like(params[n]) for n in self.names}
+        for name, places, axis, inverse in self.sides():
+            w = params[name].detach()
+            change = _mixed_along((-x.mT if inverse else x).to(w), w, places, axis)
+            moved[name] = moved[name].index_add(axis, places.to(w.device), change)
+        return moved
+
+    def act(self, params: Parameters, element: Tensor) -> dict[str, Tensor]:
+        x = element.view(self.size, self.size)
+        matrix, inverse = torch.linalg.matrix_exp(x), torch.linalg.matrix_exp(-x).mT
+        moved = {n: params[n].detach() for n in self.names}
+        for name, places, axis, back in self.sides():
+            w = moved[name]
+            new = _mixed_along((inverse if back else matrix).to(w), w, places, axis)
+            moved[name] = w.index_copy(axis, places.to(w.device), new)
+        return moved
+
+
+def _mixed_along(matrix: Tensor, w: Tensor, places: Tensor, axis: int) -> Tensor:
+    """Σ_j M_ij w_j over the chosen places of an axis."""
+    chosen = w.index_select(axis, places.to(w.device)).movedim(axis, 0)
+    return torch.einsum("ij,j...->i...", matrix, chosen).movedim(0, axis)

@@ -8,6 +8,15 @@ r = (ŵ_1, …, ŵ_ℓ):
     gtk-orthonormal   g_k + (Σρ − ρ_k) ŵ_k           the kernel of {r, unit ∂_ψ}: the radial part
                                                      is ℓ times as long
     gtk-polar         (Σρ) ŵ_k + Σ_l⟨g_k, ∂_{ψ^l}⟩∂_{ψ^l}     the kernel of {r, ∂_ψ} as they are
+
+The first two are g + c_k w. `LayerStep` takes such a step together with its retraction, from
+q = |w|², d = ⟨w, g⟩ and e = |g|² of each parameter:
+
+    w ← f (a w − η g),    a = 1 − η(c_k + decay),    |a w − η g|² = a²q − 2aη d + η²e.
+
+So the retraction's factors f are known before anything is written: w and g are read twice, and w is
+multiplied and added to. What lies between are some dozens of operations on (P,) numbers in places
+of their own, on a GPU one recorded graph, wherever the gradients are.
 """
 
 from __future__ import annotations
@@ -18,10 +27,17 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from ..._core.replay import Replay
 from ..._core.space import compute_dtype
 from ..slices.polar import polar_direction
+from .sweep import LayerSweep, norms_of
 
 GRADIENTS = ("riemannian", "gtk-orthonormal", "gtk-polar")
+
+#: for each connected set of layers the names of each layer's parameters
+Layers = tuple[tuple[tuple[str, ...], ...], ...]
+#: learning rate and weight decay of each parameter
+Rates = tuple[tuple[float, float], ...]
 
 
 def direction(
@@ -38,38 +54,22 @@ def direction(
         params: w by name.
         gradients: g by name.
     """
-    out = dict(gradients)
-    for blocks in layers:
-        held = [[n for n in names if n in gradients] for names in blocks]
-        held = [names for names in held if names]
-        if held:
-            out.update(_directed(kind, held, params, gradients))
-    return out
-
-
-def _directed(
-    kind: str,
-    blocks: Sequence[Sequence[str]],
-    params: Mapping[str, Tensor],
-    gradients: Mapping[str, Tensor],
-) -> dict[str, Tensor]:
-    flat = [n for names in blocks for n in names]
+    found = ([tuple(n for n in names if n in gradients) for names in chain] for chain in layers)
+    held = tuple(tuple(names for names in chain if names) for chain in found)
+    flat = [n for chain in held for names in chain for n in names]
+    if not flat:
+        return dict(gradients)
     dtype = compute_dtype(params[flat[0]].dtype)
     if kind == "gtk-polar":
-        return _polar(blocks, params, gradients, dtype)
+        moved = [_polar(chain, params, gradients, dtype) for chain in held if chain]
+        return {**gradients, **{n: x for each in moved for n, x in each.items()}}
     ws = [params[n].detach() for n in flat]
     gs = [gradients[n].to(w.dtype) for n, w in zip(flat, ws, strict=True)]
-    norms = torch.stack(torch._foreach_norm(ws, 2, dtype)).square()
-    dots = torch.stack([dot(w, g, dtype) for w, g in zip(ws, gs, strict=True)])
-    owner = owners(tuple(map(tuple, blocks)), tuple(flat), dtype, norms.device)
-    sizes = (owner @ norms).sqrt()
-    inverse = torch.where(sizes > 0, 1 / sizes, 0.0)
-    rho = (owner @ dots) * inverse
-    radial = rho.mean() if kind == "riemannian" else rho.sum()
-    pull = owner.mT @ finite((radial - rho) * inverse)
-    return {
-        n: torch.addcmul(g, w, c.to(w.dtype)) for n, w, g, c in zip(flat, ws, gs, pull, strict=True)
-    }
+    squares = torch.stack(norms_of(ws)).square()
+    dots = torch.stack([_dot(w, g, dtype) for w, g in zip(ws, gs, strict=True)])
+    pull = _radial(held, tuple(flat), dtype, squares.device).pull(kind, squares, dots)
+    moves = zip(flat, ws, gs, pull, strict=True)
+    return {**gradients, **{n: torch.addcmul(g, w, c.to(w.dtype)) for n, w, g, c in moves}}
 
 
 def _polar(
@@ -88,24 +88,92 @@ def _polar(
     }
 
 
-def finite(x: Tensor) -> Tensor:
-    """X, or 0 where a gradient that is not finite would spread from one layer to the others."""
-    return torch.where(torch.isfinite(x), x, 0.0)
-
-
-def dot(w: Tensor, g: Tensor, dtype: torch.dtype) -> Tensor:
+def _dot(w: Tensor, g: Tensor, dtype: torch.dtype) -> Tensor:
     """⟨w, g⟩, added up in this dtype."""
     return torch.dot(w.reshape(-1).to(dtype), g.reshape(-1).to(dtype))
 
 
+class _Radial:
+    """The radial parts of layers: (layers, names) is 1 where a parameter belongs to a layer."""
+
+    def __init__(
+        self, layers: Layers, names: tuple[str, ...], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        blocks = [names for chain in layers for names in chain]
+        owned = [[float(n in block) for n in names] for block in blocks]
+        self._owner = torch.tensor(owned, dtype=dtype, device=device)
+        ones = [self._owner.new_ones(len(chain), len(chain)) for chain in layers if chain]
+        eye = torch.eye(len(blocks), dtype=dtype, device=device)
+        # ρ ↦ what is added along each ŵ: mean ρ − ρ_k, or Σρ − ρ_k
+        self._along = {
+            "riemannian": torch.block_diag(*(x / len(x) for x in ones)) - eye,
+            "gtk-orthonormal": torch.block_diag(*ones) - eye,
+        }
+
+    def pull(self, kind: str, q: Tensor, d: Tensor) -> Tensor:
+        """c of each parameter's layer, (P,); 0 where that is zero or not finite."""
+        inverse = (self._owner @ q).rsqrt().nan_to_num(posinf=0.0)
+        rho = (self._owner @ d) * inverse
+        return self._owner.mT @ ((self._along[kind] @ rho) * inverse).nan_to_num(0.0, 0.0, 0.0)
+
+
 @lru_cache(maxsize=64)
-def owners(
-    blocks: tuple[tuple[str, ...], ...],
-    names: tuple[str, ...],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Tensor:
-    """(blocks, names): 1 where a parameter belongs to a block; made once, since hosts are slow."""
-    return torch.tensor(
-        [[float(n in block) for n in names] for block in blocks], dtype=dtype, device=device
-    )
+def _radial(
+    layers: Layers, names: tuple[str, ...], dtype: torch.dtype, device: torch.device
+) -> _Radial:
+    """Made once, since hosts are slow."""
+    return _Radial(layers, names, dtype, device)
+
+
+class LayerStep:
+    """Steps of plain SGD, without momentum, on the layers of an `EqualNorm` slice.
+
+    Args:
+        sweep: the slice's retraction.
+        layers: for each connected set of layers the names of each layer's parameters.
+        params: by name; moved in place.
+    """
+
+    def __init__(self, sweep: LayerSweep, layers: Layers, params: Mapping[str, Tensor]) -> None:
+        self._sweep, self.names = sweep, sweep.names
+        self.params = [params[n] for n in self.names]
+        dtype, device = sweep.dtype, self.params[0].device
+        self._radial = _Radial(layers, tuple(self.names), dtype, device)
+        size = len(self.names)
+        self._numbers, self._factors, self._rates = (
+            torch.zeros(n, size, dtype=dtype, device=device) for n in (3, 2, 2)
+        )
+        self._known: Rates | None = None
+        self._replay = Replay()
+
+    def run(
+        self, kind: str, gradients: Mapping[str, Tensor], rates: Rates, retract: bool = True
+    ) -> None:
+        """Move all parameters, and with `retract` onto the slice."""
+        if rates != self._known:
+            self._known = rates
+            self._rates.copy_(torch.tensor(rates, dtype=self._rates.dtype).mT)
+        ws = [w.detach() for w in self.params]
+        gs = [gradients[n].to(w.dtype) for n, w in zip(self.names, ws, strict=True)]
+        dtype = compute_dtype(ws[0].dtype)
+        # ⟨w, g⟩, |w| and, which only the retraction needs, |g| of each parameter
+        dots = [_dot(w, g, dtype) for w, g in zip(ws, gs, strict=True)]
+        norms = norms_of([*ws, *gs] if retract else ws)
+        found = torch.stack([*dots, *norms]).view(-1, len(ws))
+        self._numbers[: len(found)].copy_(found)
+        self._replay.run((kind, retract), [self._numbers], lambda: self._solve(kind, retract))
+        of_w, of_g = (each.unbind() for each in self._factors.to(dtype))
+        for w, g, a, b in zip(ws, gs, of_w, of_g, strict=True):
+            w.mul_(a).addcmul_(g, b)
+
+    def _solve(self, kind: str, retract: bool) -> None:
+        """The factors of w and of g, (2, P), from the numbers."""
+        d, size, slope = self._numbers
+        rate, decay = self._rates
+        q = size.square()
+        a = 1 - rate * (self._radial.pull(kind, q, torch.addcmul(d, decay, q)) + decay)
+        self._factors[0], self._factors[1] = a, -rate
+        if retract:
+            rest = torch.addcmul(a * q, rate, d, value=-2)
+            moved = (rate * slope).square_().addcmul_(a, rest).clamp_min_(0)
+            self._factors.mul_(self._sweep.factors(moved))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -12,14 +12,11 @@ from ..._core.capture import plain
 from ..._core.errors import PullbackError
 from ..._core.replay import Replay, recording
 from ..actions.scaling import Scaling
-from ..slices.chains import layers_of
-from ..slices.choice import make_slice, two_sided
-from ..slices.layer_slice import EqualNorm
+from ..slices.equal_norm import EqualNorm, layers_of, make_slice
 from ..slices.slice import Retraction, Slice
-from ..slices.units import Units, times_exp, wide
-from .layer_step import LayerStep
-from .layer_sweep import LayerSweep
-from .sweep import Followers, Sweep
+from ..slices.units import ScalingUnits, times_exp, wide
+from .directions import LayerStep
+from .sweep import Followers, LayerSweep, UnitSweep
 
 
 def scalings_of(symmetry: Any, model: nn.Module | None) -> tuple[list[Scaling], nn.Module]:
@@ -42,6 +39,15 @@ def scalings_of(symmetry: Any, model: nn.Module | None) -> tuple[list[Scaling], 
     return two_sided(found), model
 
 
+def two_sided(actions: Iterable[object]) -> list[Scaling]:
+    """The scalings among some actions that have something to balance.
+
+    Those with one side only (weights before a norm, whose scale means nothing) have not.
+    """
+    scalings = [a for a in actions if isinstance(a, Scaling)]
+    return [s for s in scalings if len({leg.power > 0 for leg in s.legs}) == 2]
+
+
 def idle(groups: Sequence[Mapping[str, Any]]) -> bool:
     """True where all learning rates and gradients are zero, so that a step changes nothing.
 
@@ -62,7 +68,7 @@ class Keeper:
         model: whose parameters are scaled.
         scalings: its symmetries. Those that touch a parameter that is not optimized are left out.
         kind: of the slice, one of `SLICES`, or a function of the scalings that chooses one.
-        every: retract on every so manieth step.
+        every: retract after every `every` steps.
         sweeps: how often all units are balanced in a retraction; None: every other layer, in turn.
         captured: how many steps are recorded in one CUDA graph; None: steps are not recorded, or
             they are all alike.
@@ -94,12 +100,12 @@ class Keeper:
         self._seen: tuple[bool, ...] | None = None
         self._replay = Replay()
         self.slice: Slice | None = None
-        self._sweep: Sweep | LayerSweep | None = None
+        self._sweep: UnitSweep | LayerSweep | None = None
         self._watched = False
         self._far: Tensor | None = None
         #: steps together with their retraction, on the slice of equal norms
         self.layers: LayerStep | None = None
-        Units(scalings, self.named)  # refuses at once what is not usable
+        ScalingUnits(scalings, self.named)  # refuses at once what is not usable
         self._own = [self.named[n] for n in dict.fromkeys(n for s in scalings for n in s.names)]
 
     def own(self, groups: Sequence[Mapping[str, Any]]) -> None:
@@ -126,10 +132,12 @@ class Keeper:
             kind = self._kind if isinstance(self._kind, str) else self._kind(usable)
             self.slice = make_slice(kind, usable, self.named)
             whole = all(part.numel == 1 for part in self.slice.units.parts)
-            kind_of_sweep = LayerSweep if whole else Sweep
+            kind_of_sweep = LayerSweep if whole else UnitSweep
             self._sweep = kind_of_sweep(self.slice, self.named)
             if isinstance(self.slice, EqualNorm) and isinstance(self._sweep, LayerSweep):
-                self.layers = LayerStep(self._sweep, layers_of(self.slice.scalings), self.named)
+                self.layers = LayerStep(
+                    self._sweep, tuple(layers_of(self.slice.scalings)), self.named
+                )
             if self.captured is not None and self.captured % self.period:
                 self._refuse_graph(self.captured)
 

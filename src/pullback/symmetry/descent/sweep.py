@@ -1,10 +1,18 @@
 r"""Retractions for the hot loop: no synchronization with the host, few launches.
 
-After a step from a balanced point the imbalance is O(lr²), since the gradient is tangent; with
-momentum μ, O(lr²/(1−μ)²). Units that share no weight are balanced exactly and at once by the closed
-form α² = |out|/|in|; the scalings of a chain fall into two such classes, every other layer. One
-class costs one reading of the weights and one multiplication. What is left behind is of the order
-of a step's imbalance and shrinks with each sweep: it does not accumulate.
+After a step from a point of the slice the distance is O(lr²), with momentum μ O(lr²/(1−μ)²).
+
+*Units* that share no weight are balanced exactly and at once by the closed form α² = |out|/|in|;
+the scalings of a chain fall into two such classes, every other layer. One class costs one reading
+of the weights and one multiplication. What is left behind is of the order of a step's imbalance
+and shrinks with each sweep: it does not accumulate.
+
+*Layers* need a few numbers each. With squared norms q (P,) of the parameters and powers B (P, U)
+of the scalings, the parameters at log-scales t have x = q exp(2Bt). Newton's method from t = 0
+finds D log(R x) = 0, where R (blocks, P) adds up what is compared and D (U, blocks) takes
+differences. Where that is linear in t, one step is all; else it leaves O(δ²) of a distance δ, and
+each further one with the same inverse one more power: two of them end where a second Newton step
+would. (In float32 one is enough.)
 """
 
 from __future__ import annotations
@@ -16,13 +24,14 @@ from torch import Tensor
 
 from ..._core.space import compute_dtype
 from ..actions.scaling import Leg
-from ..slices.balance import colors, coupled
+from ..slices.equal_norm import EqualNorm
 from ..slices.slice import Slice
-from ..slices.units import Units
+from ..slices.units import ScalingUnits
 
 #: tensors that move with a parameter: multiplied by its factor to this power
 Followers = Mapping[str, Sequence[tuple[Tensor, int]]]
 _PIECE = 2**17
+_FAR, _ROUNDS = 30.0, 3
 
 
 class _Side:
@@ -89,7 +98,7 @@ def _column_squares(w: Tensor, dtype: torch.dtype) -> Tensor:
     return out
 
 
-class Sweep:
+class UnitSweep:
     """Closed-form balancing of the units, class after class.
 
     Args:
@@ -99,7 +108,7 @@ class Sweep:
 
     def __init__(self, slice: Slice, params: Mapping[str, Tensor]) -> None:
         units = slice.units
-        self.classes = [_Class(units, color, params) for color in colors(units)]
+        self.classes = [_Class(units, color, params) for color in units.colors]
 
     @property
     def turns(self) -> int:
@@ -124,7 +133,9 @@ class Sweep:
 class _Class:
     """Scalings that share no parameter."""
 
-    def __init__(self, units: Units, color: Sequence[int], params: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, units: ScalingUnits, color: Sequence[int], params: Mapping[str, Tensor]
+    ) -> None:
         self._sizes = [units.sizes[i] for i in color]
         self._into: list[list[_Side]] = []
         self._out: list[list[_Side]] = []
@@ -134,8 +145,7 @@ class _Class:
             sides = [_Side(leg, scaling.units, params[leg.name]) for leg in scaling.legs]
             self._into.append([s for s in sides if s.power > 0])
             self._out.append([s for s in sides if s.power < 0])
-            most = max(abs(s.power) for s in sides)
-            powers.append((0.25 if coupled(units, i) else 0.5) / most)
+            powers.append(units.exponent(i))
         # (out/in)^½, less where units of one scaling share weights
         self._powers = powers
         first = self._into[0][0].w
@@ -189,3 +199,108 @@ class _Class:
             total = row if total is None else torch.hypot(total, row)
         assert total is not None
         return total.abs()
+
+
+class LayerSweep:
+    """Retraction of merged scalings.
+
+    Args:
+        slice: `EqualNorm`, or `Balanced` of merged scalings.
+        params: by name; scaled in place.
+    """
+
+    #: all layers are retracted at once
+    turns = 1
+
+    def __init__(self, slice: Slice, params: Mapping[str, Tensor]) -> None:
+        self.names, self._params = slice.units.names, params
+        self._powers = slice.units.powers
+        self._twice = 2 * self._powers
+        if isinstance(slice, EqualNorm):
+            self._adds, self._differences = slice.adds, slice.differences
+        else:  # what leads into each layer, what leads out, and their difference
+            self._adds = torch.cat([self._powers.mT, -self._powers.mT]).clamp(min=0)
+            eye = torch.eye(slice.units.total).to(self._powers)
+            self._differences = torch.cat([eye, -eye], 1)
+        blocks = [self._powers[row > 0] for row in self._adds]
+        linear = all(bool((block == block[0]).all()) for block in blocks)
+        first = params[self.names[0]]
+        self._chords = 0 if linear else 2 if first.dtype == torch.float64 else 1
+        #: whether the slice is orthogonal to orbits: equal norms are balanced without biases
+        counted = bool((self._adds.sum(0) > 0).all())
+        self.orthogonal = not isinstance(slice, EqualNorm) or (linear and counted)
+        # of the Jacobian at the last retraction: the start of the next
+        self._inverse = self._powers.new_zeros(slice.units.total, slice.units.total)
+        if self._inverse.is_cuda:
+            for _ in range(16):
+                self.factors(self._squares())
+
+    def run(
+        self,
+        turn: int | None = None,
+        followers: Followers | None = None,
+        moved: Tensor | None = None,
+    ) -> None:
+        """Retract; followers are carried along, and log-scales added to `moved`, (U,)."""
+        ws = [self._params[n] for n in self.names]
+        # in the precision of the weights: kernels that convert as they go are slow
+        low = compute_dtype(ws[0].dtype)
+        t = self._log_scales(self._squares())
+        if moved is not None:
+            moved.add_(t)
+        factors = (self._powers @ t).exp().to(low).unbind()
+        for name, w, factor in zip(self.names, ws, factors, strict=True):
+            w.mul_(factor)
+            for target, power in (followers or {}).get(name, ()):
+                target.mul_(factor**power)
+
+    def _squares(self) -> Tensor:
+        """|w|² of all parameters, (P,)."""
+        ws = [self._params[n].detach() for n in self.names]
+        return torch.stack(norms_of(ws)).to(self.dtype).square()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which factors are computed."""
+        return self._powers.dtype
+
+    def factors(self, squares: Tensor) -> Tensor:
+        """What each parameter is to be multiplied by, (P,), given their squared norms (P,)."""
+        return (self._powers @ self._log_scales(squares)).exp()
+
+    def _log_scales(self, squares: Tensor) -> Tensor:
+        sums = self._adds @ squares
+        shares = self._adds * squares / sums[:, None]
+        inverse = self._inverted(self._differences @ (shares @ self._twice))
+        t = -(inverse @ (self._differences @ sums.log()))
+        for _ in range(self._chords):
+            sums = self._adds @ (squares * (self._twice @ t).exp())
+            t = torch.addmv(t, inverse, self._differences @ sums.log(), alpha=-1)
+        # a layer that is zero or not finite: nothing is scaled
+        return (t + 0 * t.sum()).nan_to_num(0.0, 0.0, 0.0).clamp_(-_FAR, _FAR)
+
+    def _inverted(self, jacobian: Tensor) -> Tensor:
+        """J⁻¹; on a GPU by products from the last one, so that no host is needed."""
+        if not jacobian.is_cuda:
+            return torch.linalg.inv_ex(jacobian)[0]
+        return self._inverse.copy_(inverse_by_products(jacobian, self._inverse))
+
+
+def inverse_by_products(a: Tensor, last: Tensor) -> Tensor:
+    """A few rounds of X ← 2X − XAX towards A⁻¹, from an inverse of something like A.
+
+    Where that is far off, from Aᵀ/|A|², which converges, if not within one call. With it, and ever
+    after, |1 − AX|² is less than the number of rows.
+    """
+    off = torch.eye(len(a), dtype=a.dtype, device=a.device).addmm_(a, last, alpha=-1)
+    near = torch.linalg.vector_norm(off) < len(a) ** 0.5
+    x = torch.where(near, last, a.mT / torch.linalg.vector_norm(a).square())
+    for _ in range(_ROUNDS):
+        x = torch.addmm(x, x @ a, x, beta=2, alpha=-1)
+    return x.nan_to_num(0.0, 0.0, 0.0)
+
+
+def norms_of(ws: list[Tensor]) -> list[Tensor]:
+    """|w| of each, added up in float32 at least."""
+    dtype = compute_dtype(ws[0].dtype)
+    return list(torch._foreach_norm(ws, 2, None if dtype == ws[0].dtype else dtype))

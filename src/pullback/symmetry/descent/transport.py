@@ -2,16 +2,33 @@ r"""How an optimizer's state moves when parameters are rescaled, w ← αw.
 
 Gradients are covectors, g ← g/α. What averages them moves alike, averages of their squares with
 1/α², and what is measured in units of the parameter with α.
+
+K-FAC's averages and inverses follow too. Where a weight becomes W_oi ← l_o W_oi r_i (its bias
+b_o ← l_o b_o), its inputs have become a_i/r_i and its cotangents δ_o/l_o, so that
+
+    R ← L⁻¹R L⁻¹,   C ← D⁻¹C D⁻¹,   R⁻¹ ← L R⁻¹L,   C⁻¹ ← D C⁻¹D,   L = diag l,  D = diag(r, 1).
+
+Averages of all past steps move in this way. So do the inverses, damping included: the step that
+they stand for changes the function in the same way as before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.optim import Optimizer, RMSprop
 
 from ..._core.errors import PullbackError
+from ...grams.kronecker.inverse import Inverse, rounded, widened
+from ...grams.kronecker.packed import Packed, memory, whole
+from ...maps.layers import REGISTRY
+from ...optim.kfac import KFAC
+from ...optim.kfac.factors.factor import SPECTRUM, BlockKey, block_shape
+from ...optim.kfac.state import KFACState
+from ..slices.units import ScalingUnits
 
 #: the power of α that each kind of state is multiplied by, by the names that torch's optimizers use
 POWERS: dict[str, int] = {
@@ -75,3 +92,145 @@ def _refuse_shape(name: str, value: Tensor, w: Tensor, powers: Mapping[str, int]
             "whose units are not told apart",
             f'Use Adam, or leave it as it is: transport={{"{name}": 0}}',
         )
+
+
+#: what multiplies a parameter: tensors that are broadcast to it, each with whether it scales the
+#: layer's outputs (else its inputs), which decides where the parameter has a single entry
+Multipliers = Sequence[tuple[Tensor, bool]]
+
+
+class CurvatureFollower:
+    """Averages and inverses of a `KFAC` optimizer; nothing for others."""
+
+    def __init__(self, optimizer: Optimizer, params: Mapping[str, Tensor]) -> None:
+        self._optimizer = optimizer if isinstance(optimizer, KFAC) else None
+        self._params = params
+
+    @property
+    def present(self) -> bool:
+        """Whether there is something to carry along."""
+        return self._optimizer is not None
+
+    def follow(self, units: ScalingUnits, t: Tensor) -> None:
+        """Rescale the optimizer's state after parameters were multiplied by log-scales t (U,)."""
+        if self._optimizer is not None:
+            rescale_state(self._optimizer.blocks, self._params, scales_of(units, t))
+
+
+def scales_of(units: ScalingUnits, t: Tensor) -> dict[str, Multipliers]:
+    """What multiplies each parameter, leg by leg: e^(power·t), and whether it leads into units."""
+    rest = torch.cat([t, t.new_zeros(1)])  # for −1: not scaled
+    return {
+        part.name: [((leg.power * rest[leg.unit]).exp(), leg.power > 0) for leg in part.legs]
+        for part in units.parts
+    }
+
+
+@torch.no_grad()
+def rescale_state(
+    state: KFACState, parameters: Mapping[str, Tensor], scales: Mapping[str, Multipliers]
+) -> None:
+    """Bring averages and inverses to parameters that were multiplied by these scales.
+
+    Args:
+        state: of an optimizer; changed in place.
+        parameters: the model's, by name.
+        scales: by name, for the parameters that were multiplied.
+    """
+    #: roles in which a weight's rows belong to the layer's input
+    transposed = {type(kind).__name__ for kind in REGISTRY.values() if kind.input_first}
+    for key, average in state.averages.items():
+        if key in state.reserved or not any(name in scales for name in key.names):
+            continue
+        given = [[(f.to(average.mass), o) for f, o in scales.get(n, ())] for n in key.names]
+        inverse = state.preconditioner.inverses[key]
+        held = [*average.value.items(), *average.mean.items()]
+        if not key.kronecker:
+            units = _entries(given, [parameters[n] for n in key.names])
+            for _, value in held:
+                _both(memory(value), 1 / units)
+            assert inverse.left is not None
+            _both(inverse.left, units)
+            continue
+        input_first = all(factor.role in transposed for factor in average.value)
+        shape = block_shape(key, average.value)
+        left, right = _sides(given[0], parameters[key.names[0]], shape, key, input_first)
+        for factor, value in held:
+            if factor.side == "mean":
+                memory(value).mul_(1 / right[:, : value.shape[-1]])
+                continue
+            side = whole(value)
+            _both(side, 1 / (left if factor.side == "left" else right))
+            if side is not value:
+                memory(value).copy_(Packed.of(side).memory)
+        _rescale_inverse(inverse, left, right)
+        spectrum = state.preconditioner.spectra.get(key)
+        if spectrum is not None:
+            _outside_bases(memory(spectrum.value[SPECTRUM]), inverse, 1 / left, 1 / right)
+
+
+def _entries(given: Sequence[Multipliers], params: Sequence[Tensor]) -> Tensor:
+    """What multiplies gain and shift of every unit, (U, k)."""
+    columns = []
+    for scales, p in zip(given, params, strict=True):
+        total = p.new_ones(p.shape) if not scales else scales[0][0].expand(p.shape)
+        for f, _ in scales[1:]:
+            total = total * f
+        columns.append(total.flatten())
+    return torch.stack(columns, 1)
+
+
+def _sides(
+    scales: Multipliers, p: Tensor, shape: tuple[int, ...], key: BlockKey, input_first: bool
+) -> tuple[Tensor, Tensor]:
+    """l (G, O) and r (G, I), with the bias's coordinate in the latter."""
+    some = scales[0][0] if scales else p
+    groups, high, wide = shape
+    left, right = some.new_ones(groups, high), some.new_ones(groups, wide - key.joint)
+    for f, outputs in scales:
+        f = f.expand(p.shape)
+        across = any(n > 1 and s for n, s in zip(f.shape[1:], f.stride()[1:], strict=True))
+        down = p.shape[0] > 1 and f.stride(0) != 0
+        if across or (not down and outputs == input_first and not key.bias):
+            # the same for all rows of a group
+            right = right * f[:: max(1, len(f) // groups)].reshape(groups, -1)
+        else:
+            left = left * f[(slice(None), *[0] * (p.ndim - 1))].reshape(groups, -1)
+    return left, F.pad(right, (0, 1), value=1.0) if key.joint else right
+
+
+def _both(side: Tensor, f: Tensor) -> None:
+    """Multiply to f_i s_ij f_j, or f_i² s_i for a diagonal; padding stays zero."""
+    n = min(f.shape[-1], side.shape[-1])
+    f, side = f[..., :n], side[..., :n]
+    if side.ndim == f.ndim:
+        side.mul_(f.square())
+    else:
+        side[..., :n, :].mul_(f[..., None]).mul_(f[..., None, :])
+
+
+def _rescale_inverse(inverse: Inverse, left: Tensor, right: Tensor) -> None:
+    """Rescale R⁻¹ and C⁻¹ in whichever form they are held."""
+    if inverse.rows is not None:
+        wide = widened(inverse)
+        _rescale_inverse(wide, left, right)
+        for name, t in rounded(wide).tensors().items():
+            getattr(inverse, name).copy_(t)
+        return
+    for side, f in ((inverse.left, left), (inverse.right, right)):
+        if side is None:
+            continue
+        if side.ndim == 2 or (inverse.scale is None and not inverse.factors):
+            _both(side, f)
+        else:  # Cholesky factors of R, or a basis in which gradients are seen as before
+            side.mul_((1 / f if inverse.factors else f)[..., None])
+    if inverse.scale is not None:
+        _outside_bases(inverse.scale, inverse, left, right)
+
+
+def _outside_bases(values: Tensor, inverse: Inverse, left: Tensor, right: Tensor) -> None:
+    """Rescale values held in eigenbases where a side is a diagonal and has no basis."""
+    if inverse.left is None:
+        values.mul_(left.square()[..., None])
+    if inverse.right is None:
+        values.mul_(right.square()[:, None])

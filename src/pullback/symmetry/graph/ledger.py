@@ -1,18 +1,132 @@
-"""Linear layers as producers of units, and the operations that read them."""
+"""What a walk through the graph keeps: labels of tensors, layers that produce units, readers."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..actions.scaling import Leg
-from .scales import collapse
-from .values import NONE, Ref
+from .scales import FIXED, ZERO, collapse
+
+#: an entry that is no linear layer's output any more
+NONE = -1
+
+
+@dataclass(frozen=True)
+class Act:
+    """An activation or a constant.
+
+    Attributes:
+        scale: the label of each entry (see `Scales`), of the tensor's shape.
+        unit: which output of which linear layer an entry is, as long as it was only moved about.
+    """
+
+    scale: Tensor
+    unit: Tensor
+
+    @classmethod
+    def of(cls, scale: Tensor, shape: Sequence[int], unit: Tensor | None = None) -> Act:
+        """Labels broadcast to a shape."""
+        unit = torch.tensor(NONE) if unit is None else unit
+        return cls(scale.expand(tuple(shape)), unit.expand(tuple(shape)))
+
+    @classmethod
+    def constant(cls, shape: Sequence[int], *, zero: bool = False) -> Act:
+        """A tensor that no parameter enters."""
+        return cls.of(torch.tensor(ZERO if zero else FIXED), shape)
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the tensor."""
+        return self.scale.shape
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> Act:
+        """The entries rearranged."""
+        return Act(move(self.scale), move(self.unit))
+
+    def plain(self) -> Act:
+        """The same entries after something happened to them."""
+        return Act.of(self.scale, self.shape)
+
+
+@dataclass(frozen=True)
+class Ref:
+    """A view of a parameter: the coordinates of each entry in it.
+
+    Attributes:
+        name: the parameter.
+        sizes: its shape.
+        coords: one tensor of the view's shape for each axis of the parameter.
+        view: the view's shape.
+    """
+
+    name: str
+    sizes: tuple[int, ...]
+    coords: tuple[Tensor, ...]
+    view: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, name: str, sizes: Sequence[int]) -> Ref:
+        """The parameter itself."""
+        sizes = tuple(sizes)
+        coords = []
+        for d, n in enumerate(sizes):
+            shape = [n if d == e else 1 for e in range(len(sizes))]
+            coords.append(torch.arange(n).view(shape).expand(sizes))
+        return cls(name, sizes, tuple(coords), sizes)
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the view."""
+        return torch.Size(self.view)
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> Ref:
+        """The entries rearranged."""
+        coords = tuple(move(c) for c in self.coords)
+        view = coords[0].shape if coords else move(torch.zeros(self.view)).shape
+        return replace(self, coords=coords, view=tuple(view))
+
+    def placed(self, labels: Tensor) -> Tensor:
+        """Labels of the view's entries as an array on the parameter, size 1 where unchanging.
+
+        Entries outside the view get −1.
+        """
+        small = collapse(labels.expand(self.view))
+        coords = [collapse(c) for c in self.coords]
+        axes = {a for a in range(small.ndim) if small.shape[a] > 1}
+        while True:
+            dims = {d for d, c in enumerate(coords) if any(c.shape[a] > 1 for a in axes)}
+            more = {a for d in dims for a in range(small.ndim) if coords[d].shape[a] > 1}
+            if more <= axes:
+                break
+            axes |= more
+        target = [self.view[a] if a in axes else 1 for a in range(small.ndim)]
+        out = torch.full([n if d in dims else 1 for d, n in enumerate(self.sizes)], -1)
+        zero = torch.zeros((), dtype=torch.long)
+        index = tuple(
+            coords[d].expand(target) if d in dims else zero for d in range(len(self.sizes))
+        )
+        if not self.sizes:
+            return small.reshape(())
+        out[index] = small.expand(target)
+        return out
+
+    def region(self) -> Tensor:
+        """Which entries along the parameter's first axis the view has: (sizes[0],) of bool."""
+        if not self.sizes:
+            return torch.ones(1, dtype=torch.bool)
+        mask = torch.zeros(self.sizes[0], dtype=torch.bool)
+        mask[collapse(self.coords[0]).flatten()] = True
+        return mask
+
+
+Value = Act | Ref
+
 
 Row = tuple[int, int]  # (producer, output)
 
@@ -58,7 +172,7 @@ class Producer:
 
 
 @dataclass(eq=False)
-class Event:
+class Reading:
     """Outputs (producer, row) that are read in one go by something linear in them.
 
     Attributes:
@@ -79,7 +193,7 @@ class Ledger:
     """Who makes units, who reads them."""
 
     producers: list[Producer] = field(default_factory=list)
-    events: list[Event] = field(default_factory=list)
+    events: list[Reading] = field(default_factory=list)
     touched: Counter[Row] = field(default_factory=Counter)
     #: layers that read nothing but zeros, as a recurrent one does at first
     blank: set[int] = field(default_factory=set)
@@ -139,12 +253,12 @@ class Ledger:
             for again in _without_repetition([listed[i] for i in places]):
                 chosen = [places[i] for i in again]
                 rows = tuple(self.row(listed[i]) for i in chosen)
-                self.events.append(Event(kind, rows, {"at": [where[i] for i in chosen], **more}))
+                self.events.append(Reading(kind, rows, {"at": [where[i] for i in chosen], **more}))
 
     def pair(self, left: tuple[Row, ...], right: tuple[Row, ...]) -> None:
         """Σ_i left_i·right_i is formed: queries against keys."""
         if not any(e.kind == "pair" and e.rows == left and e.where == right for e in self.events):
-            self.events.append(Event("pair", left, right))
+            self.events.append(Reading("pair", left, right))
 
     def add(self, left: Tensor, right: Tensor) -> Tensor | None:
         """Outputs (n,) of two layers are added, one by one: the sum's own; None if not so simple.
@@ -165,7 +279,7 @@ class Ledger:
         for term in terms:
             if term is not None:
                 outputs = tuple((term, i) for i in range(len(left)))
-                self.events.append(Event("sum", outputs, {"at": rows.tolist()}))
+                self.events.append(Reading("sum", outputs, {"at": rows.tolist()}))
         return made
 
     def exchange(self, left: Tensor, right: Tensor) -> None:
@@ -207,3 +321,55 @@ def view_rows(ref: Ref, axis: int, default: int) -> tuple[int, Tensor] | None:
     if len(varies) != 1 or small[varies[0]].numel() != small[varies[0]].shape[axis]:
         return None
     return varies[0], small[varies[0]].flatten().expand(ref.view[axis])
+
+
+class Readers:
+    """The events that each output takes part in, for outputs that nothing nonlinear reads."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+        self.of: dict[Row, list[tuple[Reading, bool]]] = {}
+        for event in ledger.events:
+            for row in event.rows:
+                self.of.setdefault(row, []).append((event, False))
+            if event.kind == "pair":
+                for row in event.where:
+                    self.of.setdefault(row, []).append((event, True))
+        self._owners: Counter[tuple[str | None, int]] = Counter()
+        for made in ledger.producers:
+            self._owners.update((made.weight, int(r)) for r in made.rows)
+
+    def shared(self, made: Producer, outputs: list[int]) -> bool:
+        """Whether these rows of the weight are another layer's, too."""
+        return any(self._owners[made.weight, int(made.rows[i])] > 1 for i in outputs)
+
+    def clean(self, rows: tuple[Row, ...]) -> bool:
+        """Whether only recorded events read these outputs."""
+        return not any(r in self.ledger.touched for r in rows)
+
+    def reading(self, p: int) -> list[tuple[Reading, bool]] | None:
+        """The events of a producer whose outputs are all read alike; None if touched."""
+        rows = [(p, i) for i in range(len(self.ledger.producers[p].rows))]
+        first = self.of.get(rows[0], [])
+        alike = all(r not in self.ledger.touched and self.of.get(r, []) == first for r in rows)
+        return first if alike else None
+
+    def together(self, rows: tuple[Row, ...]) -> list[tuple[Reading, bool]] | None:
+        """The events of outputs that are always read together, in one order; else None."""
+        events = self.of.get(rows[0], [])
+        for event, second in events:
+            read = event.where if second else event.rows
+            if read != rows:
+                return None
+        return events if all(self.of.get(r) == events for r in rows) else None
+
+
+def source_of(readers: Readers, rows: tuple[Row, ...]) -> tuple[Producer, list[int]] | None:
+    """The layer whose outputs these are; norms and shared layers are no candidates."""
+    made = readers.ledger.producers[rows[0][0]]
+    if any(p != rows[0][0] for p, _ in rows) or made.kind not in ("linear", "conv"):
+        return None
+    outputs = [i for _, i in rows]
+    if len(set(outputs)) != len(outputs) or readers.shared(made, outputs):
+        return None
+    return made, outputs

@@ -13,11 +13,9 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
-from .ledger import Ledger
-from .scales import FIXED, Scales, collapse
-from .tied import alike
+from .ledger import NONE, Act, Ledger, Ref, Value
+from .scales import FIXED, Scales, collapse, equate_uses
 from .tracing import Traced
-from .values import NONE, Act, Ref, Value
 
 Rule = Callable[["Walk", Node, list[Any], dict[str, Any]], Any]
 
@@ -37,7 +35,7 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
 
 
 @dataclass
-class Region:
+class ParameterRegion:
     """A part of a parameter: how each entry is scaled, as a sum of arrays of labels."""
 
     mask: Tensor
@@ -61,7 +59,7 @@ class Walk:
 
     scales: Scales = field(default_factory=Scales)
     ledger: Ledger = field(default_factory=Ledger)
-    held: dict[str, list[Region]] = field(default_factory=dict)
+    held: dict[str, list[ParameterRegion]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     folds: list[Any] = field(default_factory=list)
     directions: dict[str, Any] = field(default_factory=dict)
@@ -142,12 +140,12 @@ class Walk:
         for region in regions:
             if bool((region.mask & mask).any()):
                 if bool((region.mask == mask).all()):
-                    region.legs = alike(self.scales, region.legs, legs)
+                    region.legs = equate_uses(self.scales, region.legs, legs)
                 else:  # views that overlap in part
                     for array in (*legs.values(), *region.legs.values()):
                         self.scales.fix(array)
                 return
-        regions.append(Region(mask, legs))
+        regions.append(ParameterRegion(mask, legs))
 
     def act(self, value: Value, *, fixed: bool = False) -> Act:
         """A parameter as an activation: with scales of its own, or fixed."""

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..._core.attention import unfused_attention
+from ..._core.graph import unfused_attention
 from ...maps import FunctionLinearization
-from ..actions.action import Action
+from ..actions.scaling import Action
 from ..graph.tracing import Example
 from .tangents import Orbits, orthonormal
-from .watch import settled
 
 _LARGEST = 2**24  # entries of J or Z that are decomposed
 _RTOL = 1e-10
@@ -133,7 +134,7 @@ def _reasons(
     idle = 0 if bases is None else _idle(at, j, bases)
     if idle:
         out.append(f"{idle} further directions are parameters that nothing depends on here")
-    on, off, few, total = settled(example)
+    on, off, few, total = count_fixed_units(example)
     if off:
         out.append(f"{off} of {total} units are off on the whole example: their weights do nothing")
     if on:
@@ -165,3 +166,41 @@ def _idle(at: FunctionLinearization, j: Tensor, bases: Bases) -> int:
         eye = torch.eye(len(mask), dtype=j.dtype, device=j.device)[mask]
         extra += len(orthonormal(torch.cat([basis, eye]), _RTOL)) - len(basis) if len(eye) else 0
     return extra + sum(int(t.sum()) for n, t in still.items() if n not in covered)
+
+
+_BENT = (
+    *("relu", "leaky_relu", "_prelu_kernel", "rrelu_with_noise"),
+    *("threshold", "clamp", "clamp_min", "hardtanh"),
+)
+_FEW = 8
+
+
+class _Watch(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if str(getattr(func, "_opname", "")).rstrip("_") in _BENT:
+            self.seen.append(args[0].detach().clone())
+        return func(*args, **(kwargs or {}))
+
+
+def count_fixed_units(example: Example) -> tuple[int, int, int, int]:
+    """How many units are always on, always off, change side at few places; and how many exist."""
+    named = dict(example.model.named_parameters())
+    params = {n: named[n].detach().double() for n in example.params}
+    with torch.no_grad(), _Watch() as watch:
+        example(params)
+    on = off = few = total = 0
+    for x in (x for x in watch.seen if x.ndim):
+        # channels stand second in images, last elsewhere
+        units = x.movedim(1 if x.ndim >= 4 else -1, 0)
+        units = units.reshape(len(units), -1)
+        active = (units > 0).sum(1)
+        rare = torch.minimum(active, units.shape[1] - active)
+        on += int((active == units.shape[1]).sum())
+        off += int((active == 0).sum())
+        few += int(((rare > 0) & (rare <= _FEW)).sum())
+        total += len(units)
+    return on, off, few, total

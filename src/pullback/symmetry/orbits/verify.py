@@ -17,10 +17,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..._core.attention import unfused_attention
 from ..._core.errors import PullbackError
-from ..actions.action import Action
-from ..actions.scaling import Scaling
+from ..._core.graph import unfused_attention
+from ..actions.scaling import Action, Scaling
 from ..graph.tracing import Example
 
 #: what round-off may leave of J Z, and where the model itself computes in a narrower type
@@ -166,7 +165,9 @@ def _pulled(example: Example) -> tuple[dict[str, list[Tensor]], torch.dtype]:
     return out, value.dtype
 
 
-def verified(example: Example, actions: Sequence[Action]) -> tuple[list[Verified], list[Rejected]]:
+def verify_actions(
+    example: Example, actions: Sequence[Action]
+) -> tuple[list[Verified], list[Rejected]]:
     """Which of the candidates are symmetries."""
     verifier = Verifier(example)
     results = [result for action in actions for result in verifier.check(action)]
@@ -174,7 +175,7 @@ def verified(example: Example, actions: Sequence[Action]) -> tuple[list[Verified
     return accepted, [r for r in results if isinstance(r, Rejected)]
 
 
-def summarized(rejected: Sequence[Rejected]) -> Iterator[str]:
+def summarize_rejections(rejected: Sequence[Rejected]) -> Iterator[str]:
     """One line for each reason, with the largest residual."""
     for reason in dict.fromkeys(r.reason for r in rejected):
         alike = [r for r in rejected if r.reason == reason]

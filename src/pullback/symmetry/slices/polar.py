@@ -16,6 +16,10 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from ..._core.errors import PullbackError
+from ..._core.space import ParameterSpace
+from .equal_norm import EqualNorm
+
 
 def polar_tangential(w: Tensor, g: Tensor) -> Tensor:
     r"""Σ_l ⟨g, ∂_{ψ^l}⟩ ∂_{ψ^l} for flat w and g (n,), without the basis.
@@ -81,3 +85,38 @@ def polar_basis(w: Tensor) -> Tensor:
     basis = (slope[:, None] * w).tril()[:, :n]
     basis[range(n - 1), range(1, n)] = -a
     return basis
+
+
+def polar_tangents(slice: EqualNorm) -> tuple[Tensor, Tensor]:
+    r"""The paper's basis of T_wS, rows C (p − k, p), and the diagonal of h = C Cᵀ.
+
+    It is r = Σ_k ŵ_k and the ∂_{ψ_k^l} of each layer, with h = diag(ℓ, w_1² + … + w_{l+1}²).
+
+    For small models, at a point of the slice. Parameters in no layer have their own coordinates.
+    """
+    if not slice.biases:
+        raise PullbackError(
+            "The basis is that of layers with their biases",
+            "this slice counts weights only",
+            "Use EqualNorm(..., biases=True), or tangent_basis()",
+        )
+    space = ParameterSpace({n: w for n, w in slice.params.items() if w.requires_grad})
+    index = space.index()
+    left = torch.ones(space.size, dtype=torch.bool, device=space.device)
+    rows = []
+    for links in slice.chains:
+        radial = space.zeros(space.size)
+        for names in links.layers:
+            place = torch.cat(
+                [torch.arange(index[n].start, index[n].stop, device=space.device) for n in names]
+            )
+            w = torch.cat([slice.params[n].detach().to(space.dtype).flatten() for n in names])
+            left[place] = False
+            radial[place] = w / w.norm()
+            tangents = space.zeros(len(place) - 1, space.size)
+            tangents[:, place] = polar_basis(w)
+            rows.append(tangents)
+        rows.append(radial[None])
+    rows.append(torch.eye(space.size, dtype=space.dtype, device=space.device)[left])
+    basis = torch.cat(rows)
+    return basis, basis.square().sum(1)

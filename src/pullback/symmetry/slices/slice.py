@@ -23,7 +23,8 @@ from ..._core.capture import plain
 from ..._core.errors import PullbackError
 from ..._core.space import ParameterSpace
 from ..actions.scaling import Scaling
-from .units import Units
+from .retraction import LargestEntries, Norms, OrbitGram, UnitNorms, to_slice
+from .units import ScalingUnits
 
 Vector = TypeVar("Vector", Tensor, Mapping[str, Tensor])
 
@@ -57,7 +58,7 @@ class Slice(ABC):
     ) -> None:
         given = plain(model).named_parameters() if isinstance(model, nn.Module) else model.items()
         self.params: dict[str, Tensor] = dict(given)
-        self.units = Units(scalings, self.params)
+        self.units = ScalingUnits(scalings, self.params)
 
     @property
     def scalings(self) -> tuple[Scaling, ...]:
@@ -65,12 +66,19 @@ class Slice(ABC):
         return self.units.scalings
 
     @abstractmethod
+    def norms(self, params: Mapping[str, Tensor]) -> Norms:
+        """What the slice compares, along the orbit of w."""
+
     def log_scales(self, params: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """t (U,) that brings w to the slice, and which units (U,) are dead."""
+        eps = max(torch.finfo(params[name].dtype).eps for name in self.units.names)
+        norms = self.norms(params)
+        return to_slice(norms, norms.zeros, eps), norms.dead
 
-    @abstractmethod
     def constraint(self, params: Mapping[str, Tensor] | None = None) -> Tensor:
-        """c(w), zero on the slice and free of units: differences of log-norms."""
+        """c(w), zero on the slice and free of units: ½ log(in/out), 0 for dead units: (U,)."""
+        norms = self.norms(self.params if params is None else params)
+        return -0.5 * norms.imbalance(norms.zeros)
 
     @abstractmethod
     def _normal(self, v: Mapping[str, Tensor]) -> Tensor:
@@ -130,8 +138,7 @@ class Slice(ABC):
 
     def tangent_basis(self) -> Tensor:
         """An orthonormal basis of T_wS, (p, p − k); for small models."""
-        space = self._space()
-        k = len(self._normal({n: torch.zeros_like(w) for n, w in self.params.items()}))
+        space, k = self._space(), self.units.total
         eye = torch.eye(k, dtype=space.dtype, device=space.device)
         # solved first: dead units have no normal
         solved = [self._conormal(self._solve(e, orbits=False)) for e in eye]
@@ -172,3 +179,35 @@ class Slice(ABC):
         out = {n: x - less[n].to(x.dtype) if n in less else x for n, x in by_name.items()}
         flat = isinstance(v, Tensor)
         return self._space().flatten(out).to(v.dtype) if flat else out  # pyright: ignore[reportReturnType]
+
+
+class Balanced(Slice):
+    r"""Every unit takes in what it gives out: Σ_in w² (with its bias) = Σ_out w².
+
+    The least Σw² of the orbit, and the slice orthogonal to orbits: constraints have the generators
+    as gradients. The gradient of any function of the network's outputs is tangent to it, biases or
+    not, and so is uniform weight decay. With `Scaling.merged` it is the balanced slice of layers,
+    |A_{k+1}|² = |A_k|² + |b_k|².
+    """
+
+    def norms(self, params: Mapping[str, Tensor]) -> UnitNorms:
+        return UnitNorms(self.units, params)
+
+    def log_scales(self, params: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        start = LargestEntries(self.units, params).coarse()
+        if bool(start.any()):
+            given = {name: params[name].detach().to(start.dtype) for name in self.units.names}
+            params = self.units.scaled(given, start)
+        t, dead = super().log_scales(params)
+        return start + t, dead
+
+    def _normal(self, v: Mapping[str, Tensor]) -> Tensor:
+        return self.units.pair(self.params, v)
+
+    def _conormal(self, a: Tensor) -> dict[str, Tensor]:
+        return self.units.spread(self.params, a)
+
+    def _solve(self, rhs: Tensor, orbits: bool) -> Tensor:
+        norms = self.norms(self.params)
+        gram = OrbitGram(norms, norms.zeros)
+        return gram.solve(rhs) * (-gram.top).exp() / norms.unit / norms.unit

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 import torch
@@ -19,7 +20,7 @@ from ..actions.scaling import Leg, Scaling
 
 
 @dataclass(frozen=True)
-class Part:
+class ScaledParameter:
     """A parameter's legs, counted in the common vector of units."""
 
     name: str
@@ -49,7 +50,7 @@ class Part:
         return values.sum(axes, keepdim=True) if axes else values
 
 
-class Units:
+class ScalingUnits:
     """The units of some scalings, U in all, and the parameters that they scale."""
 
     def __init__(self, scalings: Sequence[Scaling], params: Mapping[str, Tensor]) -> None:
@@ -69,12 +70,42 @@ class Units:
                 unit = torch.where(unit < 0, -1, unit + start)
                 legs.setdefault(leg.name, []).append(Leg(leg.name, unit, leg.power))
             start += scaling.units
-        self.parts = tuple(Part(name, tuple(found)) for name, found in legs.items())
+        self.parts = tuple(ScaledParameter(name, tuple(found)) for name, found in legs.items())
 
     @property
     def names(self) -> tuple[str, ...]:
         """The parameters that are scaled."""
         return tuple(part.name for part in self.parts)
+
+    @property
+    def powers(self) -> Tensor:
+        """Σ_legs power of every parameter and unit, (parameters, U), where each is one block."""
+        first = self.parts[0].legs[0].unit
+        eye = torch.eye(self.total, dtype=wide(first), device=first.device)
+        return torch.stack([part.log_factor(eye).reshape(-1) for part in self.parts])
+
+    @cached_property
+    def colors(self) -> list[list[int]]:
+        """Scalings that share no parameter, in as few classes as a greedy choice finds."""
+        names = [set(s.names) for s in self.scalings]
+        out: list[list[int]] = []
+        for i, mine in enumerate(names):
+            for color in out:
+                if all(mine.isdisjoint(names[j]) for j in color):
+                    color.append(i)
+                    break
+            else:
+                out.append([i])
+        return out
+
+    def exponent(self, index: int) -> float:
+        """x in α = (|out|/|in|)^x, which balances a unit of this scaling by itself.
+
+        Half of it where two units share entries: both sides of one parameter, as on a skip.
+        """
+        legs = self.scalings[index].legs
+        apart = len({leg.name for leg in legs}) == len(legs)
+        return (0.5 if apart else 0.25) / max(abs(leg.power) for leg in legs)
 
     def split(self, t: Tensor) -> tuple[Tensor, ...]:
         """(…, U) by scaling."""
@@ -106,7 +137,7 @@ class Units:
             out[part.name] = (w.to(a) * part.log_factor(a)).to(w.dtype)
         return out
 
-    def collect(self, part: Part, values: Tensor) -> Tensor:
+    def collect(self, part: ScaledParameter, values: Tensor) -> Tensor:
         """Σ_legs power·(sum of the unit's values): (U,)."""
         out = values.new_zeros(self.total)
         for leg in part.legs:

@@ -27,8 +27,7 @@ from ....maps.layers import AffineBlock, Block, Use
 from ....maps.layers.moments import Moments, Sharing
 from ....maps.layers.product import ProductBlock
 from ....maps.layers.registry import Layer, Seen
-from ....maps.layers.scale import Scale
-from ....maps.layers.units import UnitSums, second_moments
+from ....maps.layers.scale import Scale, UnitSums, second_moments
 from ....maps.proof import Proof, accumulate
 from ....maps.record import Entry
 from ..factors.factor import SPECTRUM, UNITS, BlockKey

@@ -18,8 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from ...._core.graph import Root, pull
-from ....maps.layers.layout import candidates, told
-from ....maps.layers.moments import Sharing
+from ....maps.layers.moments import Sharing, candidates, find_layout
 from ....maps.record import Entry
 from .covectors import Coupling, samples_axis
 from .record import ForwardRecord
@@ -136,7 +135,7 @@ class Descent:
         def observe(i: int, delta: Tensor) -> None:
             if delta.numel():
                 delta = delta.reshape(*entries[i].shape, 1)
-                layout = told(delta, chosen, entries[i].features + 1)
+                layout = find_layout(delta, chosen, entries[i].features + 1)
                 out[i] = out[i] if layout is None else layout.kind
 
         for i in doubtful:

@@ -1,24 +1,146 @@
-r"""Constants in sums of layers: which of them cancel, or are taken away by those who read the sum.
+"""Shifts: constants that are added to parameters and taken away by who reads the outputs.
 
-Add s_p·c to the bias (or table) of each layer p. A sum then holds t = Σ t_terms, a layer t_p = s_p.
-Every reader that cannot take a constant away demands t = 0: the whole numbers s that are left over
-are symmetries, for any vector c. A layer norm or a softmax demands nothing if c is a multiple of
-the vector of ones.
+In sums of layers, add s_p·c to the bias (or table) of each layer p. A sum then holds t = Σ t_terms,
+a layer t_p = s_p. Every reader that cannot take a constant away demands t = 0: the whole numbers s
+that are left over are symmetries, for any vector c. A layer norm or a softmax demands nothing if c
+is a multiple of the vector of ones.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from math import lcm
 
 import torch
 
-from ..actions.action import Action, Parameters
-from ..actions.scaling import Leg
-from ..actions.shifts import CommonShift, Reader, StreamShift
-from ..graph.ledger import Event, Ledger
-from ..graph.readers import Readers
+from ..actions.scaling import Action, Leg, Parameters
+from ..actions.shifts import (
+    BiasShift,
+    CommonShift,
+    FoldedShift,
+    MeanShift,
+    Norm,
+    Reader,
+    StreamShift,
+)
+from ..graph.ledger import Ledger, Producer, Readers, Reading, Row, source_of
+from ..graph.walk import Walk
+
+
+def shifts(walk: Walk, params: Parameters, norms: list[Norm]) -> Iterator[Action]:
+    """Biases that other biases can take over, or that do nothing."""
+    readers, ledger = Readers(walk.ledger), walk.ledger
+    for p, made in enumerate(ledger.producers):
+        rows = [(p, i) for i in range(len(made.rows))]
+        rows = [r for r in rows if r not in ledger.touched and r in readers.of]
+        rows = [r for r in rows if made.weight is None or not readers.shared(made, [r[1]])]
+        groups: dict[object, list[Row]] = {}
+        for row in rows:
+            groups.setdefault(_reading(readers.of[row]), []).append(row)
+        for group in groups.values():
+            yield from _moved_bias(ledger, made, group, readers, norms)
+    for event in ledger.events:
+        if event.kind in ("norm", "softmax"):
+            yield from _common(ledger, readers, event, params)
+        elif event.kind == "linear":
+            yield from _mean(ledger, event)
+
+
+def _reading(events: list[tuple[Reading, bool]]) -> object:
+    """Who reads an output, without where."""
+    keys = []
+    for event, second in events:
+        more = {} if event.kind == "pair" else event.where
+        keys.append((event.kind, second, more.get("reader"), more.get("fold"), more.get("padded")))
+    # heads that share a key read it in several products
+    return tuple(sorted(set(keys), key=str)), any(
+        keys.count(k) > 1 and k[0] != "pair" for k in keys
+    )
+
+
+def _moved_bias(
+    ledger: Ledger, made: Producer, rows: list[Row], readers: Readers, norms: list[Norm]
+) -> Iterator[Action]:
+    """What the biases of outputs with the same readers can do."""
+    source = made.source([i for _, i in rows])
+    if source is None:
+        return
+    name, n = source.name, len(rows)
+    events = readers.of[rows[0]]
+    kinds = {(e.kind, second) for e, second in events}
+    if kinds == {("pair", True)}:
+        yield BiasShift(n, source, (), f"key bias {name}, which does nothing")
+    elif kinds == {("null", False)}:
+        yield BiasShift(n, source, (), f"bias {name} before a batch norm, which does nothing")
+    elif kinds == {("fold", False)} and len(events) == 1:
+        norm = norms[events[0][0].where["fold"]]
+        at = torch.tensor([_place(readers.of[r][0][0], r) for r in rows])
+        yield FoldedShift(n, source, norm, at, f"bias {name} into {norm.shift}")
+    elif kinds == {("linear", False)}:
+        found = []
+        for k, (event, _) in enumerate(events):
+            reader = ledger.producers[event.where["reader"]]
+            if reader.bias is None or reader.bias_rows is None or event.where.get("padded"):
+                return
+            at = torch.tensor([_place(readers.of[r][k][0], r) for r in rows])
+            weight = str(reader.weight)
+            found.append(Reader(reader.bias, reader.bias_rows, weight, reader.rows, at))
+        into = ", ".join(dict.fromkeys(r.bias for r in found))
+        yield BiasShift(n, source, found, f"shift of {name} into {into}")
+
+
+def _place(event: Reading, row: Row) -> int:
+    """Where an event reads an output."""
+    return event.where["at"][event.rows.index(row)]
+
+
+def _common(
+    ledger: Ledger, readers: Readers, event: Reading, params: Parameters
+) -> Iterator[Action]:
+    """A shift of all of a layer's outputs that a norm or a softmax takes away."""
+    source, events = source_of(readers, event.rows), readers.together(event.rows)
+    if source is None or events is None or len(events) != 1 or not readers.clean(event.rows):
+        return
+    made, outputs = source
+    inputs = event.kind == "softmax" or event.where.get("inputs", False)
+    bias = made.bias if made.bias_rows is not None else None
+    places = None if made.bias_rows is None else made.bias_rows[outputs]
+    if not inputs and bias is None:
+        return
+    width = (params[str(made.weight)][0].numel() if inputs else 0) + (bias is not None)
+    what = "softmax" if event.kind == "softmax" else "norm"
+    about = f"common shift of {made.about}'s outputs before a {what}"
+    weight = str(made.weight) if inputs else None
+    yield CommonShift(weight, made.rows[outputs], bias, places, width, about)
+
+
+def _mean(ledger: Ledger, event: Reading) -> Iterator[Action]:
+    """The direction in which a layer norm's outputs do not vary."""
+    norm = ledger.producers[event.rows[0][0]]
+    reader = ledger.producers[event.where["reader"]]
+    outputs = [i for _, i in event.rows]
+    whole = sorted(outputs) == list(range(len(norm.rows)))
+    if norm.kind != "layer_norm" or not whole or reader.kind != "linear":
+        return
+    if any(p != event.rows[0][0] for p, _ in event.rows):
+        return
+    if norm.bias is not None and reader.bias is None:
+        return
+    columns = torch.tensor(event.where["at"])[torch.tensor(outputs).argsort()]
+    about = f"mean direction of {norm.about or 'a layer norm'} in {reader.about}"
+    yield MeanShift(
+        str(reader.weight),
+        reader.rows,
+        columns,
+        reader.bias,
+        reader.bias_rows,
+        norm.weight,
+        norm.bias,
+        about,
+    )
+
 
 Solution = dict[str, int]  # s by the name of a bias or table
 
@@ -106,7 +228,7 @@ def _lets(ledger: Ledger, readers: Readers, p: int, *, uniform: bool) -> bool:
     return events is not None and all(_takes(ledger, e, second, uniform) for e, second in events)
 
 
-def _takes(ledger: Ledger, event: Event, second: bool, uniform: bool) -> bool:
+def _takes(ledger: Ledger, event: Reading, second: bool, uniform: bool) -> bool:
     if event.kind == "linear":
         reader = ledger.producers[event.where["reader"]]
         return reader.bias is not None and not event.where.get("padded")
@@ -192,3 +314,50 @@ def _unseen(
             weight = str(made.weight)
             about = f"common shift of {made.about}'s outputs before a norm"
             yield CommonShift(weight, made.rows, None, None, params[weight][0].numel(), about)
+
+
+Entry = tuple[str, int]  # of a bias
+
+
+def exchanges(ledger: Ledger) -> Iterator[StreamShift]:
+    """b ← b + c and b' ← b' − c, where outputs with b and b' only meet in sums with each other."""
+    partners: dict[Entry, set[Entry]] = {}
+    for left, right in ledger.added:
+        for one, two in zip(left, right, strict=True):
+            entries = _entry(ledger, one), _entry(ledger, two)
+            if entries[0] is not None and entries[1] is not None:
+                partners.setdefault(entries[0], set()).add(entries[1])
+                partners.setdefault(entries[1], set()).add(entries[0])
+    for entry in _read_elsewhere(ledger):
+        partners.pop(entry, None)
+    found: dict[tuple[str, str], list[tuple[int, int]]] = {}
+    for one, others in partners.items():
+        two = next(iter(others))
+        if len(others) == 1 and one < two and partners.get(two) == {one} and one[0] != two[0]:
+            found.setdefault((one[0], two[0]), []).append((one[1], two[1]))
+    sizes = {made.bias: made.bias_size for made in ledger.producers}
+    for (first, second), pairs in found.items():
+        legs = []
+        for name, side, power in ((first, 0, 1), (second, 1, -1)):
+            unit = torch.full((int(sizes[name] or 0),), -1)
+            unit[[pair[side] for pair in pairs]] = torch.arange(len(pairs))
+            legs.append(Leg(name, unit, power))
+        yield StreamShift(len(pairs), legs, about=f"shift of {first} into {second}")
+
+
+def _entry(ledger: Ledger, row: Row) -> Entry | None:
+    made = ledger.producers[row[0]]
+    if made.bias is None or made.bias_rows is None:
+        return None
+    return made.bias, int(made.bias_rows[row[1]])
+
+
+def _read_elsewhere(ledger: Ledger) -> Iterator[Entry]:
+    """Entries of biases whose outputs something else reads, too."""
+    sums = Counter(row for sides in ledger.added for side in sides for row in side)
+    events = Readers(ledger).of
+    for row in {*ledger.touched, *events}:
+        if row in events or ledger.touched[row] != sums[row]:
+            entry = _entry(ledger, row)
+            if entry is not None:
+                yield entry

@@ -1,19 +1,19 @@
-r"""Weight normalization, W = g v/‖v‖: what acts on W, acting on g and v."""
+"""What acts on weights that are computed from parameters: normalized weights and transposes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from .action import Action, Parameters
-from .scaling import Leg, Scaling
+from .scaling import Action, Leg, Parameters, Scaling
+from .shifts import Folding
 
 
 @dataclass(frozen=True)
-class Direction:
+class NormalizedWeight:
     """W = g v/‖v‖, with norms over all axes but `dim`; g has size 1 along those."""
 
     gain: str
@@ -51,7 +51,7 @@ class Directed(Action):
     """
 
     inner: Action
-    directions: Mapping[str, Direction]
+    directions: Mapping[str, NormalizedWeight]
 
     @property
     def about(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -103,12 +103,14 @@ class Directed(Action):
         return out
 
 
-def with_weights(params: Parameters, directions: Mapping[str, Direction]) -> dict[str, Tensor]:
+def with_weights(
+    params: Parameters, directions: Mapping[str, NormalizedWeight]
+) -> dict[str, Tensor]:
     """The parameters and the weights W."""
     return {**params, **{n: d.weight(params) for n, d in directions.items()}}
 
 
-def in_parameters(action: Action, directions: Mapping[str, Direction]) -> Action:
+def in_parameters(action: Action, directions: Mapping[str, NormalizedWeight]) -> Action:
     """The action without names that stand for weights W, which others than scalings also read.
 
     A scaling that multiplies whole vectors of W multiplies g; else v has to turn.
@@ -122,7 +124,7 @@ def in_parameters(action: Action, directions: Mapping[str, Direction]) -> Action
     return Directed(action, directions)
 
 
-def _on_gains(action: Scaling, directions: Mapping[str, Direction]) -> Scaling:
+def _on_gains(action: Scaling, directions: Mapping[str, NormalizedWeight]) -> Scaling:
     """The scaling with g in place of each W whose vectors it leaves in their directions."""
     turned = {leg.name for leg in action.legs if not _along(leg, directions)}
     legs = [
@@ -134,6 +136,70 @@ def _on_gains(action: Scaling, directions: Mapping[str, Direction]) -> Scaling:
     return Scaling(action.units, legs, action.about.replace(", normalized", ""))
 
 
-def _along(leg: Leg, directions: Mapping[str, Direction]) -> bool:
+def _along(leg: Leg, directions: Mapping[str, NormalizedWeight]) -> bool:
     known = directions.get(leg.name)
     return known is None or all(n == 1 for d, n in enumerate(leg.unit.shape) if d != known.dim)
+
+
+@dataclass(frozen=True)
+class Turned(Action):
+    """An action on transposes, in terms of the parameters.
+
+    Attributes:
+        inner: what acts, on the transposes by the names that stand for them.
+        held: the parameters, by those names.
+    """
+
+    inner: Action
+    held: Mapping[str, str]
+
+    @property
+    def about(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        about = self.inner.about
+        for name, own in self.held.items():
+            about = about.replace(name, own)
+        return about
+
+    @property
+    def dimension(self) -> int:
+        return self.inner.dimension
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self.held.get(name, name) for name in self.inner.names)
+
+    def act(self, params: Parameters, element: Tensor) -> dict[str, Tensor]:
+        return self._back(self.inner.act(with_transposes(params, self.held), element))
+
+    def tangent(self, params: Parameters, element: Tensor) -> dict[str, Tensor]:
+        return self._back(self.inner.tangent(with_transposes(params, self.held), element))
+
+    def _back(self, moved: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {self.held.get(n, n): t.mT if n in self.held else t for n, t in moved.items()}
+
+
+def with_transposes(params: Parameters, held: Mapping[str, str]) -> dict[str, Tensor]:
+    """The parameters, and the transposes of those that are held by other names."""
+    return {**params, **{name: params[own].mT for name, own in held.items()}}
+
+
+def undo_transposes(action: Action, held: Mapping[str, str]) -> Action:
+    """The action without names that stand for transposes, which others than scalings also read."""
+    if not held:
+        return action
+    if isinstance(action, Folding):
+        return replace(action, scaling=_scaling(action.scaling, held))
+    if isinstance(action, Scaling):
+        return _scaling(action, held)
+    return Turned(action, held)
+
+
+def _scaling(action: Scaling, held: Mapping[str, str]) -> Scaling:
+    legs = [
+        Leg(held[leg.name], leg.unit.mT, leg.power) if leg.name in held else leg
+        for leg in action.legs
+    ]
+    about = action.about
+    for name, own in held.items():
+        about = about.replace(name, own)
+    return replace(action, legs=legs, about=about)
