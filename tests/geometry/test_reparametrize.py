@@ -14,7 +14,6 @@ from torch.func import functional_call, jacrev
 import pullback as pb
 from pullback import PullbackError
 from pullback.geometry.charts.diffeomorphism import (
-    Composed,
     Coupling,
     Custom,
     Elementwise,
@@ -62,7 +61,6 @@ CASES: dict[str, Callable[[], Any]] = {
     "mixing of one": lambda: Mixing(matrix(12), names=["0.weight"]),
     "entries": lambda: EntryPermutation(4),
     "coupling": lambda: Coupling(1, layers=3),
-    "composed": lambda: Composed(cubic(), Coupling(2), EntryPermutation()),
     "a function of the dict": lambda: summed,
 }
 

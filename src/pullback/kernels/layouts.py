@@ -180,7 +180,7 @@ def refuse_broken(
         x: the batch.
         alone: its first values, (few, *event), as they are when these samples are run by
             themselves.
-        params: parameters nobody has looked at.
+        params: parameters that have not been checked yet.
     """
     z = linear.value
     if len(z) != len(x):

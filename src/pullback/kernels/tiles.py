@@ -68,7 +68,7 @@ class Batch:
 
 
 def room(device: torch.device, jacobian: int) -> int:
-    """Bytes for temporaries where nobody says: less than J takes, as far as the device has them.
+    """Bytes for temporaries by default: less than J takes, as far as the device has them.
 
     Few large products keep a GPU busy, many small ones do not; a CPU's cache is small anyway.
     """

@@ -304,7 +304,7 @@ def nuclear_norm_completion(
         columns: of the observed entries, (n,).
         values: of the observed entries, (n,).
         tol: the relative duality gap to reach.
-        max_iterations: at most so many singular value decompositions.
+        max_iterations: the largest number of singular value decompositions.
 
     Raises:
         PullbackError: if observations contradict each other, or the gap is not reached.

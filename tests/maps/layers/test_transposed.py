@@ -7,11 +7,10 @@ import torch
 from torch import Tensor, nn
 
 import pullback as pb
-from pullback import PullbackError
 from pullback.maps import Call, ModuleMap, identity_covectors
 from pullback.maps.layers import Use
 from pullback.maps.layers.affine import AffineBlock
-from pullback.maps.layers.transposed import TransposedBlock, transposed_sides
+from pullback.maps.layers.transposed import TransposedBlock
 from pullback.testing import assert_close, jacobian
 
 CASES = {
@@ -36,30 +35,6 @@ CASES = {
     ),
     "unbatched": (lambda: nn.ConvTranspose2d(2, 3, 2), (2, 3, 4)),
 }
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_sides(name: str) -> None:
-    torch.manual_seed(0)
-    make, shape = CASES[name]
-    module = make().double()
-    x = torch.randn(*shape).double()
-    z = module(x)
-    delta = torch.randn_like(z)
-    (want,) = torch.autograd.grad(z, [module.weight], delta)
-    a, d = transposed_sides(module, x, delta)
-    g, i = module.groups, module.in_channels // module.groups
-    assert a.shape == (g, x.numel() // module.in_channels, i)
-    assert d.shape == (*a.shape[:2], module.weight[0].numel())
-    got = torch.einsum("gpi,gpo->gio", a, d).reshape(want.shape)
-    assert_close(got, want, 1e-13, "Σ a ⊗ d = ∂L/∂W")
-
-
-def test_sides_that_do_not_fit_are_refused() -> None:
-    module = nn.ConvTranspose1d(2, 3, 3)
-    for x, delta in (((4, 2, 5), (3, 3, 7)), ((4, 2, 5), (3, 7)), ((1, 4, 2, 5), (1, 4, 3, 7))):
-        with pytest.raises(PullbackError, match="transposed convolution in 1D"):
-            transposed_sides(module, torch.randn(x), torch.randn(delta))
 
 
 class Decoder(nn.Module):

@@ -171,31 +171,6 @@ class Custom(Diffeomorphism):
         return self._inverse is None or super().regular(theta)
 
 
-class Composed(Diffeomorphism):
-    """w = f_k(…f_1(θ))."""
-
-    def __init__(self, *parts: Diffeomorphism) -> None:
-        self.parts = parts
-
-    def forward(self, theta: Params) -> Params:
-        for part in self.parts:
-            theta = part.forward(theta)
-        return theta
-
-    def inverse(self, w: Params) -> Params:
-        for part in reversed(self.parts):
-            w = part.inverse(w)
-        return w
-
-    def regular(self, theta: Params) -> bool:
-        """Whether each of them is, where it is reached."""
-        for part in self.parts:
-            if not part.regular(theta):
-                return False
-            theta = part.forward(theta)
-        return True
-
-
 def sinh() -> Diffeomorphism:
     """w = sinh θ."""
     return Elementwise(torch.sinh, torch.asinh)

@@ -81,7 +81,7 @@ def flatness(
         inputs, metric, reduction: of (Z, g), as everywhere in `geometry`.
         basis: (p, k) directions to stay in, or "tangent".
         method: "grid" for up to three dimensions, "hit-and-run", or "auto".
-        chains, moves: of hit-and-run: so many chains, each with so many moves per ball.
+        chains, moves: of hit-and-run: the number of chains, and the moves of each per ball.
         seed: of the chains.
         tolerance: singular values below it, relative to the largest, count as zero.
 

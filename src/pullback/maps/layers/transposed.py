@@ -20,31 +20,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..._core.errors import PullbackError
 from ..._core.products import cross
 from .affine import AffineBlock
 from .moments import Moments, Sharing, counted, means, moments, second_moment
 from .patches import windows
 from .registry import Block, Layer, Use, joined, register
-
-
-def transposed_sides(module: Any, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-    """a (G, P, C_in/G) and d (G, P, C_out/G·kernel), P = B·input places, with ∂L/∂W = Σ_P a ⊗ d.
-
-    x is (B, C_in, *places), `delta` the cotangent (B, C_out, *places') at the output; neither, or
-    both, may go without B.
-    """
-    dims = len(module.kernel_size)
-    if x.ndim == delta.ndim == 1 + dims:
-        x, delta = x[None], delta[None]
-    if x.ndim != 2 + dims or delta.ndim != 2 + dims or len(x) != len(delta):
-        raise PullbackError(
-            f"the input {tuple(x.shape)} and cotangent {tuple(delta.shape)} do not fit",
-            f"a transposed convolution in {dims}D has (B, channels, *{dims} places) on both sides",
-            "Fold other leading axes into B, and pass one cotangent for each input",
-        )
-    a, d = _inputs(module, x), _patches(module, delta, x.shape[2:])
-    return a.transpose(0, 1).flatten(1, 2), d.transpose(0, 1).flatten(1, 2)
 
 
 def _inputs(module: Any, x: Tensor) -> Tensor:

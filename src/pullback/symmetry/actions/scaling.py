@@ -102,7 +102,7 @@ class Leg:
         # sum first over the axes that do not tell units apart
         summed = values.sum(axes, keepdim=True) if axes else values
         flat = summed.flatten(-self.unit.ndim) if self.unit.ndim else summed.unsqueeze(-1)
-        out = flat.new_zeros(*flat.shape[:-1], units + 1)  # the last one is nobody's
+        out = flat.new_zeros(*flat.shape[:-1], units + 1)  # the last: of no unit
         return out.index_add_(-1, self.unit.flatten().to(flat.device) % (units + 1), flat)[..., :-1]
 
 

@@ -121,7 +121,7 @@ class _Radial:
 def _radial(
     layers: Layers, names: tuple[str, ...], dtype: torch.dtype, device: torch.device
 ) -> _Radial:
-    """Made once, since hosts are slow."""
+    """Return a cached `_Radial`: building one copies numbers from the host."""
     return _Radial(layers, names, dtype, device)
 
 

@@ -109,7 +109,7 @@ class Keeper:
         self._own = [self.named[n] for n in dict.fromkeys(n for s in scalings for n in s.names)]
 
     def own(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Take note of what the optimizer moves."""
+        """Choose the scalings again for the parameters in these groups."""
         self.optimized = {id(p) for group in groups for p in group["params"]}
         self._seen = None
         self.refresh()
@@ -143,7 +143,7 @@ class Keeper:
 
     @torch.no_grad()
     def retract_(self, followers: Followers) -> Retraction | None:
-        """To round-off, however far away."""
+        """Retract to round-off from any distance, followers included."""
         if self.slice is None:
             return None
         done = self.slice.retract_()
@@ -161,7 +161,7 @@ class Keeper:
 
     @property
     def period(self) -> int:
-        """After how many steps all comes around."""
+        """The number of steps after which the pattern of retractions repeats."""
         turns = self._sweep.turns if self._sweep is not None and self.sweeps is None else 1
         return self.every * turns
 
@@ -183,7 +183,7 @@ class Keeper:
         )
 
     def watch(self) -> None:
-        """Keep account of how far sweeps go along the orbits, for what cannot follow by itself."""
+        """Record the log-scales of sweeps, for state that cannot follow by itself."""
         self._watched = True
 
     def run(self, steps: int, followers: Followers) -> Tensor | None:

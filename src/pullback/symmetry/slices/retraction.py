@@ -221,7 +221,7 @@ class LargestEntries:
         return max((float(x.amax() - x.amin()) for x in found if len(x)), default=0.0)
 
     def imbalance(self, t: Tensor) -> Tensor:
-        n = self.units.total + 1  # the last is nobody's
+        n = self.units.total + 1  # the last collects entries of no unit
         into, out = (t.new_full((n,), -torch.inf) for _ in range(2))
         for part, logs in zip(self.units.parts, self._logs, strict=True):
             values = logs + part.log_factor(t)
@@ -306,7 +306,7 @@ class OrbitGram(Gram):
     def dense(self) -> Tensor:
         """The matrix."""
         dead = self._norms.dead
-        u = len(dead) + 1  # the last is nobody's
+        u = len(dead) + 1  # the last collects entries of no unit
         flat = self._diagonal.new_zeros(u * u)
         for k, energy in enumerate(self._norms.parts):
             part, values = energy.part, energy.squares * self._scales[k]
