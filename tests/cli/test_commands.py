@@ -126,7 +126,7 @@ PROBLEM = (
 FILES = {
     "no problem": ("network = 3\n", "defines no problem"),
     "another thing": ("problem = 3\n", "problem is 3"),
-    "a slip": ("from pullback import pde\nproblem = pde.Probelm()\n", "line 2: AttributeError"),
+    "a slip": ("from pullback import pde\nproblem = pde.Problm()\n", "line 2: AttributeError"),
     "its syntax": ("x = 1\nproblem = (\n", "line 2: SyntaxError"),
     "a missing package": ("import nothing_of_this_name\n", "line 1: ModuleNotFoundError"),
     "a refusal": ("from pullback import pde\npde.Interval(1, 0)\n", "interval is empty"),

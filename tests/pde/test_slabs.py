@@ -169,3 +169,66 @@ def test_what_has_no_slabs() -> None:
     for slabs in (0, -1, 1.5):
         with pytest.raises(PullbackError, match="number of slabs"):
             run(slabs=slabs)
+
+
+def turning(time: float) -> pde.Problem:
+    """A point that goes around a circle."""
+    return pde.Problem(
+        pde.SpaceTime(pde.Interval(0, 1), (0, time)),
+        [
+            pde.Equation(lambda u, v: u.t - v, lambda u, v: v.t + u),
+            pde.Initial(1.0, field="u"),
+            pde.Initial(0.0, field="v"),
+        ],
+        fields=("u", "v"),
+        exact=lambda t: (torch.cos(t), -torch.sin(t)),
+    )
+
+
+def automatic(problem: pde.Problem, **options: Any) -> pde.Solution:
+    network = pde.mlp(2, 6, 2 if len(problem.fields) == 2 else 1, seed=0)
+    default = {"slabs": "auto", "points": 36, "steps": 40, "tol": 1e-2, "measure": 5}
+    return pde.solve(problem, network, progress=False, **{**default, **options})
+
+
+def test_slabs_of_one_length_where_all_is_easy() -> None:
+    solution = automatic(heat(), steps=200)
+    assert solution.error < 1e-2
+    assert isinstance(solution.network, Slabs)
+    assert len(solution.network.networks) == 1
+    still = pde.solve(pde.Poisson(1), pde.mlp(1, 4, 1), slabs="auto", steps=2, progress=False)
+    assert not isinstance(still.network, Slabs)
+
+
+def test_automatic_slabs_of_a_long_time() -> None:
+    """In one piece the error stays near 1."""
+    solution = automatic(turning(6.0))
+    assert solution.error < 2e-2
+    network = solution.network
+    assert isinstance(network, Slabs)
+    assert len(network.networks) > 1
+    lengths = network.edges.diff()
+    assert float(network.edges[-1]) == 6.0
+    assert float(lengths.min()) >= 6.0 / 16 * 0.99
+    assert f"of {len(network.networks)}" in solution.stopped
+
+
+def test_automatic_slabs_end_when_asked() -> None:
+    asked = automatic(heat(), callbacks=[lambda run, info: True])
+    assert len(asked.history) == 1
+    none = automatic(heat(), budget=0.0)
+    assert len(none.history) == 0
+    assert none(torch.rand(5, 2).double()).shape == (5, 1)
+
+
+def test_resumed_automatic_slabs_reach_the_same_bits(tmp_path: Path) -> None:
+    """Slabs that were given up are given up again, from their checkpoints."""
+    options: dict[str, Any] = {"steps": 4, "tol": None, "points": 16}
+    whole = automatic(turning(6.0), **options)
+    path = tmp_path / "run.pt"
+    for _ in range(3):
+        part = automatic(turning(6.0), checkpoint=path, budget=0.1, **options)
+        assert "the budget" in part.stopped
+    part = automatic(turning(6.0), checkpoint=path, **options)
+    mine, theirs = part.network.state_dict(), whole.network.state_dict()
+    assert all(torch.equal(mine[k], theirs[k]) for k in theirs)

@@ -253,6 +253,20 @@ def test_plain_lines_and_forecasts() -> None:
     assert file.getvalue() == ""
     log.forecast(399, 2.0, 2**27, 8)
     assert file.getvalue() == "Poisson: 399 steps of 2 s: about 13 min, 1 GiB for the Jacobian\n"
+    log.forecast(399, 2.0, 2**27, 8, 2**31)
+    assert file.getvalue().endswith("1 GiB for the Jacobian, 2 GiB in all\n")
+
+
+def test_a_run_says_what_it_will_take(capsys: pytest.CaptureFixture[str]) -> None:
+    """Time and memory, after the first step; slabs say so one by one."""
+    options: Any = {"steps": 10**6, "points": 16, "callbacks": [lambda run, info: True]}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pde.solve(pde.Heat(1), pde.mlp(2, 3, 1, seed=0), slabs=2, **options)
+    said = capsys.readouterr().err
+    assert "Heat 1+1D, t = 0 to 0.5: 999999 steps of" in said
+    assert "GiB for the Jacobian" in said
+    assert "GiB in all" in said
 
 
 def test_slabs_share_the_budget() -> None:

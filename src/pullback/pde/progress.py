@@ -28,11 +28,20 @@ class Line:
     def say(self, text: str) -> None:
         """One sentence."""
 
-    def forecast(self, steps: int, seconds: float, entries: int, itemsize: int) -> None:
-        """Say after the first step what so many more will take, where that is long."""
+    def forecast(
+        self, steps: int, seconds: float, entries: int, itemsize: int, peak: int = 0
+    ) -> None:
+        """Say after the first step what so many more will take, where that is long.
+
+        Args:
+            steps, seconds: how many more, and what the first one took.
+            entries, itemsize: of the Jacobian.
+            peak: bytes in use at most so far; later steps are like the first.
+        """
         whole = steps * seconds
         if whole >= _LONG:
             size = f", {entries * itemsize / 2**30:.2g} GiB for the Jacobian" if entries else ""
+            size += f", {peak / 2**30:.2g} GiB in all" if peak else ""
             self.say(f"{steps} steps of {seconds:.2g} s: about {spoken(whole)}{size}")
 
 

@@ -25,7 +25,7 @@ from .collocation import Collocation
 from .discretize import Trial, coefficients
 from .history import History
 from .measure import Yardstick
-from .method import costs, optimizer, size, stepped
+from .method import costs, optimizer, peak_memory, size, stepped
 from .plan import Plan
 from .problem import Problem
 from .progress import Line, shown
@@ -107,6 +107,7 @@ class Run:
         self._said = False
         #: seconds spent before this call, by a run that it goes on with
         self.begun = 0.0
+        self._part, self._started = 1.0, False
         self._identity = {
             "problem": repr(problem),
             "conditions": self._points.fingerprints(),
@@ -134,12 +135,19 @@ class Run:
         found = coefficients(dict(self._trial.named_parameters()))
         return {n: p.item() for n, p in found.items()}
 
-    def go(self) -> Solution:
-        """Step until a reason to stop; what was done is kept whatever happens."""
+    def go(self, part: float = 1.0) -> Solution:
+        """Step until a reason to stop; what was done is kept whatever happens.
+
+        A part of the steps and of the budget may come first, to see how it goes; the next call
+        goes on from there.
+        """
+        again, self._part = self._started, part
+        self._started = True
         if self._path is not None:
             self._resume(self._path)
-        self.begun = self.history.spent
-        due = self.begun + _SAVE_EVERY
+        if not again:
+            self.begun = self.history.spent
+        due = self.history.spent + _SAVE_EVERY
         self._record_error()
         stopped, orderly = "", self._processes.alone
         show = self._settings.progress and self._processes.rank == 0
@@ -176,7 +184,7 @@ class Run:
             came.end()
         self._keep_best()
         verdict = self._judge(stopped)
-        if verdict.alarming and self._processes.rank == 0:
+        if verdict.alarming and part == 1 and self._processes.rank == 0:
             warnings.warn(f"{self.problem.name}: {verdict.text}", stacklevel=3)
         solution = Solution(
             self.problem,
@@ -201,7 +209,8 @@ class Run:
         kind = torch.finfo(next(self._trial.parameters()).dtype)
         left = self._settings.steps - len(self.history)
         seconds = self.history.spent - self.begun
-        line.forecast(left, seconds, info.rows * info.parameters, kind.bits // 8)
+        entries, peak = info.rows * info.parameters, peak_memory(self._device)
+        line.forecast(left, seconds, entries, kind.bits // 8, peak)
         if info.gram == "dense" and self._settings.gram == "auto":
             need = info.rows * info.parameters * kind.bits // 8
             warnings.warn(
@@ -231,17 +240,16 @@ class Run:
     def _finished(self) -> str:
         """Why the run ends here, or nothing."""
         history = self.history
-        if len(history) >= self._settings.steps:
+        if len(history) >= self._part * self._settings.steps:
             return f"all {self._settings.steps} steps were taken"
         if self._settings.tol is not None:
             value = history.error[-1] if history.error else history.loss[-1] if history else None
             if value is not None and value <= self._settings.tol and self._confirmed():
                 return f"the tolerance {self._settings.tol:g} was reached"
-        if (
-            self._settings.budget is not None
-            and history.spent - self.begun >= self._settings.budget
-        ):
-            return f"the budget of {self._settings.budget:g} s is spent"
+        part = self._part if self._path is None else 1.0  # a checkpoint's run goes on when called
+        budget = self._settings.budget
+        if budget is not None and history.spent - self.begun >= part * budget:
+            return f"the budget of {budget:g} s is spent"
         if self._stagnation(*_LEVEL) and self._points.reweigh(len(history)):
             # losses before and after do not compare
             self._validation.weights, self._best, self._rejected = self._points.weights, None, 0

@@ -22,15 +22,162 @@ from .settings import Settings
 from .solution import Solution
 from .verdict import Verdict
 
+_SHORTEST = 1 / 16  # of the whole time: slabs that are not halved any more
+_LOOK = 0.25  # of its steps and its budget, after which a slab is looked at
+_HOPELESS = 1e-2  # of their terms: residuals at which it is given up then
+
 
 def march(
     problem: Problem,
     network: nn.Module,
-    count: int,
+    slabs: int | str,
     checkpoint: str | Path | None,
     settings: Settings,
 ) -> Solution:
-    """Solve slab after slab; each network starts from the last one."""
+    """Solve slab after slab; each network starts from the last one.
+
+    A number of slabs are equally long. "auto" controls their lengths as integrators of ordinary
+    differential equations do theirs. The first slab is the whole time. One that does not converge
+    is halved, as long as two halvings halve its residuals. It is given up after a quarter of its
+    steps where these are above 1 % of their terms. After a quick slab the next is twice as long.
+    """
+    found = March(problem, network, checkpoint, settings)
+    if isinstance(slabs, int):
+        found.fixed(slabs)
+    else:
+        found.adaptive()
+    return found.solution()
+
+
+class March:
+    """The slabs solved so far.
+
+    Args:
+        problem, network: of the whole time.
+        checkpoint: the file that slab i saves to has i behind this name.
+        settings: of every slab; the budget is that of all of them.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        network: nn.Module,
+        checkpoint: str | Path | None,
+        settings: Settings,
+    ) -> None:
+        self._domain = _checked(problem)
+        self._problem, self._network = problem, network
+        self._checkpoint, self._settings = checkpoint, settings
+        self._edges = [self._domain.time[0]]
+        self._networks: list[nn.Module] = []
+        self._verdicts: list[Verdict] = []
+        self._last: Solution | None = None
+        self._count = 0
+        self._history, self._spent, self._attempts = History(), 0.0, 0
+
+    def fixed(self, count: int) -> None:
+        """So many slabs of equal length."""
+        self._count = count
+        edges = torch.linspace(*self._domain.time, count + 1, dtype=torch.float64).tolist()
+        for i, end in enumerate(edges[1:]):
+            # a checkpoint's run goes on when called again; another must get to the end now
+            run = self._begin(end, 1 if self._checkpoint is not None else 1 / (count - i))
+            if self._keep(run, run.go(), end):
+                break
+
+    def adaptive(self) -> None:
+        """Slabs as long as they converge."""
+        start, end = self._domain.time
+        length, shortest = end - start, _SHORTEST * (end - start)
+        looks: list[float] = []  # residuals of the attempts at this slab
+        while (left := end - self._edges[-1]) > 0:
+            length = min(length, left)
+            until = end if length == left else self._edges[-1] + length
+            run = self._begin(until, 1 if self._checkpoint is not None else length / left)
+            solved = run.go(_LOOK)
+            looks.append(solved.verdict.relative)
+            if len(looks) > 2 and looks[-1] > looks[-3] / 2:  # a shorter one is no easier
+                shortest = length
+            short = length <= 1.001 * shortest
+            if short or not looks[-1] > _HOPELESS:
+                solved = run.go()
+            if not short and not self._good_enough(run, solved):
+                self._spent += run.history.spent - run.begun
+                length /= 2
+                continue
+            looks.clear()
+            if self._keep(run, solved, until):
+                break
+            length *= 2 if len(run.history) < self._settings.steps / 2 else 1
+
+    def _good_enough(self, run: Run, solved: Solution) -> bool:
+        """Whether a slab is kept: it converged, or nothing is left to do it better with."""
+        verdict, budget = solved.verdict, self._settings.budget
+        spent = self._spent + run.history.spent - run.begun
+        # a checkpoint's run goes on when called again, and decides as if never interrupted
+        poor = budget is not None and self._checkpoint is None and spent >= budget
+        ended = poor or bool(_ended(solved, self._checkpoint))
+        return ended or verdict.name in ("converged", "") or verdict.reason.startswith("the tol")
+
+    def _begin(self, end: float, share: float) -> Run:
+        """A run over the next slab, with a share of what is left of the budget."""
+        before = self._networks[-1] if self._networks else None
+        conditions = [_continued(c, self._problem, before) for c in self._problem.conditions]
+        start = self._edges[-1]
+        part = self._problem.restricted(self._domain.slab(start, end), conditions)
+        part.name += f", t = {start:.4g} to {end:.4g}"
+        path = None if self._checkpoint is None else Path(f"{self._checkpoint}.{self._attempts}")
+        self._attempts += 1
+        settings, budget = self._settings, self._settings.budget
+        if budget is not None:
+            settings = replace(settings, budget=max(0.0, budget - self._spent) * share)
+        return Run(part, copy.deepcopy(before or self._network), settings, path)
+
+    def _keep(self, run: Run, solved: Solution, end: float) -> bool:
+        """Add a slab; whether the march ends here."""
+        self._networks.append(run.network)
+        self._verdicts.append(solved.verdict)
+        self._edges.append(end)
+        self._spent += run.history.spent - run.begun
+        self._history, self._last = self._history.joined(solved.history), solved
+        why = _ended(solved, self._checkpoint)
+        if not why or end >= self._domain.time[1]:
+            return False
+        said = f"{self._problem.name} is solved up to t = {end:.4g} alone"
+        if why == "budget":
+            said += ", and extrapolated beyond. Call again to go on from the checkpoint"
+        if run.first:
+            warnings.warn(said, stacklevel=5)
+        self._edges[-1] = self._domain.time[1]
+        return True
+
+    def solution(self) -> Solution:
+        """The slabs together."""
+        solved, networks = self._last, self._networks
+        assert solved is not None
+        edges = torch.tensor(self._edges, dtype=torch.float64)
+        return Solution(
+            self._problem,
+            Slabs(networks, edges.to(next(networks[0].parameters()))),
+            self._history,
+            unknowns=solved.unknowns,
+            verdict=_overall(self._verdicts, self._count or len(networks)),
+            weights=solved.weights,
+            loss=solved.loss,
+            nested=solved.nested,
+        )
+
+
+def _ended(solved: Solution, checkpoint: str | Path | None) -> str:
+    """Whether a callback or a budget that another call goes on from ends all slabs, or nothing."""
+    reason = solved.verdict.reason
+    if reason.startswith("a callback"):
+        return "callback"
+    return "budget" if checkpoint is not None and reason.startswith("the budget") else ""
+
+
+def _checked(problem: Problem) -> SpaceTime:
+    """The domain of a problem that can be cut in time."""
     domain = problem.domain
     if not isinstance(domain, SpaceTime):
         raise PullbackError(
@@ -51,50 +198,7 @@ def march(
             "Give on=lambda domain: domain.final, so that it holds at the end of every slab",
         )
     _refuse_repeated(problem, domain)
-    edges = torch.linspace(*domain.time, count + 1, dtype=torch.float64)
-    networks: list[nn.Module] = []
-    verdicts: list[Verdict] = []
-    history, budget, spent = History(), settings.budget, 0.0
-    solved = None
-    for i in range(count):
-        part = domain.slab(float(edges[i]), float(edges[i + 1]))
-        conditions = [
-            _continued(c, problem, networks[-1] if networks else None) for c in problem.conditions
-        ]
-        here = copy.deepcopy(networks[-1] if networks else network)
-        path = None if checkpoint is None else Path(f"{checkpoint}.{i}")
-        if budget is not None:
-            # a checkpoint's run goes on when called again; another must get to the end now
-            share = 1 if checkpoint is not None else count - i
-            settings = replace(settings, budget=max(0.0, budget - spent) / share)
-        run = Run(problem.restricted(part, conditions), here, settings, path)
-        solved = run.go()
-        networks.append(here)
-        verdicts.append(solved.verdict)
-        spent += run.history.spent - run.begun
-        history = history.joined(solved.history)
-        reason = solved.verdict.reason
-        early = reason.startswith("the budget") and checkpoint is not None
-        if i + 1 < count and (early or reason.startswith("a callback")):
-            said = f"{problem.name} is solved up to t = {float(edges[i + 1]):.4g} alone"
-            if early:
-                said += ", and extrapolated beyond. Call again to go on from the checkpoint"
-            if run.first:
-                warnings.warn(said, stacklevel=3)
-            edges = torch.cat([edges[: i + 1], edges[-1:]])
-            break
-    assert solved is not None
-    whole = Slabs(networks, edges.to(next(networks[0].parameters())))
-    return Solution(
-        problem,
-        whole,
-        history,
-        unknowns=solved.unknowns,
-        verdict=_overall(verdicts, count),
-        weights=solved.weights,
-        loss=solved.loss,
-        nested=solved.nested,
-    )
+    return domain
 
 
 def _overall(verdicts: list[Verdict], count: int) -> Verdict:

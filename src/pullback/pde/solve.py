@@ -37,7 +37,7 @@ def solve(
     gram: str = "auto",
     memory: int = 2**32,
     single: int = 0,
-    slabs: int = 1,
+    slabs: int | str = 1,
     tol: float | None = None,
     patience: int | None = 50,
     budget: float | None = None,
@@ -67,7 +67,8 @@ def solve(
         solver, step, gram, memory: stages of the `NaturalGradient` underneath; by default every
             damped solution from one factorization, and the largest good trust radius.
         single: steps in float32 first.
-        slabs: time is cut into so many pieces that are solved one after the other.
+        slabs: time is cut into so many pieces that are solved one after the other. With "auto"
+            these are as long as they converge, and have at most so many steps each.
         tol: stop when the error (the loss, where no solution is known) is at most this.
         patience: stop when the loss fell by less than 1 % in so many steps.
         budget: seconds; a run with a checkpoint goes on from there when called again.
@@ -86,8 +87,11 @@ def solve(
         steps, points, sampler, seed, resample, refine, solver, step, gram, memory,
         single, tol, patience, budget, measure, callbacks, device, progress, optimizer, group,
     )  # fmt: skip
-    if not isinstance(slabs, int) or slabs < 1:
-        raise PullbackError("The number of slabs is not usable", f"got slabs={slabs!r}", "Use ≥ 1")
-    if slabs > 1:
-        return march(problem, network, slabs, checkpoint, settings)
-    return Run(problem, network, settings, checkpoint).go()
+    if slabs != "auto" and (not isinstance(slabs, int) or slabs < 1):
+        got = f"got slabs={slabs!r}"
+        raise PullbackError(
+            "The number of slabs is not usable", got, 'Use an integer ≥ 1, or "auto"'
+        )
+    if slabs == 1 or (slabs == "auto" and not problem.evolves):
+        return Run(problem, network, settings, checkpoint).go()
+    return march(problem, network, slabs, checkpoint, settings)
