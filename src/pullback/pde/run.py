@@ -108,6 +108,8 @@ class Run:
         #: seconds spent before this call, by a run that it goes on with
         self.begun = 0.0
         self._part, self._started = 1.0, False
+        #: relative residuals after a first part of the steps, where there was one
+        self.looked: float | None = None
         self._identity = {
             "problem": repr(problem),
             "conditions": self._points.fingerprints(),
@@ -184,6 +186,8 @@ class Run:
             came.end()
         self._keep_best()
         verdict = self._judge(stopped)
+        if part < 1 and self.looked is None and not stopped.startswith("the budget"):
+            self.looked = verdict.relative
         if verdict.alarming and part == 1 and self._processes.rank == 0:
             warnings.warn(f"{self.problem.name}: {verdict.text}", stacklevel=3)
         solution = Solution(
@@ -472,6 +476,7 @@ class Run:
                 "optimizer": self.optimizer.state_dict(),
                 "history": self.history.as_dict(),
                 "rejected": self._rejected,
+                "looked": self.looked,
                 "first": self._first,
                 "best": self._best,
                 "points": self._points.state(),
@@ -490,6 +495,8 @@ class Run:
         self.optimizer.load_state_dict(state["optimizer"])
         self.history = History.from_dict(state["history"])
         self._rejected = state["rejected"]
+        if self.looked is None:  # else this process has looked since it was saved
+            self.looked = state.get("looked")
         self._first, self._best = state["first"], state["best"]
         self._points.restore(state["points"], len(self.history))
         self._validation.weights = self._points.weights

@@ -95,7 +95,7 @@ class March:
             until = end if length == left else self._edges[-1] + length
             run = self._begin(until, 1 if self._checkpoint is not None else length / left)
             solved = run.go(_LOOK)
-            looks.append(solved.verdict.relative)
+            looks.append(solved.verdict.relative if run.looked is None else run.looked)
             if len(looks) > 2 and looks[-1] > looks[-3] / 2:  # a shorter one is no easier
                 shortest = length
             short = length <= 1.001 * shortest

@@ -326,7 +326,7 @@ def _set(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> s
 def format_mismatch(value: float) -> str:
     """A mismatch for people.
 
-    >>> shown(0.00034), shown(math.inf)
+    >>> format_mismatch(0.00034), format_mismatch(math.inf)
     ('3.4e-4', 'inf')
     """
     if not math.isfinite(value):

@@ -129,7 +129,7 @@ def rule_of(
         transformer = any(isinstance(m, _OF_TRANSFORMERS) for m in model.modules())
         rule = "natural" if asked else "spectral" if transformer else "eigenbasis"
     found: Any = _RULES[rule](betas) if isinstance(rule, str) and rule in _RULES else rule
-    if not callable(getattr(found, "directions", None)):
+    if isinstance(found, type) or not callable(getattr(found, "directions", None)):
         raise PullbackError(
             "rule= is not usable", f"got {rule!r}", f"Use one of {', '.join(_RULES)}, or a Rule"
         )
