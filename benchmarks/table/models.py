@@ -31,12 +31,11 @@ def models_real() -> Rows:
     rows = [["", "natural", "default"]]
     for model, one in record("third-party-real-cuda")["results"].items():
         ratio, first = one["ratio"], one["first step"]
-        name, digits = f"{model}, {size(one['parameters'])}", "{:.1f}"
-        shares = [_shares(first[kind]["shares"]) for kind in ("natural", "default")]
-        rows.append([f"{name}: Kronecker, units, diagonal", *shares])
+        shares = _shares(first["natural"]["shares"])
+        rows.append([f"{model}, {size(one['parameters'])}: Kronecker, units, diagonal", shares, ""])
         rows.append(["a step", times(ratio["10/100, run"]), times(ratio["default, run"])])
         rows.append(["memory", times(ratio["memory"]), times(ratio["default, memory"])])
-        steps = [digits.format(first[kind]["ratio"]) for kind in ("natural", "default")]
+        steps = [f"{first[kind]['ratio']:.1f}" for kind in ("natural", "default")]
         rows.append(["first step, in later statistics steps", *steps])
     return rows
 

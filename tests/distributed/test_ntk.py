@@ -61,6 +61,9 @@ def work_is_shared(rank: int, size: int) -> None:
 def other_inputs_are_refused(rank: int, size: int) -> None:
     with pytest.raises(pb.PullbackError, match="differ in the kernel's inputs"):
         pb.kernels.ntk(model(), inputs(6) + rank, group=dist.group.WORLD)
+    x = inputs(6)
+    with pytest.raises(pb.PullbackError, match="differ in the kernel's inputs"):
+        pb.kernels.ntk(model(), x.flip(0) if rank else x, group=dist.group.WORLD)
     net = model()
     with torch.no_grad():
         net[0].bias += rank  # pyright: ignore

@@ -41,6 +41,19 @@ def test_sample_space_with_g_alone_reports_what_it_lost(
         assert "damping" in found.status.value
 
 
+def test_an_eigenvalue_above_all_diagonal_entries_is_seen() -> None:
+    n, p = 400, 440
+    torch.manual_seed(0)
+    left = torch.randn(n, n, dtype=torch.float64)
+    left[:, 0] = 1.0  # the top vector has all samples alike
+    u, v = torch.linalg.qr(left)[0], torch.linalg.qr(torch.randn(p, n, dtype=torch.float64))[0]
+    small = torch.logspace(-3, -7, n - 1, dtype=torch.float64)
+    a = (u * torch.cat([torch.ones(1, dtype=torch.float64), small])) @ v.T
+    gram = pb.grams.Kernel(a @ a.T, lambda v: a @ v, lambda c: a.T @ c, p)
+    solver = pb.solvers.Cholesky()
+    assert solver.solve(solver.init(gram), a.T @ u[:, 0], 3e-10).residual is not None
+
+
 def test_with_r_nothing_is_lost_and_nothing_is_asked() -> None:
     a, _ = ill()
     r = torch.ones(len(a), dtype=torch.float64)

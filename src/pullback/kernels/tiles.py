@@ -2,6 +2,7 @@ r"""The NTK by tiles: batches of x against batches of x', the lower half alone w
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +13,7 @@ from .._core.errors import PullbackError
 from .._core.processes import Processes
 from .._core.products import SPLIT_ABOVE, full_precision
 from ..maps import Pulled
-from .layouts import Full, KernelLayout, norms
+from .layouts import Full, KernelLayout
 from .tangent import Tangent, arguments
 
 MEMORY = 2**30  # bytes for what is pulled back and for temporaries; the kernel itself is beside it
@@ -180,13 +181,15 @@ def _refuse_others(tangent: Tangent, x: Any, x2: Any, processes: Processes) -> N
     batches = arguments(x), () if x2 is None else arguments(x2)
     named = {f"x{i or ''}[{j}]": a for i, args in enumerate(batches) for j, a in enumerate(args)}
     named |= tangent.params
-    sizes = norms([*named.values()])
-    seen = {
-        name: (tuple(t.shape), f"{size:.9e}")
-        for (name, t), size in zip(named.items(), sizes, strict=True)
-    }
+    seen = {name: (tuple(t.shape), _digest(t)) for name, t in named.items()}
     remedy = "Pass the same inputs on all processes, and broadcast the model's parameters"
-    processes.same("the kernel's inputs or parameters (shape, norm)", seen, remedy)
+    processes.same("the kernel's inputs or parameters (shape, digest)", seen, remedy)
+
+
+def _digest(t: Tensor) -> str:
+    """A few letters that tell its bytes from others."""
+    flat = t.detach().cpu().contiguous().flatten().view(torch.uint8)
+    return hashlib.blake2b(flat.numpy(), digest_size=8).hexdigest()
 
 
 def assemble_tiles(

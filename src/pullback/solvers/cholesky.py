@@ -76,7 +76,7 @@ class Cholesky(Solver):
             x = _parameter_space(gram, inverse, rhs, whitened, used)
         status = Status.OK if used == wanted else Status.GREW_DAMPING
         found = Solution(x, used, min(gram.count, gram.size), status=status)
-        top = state.matrix.diagonal().max()
+        top = torch.linalg.matrix_norm(state.matrix)  # the largest eigenvalue is not above it
         if state.in_samples and whitened is None and delicate(used, top, rhs.dtype):
             return measure_residual(found, gram, rhs)
         return found

@@ -496,6 +496,31 @@ def test_models_of_tokens_take_the_spectral_rule(first, likelihood, rule: str) -
     assert found["1.weight"] == rule
 
 
+class Products(nn.Module):
+    """A weight that no layer with known structure uses, a norm, and perhaps a layer."""
+
+    def __init__(self, layer: bool) -> None:
+        super().__init__()
+        self.product, self.norm = nn.Bilinear(4, 4, 6), nn.LayerNorm(6)
+        self.layer = nn.Linear(6, 6) if layer else nn.Tanh()
+        self.head = nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer(self.norm(self.product(x, x))))
+
+
+@pytest.mark.parametrize("layer", [True, False])
+@pytest.mark.parametrize("rule", ["eigenbasis", "spectral"])
+def test_what_no_layer_uses_follows_adam_and_is_said(rule: str, layer: bool) -> None:
+    model, x = Products(layer), torch.randn(9, 4)
+    opt = pb.KFAC(model, rule=rule, statistics_every=1)
+    model(x).square().mean().backward()
+    with pytest.warns(RuntimeWarning, match="follow AdamW, product.weight among them: no layer"):
+        opt.step()
+    row = next(row for row in opt.coverage() if row.name == "product.weight")
+    assert (row.rule, row.reason) == ("adam", "no layer with known structure uses it")
+
+
 @pytest.mark.parametrize("rule", RULES)
 def test_a_group_may_follow_adam(rule: str) -> None:
     """Exactly torch's."""

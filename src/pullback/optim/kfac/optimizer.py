@@ -171,7 +171,7 @@ class KFAC(Optimizer):
         lazy = group is None and not (ekfac or own.damping.referenced or own.controlled)
         read = own.kl_clip is not None
         self._replicas = Replicas(processes, workers, wrapped=wrapped, lazy=lazy, read=read)
-        self._closed, self._warned = False, False
+        self._closed, self._warned, self._told = False, False, False
         self._info, self._skipped = KFACInfo(), False
         self._growth: list[Any] = []  # the first loss of a closure, and steps far above it
         schedule = {"step": 0, "taken": 0, "damping": self.damping.value, "retry": 0}
@@ -476,6 +476,9 @@ class KFAC(Optimizer):
         # gradients are averaged over processes, cotangents not yet
         found = capture.take(scale * self._replicas.processes.size)
         self._skipped = found is None
+        if found is not None and not self._told and not self._held.schedule["taken"]:
+            self._told = True
+            report.warn_diagonal(self._chosen, capture.structure.plain, self._rule)
         return {k: own for k, own in (found or {}).items() if follows(self._options, k, own)}
 
     def _learn(self, found: Found, gradients: Tensors, guard: Guard) -> bool:
@@ -486,8 +489,6 @@ class KFAC(Optimizer):
             return False
         if not guard.deferred and not self._warned and not self._rule.matrices:
             self._warned = report.warn_unmeasured(held, gradients)
-        if held.schedule["taken"] == 1:
-            report.warn_diagonal(self._chosen, self._capture.structure.plain, self._rule)
         return True
 
     def _move(

@@ -107,7 +107,7 @@ def coverage_of(
             block = describe(key, state.averages[key].value)
             reason = reasons.get(name) or reason
             reason += f"; {notes[key]}" if key in notes else ""
-        elif rule.matrices and (name not in measured or taken):
+        elif rule.matrices and (name not in measured or taken or name in reasons):
             block, follows = "none", "adam"
             reason = reasons.get(name) or "an embedding, an output layer, a gain or a bias"
         elif taken:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ...._core.graph import Root, last_edges, pull, refuse_reentrant
 from ...._core.space import compute_dtype
 from ....grams.kronecker.inverse import Inverse
-from ....maps.proof import Proof
+from ....maps.proof import NO_LAYER, Proof
 from ....maps.record import Entry
 from ...checks import refuse_sparse
 from ..factors.factor import DIAGONAL, BlockKey
@@ -162,6 +162,9 @@ class Structure:
                 rows = leaves[name].numel() // (groups * width)
                 held.values[outputs] = moments.first.new_ones(groups, rows)
         self.partners = {n: (n,) for n in leaves}
+        seen = {n for key in pool.sums for n in key.names}
+        self.plain = {n: NO_LAYER for n in leaves if n not in seen}
+        self.reasons = dict(self.plain)
         return pool
 
     def _pull(self, way: Descent, pool: Pool) -> None:
