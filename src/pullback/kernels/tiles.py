@@ -189,7 +189,7 @@ def _refuse_others(tangent: Tangent, x: Any, x2: Any, processes: Processes) -> N
 def _digest(t: Tensor) -> str:
     """A few letters that tell its bytes from others."""
     flat = t.detach().cpu().contiguous().flatten().view(torch.uint8)
-    return hashlib.blake2b(flat.numpy(), digest_size=8).hexdigest()
+    return hashlib.blake2b(flat.numpy().tobytes(), digest_size=8).hexdigest()
 
 
 def assemble_tiles(
