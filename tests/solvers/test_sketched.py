@@ -131,3 +131,13 @@ def test_unusable_arguments_are_refused() -> None:
         Sketched(columns=3, refine=2)
     with pytest.raises(pb.PullbackError, match="rows"):
         Sketched().init(hold(random(3, 4), "dense"))
+
+
+def test_rows_are_compressed_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    sketch = ColumnSketch.draw(10, 4, random(1, 1), torch.Generator().manual_seed(0))
+    x = random(7, 10)
+    whole = sketch.compress(x)
+    monkeypatch.setattr("pullback.solvers.sketched._AT_ONCE", 25)  # two rows
+    assert_close(sketch.compress(x), whole, 1e-14, "x Ω")
+    assert sketch.compress(x[0]).shape == (4,)
+    assert sketch.compress(x[:0]).shape == (0, 4)
