@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 from string import ascii_letters
@@ -95,11 +96,11 @@ def _addmm(
 def _einsum(mode: FunctionMode, out: Tensor, equation: Any, *operands: Any) -> Tensor | None:
     if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
         operands = (*operands[0],)
-    if not isinstance(equation, str) or len(operands) != 2:
+    if not isinstance(equation, str) or len(operands) < 2:
         return None
     left, arrow, result = equation.replace(" ", "").partition("->")
     names = left.split(",")
-    if not arrow or len(names) != 2:
+    if not arrow or len(names) != len(operands):
         return None
     free = [a for a in ascii_letters if a not in equation]
     for k, (name, t) in enumerate(zip(names, operands, strict=True)):
@@ -109,19 +110,51 @@ def _einsum(mode: FunctionMode, out: Tensor, equation: Any, *operands: Any) -> T
             result = result.replace("...", "".join(free[:more]))
     if any(len(n) != t.ndim for n, t in zip(names, operands, strict=True)):
         return None
-    for k in (1, 0):
-        entries = mode.entries(operands[k])
-        if entries is not None:
-            w, x = operands[k], operands[1 - k]
-            given = (names[k], names[1 - k], result)
-            sizes = dict(zip(names[k], entries.size, strict=True))
-            if Multiplication.read(entries, given, None) is None:  # all matrices meet all
-                first = names[k][0]
-                if first in result and first not in names[1 - k]:
-                    x = x.expand(sizes[first], *x.shape)
-                    given = (names[k], first + names[1 - k], result)
-            return mode.product(out, w, x, given)
-    return None
+    return _contraction(mode, out, operands, names, result)
+
+
+def _contraction(
+    mode: FunctionMode, out: Tensor, operands: Sequence[Tensor], names: Sequence[str], result: str
+) -> Tensor | None:
+    """Note a sum of products by the letters of their axes, of which one factor is a parameter."""
+    found = [k for k, t in enumerate(operands) if mode.entries(t) is not None]
+    if not found or (len(operands) > 2 and len(found) > 1):
+        return None
+    k = found[-1]
+    w, own, rest = operands[k], names[k], [i for i in range(len(operands)) if i != k]
+    x, other = operands[rest[0]], names[rest[0]]
+    if len(rest) > 1:  # their product is what the parameter meets
+        other = "".join(dict.fromkeys("".join(names[i] for i in rest)))
+        given = ",".join(names[i] for i in rest)
+        x = torch.einsum(f"{given}->{other}", *(operands[i].detach() for i in rest))
+    entries = mode.entries(w)
+    assert entries is not None
+    if Multiplication.read(entries, (own, other, result), None) is None:  # all matrices meet all
+        first = own[0]
+        if first in result and first not in other:
+            x, other = x.expand(entries.size[0], *x.shape), first + other
+    return mode.product(out, w, x, (own, other, result))
+
+
+@use("inner")
+def _inner(mode: FunctionMode, out: Tensor, input: Tensor, other: Tensor) -> Tensor | None:
+    return _tensordot(mode, out, input, other, ([-1], [-1]))
+
+
+@use("tensordot")
+def _tensordot(
+    mode: FunctionMode, made: Tensor, a: Tensor, b: Tensor, dims: Any = 2, **names: Any
+) -> Tensor | None:
+    if isinstance(dims, int):
+        dims = range(a.ndim - dims, a.ndim), range(dims)
+    if not isinstance(dims, (tuple, list)) or not a.ndim or not b.ndim:
+        return None
+    pairs = [[d % t.ndim for d in some] for t, some in zip((a, b), dims, strict=True)]
+    one, two = ascii_letters[: a.ndim], list(ascii_letters[a.ndim : a.ndim + b.ndim])
+    for i, j in zip(*pairs, strict=True):
+        two[j] = one[i]
+    result = "".join(t for t in (*one, *two) if (t in one) != (t in two))
+    return _contraction(mode, made, (a, b), (one, "".join(two)), result)
 
 
 @use("grouped_mm", "_grouped_mm")

@@ -76,6 +76,17 @@ class Positions(nn.Module):
         return x + self.rows(torch.arange(T).expand(x.shape[:-1]))
 
 
+class Weighed(nn.Module):
+    """A linear map of inputs that were multiplied by numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(D, H, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x * SCALES)
+
+
 @dataclass
 class Case:
     """A function with its twin; `held` gives the function's parameters from the twin's."""
@@ -86,6 +97,7 @@ class Case:
     x: Callable[[], Tensor] = lambda: torch.randn(N, T, D)
 
 
+SCALES = torch.tensor([0.5, 2.0, -1.0, 1.5], dtype=torch.float64)
 #: which expert each place is given to
 MANY = torch.tensor([[0, 1], [1, 1], [2, 0]])
 
@@ -127,6 +139,20 @@ CASES = {
         lambda: By(lambda x, w: x @ w, (D, H)), lambda: nn.Linear(D, H, bias=False), turned
     ),
     "x @ w.T": Case(lambda: By(lambda x, w: x @ w.T, (H, D)), lambda: nn.Linear(D, H, bias=False)),
+    "inner": Case(lambda: By(torch.inner, (H, D)), lambda: nn.Linear(D, H, bias=False)),
+    "tensordot": Case(
+        lambda: By(lambda x, w: torch.tensordot(x, w, 1), (D, H)),
+        lambda: nn.Linear(D, H, bias=False),
+        turned,
+    ),
+    "tensordot by axes": Case(
+        lambda: By(lambda x, w: torch.tensordot(w, x, ([1], [2])).permute(1, 2, 0), (H, D)),
+        lambda: nn.Linear(D, H, bias=False),
+    ),
+    "einsum of three": Case(
+        lambda: By(lambda x, w: torch.einsum("nti,i,oi->nto", x, SCALES, w), (H, D)),
+        Weighed,
+    ),
     "addmm": Case(
         lambda: By(
             lambda x, w, b: torch.addmm(b, x.reshape(-1, D), w).view(N, T, H), (D, H), (H,)
