@@ -115,8 +115,7 @@ class Validation:
                 if len(sites[0]):
                     item = term(self._problem, c, self._trial, sites, weight, total)
                     own += float(item.loss(item.map(params)))
-        found = torch.tensor([own], dtype=torch.float64, device=processes.device)
-        return float(processes.sum([found])[0])
+        return processes.total([own])[0]
 
     def residuals(self, number: int = 0) -> dict[str, Residual]:
         """Every condition that should vanish, by name; an energy and a prior should not."""

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ..._core.capture import Call, Capture, first_input
 from ..._core.errors import PullbackError
 from ..._core.processes import Processes
+from ..._core.shards import Groups, Parameters
 from ..._core.state import Snapshot
 from ...grams import Part
 from ...maps import ModuleMap
@@ -33,7 +34,7 @@ from .options import Options
 from .report import KFACInfo
 from .state import KFACState
 from .statistics.capture import StatisticsCapture
-from .update import Groups, Parameters, Share, State, Tensors, buffer_of, move
+from .update import Share, State, Tensors, buffer_of, move
 
 
 class Source:
@@ -95,11 +96,7 @@ class ClosureSource(Source):
 
     def _mean(self, loss: float) -> float:
         """Return the mean of the processes' losses, whose gradient is the mean of theirs."""
-        processes = self._processes
-        if processes.alone:
-            return loss
-        own = torch.tensor(loss, dtype=torch.float64, device=processes.device)
-        return float(processes.sum([own], "losses")[0]) / processes.size
+        return self._processes.total([loss], "losses")[0] / self._processes.size
 
     def restore(self) -> None:
         if self._before is not None:

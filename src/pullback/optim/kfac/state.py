@@ -178,7 +178,7 @@ class KFACState:
         """Return the rule's directions by name, and in few tensors."""
         own = self.preconditioner
         found, stacks = own.directions(gradients, good)
-        found, stacks = self.replicas.placement.complete(own, found, stacks, gradients)
+        found, stacks = self.replicas.complete(own, found, stacks, gradients)
         if not own.rule.matrices:  # without a block the gradient is followed
             stacks += [g for n, g in gradients.items() if n not in found]
             found = {n: found.get(n, g) for n, g in gradients.items()}
@@ -204,7 +204,7 @@ class KFACState:
         if keys:
             self.replicas.whole(self.blocks)
             keys = sorted(keys, key=lambda key: key.names)
-            self.replicas.placement.renew(own, self.averages, keys, schedule["damping"])
+            self.replicas.renew(own, self.averages, keys, schedule["damping"])
 
     @property
     def blocks(self) -> list[tuple[BlockKey, Average]]:
