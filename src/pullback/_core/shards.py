@@ -115,8 +115,8 @@ class Parameters:
 
     def among(self, group: Mapping[str, Any], names: Container[str]) -> tuple[list[str], list[Any]]:
         """Return those of a group's parameters that have one of these names, names first."""
-        own = [p for p in group["params"] if self.names[id(p)] in names]
-        return [self.names[id(p)] for p in own], own
+        own = {n: p for p in group["params"] if (n := self.names[id(p)]) in names}
+        return list(own), list(own.values())
 
     def whole(self, held: Mapping[str, Tensor], what: str) -> dict[str, Tensor]:
         """Return whole tensors by name: gradients, moves or the parameters themselves."""

@@ -32,7 +32,7 @@ from .factors.preconditioner import Preconditioner
 from .replicas import Replicas
 from .report import Coverage, Degenerate, KFACInfo
 from .rules.rule import Rule
-from .state import Found, KFACState, publish, restore, saved_by_name
+from .state import Found, KFACState, incomplete, publish, restore, saved_by_name
 from .statistics.capture import StatisticsCapture, averaged_parts
 from .statistics.plan import Forecast, follows, forecast, measured_names
 from .update import BUFFERS, Guard, Share, Tensors
@@ -306,11 +306,7 @@ class KFAC(Optimizer):
         for name, own in saved.items():
             parts = [part for part in BUFFERS if part in own]
             if any(own[part].shape != params[name].shape for part in parts):
-                raise PullbackError(
-                    "The saved state is not whole",
-                    f"the moments of {name!r} have another shape",
-                    "Load what KFAC.state_dict() gave, as it was",
-                )
+                raise incomplete(f"the moments of {name!r} have another shape")
         fresh = self._empty_state(dict(self._held.schedule))
         restore(fresh, saved, params, self._forecast())
         self._settle()

@@ -307,7 +307,7 @@ class Replicas:
                 every[name] = t.copy_(found[name]) if self.placement.holds(key) else t
                 sent.setdefault(key, []).append(t)
         self.placement.send_across(sent, "directions")
-        return {n: every[n] for n in gradients if n in every}, [*every.values()]
+        return every, [*every.values()]
 
 
 def _cost(own: Preconditioner, key: BlockKey) -> float:
@@ -408,7 +408,7 @@ def _said(key: BlockKey, layouts: Layouts) -> str:
 
 def _zeros(at: Place, shape: Sequence[int], dtype: torch.dtype, like: Tensor) -> Side:
     """Return what a process has of sums that it did not see."""
-    zeros = torch.zeros((), dtype=dtype, device=like.device).expand(*shape)
+    zeros = torch.zeros((), dtype=dtype, device=like.device).expand(torch.Size(shape))
     return zeros_like(zeros) if len(shape) == 3 and at[1] != SPECTRUM else zeros.clone()
 
 
