@@ -9,7 +9,7 @@ from torch import nn
 
 from .._core.capture import Selector, plain
 from .._core.errors import PullbackError
-from .actions.derived import Directed, in_parameters, undo_transposes, with_transposes, with_weights
+from .actions.derived import Directed, in_own_shapes, in_parameters, with_matrices, with_weights
 from .actions.scaling import Action, Scaling, two_sided
 from .actions.shifts import Folding, Norm
 from .candidates.mixings import mixings, scalings
@@ -85,8 +85,8 @@ def candidates(walk: Walk, run: Example) -> list[Action]:
         Norm(f.gain, f.shift, run.fixed[f.mean], (run.fixed[f.variance] + f.eps).rsqrt())
         for f in walk.folds
     ]
-    known, held = walk.directions, walk.turned
-    params = with_transposes(with_weights(run.params, known), held)
+    known, views = walk.directions, walk.matrices
+    params = with_matrices(with_weights(run.params, known), views)
     mixed = mixings(walk)  # first: their scales are not counted again
     found = [
         *scalings(walk, fixed),
@@ -96,7 +96,7 @@ def candidates(walk: Walk, run: Example) -> list[Action]:
         *exchanges(walk.ledger),
     ]
     radial = [direction.radial(run.params) for direction in known.values()]
-    own = (undo_transposes(in_parameters(action, known), held) for action in found)
+    own = (in_parameters(in_own_shapes(action, views), known) for action in found)
     return [*own, *radial]
 
 

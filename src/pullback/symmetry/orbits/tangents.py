@@ -16,6 +16,7 @@ from ..._core.errors import PullbackError
 from ..._core.space import ParameterSpace
 from ...grams import Gram
 from ...solvers import ConjugateGradient
+from ..actions.derived import OnMatrices, with_matrices
 from ..actions.scaling import Action, Mixing, Scaling
 
 _BLOCKS = 2**27  # entries of the generators of a component whose triangle is formed
@@ -184,8 +185,11 @@ def _candidates(
     scalings = [a for a in actions if isinstance(a, Scaling)]
     yield from normalize_units(scalings, params).items()
     for action in actions:
-        if isinstance(action, Mixing):
-            for name, product in _products(action, params):
+        inner, seen = action, params
+        if isinstance(action, OnMatrices):
+            inner, seen = action.inner, with_matrices(params, action.views)
+        if isinstance(inner, Mixing):
+            for name, product in _products(inner, seen):
                 yield f"{action.about}, with {name}", product
 
 
