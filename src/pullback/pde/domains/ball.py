@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..._core.errors import PullbackError
 from ..sampling import Axis
-from .base import Domain, Part, Region
+from .base import Domain, PatchRegion, Region
 from .checks import check_names
 from .patch import Patch, Placed
 
@@ -72,7 +72,7 @@ class Ball(Domain):
         def inside(x: Tensor, tol: float) -> Tensor:
             return ((x - self.center).norm(dim=1) - self.radius).abs() <= tol
 
-        return Part(self.names, self._sphere(), self.low, self.high, inside)
+        return PatchRegion(self.names, self._sphere(), self.low, self.high, inside)
 
     def _sphere(self) -> list[Patch]:
         """The sphere as one patch; in one dimension the two ends."""

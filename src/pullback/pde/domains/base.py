@@ -107,7 +107,7 @@ class Region(ABC):
 
         Its measure is the accepted share of this region's, estimated on a fixed Sobol sequence.
         """
-        return Part(
+        return PatchRegion(
             self.names,
             nonempty(
                 [p.only(lambda x, _: mask(predicate, x)) for p in self.patches],
@@ -119,7 +119,7 @@ class Region(ABC):
         )
 
 
-class Part(Region):
+class PatchRegion(Region):
     """A region given by its patches: a boundary, a face, a slice, or a part of one."""
 
     def __init__(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..._core.errors import PullbackError
 from ..sampling import Axis, Points, Sampler
-from .base import Domain, Part, Region
+from .base import Domain, PatchRegion, Region
 from .checks import check_bounds, check_names, index_of
 from .patch import Patch, Placed
 
@@ -68,7 +68,7 @@ class Box(Domain):
             return self.inside(x, tol) & (gap <= tol).any(1)
 
         patches = [p for face in faces for p in face.patches]
-        return Part(self.names, patches, self.low, self.high, inside)
+        return PatchRegion(self.names, patches, self.low, self.high, inside)
 
     def face(self, name: str | int, side: str | None = None) -> Region:
         i, value, sign = self._side(name, side)
@@ -89,7 +89,7 @@ class Box(Domain):
         ends = (self.low.clone(), self.high.clone())
         for end in ends:
             end[i] = value
-        return Part(self.names, [Patch((Axis(),) * len(others), size, place)], *ends, inside)
+        return PatchRegion(self.names, [Patch((Axis(),) * len(others), size, place)], *ends, inside)
 
     def pairs(self, name: str) -> Pairs:
         return Pairs(self.face(name, "low"), self.face(name, "high"), index_of(name, self.names))

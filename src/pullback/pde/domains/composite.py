@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..._core.errors import PullbackError
-from .base import Domain, Part, Region
+from .base import Domain, PatchRegion, Region
 from .box import Box
 from .patch import Keep, Patch, nonempty
 from .spacetime import SpaceTime
@@ -75,7 +75,7 @@ class Composite(Domain):
             return on & self.inside(x, tol) & open_
 
         what = f"The boundary of the {type(self).__name__.lower()}"
-        return Part(self.names, nonempty(self._rim(), what), self.low, self.high, inside)
+        return PatchRegion(self.names, nonempty(self._rim(), what), self.low, self.high, inside)
 
     @property
     def _step(self) -> float:
