@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from ..._core.errors import PullbackError
+from ..kinds import check_names
 from ..sampling import Axis
-from .base import Domain, PatchRegion, Region
-from .checks import check_names
+from .domain import Domain
 from .patch import Patch, Placed
+from .region import PatchRegion, Region
 
 
 class Ball(Domain):

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from ..._core.errors import PullbackError
-from ..kinds import is_integer
+from ..kinds import check_names, is_integer
 from ..sampling import Axis
-from .base import Domain, PatchRegion, Region
-from .checks import check_names
+from .domain import Domain
 from .patch import Patch, Placed
+from .region import PatchRegion, Region
 
 _TOUCH = 1e-12  # edges closer than this share of the extent are said to touch
 

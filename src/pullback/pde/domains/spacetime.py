@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from ..._core.errors import PullbackError
-from .base import Domain, PatchRegion, Region
-from .box import Pairs
-from .checks import check_bounds, index_of
+from ..kinds import check_bounds, index_of
+from .domain import Domain
 from .patch import Patch
+from .region import Pairs, PatchRegion, Region
 
 
 class SpaceTime(Domain):
@@ -26,6 +26,8 @@ class SpaceTime(Domain):
     >>> domain.names, domain.measure, domain.boundary.measure, domain.initial.measure
     (('x', 't'), 6.0, 6.0, 2.0)
     """
+
+    evolves = True
 
     def __init__(self, space: Domain, time: Sequence[float]) -> None:
         if not isinstance(space, Domain):
