@@ -16,14 +16,14 @@ from .._core.state import RandomState
 from ..grams import Part
 from ..maps import ObjectiveMap
 from ..metrics import Metric
-from .problem import Place, Problem
+from .problem import Place, StepProblem
 from .terms import Objective, Squares
 
 _RECORDED = 2**22  # entries of one evaluation up to which Python takes most of its time
 _TRIAL_BYTES = {"cpu": 2**26, "cuda": 2**33}  # about the cache; about the memory
 
 
-class ObjectiveProblem(Problem):
+class ObjectiveProblem(StepProblem):
     """L = Σ_k ℓ_k(z_k): half the square of the weighted residuals, or an `Objective`'s terms.
 
     The metric is that of the terms (Gauss–Newton for residuals), unless other values are given to

@@ -58,7 +58,7 @@ class Squares(Term):
         return Diagonal(torch.ones_like(z))
 
 
-class Energy(Term):
+class EnergyTerm(Term):
     """Σ_i q_i e_i(z_i), in the metric q_i ∇²e_i(z_i) of the energy's own second variation.
 
     Args:
