@@ -2,12 +2,13 @@
 
     python -m benchmarks.pde_defaults [--problems a,b] [--seeds 0,1 | 0-49] [--tuned]
                                       [--workers 2] [--threads 2] [--budget 500] [--ends 600]
-                                      [--device cpu] --out FILE
+                                      [--device cpu] [--options JSON] [--balanced] --out FILE
 
 Problems have the names of `pullback list`. By default they are as their classes make them, without
 hard conditions or weights, and the network is `network_for(problem, seed=seed)` (in float32 for
 `burgers-single`). With --tuned they are solved by `setup(name).solve(seed)` instead. The only
-option that is given is the budget in seconds.
+option that is given is the budget in seconds; --options '{"slabs": "auto"}' and --balanced, which
+weighs boundary and initial conditions against the equations, are for choosing other defaults.
 
 Every run is a process of its own. The file is written after each, so that a run which is killed
 costs itself alone; runs that it holds already are not repeated. No run begins that could not use
@@ -69,18 +70,22 @@ def network(problem: pde.Problem, name: str, seed: int) -> nn.Module:
     return found.float() if name in _SINGLE else found
 
 
-def one(name: str, seed: int, tuned: bool, device: str, threads: int, budget: float) -> dict:
+def one(
+    name: str, seed: int, threads: int, tuned: bool, balanced: bool, options: dict[str, Any]
+) -> dict[str, Any]:
     """A run and everything that it says of itself."""
     torch.set_num_threads(threads)
     start = time.perf_counter()
-    options: dict[str, Any] = {"device": device, "progress": False, "budget": budget}
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         if tuned:
-            found = pde.setup(name).solve(seed, **options)
+            found = pde.setup(name).solve(seed, progress=False, **options)
         else:
             problem = PROBLEMS[name]()
-            found = pde.solve(problem, network(problem, name, seed), seed=seed, **options)
+            for c in problem.conditions if balanced else ():
+                c.balanced = isinstance(c, (pde.Dirichlet, pde.Initial, pde.Periodic))
+            fresh = network(problem, name, seed)
+            found = pde.solve(problem, fresh, seed=seed, progress=False, **options)
     history, verdict = found.history, found.verdict
     solved = time.perf_counter() - start
     check = found.check()
@@ -90,12 +95,12 @@ def one(name: str, seed: int, tuned: bool, device: str, threads: int, budget: fl
         "name": name,
         "seed": seed,
         "tuned": tuned,
+        "options": options,
+        "weights": found.weights,
         "problem": found.problem.name,
         "parameters": sum(p.numel() for p in found.network.parameters()),
         "slabs": slabs,
-        "device": device,
         "threads": threads,
-        "budget": budget,
         "error": found.error,
         "loss": found.loss,
         "own": verdict.own,
@@ -118,12 +123,12 @@ def one(name: str, seed: int, tuned: bool, device: str, threads: int, budget: fl
     }
 
 
-def apart(arguments: tuple[str, int, bool, str, int, float]) -> dict[str, Any]:
+def apart(arguments: tuple[str, int, int, bool, bool, dict[str, Any]]) -> dict[str, Any]:
     """The run in a process of its own; what failed says why."""
     call = (
         f"from benchmarks.pde_defaults import one; import json; print(json.dumps(one{arguments}))"
     )
-    threads = {n: str(arguments[4]) for n in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+    threads = {n: str(arguments[2]) for n in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
     done = subprocess.run(
         [sys.executable, "-c", call], capture_output=True, text=True, env={**os.environ, **threads}
     )
@@ -167,6 +172,8 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=500.0)
     parser.add_argument("--ends", type=float, default=float("inf"))
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--options", type=json.loads, default={})
+    parser.add_argument("--balanced", action="store_true")
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
     end = time.monotonic() + given.ends
@@ -180,7 +187,8 @@ def main() -> None:
     def begin(name: str, seed: int) -> dict[str, Any]:
         if time.monotonic() + given.budget + _MARGIN > end:
             return {"name": name, "seed": seed, "failed": "no time is left, call again"}
-        return apart((name, seed, given.tuned, given.device, given.threads, given.budget))
+        options = {"device": given.device, "budget": given.budget, **given.options}
+        return apart((name, seed, given.threads, given.tuned, given.balanced, options))
 
     with ThreadPoolExecutor(given.workers) as pool:
         waiting = [

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from .._core.errors import PullbackError
 from ..solvers import Solver
 from ..steps import Step
+from .checks import warn_unwrapped
 from .plan import Refine
 from .problem import Problem
 from .run import Run, processes
@@ -94,6 +95,7 @@ def solve(
         raise PullbackError(
             "The number of slabs is not usable", got, 'Use an integer ≥ 1, or "auto"'
         )
+    warn_unwrapped(problem, network, stacklevel=2)
     if slabs == 1 or (slabs == "auto" and not problem.evolves):
         solution = Run(problem, network, settings, checkpoint).go()
     else:
