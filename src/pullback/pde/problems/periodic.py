@@ -126,7 +126,9 @@ def GrayScott(diffusion: float = 0.2, time: float = 0.5, *, initial_weight: floa
             Equation(residual),
             Periodic("x", 1, field="u", name="periodic u"),
             Periodic("x", 1, field="v", name="periodic v"),
-            Initial(lambda x: 1 - 0.5 * bump(x), field="u", weight=initial_weight, name="initial u"),
+            Initial(
+                lambda x: 1 - 0.5 * bump(x), field="u", weight=initial_weight, name="initial u"
+            ),
             Initial(lambda x: 0.25 * bump(x), field="v", weight=initial_weight, name="initial v"),
         ],
         fields=("u", "v"),
