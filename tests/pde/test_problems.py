@@ -21,6 +21,7 @@ EXACT: dict[str, Callable[[], Ready]] = {
     "wave": pde.Wave,
     "wave 3": lambda: pde.Wave(3.0),
     "convection": pde.Convection,
+    "schroedinger": pde.Schroedinger,
     "helmholtz": pde.Helmholtz,
     "helmholtz 2": lambda: pde.Helmholtz(2, 3, 2.5),
     "kovasznay": pde.Kovasznay,
@@ -41,6 +42,7 @@ HARD: dict[str, tuple[Callable[..., Ready], dict[str, Any]]] = {
     "allen-cahn": (pde.AllenCahn, {}),
     "allen-cahn 1e-2": (pde.AllenCahn, {"diffusion": 1e-2}),
     "kdv": (pde.KdV, {}),
+    "schroedinger": (pde.Schroedinger, {}),
     "fokker-planck": (pde.LogFokkerPlanck, {"dim": 3}),
     "cavity": (pde.Cavity, {"regularized": True}),
 }

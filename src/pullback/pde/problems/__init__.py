@@ -1,9 +1,9 @@
 """Ready problems with their standard set-ups, exact solutions and hard constraints."""
 
 from .elliptic import Helmholtz, Poisson
-from .evolution import Burgers, Heat, LogFokkerPlanck, Wave
+from .evolution import Burgers, Heat, LogFokkerPlanck, Schroedinger, Wave
 from .flow import Cavity, Kovasznay
-from .periodic import AllenCahn, Convection, KdV
+from .periodic import AllenCahn, Convection, GrayScott, KdV, KuramotoSivashinsky
 from .ready import Ready
 from .ritz import Ritz1D, RitzPoisson
 from .setup import SETUPS, Setup, setup
@@ -24,6 +24,9 @@ __all__ = [
     "Convection",
     "AllenCahn",
     "KdV",
+    "KuramotoSivashinsky",
+    "GrayScott",
+    "Schroedinger",
     "LogFokkerPlanck",
     # with a network and options
     "Setup",

@@ -1,4 +1,4 @@
-"""Equations in time with values prescribed on the boundary: heat, waves, Burgers, Fokker–Planck."""
+"""Equations in time with values on the boundary: heat, waves, Burgers, Schrödinger, Fokker–Planck."""
 
 from __future__ import annotations
 
@@ -105,6 +105,53 @@ def Burgers(viscosity: float = 0.01 / math.pi, *, hard: bool = False) -> Ready:
         name=f"Burgers ν={nu:.4g}",
         equation=f"u_t + u u_x = {written(nu, ' ')}u_xx",
         hard=distance(domain, lambda x, t: (1 - x**2) * t, start) if hard else None,
+    )
+
+
+def Schroedinger(*, initial_weight: float = 1.0, hard: bool = False) -> Ready:
+    """i h_t + ½h_xx + |h|²h = 0 for h = u + iv on [−5, 5] × [0, π/2], h(x, 0) = 2 sech x.
+
+    The breather of two solitons, even in x, with its own values at x = ±5:
+
+        h* = 4e^(it/2) (cosh 3x + 3e^(4it) cosh x) / (cosh 4x + 4 cosh 2x + 3 cos 4t).
+
+    Often it is posed periodic instead; that solution has kinks, as 2 sech x does at x = ±5. Hard:
+    h = 2 sech x + h*(5, t) − h*(5, 0) + 4(1 − (x/5)²)t · N.
+    """
+    space = Interval(-5, 5)
+    domain, edge = SpaceTime(space, (0, _PI / 2)), bump(space)
+
+    def exact(x: Any, t: Any) -> Any:
+        far, near = torch.cosh(3 * x), 3 * torch.cosh(x)
+        scale = 4 / (torch.cosh(4 * x) + 4 * torch.cosh(2 * x) + 3 * torch.cos(4 * t))
+        return (
+            scale * (far * torch.cos(0.5 * t) + near * torch.cos(4.5 * t)),
+            scale * (far * torch.sin(0.5 * t) + near * torch.sin(4.5 * t)),
+        )
+
+    def lift(x: Any, t: Any) -> Any:
+        u, v = exact(0 * x + 5, t)
+        return 2 / torch.cosh(x) + u - 2 / math.cosh(5), v
+
+    def residual(u: Any, v: Any) -> Any:
+        density = u**2 + v**2
+        return u.t + 0.5 * v.xx + density * v, v.t - 0.5 * u.xx - density * u
+
+    conditions: list[Condition] = [Equation(residual)]
+    for i, name in enumerate(() if hard else ("u", "v")):
+        value = {"field": name, "weight": initial_weight}
+        conditions += [
+            Dirichlet(lambda x, t, i=i: exact(x, t)[i], **value, name=f"dirichlet {name}"),
+            Initial(lambda x, t, i=i: exact(x, t)[i], **value, name=f"initial {name}"),
+        ]
+    return Ready(
+        domain,
+        conditions,
+        fields=("u", "v"),
+        exact=exact,
+        name="Schrödinger 2 sech x",
+        equation="i h_t + ½h_xx + |h|²h = 0, h = u + iv",
+        hard=distance(domain, lambda points, t: t * edge(points), lift) if hard else None,
     )
 
 
