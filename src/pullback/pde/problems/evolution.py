@@ -1,4 +1,4 @@
-"""Equations in time with values on the boundary: heat, waves, Burgers, Schrödinger, Fokker–Planck."""
+"""Equations in time with values on the boundary: heat, waves, Burgers, Schrödinger and more."""
 
 from __future__ import annotations
 
