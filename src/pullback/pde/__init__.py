@@ -54,6 +54,7 @@ from .problems import (
     Kovasznay,
     KuramotoSivashinsky,
     LogFokkerPlanck,
+    Multiscale,
     Poisson,
     Ready,
     Ritz1D,
@@ -127,6 +128,7 @@ __all__ = [
     # ready problems
     "Ready",
     "Poisson",
+    "Multiscale",
     "Helmholtz",
     "RitzPoisson",
     "Ritz1D",

@@ -1,6 +1,6 @@
 """Ready problems with their standard set-ups, exact solutions and hard constraints."""
 
-from .elliptic import Helmholtz, Poisson
+from .elliptic import Helmholtz, Multiscale, Poisson
 from .evolution import Burgers, Heat, LogFokkerPlanck, Schroedinger, Wave
 from .flow import Cavity, Kovasznay
 from .periodic import AllenCahn, Convection, GrayScott, KdV, KuramotoSivashinsky
@@ -12,6 +12,7 @@ __all__ = [
     "Ready",
     # steady
     "Poisson",
+    "Multiscale",
     "Helmholtz",
     "RitzPoisson",
     "Ritz1D",

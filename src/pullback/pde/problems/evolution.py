@@ -1,4 +1,4 @@
-"""Equations in time with values on the boundary: heat, waves, Burgers, Schrödinger, and so on."""
+"""Equations in time with values on the boundary: heat, waves, Burgers, Schrödinger and more."""
 
 from __future__ import annotations
 
@@ -57,15 +57,15 @@ def Heat(dim: int = 1, *, boundary_weight: float = 1.0, hard: bool = False) -> R
     )
 
 
-def Wave(speed: float = 2.0, *, hard: bool = False) -> Ready:
-    """u_tt = c² u_xx on [0, 1] × [0, 1], u = 0 on the boundary, at rest in the beginning.
+def Wave(speed: float = 2.0, time: float = 1.0, *, hard: bool = False) -> Ready:
+    """u_tt = c² u_xx on [0, 1] × [0, T], u = 0 on the boundary, at rest in the beginning.
 
     u* = sin πx cos cπt + ½ sin 4πx cos 4cπt. Hard: u = u*(x, 0) + 4x(1 − x)t² · N, which has
     the initial velocity 0.
     """
-    c = checked_positive("speed", speed)
+    c, time = checked_positive("speed", speed), checked_positive("time", time)
     space = Interval(0, 1)
-    domain, edge = SpaceTime(space, (0, 1)), bump(space)
+    domain, edge = SpaceTime(space, (0, time)), bump(space)
 
     def start(x: Any) -> Any:
         return torch.sin(_PI * x) + 0.5 * torch.sin(4 * _PI * x)
@@ -79,7 +79,7 @@ def Wave(speed: float = 2.0, *, hard: bool = False) -> Ready:
         domain,
         [equation] if hard else [equation, Dirichlet(0.0), Initial(start, velocity=0.0)],
         exact=exact,
-        name=f"Wave c={c:g}",
+        name=f"Wave c={c:g}" + (f" t ≤ {time:g}" if time != 1 else ""),
         equation=f"u_tt = {written(c**2, ' ')}u_xx",
         hard=distance(domain, lambda points, t: t**2 * edge(points), start) if hard else None,
     )
