@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ....grams.kronecker import Block, Inverses, Pair, Rotated, inverses, sides
+from ....grams.kronecker import GramBlock, Inverses, Pair, Rotated, inverses, sides
 from ....grams.kronecker.inverse import (
     MOMENTS,
     Inverse,
@@ -327,7 +327,7 @@ class Preconditioner:
             assert scale is not None
             scale.copy_(_reciprocal(self.spectra[key].corrected()[SPECTRUM], value))
 
-    def block(self, key: BlockKey, average: Average) -> Block:
+    def block(self, key: BlockKey, average: Average) -> GramBlock:
         """Return the Gram of a block without damping, with corrected eigenvalues if known."""
         if not self._corrects(key):
             return block_of(key, average.corrected())
