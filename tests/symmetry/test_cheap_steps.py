@@ -74,7 +74,7 @@ def test_rarer_retractions_change_a_trajectory_little() -> None:
             model = mlp(3, 8, 6, 5, 2)
             for i in (1, 3, 5):
                 model[i] = nn.Identity()
-            ends.append(descend(model, make(model, lr, **options), int(0.6 / lr)))
+            ends.append(descend(model, make(model, lr, **options), int(1 / lr)))
         apart.append([relative(end, ends[0]) for end in ends[1:]])
     for before, after in pairwise(apart):
         assert before[1] / after[1] == pytest.approx(2, rel=0.1)
