@@ -100,6 +100,17 @@ def test_fresh_points_are_measured_and_overfitting_is_said() -> None:
     assert good.verdict.relative < 1e-4
 
 
+def test_an_unfinished_answer_is_warned_of_unless_that_was_asked_for() -> None:
+    with pytest.warns(UserWarning, match="unfinished: all 2 steps.*Give more steps"):
+        run(steps=2)
+    with pytest.warns(UserWarning, match="unfinished: the budget of 0 s"):
+        none = run(budget=0.0)
+    assert none.verdict.relative > 0.1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(callbacks=[lambda run, info: True])
+
+
 def test_points_move_where_they_are_overfitted() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -249,12 +260,14 @@ def test_plain_lines_and_forecasts() -> None:
     file = io.StringIO()
     log = Log(file, "Poisson", 400)
     log(1, loss=1.0, fresh=math.nan)
-    log.forecast(399, 0.01, 0, 8)
+    log.forecast(399, 0.01, math.inf, 0)
     assert file.getvalue() == ""
-    log.forecast(399, 2.0, 2**27, 8)
+    log.forecast(399, 2.0, math.inf, 2**30)
     assert file.getvalue() == "Poisson: 399 steps of 2 s: about 13 min, 1 GiB for the Jacobian\n"
-    log.forecast(399, 2.0, 2**27, 8, 2**31)
+    log.forecast(399, 2.0, math.inf, 2**30, 2**31)
     assert file.getvalue().endswith("1 GiB for the Jacobian, 2 GiB in all\n")
+    log.forecast(399, 2.0, 60.0, 0)
+    assert file.getvalue().endswith("about 13 min, of which the budget allows about 30\n")
 
 
 def test_a_run_says_what_it_will_take(capsys: pytest.CaptureFixture[str]) -> None:

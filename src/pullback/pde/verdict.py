@@ -57,8 +57,12 @@ class Verdict:
 
     @property
     def alarming(self) -> bool:
-        """Whether the answer must not be used without a look."""
-        return self.name in ("overfitted", "stalled")
+        """Whether the answer must not be used without a look.
+
+        Not if it is as good as was asked for, or the caller ended the run.
+        """
+        wanted = self.reason.startswith(("the tolerance", "a callback"))
+        return self.name in ("overfitted", "stalled") or (self.name == "unfinished" and not wanted)
 
 
 def overfitted(own: float, fresh: float) -> bool:
