@@ -196,6 +196,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=seeds, default=[])
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
+    torch.set_num_threads(given.threads)  # which the environment states
     end = time.monotonic() + given.ends
     kept = json.loads(given.out.read_text())["runs"] if given.out.exists() else {}
     where = {
