@@ -73,7 +73,7 @@ def network(problem: pde.Problem, name: str, seed: int, hidden: Sequence[int] = 
     """The network that a user would be given, or one with other hidden layers."""
     found = pde.network_for(problem, seed=seed)
     if hidden:
-        inner = list(found.network.children())
+        inner = list(found.get_submodule("network").children())
         first = next(m for m in inner if isinstance(m, nn.Linear))
         sizes = first.in_features, *hidden, len(problem.fields)
         embeddings = [m for m in inner if isinstance(m, pde.PeriodicEmbedding)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,7 +34,7 @@ def test_a_run_says_what_it_found() -> None:
 def test_runs_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, calls = tmp_path / "found.json", []
 
-    def one(arguments: tuple[str, int]) -> dict[str, object]:
+    def one(arguments: tuple[Any, ...]) -> dict[str, object]:
         calls.append(arguments[:2])
         if arguments[1] == 1:
             return {"name": arguments[0], "seed": 1, "failed": "killed"}
