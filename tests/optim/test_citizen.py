@@ -487,7 +487,7 @@ def test_rejected_steps_put_everything_back() -> None:
 def test_retract_by_name_and_as_a_function(step: pb.steps.Step) -> None:
     model, (x, y) = mlp(), data()
     twin = copy.deepcopy(model)
-    box = pb.steps.Box(-0.1, 0.1)
+    box = pb.steps.Bounds(-0.1, 0.1)
     one = natural(model, step=step, retract={"0.weight": box})
     two = natural(twin, step=step, retract=lambda p: {**p, "0.weight": box(p["0.weight"])})
     for opt, net in ((one, model), (two, twin)):
@@ -503,7 +503,7 @@ def test_retract_by_name_and_as_a_function(step: pb.steps.Step) -> None:
 
 def test_a_retraction_of_a_frozen_parameter_waits() -> None:
     model, (x, y) = mlp(), data()
-    opt = natural(model, retract={"0.weight": pb.steps.Box(-0.1, 0.1)})
+    opt = natural(model, retract={"0.weight": pb.steps.Bounds(-0.1, 0.1)})
     model[0].weight.requires_grad_(False)
     frozen = model[0].weight.clone()
     assert opt.step(closure_of(opt, model, x, y)).accepted

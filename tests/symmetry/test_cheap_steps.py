@@ -83,21 +83,6 @@ def test_rarer_retractions_change_a_trajectory_little() -> None:
     assert apart[-1][0] < 1e-3
 
 
-@pytest.mark.parametrize("gradient", ["riemannian", "gtk-orthonormal"])
-def test_layers_with_biases_are_projected_between_retractions(gradient: str) -> None:
-    """At once, and one by one."""
-    ends = []
-    for at_once in (True, False):
-        model = mlp(3, 8, 6, 2)
-        opt = make(model, group="layer", gradient=gradient, every=3, weight_decay=0.1)
-        if not at_once:
-            opt._keeper.layers = None
-        descend(model, opt, 5)
-        ends.append([p.detach() for p in model.parameters()])
-    for one, other in zip(*ends, strict=True):
-        assert torch.allclose(one, other, rtol=1e-9, atol=1e-11)
-
-
 @pytest.mark.parametrize("uniform", [True, False])
 def test_without_biases_only_layers_that_decay_differently_are_projected(uniform: bool) -> None:
     model = mlp(3, 6, 5, 2, bias=False)
@@ -184,7 +169,7 @@ def test_layers_stay_on_the_slice_without_a_factorization(
     sweep = opt._keeper._sweep
     assert isinstance(sweep, LayerSweep)
     for _ in range(16):
-        sweep.factors(sweep._squares())
+        sweep._log_scales(sweep._squares())
     for _ in range(30):
         descend(model, opt)
         assert opt.slice is not None

@@ -2,7 +2,7 @@
 
 from .._core.factor import Blocks, Diagonal, Factor, Scaled, Whitened
 from .base import Bregman, Custom, Euclidean, Fisher, Metric, Weighted, as_metric
-from .rkhs import Kernel, Matern, median_distance
+from .rkhs import Matern, ReproducingKernel, median_distance
 from .sobolev import Sobolev
 
 __all__ = [
@@ -13,7 +13,7 @@ __all__ = [
     "Euclidean",
     "Factor",
     "Fisher",
-    "Kernel",
+    "ReproducingKernel",
     "Matern",
     "Metric",
     "Scaled",

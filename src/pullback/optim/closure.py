@@ -22,10 +22,10 @@ from ..maps import Linearization, ModuleMap
 from ..maps.module import ModuleLinearization
 from ..metrics import Metric
 from .checks import gradient_of, loss_of, refuse_chained, warn_derivatives, warn_mismatch
-from .problem import Place, Problem
+from .problem import Place, StepProblem
 
 
-class ClosureProblem(Problem):
+class ClosureProblem(StepProblem):
     """An ordinary closure: zero_grad, forward, backward, return the loss."""
 
     def __init__(

@@ -47,15 +47,19 @@ from .problems import (
     Burgers,
     Cavity,
     Convection,
+    GrayScott,
     Heat,
     Helmholtz,
     KdV,
     Kovasznay,
+    KuramotoSivashinsky,
     LogFokkerPlanck,
+    Multiscale,
     Poisson,
     Ready,
     Ritz1D,
     RitzPoisson,
+    Schroedinger,
     Setup,
     Wave,
     setup,
@@ -64,7 +68,7 @@ from .run import Run
 from .sampling import Gauss, Grid, LatinHypercube, Points, Sampler, Sobol, Uniform
 from .solution import Solution
 from .solve import solve
-from .validation import Residual
+from .validation import ConditionResidual
 from .verdict import Verdict
 
 __all__ = [
@@ -119,11 +123,12 @@ __all__ = [
     "History",
     "Verdict",
     "Check",
-    "Residual",
+    "ConditionResidual",
     "Estimate",
     # ready problems
     "Ready",
     "Poisson",
+    "Multiscale",
     "Helmholtz",
     "RitzPoisson",
     "Ritz1D",
@@ -135,6 +140,9 @@ __all__ = [
     "Convection",
     "AllenCahn",
     "KdV",
+    "KuramotoSivashinsky",
+    "GrayScott",
+    "Schroedinger",
     "LogFokkerPlanck",
     # ready problems with networks and options
     "Setup",

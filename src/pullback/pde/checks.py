@@ -12,7 +12,7 @@ from .._core.errors import PullbackError
 from ..maps import Scheme
 from ..optim import Term
 from .conditions import Condition
-from .discretize import Local, Sites, derivatives
+from .discretize import LocalResidual, Sites, derivatives
 from .networks import Hard
 from .problem import Problem
 
@@ -101,7 +101,7 @@ def refuse_flat(problem: Problem, network: nn.Module, sites: Mapping[str, Sites]
     like, unknowns = next(network.parameters()), {}
     for name, value in problem.unknowns.items():
         unknowns[name] = torch.tensor(value, dtype=torch.float64)
-    asked = [Local(problem, c, sites[c.name], unknowns).keys for c in problem.conditions]
+    asked = [LocalResidual(problem, c, sites[c.name], unknowns).keys for c in problem.conditions]
     if not any(i is None or len(i) > 1 for keys in asked for _, _, i in keys):
         return
     axes = range(problem.domain.dim)

@@ -16,7 +16,7 @@ from ..optim import Objective, Term
 from .checks import refuse_infinite
 from .conditions import Condition, Data, Energy, Equation, Prior
 from .discretize import (
-    Local,
+    LocalResidual,
     Sites,
     Trial,
     fingerprint,
@@ -260,7 +260,7 @@ def balanced(problem: Problem, sites: Mapping[str, Sites]) -> dict[str, float]:
 def _visibility(problem: Problem, condition: Condition, sites: Sites) -> float:
     """Mean square of a condition's terms for a wave with the domain's own lengths."""
     unknowns = {n: sites[0].x.new_tensor(v) for n, v in problem.unknowns.items()}
-    local = Local(problem, condition, sites, unknowns)
+    local = LocalResidual(problem, condition, sites, unknowns)
     waves = (math.pi / (problem.domain.high - problem.domain.low)).tolist()
     space = problem.coordinates.space
 

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from .._core.errors import PullbackError
 from .conditions import Periodic
 from .domains import Region
-from .domains.checks import check_seed
 from .fields import call
-from .kinds import is_integer, is_number, require
+from .kinds import check_seed, is_integer, is_number, require
 from .wavenumbers import SMOOTH, is_linear, oscillation
 
 if TYPE_CHECKING:

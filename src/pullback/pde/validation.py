@@ -15,7 +15,7 @@ from ..maps.jets import Index
 from .conditions import Condition, Data, Energy, Integral, Prior
 from .discretize import (
     Fields,
-    Local,
+    LocalResidual,
     Sites,
     Trial,
     coefficients,
@@ -36,7 +36,7 @@ _OFFSET = 15_485_863  # between the seeds of a run's own points and those of fre
 
 
 @dataclass(frozen=True)
-class Residual:
+class ConditionResidual:
     """One condition at fresh points.
 
     Attributes:
@@ -120,11 +120,11 @@ class Validation:
         found = torch.tensor([own], dtype=torch.float64, device=processes.device)
         return float(processes.sum([found])[0])
 
-    def residuals(self, number: int = 0) -> dict[str, Residual]:
+    def residuals(self, number: int = 0) -> dict[str, ConditionResidual]:
         """Every condition that should vanish, by name; an energy and a prior should not."""
         unknowns = coefficients({n: p.detach() for n, p in self._trial.named_parameters()})
         found = {
-            c.name: Local(self._problem, c, self.points(c, number), unknowns)
+            c.name: LocalResidual(self._problem, c, self.points(c, number), unknowns)
             for c in self._problem.conditions
             if not isinstance(c, (Energy, Prior))
         }
@@ -178,15 +178,17 @@ class Validation:
         return out
 
 
-def _totaled(local: Local, c: Fields, q: Tensor, value: float) -> Residual:
+def _totaled(local: LocalResidual, c: Fields, q: Tensor, value: float) -> ConditionResidual:
     """∫f − value, beside ∫|f| and the value."""
     f = local(c)
     off = abs(float((q @ f).sum()) - value)
     size = float((q @ f.abs()).sum().square() + value**2) ** 0.5
-    return Residual(off, off, size, local.affine(c))
+    return ConditionResidual(off, off, size, local.affine(c))
 
 
-def _judged(local: Local, c: Fields, sizes: Mapping[tuple[str, Index | None], float]) -> Residual:
+def _judged(
+    local: LocalResidual, c: Fields, sizes: Mapping[tuple[str, Index | None], float]
+) -> ConditionResidual:
     values, slopes = local.slopes(c)
     source, size = values.clone(), 0.0
     for key, slope in slopes.items():
@@ -194,4 +196,4 @@ def _judged(local: Local, c: Fields, sizes: Mapping[tuple[str, Index | None], fl
         size += float(slope.square().mean(0).sum()) * sizes[key[1:]]
     size += float(source.square().mean(0).sum())
     rms = float(values.square().mean(0).sum().sqrt())
-    return Residual(rms, float(values.abs().max()), size**0.5, local.affine(c))
+    return ConditionResidual(rms, float(values.abs().max()), size**0.5, local.affine(c))

@@ -2,8 +2,7 @@
 
 from .actions.derived import Directed
 from .actions.scaling import Action, Leg, Mixing, Scaling
-from .actions.shifts import BiasShift, CommonShift, Folding, MeanShift, Shift, StreamShift
-from .by_hand import by_hand
+from .actions.shifts import BiasShift, CommonShift, Folding, MeanShift, Shift
 from .find import find
 from .orbits.ranks import Rank
 from .orbits.verify import Rejected
@@ -17,7 +16,6 @@ from .symmetry import Symmetry
 __all__ = [
     # finding
     "find",
-    "by_hand",
     "Symmetry",
     "Rank",
     "Rejected",
@@ -32,7 +30,6 @@ __all__ = [
     "BiasShift",
     "MeanShift",
     "CommonShift",
-    "StreamShift",
     # slices
     "Slice",
     "Balanced",

@@ -15,8 +15,9 @@ from .._core.errors import PullbackError
 from .._core.space import ParameterSpace
 from ..optim import NaturalGradient
 from ..steps.memory import shared_numbers
-from .descent.keeper import Keeper, idle, scalings_of
+from .descent.keeper import Keeper, idle
 from .descent.transport import CurvatureFollower, followers, powers_of
+from .find import scalings_of
 from .slices.slice import Retraction, Slice
 
 

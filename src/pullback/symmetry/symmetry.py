@@ -9,8 +9,7 @@ from torch import Tensor
 
 from .._core.errors import PullbackError
 from .._core.space import ParameterSpace
-from .actions.scaling import Action, Scaling
-from .descent.keeper import two_sided
+from .actions.scaling import Action, Scaling, two_sided
 from .graph.tracing import Example
 from .orbits.ranks import Rank, rank
 from .orbits.tangents import Orbits, invariants

@@ -274,7 +274,9 @@ class Point:
             loss: L on Z, a function of φ(ξ); or ∇_ξ L itself, in the form of ξ. From L the solve
                 starts at r with S r = dL and keeps the digits that forming ∇_ξ L would lose.
             inverse: a solver: `MoorePenrose` (default), `RandomInverse`, `Generalized`,
-                `WeightedNorm`, `Damped`; or a matrix or function G ↦ G⁻, which is verified.
+                `WeightedNorm`; or a matrix or function G ↦ G⁻, which is verified. A damped solver
+                such as `Cholesky` gives (G + λ)⁻¹∇_ξ L: no generalized inverse, so that its
+                pushforward is not the projected gradient and depends on the parametrization.
         """
         g, r = self._gradient(loss)
         solver = as_inverse(inverse, self.rcond)

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from ..._core.capture import Selector, plain
 from ..._core.errors import PullbackError
-from ..._core.flags import Verdict, finite
+from ..._core.flags import DeferredFlags, finite
 from ..._core.processes import Traffic, find_processes, group_of, refuse_untold, unwrapped
 from ..._core.shards import reshard
 from ...grams.kronecker import Kronecker
@@ -205,7 +205,7 @@ class KFAC(Optimizer):
             several=not processes.alone,
             whole=self._params.gather if self._params.shards else None,
         )
-        self._verdict: Verdict | None = None
+        self._verdict: DeferredFlags | None = None
         self._plans: dict[Any, Any] = {}
 
     # --- a torch optimizer's duties -------------------------------------------------------------
@@ -426,7 +426,7 @@ class KFAC(Optimizer):
         self._finish(info, owing, taken)
         if guard.good is not None:
             flags: Any = guard.good, learned.good if taken else guard.good
-            self._verdict = Verdict(torch.stack(flags), taken)
+            self._verdict = DeferredFlags(torch.stack(flags), taken)
         return loss
 
     def _idle(self, gradients: Tensors) -> bool:

@@ -9,14 +9,7 @@ r = (ŵ_1, …, ŵ_ℓ):
                                                      is ℓ times as long
     gtk-polar         (Σρ) ŵ_k + Σ_l⟨g_k, ∂_{ψ^l}⟩∂_{ψ^l}     the kernel of {r, ∂_ψ} as they are
 
-The first two are g + c_k w. `LayerStep` takes such a step together with its retraction, from
-q = |w|², d = ⟨w, g⟩ and e = |g|² of each parameter:
-
-    w ← f (a w − η g),    a = 1 − η(c_k + decay),    |a w − η g|² = a²q − 2aη d + η²e.
-
-So the retraction's factors f are known before anything is written: w and g are read twice, and w is
-multiplied and added to. What lies between are some dozens of operations on (P,) numbers in places
-of their own, on a GPU one recorded graph, wherever the gradients are.
+The first two are g + c_k w, with c from the norms |w| and products ⟨w, g⟩ of each parameter.
 """
 
 from __future__ import annotations
@@ -27,17 +20,14 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ..._core.replay import Replay
 from ..._core.space import compute_dtype
 from ..slices.polar import polar_direction
-from .sweep import LayerSweep, norms_of
+from .sweep import norms_of
 
 GRADIENTS = ("riemannian", "gtk-orthonormal", "gtk-polar")
 
 #: for each connected set of layers the names of each layer's parameters
 Layers = tuple[tuple[tuple[str, ...], ...], ...]
-#: learning rate and weight decay of each parameter
-Rates = tuple[tuple[float, float], ...]
 
 
 def direction(
@@ -123,57 +113,3 @@ def _radial(
 ) -> _Radial:
     """Return a cached `_Radial`: building one copies numbers from the host."""
     return _Radial(layers, names, dtype, device)
-
-
-class LayerStep:
-    """Steps of plain SGD, without momentum, on the layers of an `EqualNorm` slice.
-
-    Args:
-        sweep: the slice's retraction.
-        layers: for each connected set of layers the names of each layer's parameters.
-        params: by name; moved in place.
-    """
-
-    def __init__(self, sweep: LayerSweep, layers: Layers, params: Mapping[str, Tensor]) -> None:
-        self._sweep, self.names = sweep, sweep.names
-        self.params = [params[n] for n in self.names]
-        dtype, device = sweep.dtype, self.params[0].device
-        self._radial = _Radial(layers, tuple(self.names), dtype, device)
-        size = len(self.names)
-        self._numbers, self._factors, self._rates = (
-            torch.zeros(n, size, dtype=dtype, device=device) for n in (3, 2, 2)
-        )
-        self._known: Rates | None = None
-        self._replay = Replay()
-
-    def run(
-        self, kind: str, gradients: Mapping[str, Tensor], rates: Rates, retract: bool = True
-    ) -> None:
-        """Move all parameters, and with `retract` onto the slice."""
-        if rates != self._known:
-            self._known = rates
-            self._rates.copy_(torch.tensor(rates, dtype=self._rates.dtype).mT)
-        ws = [w.detach() for w in self.params]
-        gs = [gradients[n].to(w.dtype) for n, w in zip(self.names, ws, strict=True)]
-        dtype = compute_dtype(ws[0].dtype)
-        # ⟨w, g⟩, |w| and, which only the retraction needs, |g| of each parameter
-        dots = [_dot(w, g, dtype) for w, g in zip(ws, gs, strict=True)]
-        norms = norms_of([*ws, *gs] if retract else ws)
-        found = torch.stack([*dots, *norms]).view(-1, len(ws))
-        self._numbers[: len(found)].copy_(found)
-        self._replay.run((kind, retract), [self._numbers], lambda: self._solve(kind, retract))
-        of_w, of_g = (each.unbind() for each in self._factors.to(dtype))
-        for w, g, a, b in zip(ws, gs, of_w, of_g, strict=True):
-            w.mul_(a).addcmul_(g, b)
-
-    def _solve(self, kind: str, retract: bool) -> None:
-        """The factors of w and of g, (2, P), from the numbers."""
-        d, size, slope = self._numbers
-        rate, decay = self._rates
-        q = size.square()
-        a = 1 - rate * (self._radial.pull(kind, q, torch.addcmul(d, decay, q)) + decay)
-        self._factors[0], self._factors[1] = a, -rate
-        if retract:
-            rest = torch.addcmul(a * q, rate, d, value=-2)
-            moved = (rate * slope).square_().addcmul_(a, rest).clamp_min_(0)
-            self._factors.mul_(self._sweep.factors(moved))

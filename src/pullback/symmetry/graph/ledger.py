@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..actions.derived import MatrixView
 from ..actions.scaling import Leg
 from .scales import FIXED, ZERO, collapse
 
@@ -321,6 +322,27 @@ def view_rows(ref: Ref, axis: int, default: int) -> tuple[int, Tensor] | None:
     if len(varies) != 1 or small[varies[0]].numel() != small[varies[0]].shape[axis]:
         return None
     return varies[0], small[varies[0]].flatten().expand(ref.view[axis])
+
+
+def read_matrix(ref: Ref) -> tuple[MatrixView, Tensor, Tensor] | None:
+    """The matrix (out, in) that a view (in, out) lies in, and the view's rows and columns there.
+
+    None where an axis of the parameter counts both, as in a diagonal.
+    """
+    small = [collapse(c) for c in ref.coords]
+    ins, outs = ([d for d, c in enumerate(small) if c.shape[a] > 1] for a in (0, 1))
+    if {*ins} & {*outs}:
+        return None
+    if len(small) == 2:  # of an axis with one place only the other tells
+        outs, ins = ([1], [0]) if 1 in outs or 0 in ins else ([0], [1])
+    at = tuple(int(c.flatten()[0]) for d, c in enumerate(small) if d not in (*outs, *ins))
+    places = []
+    for axis, some in ((1, outs), (0, ins)):
+        place = torch.zeros(1, dtype=torch.long)
+        for d in some:  # several axes are counted as one
+            place = place * ref.sizes[d] + small[d].flatten()
+        places.append(place.expand(ref.view[axis]))
+    return MatrixView(ref.name, tuple(outs), tuple(ins), at), places[0], places[1]
 
 
 class Readers:

@@ -27,7 +27,7 @@ from ..._core.errors import PullbackError, reraise_fatal
 from ..._core.graph import unfused_attention, walk
 from ...maps.module import in_every_slot
 
-BY_HAND = "Name the pairs by hand: symmetry.by_hand(model, [('fc1', 'fc2'), ...], example)"
+BY_HAND = "Name the actions by hand: find(model, example, actions=[symmetry.Scaling(...)])"
 
 
 class Example:

@@ -162,7 +162,7 @@ def _refuse(scalings: Sequence[Scaling], params: Mapping[str, Tensor]) -> None:
         raise PullbackError(
             "There is no slice",
             "the model has no positive-scaling symmetry that its optimized parameters take part in",
-            "Use torch.optim.SGD, or name the pairs of layers by hand (symmetry.by_hand)",
+            "Use torch.optim.SGD, or name scalings by hand: find(model, x, actions=[Scaling(...)])",
         )
     into: dict[int, list[tuple[Scaling, Leg]]] = {}
     for scaling in scalings:

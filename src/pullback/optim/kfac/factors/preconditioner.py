@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ....grams.kronecker import Block, Inverses, Rotated, inverses, sides
+from ....grams.kronecker import GramBlock, Inverses, Rotated, inverses, sides
 from ....grams.kronecker.inverse import (
     MOMENTS,
     Inverse,
@@ -335,7 +335,7 @@ class Preconditioner:
             assert scale is not None
             scale.copy_(_reciprocal(self.spectra[key].corrected()[SPECTRUM], value))
 
-    def block(self, key: BlockKey, average: Average, corner: float = 1.0) -> Block:
+    def block(self, key: BlockKey, average: Average, corner: float = 1.0) -> GramBlock:
         """Return the Gram of a block without damping, with corrected eigenvalues if known.
 
         `corner` is the second moment of the bias's input: 1, or this process's share of it.
