@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from .._core.capture import Call, Capture, Selector, first_input, plain
 from .._core.errors import PullbackError, Status
 from .._core.factor import Scaled
+from .._core.graph import leaves_below
 from .._core.processes import Processes
 from .._core.state import RandomState, Snapshot
 from ..grams import Part
@@ -217,7 +218,8 @@ class ClosureProblem(StepProblem):
         if "unmeasured" in self._memory or all(g is None for g in gradients.values()):
             return
         for linear in linears:
-            measured |= dependencies(linear.graph, linear.leaves)
+            names = {id(p): n for n, p in linear.leaves.items()}
+            measured |= leaves_below([linear.graph], names)
         moved = [
             n for n, g in gradients.items() if n not in measured and g is not None and bool(g.any())
         ]
@@ -305,16 +307,3 @@ def as_call(batch: Any) -> Call:
     if isinstance(batch, Mapping):
         return Call.of(**batch)
     return Call.of(*batch) if isinstance(batch, tuple) else Call.of(batch)
-
-
-def dependencies(z: Tensor, leaves: Mapping[str, Tensor]) -> set[str]:
-    """The names of the leaves that z was computed from, read off its graph."""
-    names = {id(p): n for n, p in leaves.items()}
-    seen, stack, found = set(), [z.grad_fn], set()
-    while stack:
-        node = stack.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            found.add(names.get(id(getattr(node, "variable", None))))
-            stack.extend(following for following, _ in node.next_functions)
-    return found - {None}
