@@ -229,7 +229,8 @@ def _refuse_objective(objective: Any, closure: Any, options: Options, processes:
         why = "the metric of its terms is read by the natural gradient alone"
         remedy = "Use rule='natural', or call backward() and step() without an objective"
     elif closure is not None:
-        what, why, remedy = f"{what} a closure", "each of them is a loss", "Give one of them"
+        what = "step() was given a closure and an objective"
+        why, remedy = "each of them is a loss", "Give one of them"
     elif not isinstance(objective, Objective) and not callable(objective):
         what, why = "The objective is not usable", f"got {type(objective).__name__}"
         remedy = "Give an optim.Objective, or a function of the parameter dict"

@@ -200,7 +200,7 @@ class CotangentPass:
             if own.outputs is not None and (key := plan.weight_block(names)) is not None:
                 held, (inputs, outputs) = pool.of(key), factors_of(own.entry.layer, key)
                 if own.inputs is not None:
-                    held.add_inputs(inputs, own.inputs)
+                    held.add(inputs, own.inputs)
                 held.add(outputs, own.outputs)
                 if own.spectrum is not None and own.basis == key:
                     held.add(SPECTRUM, own.spectrum)
