@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from math import isfinite
 from random import Random
 from typing import Any
@@ -409,6 +410,8 @@ class KFAC(Optimizer):
         if held.stack(params.by_name, params.like):  # inverses are other tensors now
             self._publish()
             capture.structure.bases = held.bases
+            ready = chain.from_iterable(key.names for key in held.preconditioner.ready)
+            update.drop_moments(self.state, [params.by_name[n] for n in ready])
         directions, stacks = held.directions(gradients, guard.good)
         if not rule.moments and not guard.holds(finite(stacks)):
             return self._reject("a direction is not finite", loss)

@@ -54,6 +54,13 @@ def make_buffers(
                 buffer_of(state, p)
 
 
+def drop_moments(state: State, params: Iterable[Tensor]) -> None:
+    """Forget Adam's moments of parameters that follow the rule from now on."""
+    for p in params:
+        for name in BUFFERS[1:]:
+            state[p].pop(name, None)
+
+
 @dataclass
 class Share:
     """The parameters of one param group that have a gradient, with their directions."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from .factor import SPECTRUM, BlockKey, block_shape
 _GROWTH, _TRIES = 10.0, 8
 _COARSE = 0.05  # the least damping with which roots are first tried with few bits
 _PORTION = 2**27  # entries of matrices that are inverted at once
+_BEGUN = 2**23  # entries of sides whose first eigenbases one step finds
 
 Averages = Mapping[BlockKey, Average]
 #: blocks of one kind, one after the other in an inverse of all
@@ -144,16 +145,34 @@ class Preconditioner:
         self._accept(self._units(averages, [k for k in keys if not k.kronecker], value))
         ways = {"eigenbasis": self._decompose, "basis": self._turn, "root": self._root}
         prepare = ways.get(self.rule.needs, self._invert)
-        for some in self._portions([k for k in keys if k.kronecker]):
+        pairs = [k for k in keys if k.kronecker]
+        for some in self._portions(self._affordable(pairs)):
             self._accept(prepare(averages, some, value))
+
+    def _affordable(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
+        """Blocks that are ready, and as many others, small ones first, as one step should begin.
+
+        The first basis of a side is an `eigh`. Parameters that have none yet follow AdamW, and the
+        next step goes on.
+        """
+        new = sorted((k for k in keys if k not in self.ready), key=self._entries)
+        if self.rule.needs != "basis" or not new:
+            return list(keys)
+        totals = accumulate(self._entries(k) for k in new)
+        count = max(1, sum(total <= _BEGUN for total in totals))
+        return [*(k for k in keys if k in self.ready), *new[:count]]
+
+    def _entries(self, key: BlockKey) -> int:
+        """How many entries the sides of a block have."""
+        groups, *sizes = self.shapes[key]
+        return groups * sum(n * n for n in sizes)
 
     def _portions(self, keys: Sequence[BlockKey]) -> list[list[BlockKey]]:
         """Blocks that are inverted together, large ones first: copies of all take much memory."""
         out: list[list[BlockKey]] = []
         room = 0
         for key in sorted(keys, key=lambda key: -sum(n * n for n in self.shapes[key][1:])):
-            groups, *sizes = self.shapes[key]
-            entries = groups * sum(n * n for n in sizes)
+            entries = self._entries(key)
             if not out or entries > room:
                 out.append([])
                 room = _PORTION
