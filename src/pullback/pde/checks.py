@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -12,6 +13,7 @@ from ..maps import Scheme
 from ..optim import Term
 from .conditions import Condition
 from .discretize import LocalResidual, Sites, derivatives
+from .networks import Hard
 from .problem import Problem
 
 
@@ -76,6 +78,16 @@ def refuse_shape(problem: Problem, network: nn.Module, like: Tensor) -> None:
                 "two evaluations differ",
                 "Call network.eval(), or leave out dropout and batch norms",
             )
+
+
+def warn_unwrapped(problem: Problem, network: nn.Module, stacklevel: int) -> None:
+    """Say that conditions hold neither by the loss nor, as far as can be seen, by the network."""
+    if problem.hard and not any(isinstance(m, Hard) for m in network.modules()):
+        warnings.warn(
+            f"{problem.name}: its hard conditions are not in the loss, and the network does not "
+            "build them in. Use problem.wrap(network), or hard=False",
+            stacklevel=stacklevel + 1,
+        )
 
 
 _KINKED = (nn.ReLU, nn.LeakyReLU, nn.PReLU, nn.RReLU, nn.ReLU6, nn.Hardtanh, nn.Threshold)

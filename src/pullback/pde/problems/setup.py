@@ -13,15 +13,16 @@ from torch import nn
 from ..._core.errors import PullbackError
 from ...solvers import Cholesky
 from ...steps import LevenbergMarquardt
-from ..networks import PeriodicEmbedding, Symmetric, mlp
+from ..domains import Interval, SpaceTime
+from ..networks import PeriodicEmbedding, Rescaled, Symmetric, mlp
 from ..plan import Refine
 from ..problem import Problem
 from ..solution import Solution
 from ..solve import solve
 from .elliptic import Helmholtz, Poisson
-from .evolution import Burgers, Heat, LogFokkerPlanck, Wave
+from .evolution import Burgers, Heat, LogFokkerPlanck, Schroedinger, Wave
 from .flow import Cavity, Kovasznay
-from .periodic import AllenCahn, Convection, KdV
+from .periodic import AllenCahn, Convection, GrayScott, KdV, KuramotoSivashinsky
 from .ready import Ready
 from .ritz import Ritz1D
 
@@ -46,15 +47,18 @@ def _made(
     parity: int = 0,
     activation: str = "tanh",
     dtype: torch.dtype = torch.float64,
+    rescaled: bool = False,
     **options: Any,
 ) -> Setup:
     """A fully connected network of these sizes with the problem's hard conditions built in.
 
-    With a parity the solution is even (1) or odd (−1) in x, and so is the network.
+    With a parity the solution is even (1) or odd (−1) in x, and so is the network. Rescaled, it
+    sees coordinates from −1 to 1.
     """
 
     def network(seed: int) -> nn.Module:
-        plain = problem.wrap(mlp(*sizes, seed=seed, activation=activation, dtype=dtype))
+        plain: nn.Module = mlp(*sizes, seed=seed, activation=activation, dtype=dtype)
+        plain = problem.wrap(Rescaled(plain, problem.domain) if rescaled else plain)
         return Symmetric(plain, 0, parity) if parity else plain
 
     return Setup(problem, network, options)
@@ -64,6 +68,22 @@ def _points(equation: int, boundary: int, initial: int | None = None) -> dict[st
     """Numbers of points by condition."""
     more = {} if initial is None else {"initial": initial}
     return {"equation": equation, "dirichlet": boundary, **more}
+
+
+def _periodic(
+    problem: Ready, center: float, parity: int, harmonics: int, *widths: int, **options: Any
+) -> Setup:
+    """A network with many harmonics in x, even (1) or odd (−1) about the center, for each slab."""
+    low, high = problem.domain.low.tolist(), problem.domain.high.tolist()
+    half, slab = (high[0] - low[0]) / 2, (high[1] - low[1]) / options["slabs"]
+    first = SpaceTime(Interval(center - half, center + half), (low[1], low[1] + slab))
+
+    def network(seed: int) -> nn.Module:
+        waves = PeriodicEmbedding(2, 0, 2.0, harmonics)
+        plain = mlp(2 * harmonics + 1, *widths, len(problem.fields), seed=seed)
+        return Rescaled(Symmetric(nn.Sequential(waves, *plain), 0, parity), first)
+
+    return Setup(problem, network, options)
 
 
 # periodic problems take (sin ωx, cos ωx, t): three inputs
@@ -114,6 +134,23 @@ SETUPS: dict[str, Callable[[], Setup]] = {
             "points": {"equation": 4000, "initial": 400, "periodic": 16},
             "sampler": "sobol", "slabs": 4, "steps": 220, "patience": 30,
         },
+    ),
+    # chaotic: errors of a slab grow about a hundredfold until the end
+    "kuramoto-sivashinsky": lambda: _periodic(
+        KuramotoSivashinsky(initial_weight=1e4), math.pi / 2, -1, 16, 32, 32,
+        points={"equation": 6000, "initial": 500, "periodic": 16},
+        sampler="sobol", slabs=20, steps=150, patience=30,
+    ),
+    "gray-scott": lambda: _periodic(
+        GrayScott(initial_weight=1e4), 0.0, 1, 8, 24, 24, 24,
+        points={
+            "equation": 4000, "initial u": 400, "initial v": 400, "periodic u": 8, "periodic v": 8,
+        },
+        sampler="sobol", slabs=10, steps=150, patience=30,
+    ),
+    "schroedinger": lambda: _made(
+        Schroedinger(hard=True), 2, 30, 30, 30, 2, parity=1, rescaled=True,
+        points=8000, sampler="sobol", steps=500,
     ),
     "wave": lambda: _made(
         Wave(hard=True), 2, 40, 40, 1, points=4900, sampler="grid", steps=600
