@@ -17,10 +17,9 @@ from ..optim import EnergyTerm, Squares, Term
 from . import conditions
 from .conditions import Condition
 from .domains import Domain, Pairs, Region
-from .fields import Channel, Field, Request
+from .fields import Channel, Field, Request, View
 from .problem import Problem
 from .sampling import Points
-from .view import View
 
 Sites = tuple[Points, ...]
 
