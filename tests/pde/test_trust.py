@@ -348,7 +348,7 @@ def test_slabs_share_the_budget() -> None:
             pde.mlp(2, 4, 1, seed=0),
             points=36,
             slabs=3,
-            budget=3.0,
+            budget=1.5,
             steps=10_000,
             patience=None,
             progress=False,

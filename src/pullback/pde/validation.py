@@ -36,7 +36,7 @@ _OFFSET = 15_485_863  # between the seeds of a run's own points and those of fre
 
 
 @dataclass(frozen=True)
-class ConditionResidual:
+class Residual:
     """One condition at fresh points.
 
     Attributes:
@@ -117,10 +117,9 @@ class Validation:
                 if len(sites[0]):
                     item = term(self._problem, c, self._trial, sites, weight, total)
                     own += float(item.loss(item.map(params)))
-        found = torch.tensor([own], dtype=torch.float64, device=processes.device)
-        return float(processes.sum([found])[0])
+        return processes.total([own])[0]
 
-    def residuals(self, number: int = 0) -> dict[str, ConditionResidual]:
+    def residuals(self, number: int = 0) -> dict[str, Residual]:
         """Every condition that should vanish, by name; an energy and a prior should not."""
         unknowns = coefficients({n: p.detach() for n, p in self._trial.named_parameters()})
         found = {
@@ -178,17 +177,17 @@ class Validation:
         return out
 
 
-def _totaled(local: LocalResidual, c: Fields, q: Tensor, value: float) -> ConditionResidual:
+def _totaled(local: LocalResidual, c: Fields, q: Tensor, value: float) -> Residual:
     """∫f − value, beside ∫|f| and the value."""
     f = local(c)
     off = abs(float((q @ f).sum()) - value)
     size = float((q @ f.abs()).sum().square() + value**2) ** 0.5
-    return ConditionResidual(off, off, size, local.affine(c))
+    return Residual(off, off, size, local.affine(c))
 
 
 def _judged(
     local: LocalResidual, c: Fields, sizes: Mapping[tuple[str, Index | None], float]
-) -> ConditionResidual:
+) -> Residual:
     values, slopes = local.slopes(c)
     source, size = values.clone(), 0.0
     for key, slope in slopes.items():
@@ -196,4 +195,4 @@ def _judged(
         size += float(slope.square().mean(0).sum()) * sizes[key[1:]]
     size += float(source.square().mean(0).sum())
     rms = float(values.square().mean(0).sum().sqrt())
-    return ConditionResidual(rms, float(values.abs().max()), size**0.5, local.affine(c))
+    return Residual(rms, float(values.abs().max()), size**0.5, local.affine(c))

@@ -27,10 +27,11 @@ class Cavity(Reference):
         (1/Re) ∫ h Δφ + ∫ h (ψ_y φ_x − ψ_x φ_y) = 0,
 
     by a Legendre–Galerkin method, Newton's method and GMRES, preconditioned by the biharmonic
-    operator. Newton's method begins with the Stokes flow, or with that of a smaller Re. With lid = 1 the velocity jumps at the upper corners, where p ~ ±1/r is not
-    square-integrable: their leading flow is subtracted, and `accuracy` is that of the velocity.
-    There p is ∓∞ and u is the lid's. With the regularized lid 16x²(1−x)² all is smooth,
-    and `accuracy` is that of (u, v, p).
+    operator. Newton's method begins with the Stokes flow, or with that of a smaller Re.
+
+    With lid = 1 the velocity jumps at the upper corners, where p ~ ±1/r is not square-integrable:
+    their leading flow is subtracted, and `accuracy` is that of the velocity. There p is ∓∞ and u is
+    the lid's. With the regularized lid 16x²(1−x)² all is smooth, and `accuracy` is that of all.
     """
 
     domain = ((0.0, 1.0), (0.0, 1.0))
