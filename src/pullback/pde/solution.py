@@ -147,7 +147,7 @@ class Solution:
             return None
         return None if found is None or not math.isfinite(found.error) else found.error
 
-    def _estimate(self, residuals: Mapping[str, ConditionResidual]) -> Estimate | None:
+    def _estimate(self, residuals: Mapping[str, Residual]) -> Estimate | None:
         if isinstance(self.network, Slabs):  # whose pieces do not share tangents
             return None
         return estimate(self.problem, self._trial, self._validation, residuals)
