@@ -12,7 +12,7 @@ from scipy.integrate import solve_ivp
 from pullback import pde
 from pullback._core.errors import PullbackError
 from pullback.pde import Points, references
-from pullback.pde.discretize import Local
+from pullback.pde.discretize import LocalResidual
 from pullback.pde.references import cache
 from pullback.pde.references.cavity_flow import Cavity
 from pullback.pde.references.etdrk4 import Trajectory, fourier_sum
@@ -203,7 +203,7 @@ def residuals(problem, reference, x, t, h, dt):
     found = {i: by(*n) for i, n in names.items() if i}
     found[()] = torch.from_numpy(reference.values(np.stack([x, t], axis=1)))
     sites = (Points(torch.from_numpy(np.stack([x, t], axis=1)), torch.ones(len(x))),)
-    local = Local(problem, problem.conditions[0], sites, {})
+    local = LocalResidual(problem, problem.conditions[0], sites, {})
     at = problem.fields.index
     return local({(s, f, i): found[i][:, at(f)] for s, f, i in local.keys}), found
 
