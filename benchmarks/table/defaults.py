@@ -46,11 +46,11 @@ def pde_seeds() -> Rows:
     by: dict[str, list[dict[str, Any]]] = {}
     for one in sorted(record("pde-seeds")["runs"].values(), key=lambda r: (r["name"], r["seed"])):
         by.setdefault(one["name"], []).append(one)
-    rows = [["set-up", "seeds", "target", "reach it", "best", "median", "worst", "missed by seeds"]]
+    rows = [["set-up", "runs", "target", "reach it", "best", "median", "worst", "missed by seeds"]]
     for name, runs in by.items():
         target, errors = runs[0]["target"], [one["error"] for one in runs]
         if len(runs) > 1:
-            missed = [str(one["seed"]) for one in runs if one["error"] > target]
+            missed = [f"{r['seed']} ({small(r['error'])})" for r in runs if r["error"] > target]
             cells = [small(min(errors)), small(statistics.median(errors)), small(max(errors))]
             reached = str(len(runs) - len(missed))
             listed = ", ".join(missed) or "–"

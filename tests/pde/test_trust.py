@@ -124,6 +124,33 @@ def test_verdicts_say_what_is_missing() -> None:
     assert "no residual says how good it is. Compare two" in energy.text
 
 
+class Growing(nn.Module):
+    """a e⁻ᵗ + b e^(10(t − 1))."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Parameter(torch.ones(1, dtype=torch.float64)) for _ in range(2))
+
+    def forward(self, t: Any) -> Any:
+        return self.a * torch.exp(-t) + self.b * torch.exp(10 * (t - 1))
+
+
+def test_small_residuals_of_an_unstable_equation_are_doubted() -> None:
+    """u' = 10u − 11e⁻ᵗ: what is off by 5e-5 at first is off by 1 at last."""
+    unstable = pde.Problem(
+        pde.Interval(0, 1, name="t"),
+        [
+            pde.Equation(lambda u, t: u.t - 10 * u + 11 * torch.exp(-t)),
+            pde.Dirichlet(1.0, on=lambda domain: domain.face("t", "low")),
+        ],
+        exact=lambda t: torch.exp(-t),
+    )
+    with pytest.warns(UserWarning, match=r"doubtful: .*estimated as 0\.3.*check\(against"):
+        solution = run(problem=unstable, network=Growing(), steps=0)
+    assert solution.verdict.relative < 1e-4
+    assert solution.verdict.estimated == pytest.approx(solution.error, rel=0.2)
+
+
 def test_terms_that_vanish_are_sized_by_the_field() -> None:
     """All terms of Δu = 0 are round-off at u = x; a residual of 1e-6 of its variation is small."""
     flat = pde.Problem(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,8 @@ def solve(
         solution = Run(problem, network, settings, checkpoint).go()
     else:
         solution = march(problem, network, slabs, checkpoint, settings)
+    if solution.verdict.questionable:
+        solution.verdict = replace(solution.verdict, estimated=solution.estimated())
     if solution.verdict.alarming and processes(group).rank == 0:
         warnings.warn(f"{problem.name}: {solution.stopped}", stacklevel=2)
     return solution
