@@ -80,7 +80,7 @@ def dense(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
 
 def differential(twin: Reparametrized) -> Tensor:
     """F = df_θ, (p, p)."""
-    theta = {n: getattr(twin, twin._own[n]).detach() for n in twin.names}
+    theta = {n: p.detach() for n, p in zip(twin.names, twin.parameters(), strict=True)}
     rows = jacrev(
         lambda t: torch.cat([w.flatten() for w in twin.diffeomorphism.forward(t).values()])
     )

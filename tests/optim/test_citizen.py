@@ -132,6 +132,28 @@ def test_lr_wins_over_the_steps_own(step) -> None:
     assert [g["lr"] for g in opt.param_groups] == [0.125]
 
 
+@pytest.mark.parametrize(
+    "step", [pb.steps.LevenbergMarquardt(), pb.steps.QuadraticModel(), pb.steps.Backtracking()]
+)
+def test_without_a_gradient_and_a_rate_nothing_changes(step: pb.steps.Step) -> None:
+    model, (x, _) = mlp(), data()
+    opt = pb.NaturalGradient(model, step=step, lr=0.0)
+    y = model(x).detach()
+
+    def closure() -> Tensor:
+        opt.zero_grad()
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        return loss
+
+    before, parameters = copy.deepcopy(opt.state_dict()), vector(model)
+    info = opt.step(closure)
+    assert not info.accepted
+    assert "gradient is zero" in info.reason
+    assert repr(opt.state_dict()) == repr(before)
+    assert torch.equal(vector(model), parameters)
+
+
 def test_a_line_search_works_along_the_scaled_direction() -> None:
     model, (x, y) = mlp(), data()
     opt = natural(model, step=pb.steps.GridLineSearch(8), lr=0.3)

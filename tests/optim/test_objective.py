@@ -50,8 +50,8 @@ FORMS = {
     "tensor": (lambda r: r, 1.0),
     "pair": (lambda r: (r, 3.0), 3.0),
     "pair with one weight per sample": (lambda r: (r, WEIGHTS), WEIGHTS),
-    "Residual": (lambda r: pb.maps.Residual(r, 2.0), 2.0),
-    "Residual with one weight per sample": (lambda r: pb.maps.Residual(r, WEIGHTS), WEIGHTS),
+    "Residual": (lambda r: (r, 2.0), 2.0),
+    "Residual with one weight per sample": (lambda r: (r, WEIGHTS), WEIGHTS),
     "dict": (lambda r: {"data": (r, 0.5)}, 0.5),
 }
 

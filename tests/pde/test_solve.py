@@ -155,8 +155,11 @@ def heat_with_periodic_embedding() -> Case:
 
 
 CASES = [
-    *(beam, advection, neumann, inverse, ritz, heat_with_periodic_embedding),
-    *(pytest.param(c, marks=pytest.mark.slow) for c in (helmholtz, oscillator, nonlinear)),
+    *(advection, inverse, ritz, heat_with_periodic_embedding),
+    *(
+        pytest.param(c, marks=pytest.mark.slow)
+        for c in (beam, neumann, helmholtz, oscillator, nonlinear)
+    ),
 ]
 
 

@@ -8,6 +8,7 @@ import os
 import pickle
 import signal
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from pullback import PullbackError, pde
 from pullback.pde.progress import Log
+from pullback.pde.verdict import Verdict
 
 pi = math.pi
 
@@ -109,6 +111,34 @@ def test_an_unfinished_answer_is_warned_of_unless_that_was_asked_for() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         run(callbacks=[lambda run, info: True])
+
+
+def test_verdicts_say_what_is_missing() -> None:
+    good = Verdict("all 9 steps were taken", False, 1e-9, 2e-9, 1e-5)
+    assert good.name == "converged"
+    assert not good.alarming
+    assert "more steps=, would lower them" in good.text
+    assert "would" not in replace(good, relative=1e-9).text
+    energy = replace(good, relative=math.nan)
+    assert energy.name == ""
+    assert "no residual says how good it is. Compare two" in energy.text
+
+
+def test_terms_that_vanish_are_sized_by_the_field() -> None:
+    """All terms of Δu = 0 are round-off at u = x; a residual of 1e-6 of its variation is small."""
+    flat = pde.Problem(
+        pde.Box([(0, 1), (0, 1)]),
+        [pde.Equation(lambda u: u.laplacian), pde.Dirichlet(lambda x, y: x)],
+    )
+    network = nn.Linear(2, 1, dtype=torch.float64)
+    with torch.no_grad():
+        network.weight.copy_(torch.tensor([[1.0, 0.0]]))
+        network.bias.fill_(1e-6)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        solution = pde.solve(flat, network, steps=0, progress=False)
+    assert solution.residual["equation"].size > 1e-2
+    assert solution.verdict.name == "converged"
 
 
 def test_points_move_where_they_are_overfitted() -> None:
@@ -291,7 +321,7 @@ def test_slabs_share_the_budget() -> None:
             pde.mlp(2, 4, 1, seed=0),
             points=36,
             slabs=3,
-            budget=3.0,
+            budget=1.5,
             steps=10_000,
             patience=None,
             progress=False,

@@ -114,7 +114,7 @@ def test_training_lowers_the_loss_and_stays_near_the_slice(
     model = mlp(3, 8, 6, 5, 2)
     opt = make(model, 0.01, group=group, gradient=gradient, momentum=momentum)
     losses, off = [], []
-    for _ in range(40):
+    for _ in range(20):
         losses.append(float(backward(model)))
         opt.step()
         assert opt.slice is not None

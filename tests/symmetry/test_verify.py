@@ -115,13 +115,12 @@ def test_many_batch_norms_take_seconds_and_are_reported_as_one(training: bool) -
         assert "eps" in found.rejected[0].reason
 
 
-@pytest.mark.parametrize(("norm_first", "training"), [(True, True), (False, False)])
-def test_torch_transformers_with_a_mask_are_traced(norm_first: bool, training: bool) -> None:
+def test_torch_transformers_with_a_mask_are_traced() -> None:
     layer = nn.TransformerEncoderLayer(
-        4, 2, 6, 0.0, batch_first=True, activation="gelu", norm_first=norm_first
+        4, 2, 6, 0.0, batch_first=True, activation="gelu", norm_first=True
     )
-    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-    model = randomized(model).train(training)
+    model = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+    model = randomized(model)
     mask = nn.Transformer.generate_square_subsequent_mask(5, dtype=torch.float64)
     x = normal(3, 5, 4)
     with_mask = find(model, {"src": x, "mask": mask})

@@ -19,7 +19,7 @@ from ..likelihoods import Bernoulli, Categorical
 from ..maps import ObjectiveMap
 from ..metrics import Fisher
 from ..optim import NaturalGradient, Objective
-from ..optim.checks import refuse_metric
+from ..optim.checks import loss_of, refuse_metric
 
 
 class Host:
@@ -45,7 +45,7 @@ class Host:
             )
 
     def now(self) -> Tensor:
-        """The parameters as they are, flat."""
+        """The present parameters, flat."""
         return self.space.flatten({n: p.detach() for n, p in self.params.items()}).clone()
 
     @contextmanager
@@ -216,13 +216,12 @@ class ClosureField(VectorField):
         hook = self.host.model.register_forward_hook(self._follow)
         try:
             loss = self._user()
-            _refuse_loss(loss)
+            self._loss = loss_of(loss)
             silent = all(p.grad is None for p in self.host.params.values())
             if silent and isinstance(loss, Tensor) and loss.requires_grad:
                 loss.backward()
         finally:
             hook.remove()
-        self._loss = float(loss.detach()) if isinstance(loss, Tensor) else float(loss)
         return loss
 
     def _follow(self, module: nn.Module, inputs: Any, output: Any) -> None:
@@ -243,16 +242,6 @@ _ROUNDED = (
     "the loss's gradient p − y has lost its digits at {} outputs with logits beyond about ±18 "
     "(flow.Supervised goes on from there)"
 )
-
-
-def _refuse_loss(loss: Any) -> None:
-    if not isinstance(loss, (Tensor, float, int)):
-        got = type(loss).__name__
-        raise PullbackError("The closure did not return the loss", f"got {got}", "Return it")
-    if isinstance(loss, Tensor) and loss.numel() != 1:
-        raise PullbackError(
-            "The loss is not one number", f"its shape is {tuple(loss.shape)}", "Reduce it to one"
-        )
 
 
 class ObjectiveField(VectorField):

@@ -151,7 +151,7 @@ def integrate(
     reduction: str | None = None,
     **options: Any,
 ) -> Trajectory:
-    r"""The flow from the model's parameters, which are left as they are.
+    r"""Integrate the flow from the model's parameters, without changing them.
 
     Args:
         model: a module in float64; or a function φ of a tensor or a dict of tensors.

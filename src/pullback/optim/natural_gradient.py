@@ -287,6 +287,8 @@ class NaturalGradient(Optimizer):
 
     def _take(self, problem: StepProblem, batch: Any) -> StepInfo:
         reason = problem.evaluate()
+        if not reason and self._idle(problem):
+            reason = "the gradient is zero, and so is the learning rate"
         if reason:
             problem.rollback()
             return StepInfo(problem.loss, False, reason=reason, parameters=problem.space.size)
@@ -301,6 +303,11 @@ class NaturalGradient(Optimizer):
             self._remember(problem, local.state)
         self._schedule["steps"] += 1
         return _record(problem, system, parts, move, self._sign)
+
+    def _idle(self, problem: StepProblem) -> bool:
+        """Whether a step without a gradient and a rate asks for nothing."""
+        rates = [float(group["lr"]) for group in self.param_groups]
+        return not any(rates) and not bool(problem.gradient.any())
 
     def _agreed(self, move: Move, state: dict[str, Any]) -> Move:
         """The first process's move, to the bit; all have computed the same one to round-off."""

@@ -68,7 +68,7 @@ from .run import Run
 from .sampling import Gauss, Grid, LatinHypercube, Points, Sampler, Sobol, Uniform
 from .solution import Solution
 from .solve import solve
-from .validation import ConditionResidual
+from .validation import Residual
 from .verdict import Verdict
 
 __all__ = [
@@ -123,7 +123,7 @@ __all__ = [
     "History",
     "Verdict",
     "Check",
-    "ConditionResidual",
+    "Residual",
     "Estimate",
     # ready problems
     "Ready",

@@ -11,7 +11,7 @@ from torch import Tensor
 from .conditions import Dirichlet, Energy
 from .discretize import Trial, term
 from .problem import Problem
-from .validation import ConditionResidual, Validation
+from .validation import Residual, Validation
 
 _LARGEST = 2000  # parameters up to which the error equation is solved
 _CUT = 1e-10  # singular values below this share of the largest are left out
@@ -49,7 +49,7 @@ class Check:
 
     name: str
     stopped: str
-    residuals: Mapping[str, ConditionResidual]
+    residuals: Mapping[str, Residual]
     estimate: Estimate | None = None
     unknowns: Mapping[str, float] = field(default_factory=dict)
     difference: float | None = None
@@ -85,7 +85,7 @@ def estimate(
     problem: Problem,
     trial: Trial,
     validation: Validation,
-    residuals: Mapping[str, ConditionResidual],
+    residuals: Mapping[str, Residual],
 ) -> Estimate | None:
     """The error e from A δ = r at fresh points, e = T δ, where T are the fields' tangents.
 

@@ -175,8 +175,7 @@ class Collocation:
             return float("nan")
         params = {n: p.detach() for n, p in self._trial.named_parameters()}
         own = sum(float(t.loss(t.map(params))) for t in self.objective.terms)
-        found = torch.tensor([own], dtype=torch.float64, device=self._processes.device)
-        return float(self._processes.sum([found])[0])
+        return self._processes.total([own])[0]
 
     def refuse_broken(self, reason: str) -> None:
         """Say which condition is not finite, and where; any process may have found it."""

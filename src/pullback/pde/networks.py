@@ -37,6 +37,7 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {
     "sigmoid": nn.Sigmoid,
 }
 _FEW = 3  # dimensions up to which a network has two hidden layers
+_LARGEST = 1000  # parameters beyond these dimensions: a step takes about a second on two cores
 _MANY = 8.0  # half waves that are too many for two layers of tanh
 _WAVES = 64, 256  # the fewest and the most neurons in a layer of sines
 _HARMONICS = 4  # the most of a periodic coordinate
@@ -99,7 +100,7 @@ def network_for(
        sines and cosines of n/2 harmonics, at most 4, so that the network is periodic. Where
        there are waves with n > 8 along another axis, the first layer is one of sines as in rule 1.
     3. Beyond three dimensions one hidden layer of 64 tanh, which is cheaper for the smooth
-       solutions that are feasible there.
+       solutions that are feasible there; narrower from 14 dimensions on, with 1000 parameters.
 
     Coordinates are mapped to [−1, 1], and fields share the hidden layers.
 
@@ -124,7 +125,8 @@ def network_for(
     require(usable, "The number of parameters", parameters, "Use an integer ≥ 1, or None")
     domain, fields = problem.domain, len(problem.fields)
     if domain.dim > _FEW and frequency is None:
-        width = 64 if parameters is None else _width(parameters, domain.dim, fields, 1)
+        narrow = _width(_LARGEST if parameters is None else parameters, domain.dim, fields, 1)
+        width = min(64, narrow) if parameters is None else narrow
         return Rescaled(mlp(domain.dim, width, fields, seed=seed), domain)
     if frequency is None:
         found = oscillation(problem)

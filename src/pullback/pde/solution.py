@@ -24,7 +24,7 @@ from .history import History
 from .measure import Yardstick
 from .networks import Slabs
 from .problem import Problem
-from .validation import ConditionResidual, Validation
+from .validation import Residual, Validation
 from .verdict import Verdict
 
 _FRESH, _SEED = 2000, 104_729  # points that the solution is checked at
@@ -100,7 +100,7 @@ class Solution:
         return x.to(next(self.network.parameters()))
 
     @property
-    def residual(self) -> dict[str, ConditionResidual]:
+    def residual(self) -> dict[str, Residual]:
         """Every condition at fresh points, with the size of the terms that should cancel."""
         return self._validation.residuals()
 

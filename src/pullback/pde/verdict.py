@@ -7,7 +7,9 @@ from dataclasses import dataclass
 _GAP = 10.0  # of losses at fresh and own points beyond which a run has overfitted
 _SOLVED = 1e-4  # of their terms: residuals that count as solved
 _TINY = 1e-6  # residuals whose gap does not matter any more
+_EXACT = 1e-8  # residuals that leave nothing to be wished for
 _REMEDIES = {
+    "converged": "A wider or deeper network, or more steps=, would lower them",
     "overfitted": "Use more points=, sampler='sobol' or a smaller network",
     "stalled": "Try another seed, a wider or deeper network, slabs= or another weight= first",
     "unfinished": "Give more steps= or a larger budget=",
@@ -46,13 +48,14 @@ class Verdict:
     def text(self) -> str:
         """The verdict in a sentence or two."""
         if not self.name:
-            return self.reason
+            said = f"{self.reason}; no residual says how good it is"
+            return f"{said}. Compare two solutions by check(against=)" if self.reason else ""
         numbers = f"residuals at fresh points are {self.relative:.1g} of their terms"
         if self.name == "overfitted":
             numbers = f"the loss is {self.own:.1e} at its points and {self.fresh:.1e} at fresh ones"
         elif self.name == "stalled":
             numbers = f"at a loss of {self.fresh:.1e} {numbers}"
-        remedy = f". {_REMEDIES[self.name]}" if self.name in _REMEDIES else ""
+        remedy = "" if self.relative <= _EXACT else f". {_REMEDIES[self.name]}"
         return f"{self.name}: {self.reason}; {numbers}{remedy}"
 
     @property

@@ -101,7 +101,7 @@ def candidates(walk: Walk, run: Example) -> list[Action]:
 
 
 def _verified(run: Example, actions: Sequence[Action], group: Group, notes: list[str]) -> Symmetry:
-    """Keep the actions that are symmetries; with "layer", all units of one scaled alike."""
+    """Keep the actions that are symmetries; for "layer", with one factor per scaling."""
     accepted, rejected = verify_actions(run, actions)
     if group == "layer":
         actions = [_merged(v.action) for v in accepted]

@@ -160,7 +160,7 @@ class SliceSGD(Optimizer):
         return loss
 
     def _tangent(self) -> bool:
-        """Whether the gradient is tangent as it is, with its weight decay."""
+        """Whether gradient plus weight decay is tangent to the slice without a projection."""
         decays = {group["weight_decay"] for group in self.param_groups}
         balanced = not isinstance(self._keeper.slice, EqualNorm) or len(decays) == 1
         return self.gradient == "riemannian" and balanced and self._keeper.orthogonal

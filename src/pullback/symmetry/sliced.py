@@ -22,7 +22,7 @@ from .slices.slice import Retraction, Slice
 
 
 class Sliced(Optimizer):
-    r"""Another optimizer's step, then the way back along the orbit to a slice.
+    r"""Take another optimizer's steps, and return along the orbit to a slice after them.
 
     The function stays as it is, the scales of the weights stay sound, and the optimizer's state is
     transported: under w ← αw averages of gradients go with 1/α, averages of their squares with

@@ -21,7 +21,7 @@ _LARGEST = 2**31  # entries of a matrix of generators that may be formed
 
 
 class Symmetry:
-    r"""Group actions that leave the model's function as it is, each verified.
+    r"""Verified group actions that do not change the model's function.
 
     Vectors are flat, (p,), in the order of the named parameters that require gradients. The
     k generators are tangents of the orbits through w = the model's parameters *now*.
@@ -134,7 +134,7 @@ class Symmetry:
         return make_slice(kind, two_sided(self.actions), self.example.model)
 
     def retract_(self, kind: str = "balanced") -> Retraction:
-        """Move the model's parameters onto a slice; the function stays as it is."""
+        """Move the model's parameters onto a slice; the function does not change."""
         return self.slice(kind).retract_()
 
     def project(self, v: Tensor, kind: str = "balanced") -> Tensor:

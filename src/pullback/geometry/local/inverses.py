@@ -39,7 +39,7 @@ class Rank:
 
     @classmethod
     def of(cls, gram: Gram, rcond: float) -> Rank:
-        """From the form in which G is held."""
+        """Compute the rank from the singular values of A."""
         sigma = PseudoInverse(rcond=0.0).init(gram).sigma.sort(descending=True).values
         full = min(gram.count, gram.size)
         spectrum = sigma.new_zeros(max(full, len(sigma)))
@@ -261,7 +261,7 @@ Inverse = Solver | Tensor | Callable[[Tensor], Tensor]
 
 
 def as_inverse(inverse: Inverse | None, rcond: float | None) -> Solver:
-    """A solver as it is; a matrix or a function G ↦ G⁻ as `Generalized`."""
+    """Return a solver unchanged, and a matrix or a function G ↦ G⁻ as `Generalized`."""
     if inverse is None:
         return PseudoInverse(rcond)
     if isinstance(inverse, type):

@@ -52,16 +52,7 @@ class SampleLayout:
 
     def of_batch(self, x: Tensor) -> Tensor:
         """The same for covectors side by side, (R, ...), as a view: (N, R, ...)."""
-        n = self.samples
-        if self.kind == "first":
-            return x.transpose(0, 1)
-        if self.kind == "second":
-            return x.movedim(2, 0)
-        if self.kind == "folded":
-            return x.unflatten(1, (n, -1)).transpose(0, 1)
-        if self.kind == "folded-last":
-            return x.unflatten(1, (-1, n)).movedim(2, 0)
-        return x.unsqueeze(0)
+        return self(x.movedim(0, -1)).movedim(-1, 1)
 
 
 def candidates(lead: tuple[int, ...], samples: int) -> Iterator[SampleLayout]:

@@ -171,7 +171,7 @@ class Scaling(Action):
         return out
 
     def merged(self) -> Scaling:
-        """All units scaled alike: one number for the layer."""
+        """Return the scaling of all units by one common factor."""
         legs = [Leg(leg.name, leg.unit.clamp(max=0), leg.power) for leg in self.legs]
         return Scaling(1, legs, f"{self.about}, all units alike")
 

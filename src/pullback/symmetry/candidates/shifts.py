@@ -197,10 +197,10 @@ def _solutions(
     names = _sources(ledger, members)
     sources = list(dict.fromkeys(names.values()))
     columns = [_held(ledger, members, names, {name: Fraction(1)}) for name in sources]
-    strict = [p for p in members if not _lets(ledger, readers, p, uniform=False)]
+    strict = [p for p in members if not _absorbed(ledger, readers, p, uniform=False)]
     basis = _kernel([[c[p] for c in columns] for p in strict], len(sources))
     if uniform:
-        loose = [p for p in strict if not _lets(ledger, readers, p, uniform=True)]
+        loose = [p for p in strict if not _absorbed(ledger, readers, p, uniform=True)]
         wider = _kernel([[c[p] for c in columns] for p in loose], len(sources))
         basis = _extended(basis, wider)
     return [{n: k for n, k in zip(sources, line, strict=True) if k} for line in basis]
@@ -221,13 +221,13 @@ def _sources(ledger: Ledger, members: Sequence[int]) -> dict[int, str]:
     return {p: leg.name for p, leg in found.items() if leg.name not in odd}
 
 
-def _lets(ledger: Ledger, readers: Readers, p: int, *, uniform: bool) -> bool:
-    """Whether all who read a producer can do with a constant more."""
+def _absorbed(ledger: Ledger, readers: Readers, p: int, *, uniform: bool) -> bool:
+    """Whether every reader of a producer can absorb an added constant."""
     events = readers.reading(p)
-    return events is not None and all(_takes(ledger, e, second, uniform) for e, second in events)
+    return events is not None and all(_absorbs(ledger, e, second, uniform) for e, second in events)
 
 
-def _takes(ledger: Ledger, event: Reading, second: bool, uniform: bool) -> bool:
+def _absorbs(ledger: Ledger, event: Reading, second: bool, uniform: bool) -> bool:
     if event.kind == "linear":
         reader = ledger.producers[event.where["reader"]]
         return reader.bias is not None and not event.where.get("padded")
@@ -298,7 +298,7 @@ def _shift(
 def _unseen(
     ledger: Ledger, readers: Readers, members: Sequence[int], params: Parameters
 ) -> Iterator[CommonShift]:
-    """Weights of layers that only norms see: what is the same in all outputs does nothing."""
+    """Yield common shifts of the weights of layers that only norms read."""
     blind: dict[int, bool] = {}
     for p in reversed(members):
         events = readers.reading(p)

@@ -198,7 +198,7 @@ class _Reading(TorchDispatchMode):
 
 
 def _refuse(model: Any) -> None:
-    """Raise for what is no module with numbers in it."""
+    """Raise unless this is a module with real parameters that have values."""
     if not isinstance(model, nn.Module):
         raise PullbackError(
             "Symmetries are those of a network", f"got {type(model).__name__}", "Pass an nn.Module"

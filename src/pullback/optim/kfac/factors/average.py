@@ -130,6 +130,18 @@ def block_of(key: BlockKey, factors: Factors, corner: Tensor | float = 1.0) -> G
     return merged(pairs)
 
 
+def undivided(
+    key: BlockKey, average: Average, corner: Tensor | float = 1.0
+) -> tuple[GramBlock, Tensor]:
+    """Return the block of an average, and what each of its factors is yet to be divided by.
+
+    Nothing is copied for it where there is one role; the sum of several has a scale of its own.
+    """
+    if len({factor.role for factor in average.value}) == 1:
+        return block_of(key, average.value, corner * average.mass), average.mass
+    return block_of(key, average.corrected(), corner), torch.ones_like(average.mass)
+
+
 def _homogeneous(factors: Factors, role: str, width: int, corner: Tensor | float) -> Tensor:
     """Return mean āāᵀ of ā = (a, 1), from mean aaᵀ and mean a; padded with 0 without a bias."""
     side, mean = whole(factors[Factor(role, "right")]), factors.get(Factor(role, "mean"))
