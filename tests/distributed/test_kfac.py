@@ -93,6 +93,11 @@ def test_empty_batches(world: World) -> None:
     equal(world, "convolutions", OPTIONS["clip"], (0, 20, 15))
 
 
+@pytest.mark.parametrize("name", ["adaptive damping", "quadratic model"])
+def test_controlled_steps_with_an_empty_batch(world: World, name: str) -> None:
+    equal(world, "dense", OPTIONS[name], (20, 0, 15))
+
+
 def test_accumulation(world: World) -> None:
     equal(world, "dense", OPTIONS["clip"], (14, 16, 6), micro=2)
 

@@ -122,6 +122,8 @@ class ClosureSource(Source):
         total = next(iter(span[0].values())).new_zeros((len(span), len(span)), dtype=torch.float64)
         samples = total.new_zeros(())
         for call in self._calls:
+            if call.output is not None and not call.output.numel():  # a process without samples
+                continue
             white, count = self._whitened(call, params, span)
             rows = [torch.stack([(a * b).sum() for b in white]) for a in white]
             total, samples = total + torch.stack(rows), samples + count
