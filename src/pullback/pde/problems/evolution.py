@@ -57,11 +57,13 @@ def Heat(dim: int = 1, *, boundary_weight: float = 1.0, hard: bool = False) -> R
     )
 
 
-def Wave(speed: float = 2.0, time: float = 1.0, *, hard: bool = False) -> Ready:
+def Wave(
+    speed: float = 2.0, time: float = 1.0, *, boundary_weight: float = 1.0, hard: bool = False
+) -> Ready:
     """u_tt = c² u_xx on [0, 1] × [0, T], u = 0 on the boundary, at rest in the beginning.
 
     u* = sin πx cos cπt + ½ sin 4πx cos 4cπt. Hard: u = u*(x, 0) + 4x(1 − x)t² · N, which has
-    the initial velocity 0.
+    the initial velocity 0. The weight is that of boundary and initial values.
     """
     c, time = checked_positive("speed", speed), checked_positive("time", time)
     space = Interval(0, 1)
@@ -75,9 +77,13 @@ def Wave(speed: float = 2.0, time: float = 1.0, *, hard: bool = False) -> Ready:
         return slow + 0.5 * torch.sin(4 * _PI * x) * torch.cos(4 * c * _PI * t)
 
     equation = Equation(lambda u: u.tt - c**2 * u.xx)
+    soft: list[Condition] = [
+        Dirichlet(0.0, weight=boundary_weight),
+        Initial(start, velocity=0.0, weight=boundary_weight),
+    ]
     return Ready(
         domain,
-        [equation] if hard else [equation, Dirichlet(0.0), Initial(start, velocity=0.0)],
+        [equation] if hard else [equation, *soft],
         exact=exact,
         name=f"Wave c={c:g}" + (f" t ≤ {time:g}" if time != 1 else ""),
         equation=f"u_tt = {written(c**2, ' ')}u_xx",
