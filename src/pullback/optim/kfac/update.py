@@ -7,7 +7,7 @@ and nothing moves where a flag on the device says that a direction is not finite
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
