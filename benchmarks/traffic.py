@@ -4,13 +4,14 @@ Bytes are counted on paper: the library's own code packs, places and counts; ten
 alone, and nothing is sent. With `--measure` two processes with gloo train small networks, and the
 host's time in collectives is measured.
 
-    python -m benchmarks.traffic --processes 8
+    python -m benchmarks.traffic [--processes 8 64 256 1024]
     python -m benchmarks.traffic --measure
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import time
@@ -27,9 +28,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pullback as pb
 from pullback._core.processes import Processes, Traffic
-from pullback.grams.kronecker.packed import map_memory
-from pullback.optim.kfac.factors.placement import Placement
-from pullback.optim.kfac.replicas import shared_sides, sum_sides
+from pullback.grams.kronecker.packed import map_memory, sum_sides
+from pullback.optim.kfac.replicas import Replicas, shared_sides
 
 from .kfac_models import GPT, convnet, resnet50
 from .timing import environment
@@ -70,38 +70,43 @@ def shape_of(t: Tensor) -> Tensor:
     return torch.empty(t.shape, dtype=t.dtype, device="meta")
 
 
-def count(model: nn.Module, options: dict[str, Any], size: int, workers: int) -> dict[str, float]:
-    """Return bytes per step by purpose, with statistics and inversions as the rule has them."""
+def count(
+    model: nn.Module, options: dict[str, Any], size: int, workers: int
+) -> tuple[dict[str, float], float]:
+    """Return bytes per step by purpose, and calls, at the intervals that the rule has."""
     opt = pb.KFAC(model, **options)
-    state, paper = opt.blocks, Paper(size)
-    own, placement = state.preconditioner, Placement(paper, workers)
+    state, paper, read = opt.blocks, Paper(size), opt.kl_clip is not None
+    own = state.preconditioner
+    replicas = Replicas(paper, workers, wrapped=True, lazy=True, read=read)
     keys = sorted(state.averages, key=lambda key: key.names)
     rare: list[Any] = []  # the sides that are summed before inversions alone
     often: list[Any] = []  # and those that are summed with statistics
     for key in keys:
         value = state.averages[key].value
         shapes = {f: t.shape for f, t in value.items()}
-        shared = shared_sides(key, shapes, read=opt.kl_clip is not None)
+        shared = shared_sides(key, shapes, read=read)
         for f, t in value.items():
             (rare if f.side in shared else often).append(map_memory(shape_of, t))
-    factors = 0.0
+    factors = calls = 0.0
     for sides, every in ((rare, opt.invert_every), (often, opt.statistics_every)):
         sums = Paper(size)
         sum_sides(sides, sums, [True] * len(sides))
         factors += sum(own.bytes for own in sums.traffic().values()) / every
+        calls += sum(own.calls for own in sums.traffic().values()) / every
     for key in keys:
         held = own.inverses[key]
         for name, t in held.tensors().items():
             setattr(held, name, shape_of(t))
     own.ready.update(keys)
-    placement.assign(own, keys)
-    placement.send(own, keys)
+    replicas.place(own, {*keys})
+    replicas.send(own, keys)
     gradients = {n: shape_of(p) for n, p in model.named_parameters()}
-    placement.complete(own, gradients, [], gradients)
+    replicas.complete(own, gradients, [], gradients)
     opt.close()
     steps = {"inverses": opt.invert_every, "directions": 1}
     sent = {what: own.bytes / steps[what] for what, own in paper.traffic().items()}
-    return {"factors": factors, **sent}
+    calls += sum(own.calls / steps[what] for what, own in paper.traffic().items())
+    return {"factors": factors, **sent}, calls
 
 
 # --- measured -------------------------------------------------------------------------------------
@@ -174,7 +179,7 @@ def _measure_all(rank: int, size: int, out: str, steps: int) -> None:
 
 def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--processes", type=int, default=8)
+    parser.add_argument("--processes", type=int, nargs="+", default=[8, 64, 256, 1024])
     parser.add_argument("--measure", action="store_true", help="time on two processes instead")
     parser.add_argument("--steps", type=int, default=100, help="that are measured")
     parser.add_argument("--out", type=Path)
@@ -183,22 +188,23 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     if options.measure:
         mp.spawn(_measure_all, (2, str(out), options.steps), nprocs=2)
         return []
-    size, results = options.processes, []
+    results = []
     for name, build in MODELS.items():
         model = build()
         weights = sum(p.nbytes for p in model.parameters())
-        gradients = 2 * (size - 1) / size * weights
-        print(f"{name}, {size} processes: gradients {gradients / 1e6:.1f} MB per step")
-        for rule, given in RULES.items():
+        for size, rule in itertools.product(options.processes, RULES):
+            gradients = 2 * (size - 1) / size * weights
             for workers in (size, 1):
-                sent = count(model, given, size, workers)
+                sent, calls = count(model, RULES[rule], size, workers)
                 total = sum(sent.values())
                 row = {"model": name, "rule": rule, "processes": size, "workers": workers}
-                results.append({**row, "gradients": gradients, **sent, "total": total})
-                parts = ", ".join(f"{what} {b / 1e6:.2f}" for what, b in sent.items())
+                more = {"gradients": gradients, **sent, "total": total, "calls": calls}
+                results.append({**row, **more})
                 print(
-                    f"  {rule:17} workers {workers}: {total / 1e6:7.2f} MB per step, "
-                    f"{total / gradients:6.1%} of the gradients ({parts})"
+                    f"{name:9} {size:4} processes, {workers:4} workers, {rule:17}"
+                    f"{total / 1e6:7.2f} MB and {calls:.2f} calls per step, "
+                    f"{total / gradients:6.1%} of the gradients",
+                    flush=True,
                 )
     record = {"environment": environment(torch.device("cpu")), "results": results}
     out.write_text(json.dumps(record, indent=1) + "\n")

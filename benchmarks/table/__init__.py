@@ -14,11 +14,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from .costs import ablation, costs, kfac, races, rules, vision, worth
+from .defaults import pde_defaults, pde_seeds
 from .environments import environments
 from .gallery import pde_gallery, pde_race
 from .models import models, models_real
 from .numbers import Rows
 from .peers import exact, greedy, kernels, pde, pde_chosen, poisson, scale, spectrum, trust
+from .traffic import on_paper, traffic
 from .verdicts import failures, own, verdicts
 
 #: name -> its rows, of which the first is the head
@@ -28,7 +30,7 @@ TABLES: dict[str, Callable[[], Rows]] = {
         *(verdicts, failures),
         *(costs, worth, kfac, rules, races, vision, ablation, models, models_real),
         *(exact, scale, pde, pde_chosen, poisson, trust, spectrum, greedy, kernels),
-        *(pde_gallery, pde_race),
+        *(pde_gallery, pde_race, pde_defaults, pde_seeds, traffic, on_paper),
         environments,
     )
 }

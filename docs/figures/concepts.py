@@ -23,6 +23,7 @@ from pullback_experiments.framework import plots
 
 HERE = Path(__file__).parent
 ORANGE, BLUE, GREEN = plots.PALETTE[:3]
+NATURAL, PLAIN = ORANGE, plots.PALETTE[4]  # as in the demonstration, where SGD is the plain one
 J = np.array([[1.6, 0.9], [0.1, 0.7]])  # dφ of the little map that is drawn
 
 
@@ -63,10 +64,10 @@ def picture() -> None:
     right.plot(*(J @ circle * 0.45), color="#BBBBBB", lw=1.2)
     left.plot(*(circle * 0.45), color="#BBBBBB", lw=1.2)
     short = 0.75 / np.linalg.norm(slope)
-    arrow(left, -natural * short, GREEN, "−G⁺∇L", tuple(-natural * short * 1.2 + (0.32, 0.16)))
-    arrow(left, -gradient * 0.42, ORANGE, "−∇L", tuple(-gradient * 0.42 * 1.2 + (-0.1, 0.1)))
-    arrow(right, -slope * short, GREEN, "−∇ℓ", tuple(-slope * short * 1.1 + (0.3, 0.02)))
-    arrow(right, -J @ gradient * 0.42, ORANGE, "−J∇L", tuple(-J @ gradient * 0.42 * 1.14))
+    arrow(left, -natural * short, NATURAL, "−G⁺∇L", tuple(-natural * short * 1.2 + (0.32, 0.16)))
+    arrow(left, -gradient * 0.42, PLAIN, "−∇L", tuple(-gradient * 0.42 * 1.2 + (-0.1, 0.1)))
+    arrow(right, -slope * short, NATURAL, "−∇ℓ", tuple(-slope * short * 1.1 + (0.3, 0.02)))
+    arrow(right, -J @ gradient * 0.42, PLAIN, "−J∇L", tuple(-J @ gradient * 0.42 * 1.14))
     right.text(1.02, 0.62, "length 1 in\nthe metric M", color=BLUE, size=9.5, ha="left")
     left.text(0.3, 1.62, "the same, pulled back:\nlength 1 in G = JᵀMJ", color=BLUE, size=9.5)
     for axes in (left, right):
@@ -106,8 +107,8 @@ def descent() -> None:
                 turn = np.linspace(0, 2 * np.pi, 200)
                 axes.plot(radius * np.cos(turn), radius * np.sin(turn), color="#CCCCCC")
         for points, color, name in (
-            (path, ORANGE, "gradient"),
-            (natural, GREEN, "natural gradient, steps of ½"),
+            (path, PLAIN, "gradient"),
+            (natural, NATURAL, "natural gradient, steps of ½"),
         ):
             line = map_ @ np.array(points).T
             axes.plot(*line, "o-", color=color, ms=3.5, lw=1.5, label=name)
@@ -189,17 +190,17 @@ def damping() -> None:
     points = torch.tensor(np.stack([x.ravel(), y.ravel()]))
     model = ((A @ points - r[:, None]) ** 2).sum(0).reshape(x.shape).numpy()
     axes.contour(x, y, model, levels=np.geomspace(1e-4, 0.5, 9), colors="#CCCCCC")
-    axes.plot(*torch.stack(path).T.numpy(), color=GREEN, lw=2.2)
+    axes.plot(*torch.stack(path).T.numpy(), color=NATURAL, lw=2.2)
     end = path[0].numpy()
-    axes.plot(*end, "o", color=GREEN, ms=6)
-    axes.annotate("λ = 0: the natural gradient", end, (end[0] - 0.02, end[1] + 0.25), color=GREEN,
+    axes.plot(*end, "o", color=NATURAL, ms=6)
+    axes.annotate("λ = 0: the natural gradient", end, (end[0] - 0.02, end[1] + 0.25), color=NATURAL,
                   ha="center", size=9.5)  # fmt: skip
     gradient = (A.T @ r).numpy()
     axes.annotate(
-        "", gradient * 0.5, (0, 0), arrowprops={"arrowstyle": "-|>", "color": ORANGE, "lw": 2}
+        "", gradient * 0.5, (0, 0), arrowprops={"arrowstyle": "-|>", "color": PLAIN, "lw": 2}
     )
-    axes.text(0.3, 0.02, "the gradient", color=ORANGE, size=9.5)
-    axes.text(0.02, 0.32, "λ large", color=GREEN, size=9.5)
+    axes.text(0.3, 0.02, "the gradient", color=PLAIN, size=9.5)
+    axes.text(0.02, 0.32, "λ large", color=NATURAL, size=9.5)
     axes.plot(0, 0, "o", color=plots.INK, ms=5)
     plots.dress(axes, logx=False, logy=False)
     axes.set(xlim=(-0.15, 0.7), ylim=(-0.1, 2.7), xticklabels=[], yticklabels=[])

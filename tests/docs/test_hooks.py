@@ -30,3 +30,13 @@ def test_formulas_are_typeset() -> None:
     shown = hook("formulas").typeset(r"G = A^\top A")
     assert "<math" in shown
     assert "<msup>" in shown
+
+
+def test_figures_open_at_full_size() -> None:
+    shown = hook("figures").on_page_content('<p><img alt="A" src="a.png" /></p>')
+    assert shown == '<p><a href="a.png"><img alt="A" src="a.png" /></a></p>'
+
+
+def test_numbers_of_tables_are_not_broken() -> None:
+    shown = hook("figures").on_page_content("<p>1e-3</p><td>7.2e-14 s</td>")
+    assert shown == '<p>1e-3</p><td><span class="number">7.2e-14</span> s</td>'

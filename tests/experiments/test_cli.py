@@ -90,6 +90,7 @@ def test_run_repeats_an_experiment(small: list[Small], tmp_path: Path) -> None:
     ("arguments", "words"),
     [
         (["nothing"], "`pullback list` shows all"),
+        (["poisson2d"], "Use `pullback solve poisson2d`"),
         (["yin-2024-shalow"], "the nearest are yin-2024-shallow, yin-2024-poisson, yin-2024-deep"),
         (["yin-2024-deep", "--seeds", "a-b"], "Write 0-9"),
         (["yin-2024-deep", "--seeds", ""], "'' is no range"),

@@ -53,6 +53,12 @@ def find(name: str) -> Experiment:
         if name in there:
             found = import_module(f".{folder}", __package__).EXPERIMENTS
             return next(e for e in found if e.name == name)
+    from pullback.pde import SETUPS  # slow to import
+
+    if name in SETUPS:
+        raise PullbackError(
+            f"{name} is no experiment", "it is a set-up", f"Use `pullback solve {name}`"
+        )
     raise PullbackError(
         f"There is no experiment {name!r}", nearest(name, names()), "`pullback list` shows all"
     )

@@ -79,6 +79,7 @@ def solved(
 
 def setups(width: int) -> RenderableType:
     """The set-ups that `solve` knows, for a terminal of this width."""
+    heading = "set-ups: pullback solve NAME"
     rows: list[tuple[str, str, str, str]] = []
     for name in pde.SETUPS:
         found = pde.setup(name)
@@ -88,8 +89,8 @@ def setups(width: int) -> RenderableType:
         rows += [(name, equation, words, f"{slabs * parameters(network):,}")]
     if width < WIDE:
         below = ((n, [], f"{e}; {net}, {p} parameters") for n, e, net, p in rows)
-        return paragraphs("set-ups", below)
-    table = columns("name", "equation", "network")
+        return paragraphs(heading, below)
+    table = columns("name", "equation", "network", heading=heading)
     table.add_column("parameters", justify="right", no_wrap=True)
     for row in rows:
         table.add_row(*row)

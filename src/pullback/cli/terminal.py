@@ -46,9 +46,10 @@ def refusing() -> Iterator[None]:
         raise typer.Exit(1) from None
 
 
-def columns(first: str, *others: str) -> Table:
+def columns(first: str, *others: str, heading: str = "") -> Table:
     """An empty table without rules; the first column names the row."""
-    table = Table(box=None, header_style="bold", padding=(0, 3, 0, 0))
+    table = Table(box=None, header_style="bold", padding=(0, 3, 0, 0), title=heading or None)
+    table.title_justify, table.title_style = "left", "bold underline"
     table.add_column(first, style="bold", no_wrap=True)
     for column in others:
         table.add_column(column, no_wrap=True)

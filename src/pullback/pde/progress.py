@@ -29,20 +29,24 @@ class Line:
         """One sentence."""
 
     def forecast(
-        self, steps: int, seconds: float, entries: int, itemsize: int, peak: int = 0
+        self, steps: int, seconds: float, budget: float, jacobian: int, peak: int = 0
     ) -> None:
         """Say after the first step what so many more will take, where that is long.
 
         Args:
             steps, seconds: how many more, and what the first one took.
-            entries, itemsize: of the Jacobian.
+            budget: seconds that are left.
+            jacobian: its bytes.
             peak: bytes in use at most so far; later steps are like the first.
         """
         whole = steps * seconds
         if whole >= _LONG:
-            size = f", {entries * itemsize / 2**30:.2g} GiB for the Jacobian" if entries else ""
+            size = f", {jacobian / 2**30:.2g} GiB for the Jacobian" if jacobian else ""
             size += f", {peak / 2**30:.2g} GiB in all" if peak else ""
-            self.say(f"{steps} steps of {seconds:.2g} s: about {spoken(whole)}{size}")
+            said = f"{steps} steps of {seconds:.2g} s: about {spoken(whole)}"
+            if budget < whole:
+                said += f", of which the budget allows about {int(budget / seconds)}"
+            self.say(said + size)
 
 
 class Bar(Line):

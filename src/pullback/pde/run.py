@@ -67,7 +67,7 @@ class Run:
         if settings.device is not None:
             network.to(settings.device)
         like = precision(network)
-        self._processes = _processes(settings.group)
+        self._processes = processes(settings.group)
         self.problem, self.network = problem, network
         self._trial = Trial(network, problem.unknowns, like)
         refuse_shape(problem, network, like)
@@ -164,7 +164,7 @@ class Run:
                 while not (stopped := self._finished()):
                     info = self._step()
                     line(len(self.history), loss=info.loss, fresh=self._fresh, error=self.error)
-                    if len(self.history) == first + 1 and self._processes.rank == 0:
+                    if len(self.history) == first + 1 and self.first and not again:
                         self._announce(info, line)
                     if stopped := self._asked(info, came):
                         break
@@ -188,8 +188,6 @@ class Run:
         verdict = self._judge(stopped)
         if part < 1 and self.looked is None and not stopped.startswith("the budget"):
             self.looked = verdict.relative
-        if verdict.alarming and part == 1 and self._processes.rank == 0:
-            warnings.warn(f"{self.problem.name}: {verdict.text}", stacklevel=3)
         solution = Solution(
             self.problem,
             self.network,
@@ -212,9 +210,10 @@ class Run:
         """Say what the run will take, and what its memory does not allow."""
         kind = torch.finfo(next(self._trial.parameters()).dtype)
         left = self._settings.steps - len(self.history)
-        seconds = self.history.spent - self.begun
+        seconds, budget = self.history.spent - self.begun, self._settings.budget
+        rest = math.inf if budget is None else max(0.0, budget - seconds)
         entries, peak = info.rows * info.parameters, peak_memory(self._device)
-        line.forecast(left, seconds, entries, kind.bits // 8, peak)
+        line.forecast(left, seconds, rest, entries * kind.bits // 8, peak)
         if info.gram == "dense" and self._settings.gram == "auto":
             need = info.rows * info.parameters * kind.bits // 8
             warnings.warn(
@@ -384,8 +383,11 @@ class Run:
     def _judge(self, reason: str) -> Verdict:
         """The verdict on the network as it is."""
         number = len(self.history)
-        if not number or not self._points.squares:
+        if not self._points.squares:
             return Verdict(reason, self._stuck, math.nan, math.nan, math.nan)
+        if not number:
+            fresh, relative = self._validation.loss(0), self._validation.relative(0)
+            return Verdict(reason, self._stuck, math.nan, fresh, relative)
         if tries := len(self.history.restarted):
             reason += f" (the best of {tries + 1} tries)"
         own, fresh = self._points.loss(), self._validation.loss(number)
@@ -502,7 +504,7 @@ class Run:
         self._validation.weights = self._points.weights
 
 
-def _processes(group: Any) -> Processes:
+def processes(group: Any) -> Processes:
     """Those of the group, or all that `torch.distributed` knows."""
     known = dist.is_available() and dist.is_initialized()
     if group is None and not known and int(os.environ.get("WORLD_SIZE", "1")) > 1:

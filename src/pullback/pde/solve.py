@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,10 @@ from torch.optim import Optimizer
 from .._core.errors import PullbackError
 from ..solvers import Solver
 from ..steps import Step
+from .checks import warn_unwrapped
 from .plan import Refine
 from .problem import Problem
-from .run import Run
+from .run import Run, processes
 from .sampling import Sampler
 from .settings import Callback, Settings
 from .slabs import march
@@ -73,7 +76,8 @@ def solve(
         patience: stop when the loss fell by less than 1 % in so many steps.
         budget: seconds; a run with a checkpoint goes on from there when called again.
         measure: steps between two measurements of the error.
-        checkpoint: file that the run is saved to, and resumed from where it exists.
+        checkpoint: file that the run is saved to, after every minute of steps and at the end, and
+            resumed from where it exists.
         callbacks: called with (run, info) after every step; True stops the run.
         device: where to solve; by default where the network is.
         progress: show a line on the terminal.
@@ -92,6 +96,13 @@ def solve(
         raise PullbackError(
             "The number of slabs is not usable", got, 'Use an integer ≥ 1, or "auto"'
         )
+    warn_unwrapped(problem, network, stacklevel=2)
     if slabs == 1 or (slabs == "auto" and not problem.evolves):
-        return Run(problem, network, settings, checkpoint).go()
-    return march(problem, network, slabs, checkpoint, settings)
+        solution = Run(problem, network, settings, checkpoint).go()
+    else:
+        solution = march(problem, network, slabs, checkpoint, settings)
+    if solution.verdict.questionable:
+        solution.verdict = replace(solution.verdict, estimated=solution.estimated())
+    if solution.verdict.alarming and processes(group).rank == 0:
+        warnings.warn(f"{problem.name}: {solution.stopped}", stacklevel=2)
+    return solution

@@ -22,14 +22,15 @@ from ..framework.progress import clocked
 
 def experiments(out: Path, width: int) -> RenderableType:
     """The experiments that `run` knows; seconds and verdicts where the folder holds results."""
+    heading = "experiments: pullback run NAME"
     rows: list[tuple[str, str, str, str, str]] = []
     for experiment in map(registry.find, registry.names()):
         authors, year, _ = experiment.paper.partition(")")  # "Author (2000", and a title behind
         of = f"{authors}{year}, {experiment.figure}"
         rows += [(experiment.name, of, experiment.claim, *known(experiment, out))]
     if width < WIDE:
-        return paragraphs("experiments", ((n, [t, f], f"{of}: {c}") for n, of, c, t, f in rows))
-    table = columns("experiment")
+        return paragraphs(heading, ((n, [t, f], f"{of}: {c}") for n, of, c, t, f in rows))
+    table = columns("name", heading=heading)
     table.add_column("of", max_width=38)
     table.add_column("claim")
     table.add_column("time", justify="right", no_wrap=True)

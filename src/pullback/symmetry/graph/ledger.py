@@ -191,7 +191,7 @@ class Reading:
 
 @dataclass
 class Ledger:
-    """Who makes units, who reads them."""
+    """The layers that produce units, and the events that read them."""
 
     producers: list[Producer] = field(default_factory=list)
     events: list[Reading] = field(default_factory=list)
@@ -239,7 +239,7 @@ class Ledger:
         return out
 
     def passed(self, units: Sequence[int], call: int) -> list[int]:
-        """The units after an operation that treats all of them alike, and others otherwise."""
+        """Units after an operation that acts equally on those with a common history."""
         out = list(units)
         for tag, places in self.blocks(units).items():
             after = (call, tag, tuple(self.row(units[i]) for i in places))
@@ -370,7 +370,7 @@ class Readers:
         return not any(r in self.ledger.touched for r in rows)
 
     def reading(self, p: int) -> list[tuple[Reading, bool]] | None:
-        """The events of a producer whose outputs are all read alike; None if touched."""
+        """The events that read all outputs of a producer; None where they differ or are touched."""
         rows = [(p, i) for i in range(len(self.ledger.producers[p].rows))]
         first = self.of.get(rows[0], [])
         alike = all(r not in self.ledger.touched and self.of.get(r, []) == first for r in rows)

@@ -111,7 +111,7 @@ class Walk:
         return self.give_up(node, name, args, kwargs)
 
     def give_up(self, node: Node, name: str, args: Any, kwargs: Any) -> Any:
-        """An operation that scales do not pass: what enters and leaves it is fixed."""
+        """Fix the scales of all inputs and outputs of an operation without a rule."""
         for value in pytree.tree_leaves((args, kwargs)):
             if isinstance(value, (Act, Ref)):
                 act = self.act(value, fixed=True)
@@ -195,7 +195,7 @@ def _shape(node: Node) -> tuple[int, ...]:
 
 
 def shapes(node: Node) -> list[tuple[int, ...]]:
-    """The shapes of all results of an operation; () for what is no tensor."""
+    """The shapes of all results of an operation; () where one is no tensor."""
     value: Any = node.meta.get("val")
     many = value if isinstance(value, (list, tuple)) else [value]
     return [tuple(v.shape) if isinstance(v, Tensor) else () for v in many]

@@ -1,0 +1,236 @@
+"""Every ready problem by `solve(problem, network_for(problem))`, with nothing tuned; and by set-up.
+
+    python -m benchmarks.pde_defaults [--problems a,b] [--seeds 0,1 | 0-49] [--tuned]
+                                      [--workers 2] [--threads 2] [--budget 500] [--ends 600]
+                                      [--device cpu] [--options JSON] [--hidden SIZES] [--balanced]
+                                      --out FILE
+
+Problems have the names of `pullback list`. By default they are as their classes make them, without
+hard conditions or weights, and the network is `network_for(problem, seed=seed)` (in float32 for
+`burgers-single`). With --tuned they are solved by `setup(name).solve(seed)` instead. The only
+option that is given is the budget in seconds. For choosing other defaults there are --options
+'{"slabs": "auto"}', --hidden 16,16,16 (tanh layers instead of those of `network_for`) and
+--balanced, which weighs boundary and initial conditions against the equations.
+
+Every run is a process of its own. The file is written after each, so that a run which is killed
+costs itself alone; runs that it holds already are not repeated. No run begins that could not use
+its budget before --ends, in seconds from the start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import pullback as pb
+from pullback import pde
+from pullback.pde.networks import Slabs
+from pullback_experiments.pde_benchmarks.methods import TARGETS
+
+from .timing import environment
+
+#: as a user would write them who has read nothing about weights and hard conditions
+PROBLEMS: dict[str, Callable[[], pde.Problem]] = {
+    "poisson100d": lambda: pde.Poisson(100),
+    "poisson10d": lambda: pde.Poisson(10),
+    "fokker-planck": lambda: pde.LogFokkerPlanck(),
+    "cavity": lambda: pde.Cavity(regularized=True),
+    "kovasznay": lambda: pde.Kovasznay(),
+    "kuramoto-sivashinsky": lambda: pde.KuramotoSivashinsky(),
+    "gray-scott": lambda: pde.GrayScott(),
+    "schroedinger": lambda: pde.Schroedinger(),
+    "kdv": lambda: pde.KdV(),
+    "allen-cahn": lambda: pde.AllenCahn(),
+    "burgers": lambda: pde.Burgers(),
+    "burgers-smooth": lambda: pde.Burgers(0.01),
+    "wave": lambda: pde.Wave(),
+    "convection": lambda: pde.Convection(),
+    "poisson5d": lambda: pde.Poisson(5),
+    "heat4d": lambda: pde.Heat(4),
+    "helmholtz": lambda: pde.Helmholtz(),
+    "heat1d": lambda: pde.Heat(),
+    "poisson2d": lambda: pde.Poisson(),
+    "burgers-single": lambda: pde.Burgers(0.01),
+    "ritz": lambda: pde.Ritz1D(),
+}
+#: errors that every seed of a set-up is to reach
+GOALS = {**TARGETS, "poisson2d": 1e-11}
+_SINGLE = ("burgers-single",)
+_MARGIN = 45.0  # seconds that a run takes beside its budget: imports, references, the check
+
+
+def network(problem: pde.Problem, name: str, seed: int, hidden: Sequence[int] = ()) -> nn.Module:
+    """The network that a user would be given, or one with other hidden layers."""
+    found = pde.network_for(problem, seed=seed)
+    if hidden:
+        inner = list(found.get_submodule("network").children())
+        first = next(m for m in inner if isinstance(m, nn.Linear))
+        sizes = first.in_features, *hidden, len(problem.fields)
+        embeddings = [m for m in inner if isinstance(m, pde.PeriodicEmbedding)]
+        found.network = nn.Sequential(*embeddings, *pde.mlp(*sizes, seed=seed))
+    return found.float() if name in _SINGLE else found
+
+
+def one(
+    name: str,
+    seed: int,
+    threads: int,
+    tuned: bool,
+    balanced: bool,
+    hidden: Sequence[int],
+    options: dict[str, Any],
+) -> dict[str, Any]:
+    """A run and everything that it says of itself."""
+    torch.set_num_threads(threads)
+    start = time.perf_counter()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        if tuned:
+            found = pde.setup(name).solve(seed, progress=False, **options)
+        else:
+            problem = PROBLEMS[name]()
+            for c in problem.conditions if balanced else ():
+                c.balanced = isinstance(c, (pde.Dirichlet, pde.Initial, pde.Periodic))
+            fresh = network(problem, name, seed, hidden)
+            found = pde.solve(problem, fresh, seed=seed, progress=False, **options)
+    history, verdict = found.history, found.verdict
+    solved = time.perf_counter() - start
+    check = found.check()
+    thin = max(1, len(history.error) // 60)
+    slabs = len(found.network.networks) if isinstance(found.network, Slabs) else 1
+    return {
+        "name": name,
+        "seed": seed,
+        "tuned": tuned,
+        "target": GOALS.get(name),
+        "options": options,
+        "hidden": hidden,
+        "weights": found.weights,
+        "problem": found.problem.name,
+        "parameters": sum(p.numel() for p in found.network.parameters()),
+        "slabs": slabs,
+        "threads": threads,
+        "error": found.error,
+        "loss": found.loss,
+        "own": verdict.own,
+        "fresh": verdict.fresh,
+        "relative": verdict.relative,
+        "verdict": verdict.name,
+        "stopped": found.stopped,
+        "warnings": [str(w.message) for w in said if issubclass(w.category, UserWarning)],
+        "estimated": None if check.estimate is None else check.estimate.error,
+        "affine": None if check.estimate is None else check.estimate.affine,
+        "residuals": {n: asdict(r) for n, r in check.residuals.items()},
+        "check": str(check),
+        "steps": len(history),
+        "moved": list(history.moved),
+        "restarted": list(history.restarted),
+        "seconds": history.spent,
+        "solved in": solved,
+        "wall": time.perf_counter() - start,
+        "curve": list(zip(history.measured, history.clock, history.error, strict=True))[::thin],
+    }
+
+
+def apart(arguments: tuple[Any, ...]) -> dict[str, Any]:
+    """The run in a process of its own; what failed says why."""
+    call = (
+        f"from benchmarks.pde_defaults import one; import json; print(json.dumps(one{arguments}))"
+    )
+    threads = {n: str(arguments[2]) for n in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+    done = subprocess.run(
+        [sys.executable, "-c", call], capture_output=True, text=True, env={**os.environ, **threads}
+    )
+    if done.returncode:
+        last = (done.stderr.strip() or f"status {done.returncode}").splitlines()[-1]
+        return {"name": arguments[0], "seed": arguments[1], "failed": last}
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def line(r: dict[str, Any]) -> str:
+    """A run in a line."""
+    estimated = "" if r["estimated"] is None else f"  estimated {r['estimated']:.0e}"
+    return (
+        f"{r['name']:16s} seed {r['seed']:2d}  p {r['parameters']:6,d}  error {r['error']:.1e}"
+        f"{estimated}  residual {r['relative']:.0e}  {r['verdict'] or '–':11s} "
+        f"{'warned' if r['warnings'] else '      '}  {r['steps']:4d} steps  {r['seconds']:5.0f} s"
+    )
+
+
+def seeds(text: str) -> list[int]:
+    """ "0,3" or "0-49"."""
+    first, _, last = text.partition("-")
+    return list(range(int(first), int(last) + 1)) if last else [int(s) for s in text.split(",")]
+
+
+def store(path: Path, record: dict[str, Any]) -> None:
+    """Replace the file at once, so that it is whole whenever someone looks."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(record, indent=1) + "\n")
+    part.replace(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--problems", type=lambda t: t.split(","), default=list(PROBLEMS))
+    parser.add_argument("--seeds", type=seeds, default=[0])
+    parser.add_argument("--tuned", action="store_true")
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--budget", type=float, default=500.0)
+    parser.add_argument("--ends", type=float, default=float("inf"))
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--options", type=json.loads, default={})
+    parser.add_argument("--balanced", action="store_true")
+    parser.add_argument("--hidden", type=seeds, default=[])
+    parser.add_argument("--out", type=Path, required=True)
+    given = parser.parse_args()
+    torch.set_num_threads(given.threads)  # which the environment states
+    end = time.monotonic() + given.ends
+    kept = json.loads(given.out.read_text())["runs"] if given.out.exists() else {}
+    where = {
+        "environment": environment(torch.device(given.device)),
+        "version": pb.__version__,
+        "workers": given.workers,
+    }
+
+    def begin(name: str, seed: int) -> dict[str, Any]:
+        if time.monotonic() + given.budget + _MARGIN > end:
+            return {"name": name, "seed": seed, "failed": "no time is left, call again"}
+        options = {"device": given.device, "budget": given.budget, **given.options}
+        how = given.threads, given.tuned, given.balanced, given.hidden
+        return apart((name, seed, *how, options))
+
+    with ThreadPoolExecutor(given.workers) as pool:
+        waiting = [
+            pool.submit(begin, name, seed)
+            for name in given.problems
+            for seed in given.seeds
+            if f"{name}/{seed}" not in kept
+        ]
+        for job in as_completed(waiting):
+            found = job.result()
+            if "failed" in found:  # one failed run does not take the others along
+                print(f"{found['name']} seed {found['seed']}: {found['failed']}", flush=True)
+                continue
+            kept[f"{found['name']}/{found['seed']}"] = found
+            print(line(found), flush=True)
+            store(given.out, {**where, "runs": kept})
+
+
+if __name__ == "__main__":
+    main()

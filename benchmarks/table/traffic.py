@@ -1,0 +1,56 @@
+"""What K-FAC sends, counted by the library, and what that takes on paper."""
+
+from __future__ import annotations
+
+import math
+
+from .numbers import Rows, record
+
+RULES = {
+    "natural": "natural, no clip",
+    "natural, kl_clip": "natural",
+    "eigenbasis": "eigenbasis",
+    "spectral": "spectral",
+}
+MODELS = {"ResNet-50": "resnet50", "GPT-2": "gpt2"}
+BANDWIDTH = 40e9  # bytes a second that one GPU sends: 400 Gb/s at four fifths
+LATENCY = 10e-6  # seconds a hop; a call is up and down a tree
+
+
+def _counted(model: str, rule: str, processes: int) -> dict[str, float]:
+    """Every inverse is held by all."""
+    return next(
+        row
+        for row in record("traffic")["results"]
+        if (row["model"], row["rule"]) == (model, rule)
+        and row["processes"] == row["workers"] == processes
+    )
+
+
+def traffic() -> Rows:
+    """Bytes per step of one of eight processes."""
+    rows = [["", "gradients (DDP)", *RULES.values()]]
+    for model in MODELS:
+        found = [_counted(model, rule, 8) for rule in RULES]
+        gradients = found[0]["gradients"]
+        cells = [f"{r['total'] / 1e6:.1f} MB ({r['total'] / gradients:.1%})" for r in found]
+        rows.append([model, f"{gradients / 1e6:.1f} MB", *cells])
+    return rows
+
+
+def on_paper() -> Rows:
+    """Milliseconds of K-FAC's own messages, and their share of the step of one H200."""
+    rows = [["", "GPUs", *RULES.values()]]
+    for model, key in MODELS.items():
+        measured = record("kfac-cuda")["results"][key]
+        baseline, ratio = measured["milliseconds"]["baseline"] / 1e3, measured["ratio"]
+        for processes in (8, 64, 256, 1024):
+            cells = []
+            for rule in RULES:
+                row = _counted(model, rule, processes)
+                hops = 2 * math.log2(processes)
+                spent = row["total"] / BANDWIDTH + row["calls"] * hops * LATENCY
+                step = baseline * ratio["10/100" if "natural" in rule else f"{rule}, run"]
+                cells.append(f"{1e3 * spent:.1f} ms, {spent / step:.1%}")
+            rows.append([model, str(processes), *cells])
+    return rows

@@ -1,0 +1,26 @@
+"""A hook of mkdocs: a figure opens at full size, and no number of a table is broken at its minus.
+
+The pages stay plain Markdown, which GitHub shows as well.
+"""
+
+import re
+from typing import Any
+
+FIGURE = re.compile(r'<p>(<img [^>]*?src="([^"]+)"[^>]*>)')
+CELL = re.compile(r"<td.*?</td>", re.DOTALL)
+NUMBER = re.compile(r"\b\d[\d.]*e[-−+]\d+")
+
+
+def linked(html: str) -> str:
+    """Put a link to the file around every figure."""
+    return FIGURE.sub(r'<p><a href="\2">\1</a>', html)
+
+
+def unbroken(html: str) -> str:
+    """Mark the numbers of tables, so that a line never ends inside one."""
+    return CELL.sub(lambda cell: NUMBER.sub(r'<span class="number">\g<0></span>', cell[0]), html)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Return the page's body with both."""
+    return unbroken(linked(html))
