@@ -21,11 +21,12 @@ from typing import Any
 import torch
 
 import pullback as pb
-from pullback_experiments.pde_benchmarks.methods import TARGETS
+from pullback_experiments.pde_benchmarks.methods import GOALS, TARGETS
 
 from .timing import environment
 
 RESULTS = Path(__file__).parent / "results"
+ERRORS = {**TARGETS, **GOALS}
 
 
 def one(name: str, seed: int, device: str, seconds: float | None) -> dict[str, Any]:
@@ -33,7 +34,7 @@ def one(name: str, seed: int, device: str, seconds: float | None) -> dict[str, A
     setup = pb.pde.setup(name)
     start = time.perf_counter()
     found = setup.solve(seed, device=device, progress=False, budget=seconds)
-    history, target = found.history, TARGETS.get(name)
+    history, target = found.history, ERRORS.get(name)
     if "slabs" in setup.options:  # the errors on the way are those of one slab
         reached = history.spent if target is not None and found.error <= target else None
     else:
@@ -72,7 +73,7 @@ def line(r: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--only", nargs="*", default=list(TARGETS))
+    parser.add_argument("--only", nargs="*", default=list(ERRORS))
     parser.add_argument("--seeds", nargs="*", type=int, default=[0])
     parser.add_argument("--seconds", type=float, default=None)
     parser.add_argument("--parallel", type=int, default=1)

@@ -2,12 +2,15 @@
 
     python -m benchmarks.pde_defaults [--problems a,b] [--seeds 0,1 | 0-49] [--tuned]
                                       [--workers 2] [--threads 2] [--budget 500] [--ends 600]
-                                      [--device cpu] --out FILE
+                                      [--device cpu] [--options JSON] [--hidden SIZES] [--balanced]
+                                      --out FILE
 
 Problems have the names of `pullback list`. By default they are as their classes make them, without
 hard conditions or weights, and the network is `network_for(problem, seed=seed)` (in float32 for
 `burgers-single`). With --tuned they are solved by `setup(name).solve(seed)` instead. The only
-option that is given is the budget in seconds.
+option that is given is the budget in seconds. For choosing other defaults there are --options
+'{"slabs": "auto"}', --hidden 16,16,16 (tanh layers instead of those of `network_for`) and
+--balanced, which weighs boundary and initial conditions against the equations.
 
 Every run is a process of its own. The file is written after each, so that a run which is killed
 costs itself alone; runs that it holds already are not repeated. No run begins that could not use
@@ -23,7 +26,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict
 from pathlib import Path
@@ -35,6 +38,7 @@ from torch import nn
 import pullback as pb
 from pullback import pde
 from pullback.pde.networks import Slabs
+from pullback_experiments.pde_benchmarks.methods import TARGETS
 
 from .timing import environment
 
@@ -45,6 +49,9 @@ PROBLEMS: dict[str, Callable[[], pde.Problem]] = {
     "fokker-planck": lambda: pde.LogFokkerPlanck(),
     "cavity": lambda: pde.Cavity(regularized=True),
     "kovasznay": lambda: pde.Kovasznay(),
+    "kuramoto-sivashinsky": lambda: pde.KuramotoSivashinsky(),
+    "gray-scott": lambda: pde.GrayScott(),
+    "schroedinger": lambda: pde.Schroedinger(),
     "kdv": lambda: pde.KdV(),
     "allen-cahn": lambda: pde.AllenCahn(),
     "burgers": lambda: pde.Burgers(),
@@ -59,28 +66,46 @@ PROBLEMS: dict[str, Callable[[], pde.Problem]] = {
     "burgers-single": lambda: pde.Burgers(0.01),
     "ritz": lambda: pde.Ritz1D(),
 }
+#: errors that every seed of a set-up is to reach
+GOALS = {**TARGETS, "poisson2d": 1e-11}
 _SINGLE = ("burgers-single",)
 _MARGIN = 45.0  # seconds that a run takes beside its budget: imports, references, the check
 
 
-def network(problem: pde.Problem, name: str, seed: int) -> nn.Module:
-    """The network that a user would be given."""
+def network(problem: pde.Problem, name: str, seed: int, hidden: Sequence[int] = ()) -> nn.Module:
+    """The network that a user would be given, or one with other hidden layers."""
     found = pde.network_for(problem, seed=seed)
+    if hidden:
+        inner = list(found.get_submodule("network").children())
+        first = next(m for m in inner if isinstance(m, nn.Linear))
+        sizes = first.in_features, *hidden, len(problem.fields)
+        embeddings = [m for m in inner if isinstance(m, pde.PeriodicEmbedding)]
+        found.network = nn.Sequential(*embeddings, *pde.mlp(*sizes, seed=seed))
     return found.float() if name in _SINGLE else found
 
 
-def one(name: str, seed: int, tuned: bool, device: str, threads: int, budget: float) -> dict:
+def one(
+    name: str,
+    seed: int,
+    threads: int,
+    tuned: bool,
+    balanced: bool,
+    hidden: Sequence[int],
+    options: dict[str, Any],
+) -> dict[str, Any]:
     """A run and everything that it says of itself."""
     torch.set_num_threads(threads)
     start = time.perf_counter()
-    options: dict[str, Any] = {"device": device, "progress": False, "budget": budget}
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         if tuned:
-            found = pde.setup(name).solve(seed, **options)
+            found = pde.setup(name).solve(seed, progress=False, **options)
         else:
             problem = PROBLEMS[name]()
-            found = pde.solve(problem, network(problem, name, seed), seed=seed, **options)
+            for c in problem.conditions if balanced else ():
+                c.balanced = isinstance(c, (pde.Dirichlet, pde.Initial, pde.Periodic))
+            fresh = network(problem, name, seed, hidden)
+            found = pde.solve(problem, fresh, seed=seed, progress=False, **options)
     history, verdict = found.history, found.verdict
     solved = time.perf_counter() - start
     check = found.check()
@@ -90,12 +115,14 @@ def one(name: str, seed: int, tuned: bool, device: str, threads: int, budget: fl
         "name": name,
         "seed": seed,
         "tuned": tuned,
+        "target": GOALS.get(name),
+        "options": options,
+        "hidden": hidden,
+        "weights": found.weights,
         "problem": found.problem.name,
         "parameters": sum(p.numel() for p in found.network.parameters()),
         "slabs": slabs,
-        "device": device,
         "threads": threads,
-        "budget": budget,
         "error": found.error,
         "loss": found.loss,
         "own": verdict.own,
@@ -118,12 +145,12 @@ def one(name: str, seed: int, tuned: bool, device: str, threads: int, budget: fl
     }
 
 
-def apart(arguments: tuple[str, int, bool, str, int, float]) -> dict[str, Any]:
+def apart(arguments: tuple[Any, ...]) -> dict[str, Any]:
     """The run in a process of its own; what failed says why."""
     call = (
         f"from benchmarks.pde_defaults import one; import json; print(json.dumps(one{arguments}))"
     )
-    threads = {n: str(arguments[4]) for n in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+    threads = {n: str(arguments[2]) for n in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
     done = subprocess.run(
         [sys.executable, "-c", call], capture_output=True, text=True, env={**os.environ, **threads}
     )
@@ -167,8 +194,12 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=500.0)
     parser.add_argument("--ends", type=float, default=float("inf"))
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--options", type=json.loads, default={})
+    parser.add_argument("--balanced", action="store_true")
+    parser.add_argument("--hidden", type=seeds, default=[])
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
+    torch.set_num_threads(given.threads)  # which the environment states
     end = time.monotonic() + given.ends
     kept = json.loads(given.out.read_text())["runs"] if given.out.exists() else {}
     where = {
@@ -180,7 +211,9 @@ def main() -> None:
     def begin(name: str, seed: int) -> dict[str, Any]:
         if time.monotonic() + given.budget + _MARGIN > end:
             return {"name": name, "seed": seed, "failed": "no time is left, call again"}
-        return apart((name, seed, given.tuned, given.device, given.threads, given.budget))
+        options = {"device": given.device, "budget": given.budget, **given.options}
+        how = given.threads, given.tuned, given.balanced, given.hidden
+        return apart((name, seed, *how, options))
 
     with ThreadPoolExecutor(given.workers) as pool:
         waiting = [

@@ -167,7 +167,7 @@ def _changed(**some: Any) -> optimizers.Build:
 
 OWN, SAMPLED = {}, {"fisher": "mc", "likelihood": Categorical()}
 ROWS: dict[str, optimizers.Build] = {
-    "the rule as it is": _changed(),
+    "Spectral, unchanged": _changed(),
     "no factor: Muon with its rows made even": _changed(damping=1e4),
     "inputs, power ½, by eigh": _with(Powered),
     "inputs, power ¼": _with(lambda: Powered(0.25)),

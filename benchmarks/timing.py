@@ -43,21 +43,25 @@ def compare(
 
 
 def first_and_later(
-    step: Callable[[], Any], device: torch.device, clock: Callable[[], float] = time.perf_counter
+    step: Callable[[], Any],
+    device: torch.device,
+    clock: Callable[[], float] = time.perf_counter,
+    steps: int = 7,
 ) -> tuple[float, float]:
     """Seconds of the first step of K-FAC and of a later one that takes statistics as well.
 
     Statistics are to be taken on every step and inverses as seldom as possible: then the first,
-    second and fourth step invert too, and the others of seven do not.
+    second, fourth, eighth step and so on invert too. The last four others are the later ones.
     """
     took = []
-    for _ in range(7):
+    for _ in range(steps):
         synchronize(device)
         start = clock()
         step()
         synchronize(device)
         took.append(clock() - start)
-    return took[0], statistics.median(took[i] for i in (2, 4, 5, 6))
+    later = [seconds for count, seconds in enumerate(took, 1) if count & (count - 1)]
+    return took[0], statistics.median(later[-4:])
 
 
 def kernel_seconds(route: Callable[[], Any], device: torch.device, steps: int = 1) -> float:

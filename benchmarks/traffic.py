@@ -28,9 +28,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pullback as pb
 from pullback._core.processes import Processes, Traffic
-from pullback.grams.kronecker.packed import map_memory
-from pullback.optim.kfac.factors.placement import Placement
-from pullback.optim.kfac.replicas import shared_sides, sum_sides
+from pullback.grams.kronecker.packed import map_memory, sum_sides
+from pullback.optim.kfac.replicas import Replicas, shared_sides
 
 from .kfac_models import GPT, convnet, resnet50
 from .timing import environment
@@ -76,15 +75,16 @@ def count(
 ) -> tuple[dict[str, float], float]:
     """Return bytes per step by purpose, and calls, at the intervals that the rule has."""
     opt = pb.KFAC(model, **options)
-    state, paper = opt.blocks, Paper(size)
-    own, placement = state.preconditioner, Placement(paper, workers)
+    state, paper, read = opt.blocks, Paper(size), opt.kl_clip is not None
+    own = state.preconditioner
+    replicas = Replicas(paper, workers, wrapped=True, lazy=True, read=read)
     keys = sorted(state.averages, key=lambda key: key.names)
     rare: list[Any] = []  # the sides that are summed before inversions alone
     often: list[Any] = []  # and those that are summed with statistics
     for key in keys:
         value = state.averages[key].value
         shapes = {f: t.shape for f, t in value.items()}
-        shared = shared_sides(key, shapes, read=opt.kl_clip is not None)
+        shared = shared_sides(key, shapes, read=read)
         for f, t in value.items():
             (rare if f.side in shared else often).append(map_memory(shape_of, t))
     factors = calls = 0.0
@@ -98,10 +98,10 @@ def count(
         for name, t in held.tensors().items():
             setattr(held, name, shape_of(t))
     own.ready.update(keys)
-    placement.assign(own, keys)
-    placement.send(own, keys)
+    replicas.place(own, {*keys})
+    replicas.send(own, keys)
     gradients = {n: shape_of(p) for n, p in model.named_parameters()}
-    placement.complete(own, gradients, [], gradients)
+    replicas.complete(own, gradients, [], gradients)
     opt.close()
     steps = {"inverses": opt.invert_every, "directions": 1}
     sent = {what: own.bytes / steps[what] for what, own in paper.traffic().items()}

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from .costs import ablation, costs, kfac, races, rules, vision, worth
+from .defaults import pde_defaults, pde_seeds
 from .environments import environments
 from .gallery import pde_gallery, pde_race
 from .models import models, models_real
@@ -29,7 +30,7 @@ TABLES: dict[str, Callable[[], Rows]] = {
         *(verdicts, failures),
         *(costs, worth, kfac, rules, races, vision, ablation, models, models_real),
         *(exact, scale, pde, pde_chosen, poisson, trust, spectrum, greedy, kernels),
-        *(pde_gallery, pde_race, traffic, on_paper),
+        *(pde_gallery, pde_race, pde_defaults, pde_seeds, traffic, on_paper),
         environments,
     )
 }

@@ -84,7 +84,7 @@ def test_the_scalings_of_a_residual_network_keep_its_function() -> None:
     [
         ("mlp", "units", 30, 6.5),
         ("mlp", "units, every 10", 4, 3.5),
-        ("mlp", "layers", 75, 9.5),
+        ("mlp", "layers", 75, 12.5),
         ("mlp", "SGD on layers, every 10", 5, 3.5),
         ("mlp", "layers, polar", 80, 45),
         ("bare", "layers", 27, 6.5),

@@ -93,6 +93,11 @@ def test_empty_batches(world: World) -> None:
     equal(world, "convolutions", OPTIONS["clip"], (0, 20, 15))
 
 
+@pytest.mark.parametrize("name", ["adaptive damping", "quadratic model"])
+def test_controlled_steps_with_an_empty_batch(world: World, name: str) -> None:
+    equal(world, "dense", OPTIONS[name], (20, 0, 15))
+
+
 def test_accumulation(world: World) -> None:
     equal(world, "dense", OPTIONS["clip"], (14, 16, 6), micro=2)
 
@@ -183,7 +188,7 @@ def test_traffic(world: World) -> None:
     assert sent["counts"][0] == 3
     assert sent["inverses"][0] == 3  # the first, second and third statistics
     every: dict[str, Any] = {"statistics_every": 2, "invert_every": 2}
-    paper = count(model_of("dense").float(), {"likelihood": CATEGORICAL, **every}, 3, 3)
+    paper, _ = count(model_of("dense").float(), {"likelihood": CATEGORICAL, **every}, 3, 3)
     assert sent["factors"][1] == pytest.approx(3 * 2 * paper["factors"])
     assert sent["inverses"][1] == pytest.approx(3 * 2 * paper["inverses"])
 

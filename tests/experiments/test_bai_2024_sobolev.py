@@ -174,7 +174,7 @@ def tiny(experiment: Training, monkeypatch: pytest.MonkeyPatch) -> Training:
 @pytest.mark.parametrize(
     ("experiment", "methods"),
     [
-        pytest.param(FULL, METHODS[:2], id="10"),
+        pytest.param(FULL, METHODS[:1], id="10"),
         pytest.param(HUNDRED, METHODS[5:], id="100", marks=pytest.mark.slow),
     ],
 )

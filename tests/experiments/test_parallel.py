@@ -143,6 +143,7 @@ def test_an_interruption_ends_the_processes_and_keeps_what_is_finished(tmp_path:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals to processes")
+@pytest.mark.slow
 def test_processes_end_when_the_first_one_is_killed(tmp_path: Path) -> None:
     lines = (
         "import os, time\n"

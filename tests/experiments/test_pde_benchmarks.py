@@ -16,6 +16,7 @@ from pullback_experiments.pde_benchmarks.experiment import claims, final, reache
 from pullback_experiments.pde_benchmarks.methods import (
     ADAM,
     GAUSS_NEWTON,
+    GOALS,
     LBFGS,
     METHODS,
     QUICK,
@@ -32,7 +33,7 @@ def context(tmp_path: Path, **more: object) -> Context:
 
 
 def test_every_problem_of_the_set_has_a_set_up() -> None:
-    assert {*TARGETS, *QUICK, *SLABS} <= set(pde.SETUPS)
+    assert {*TARGETS, *GOALS, *QUICK, *SLABS} <= set(pde.SETUPS)
     assert {name for name in TARGETS if pde.setup(name).options.get("slabs")} == set(SLABS)
     assert not set(OURS.problems) & set(SLABS)
 

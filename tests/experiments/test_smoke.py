@@ -38,6 +38,8 @@ SLOW = {
     "kerekes-2022-support",
     "pde-benchmarks",
     "demo",
+    "race-vision",
+    "kerekes-2022-theorems",
 }
 
 

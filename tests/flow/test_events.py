@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import pullback as pb
 from pullback import PullbackError, flow
+from pullback.flow.field import count_lost
 from pullback.likelihoods import Bernoulli, Categorical
 from pullback.metrics import Fisher
 
@@ -110,16 +111,6 @@ def test_blow_up_ends_with_a_reason() -> None:
     assert "blow-up" in found.reason
     assert abs(found.end - 1) < 1e-5
     assert bool(torch.isfinite(found.points).all())
-    limited = flow.integrate(
-        lambda x: x,
-        grows,
-        t=(0, 2),
-        start=tensor(1),
-        kind="euclidean",
-        events=[flow.BlowUp(1e3)],
-        rtol=1e-6,
-    )
-    assert abs(limited.end - 0.999) < 1e-5
 
 
 @pytest.mark.parametrize("method", ["DOP853", "LSODA", "BDF"])
@@ -171,13 +162,13 @@ def test_a_budget_and_a_stiff_problem() -> None:
             method=method,
             rtol=1e-6,
             atol=1e-8,
-            max_evaluations=1500,
+            max_evaluations=400,
         )
 
     explicit, implicit = run("DOP853"), run("LSODA")
     assert explicit.status == "budget"
     assert "evaluations" in explicit.reason
-    assert explicit.evaluations < 1600
+    assert explicit.evaluations < 500
     assert implicit.status == "finished"
     assert abs(float(implicit.flat()[0]) - (1 - float(torch.exp(tensor(-5))))) < 1e-4
 
@@ -196,20 +187,31 @@ def test_the_natural_flow_through_a_loss_of_rank_ends_finite() -> None:
     assert found.reason
 
 
-def test_a_closure_whose_gradient_rounds_to_zero_stops_and_says_so() -> None:
+def test_a_closure_whose_gradient_loses_its_digits_stops_and_says_so() -> None:
     model, x, _ = problem()
     closure = lambda: F.binary_cross_entropy_with_logits(model(x)[:, 0], (1 + Y) / 2)  # noqa: E731
-    s0 = Y * tensor(12, 25, 29)
+    s0 = Y * tensor(2, 10, 14)
     with torch.no_grad():
         model.weight.copy_((torch.linalg.pinv(x) @ s0)[None])  # pyright: ignore
-    found = flow.integrate(model, closure, Fisher(Bernoulli()), (0, 60), rtol=1e-4, atol=1e-6)
+    found = flow.integrate(model, closure, Fisher(Bernoulli()), (0, 60), rtol=1e-6, atol=1e-7)
     assert found.status == "failed"
     assert "Supervised" in found.reason
-    assert 3 < found.end < 10
+    assert 3 < found.end < 5
     c = torch.log1p(torch.exp(Y * s0))
-    for t in (2.0, 3.0):  # at 32 three digits are left of p − y
+    for t in (2.0, 3.0):  # at 17 more than half of the digits are left of p − y
         truth = Y * (t + c + torch.log(-torch.expm1(-(t + c))))
-        assert float((found.values(t)[:, 0] - truth).abs().max()) < 1e-3
+        assert float((found.values(t)[:, 0] - truth).abs().max()) < 1e-5
+
+
+def test_digits_are_lost_where_the_answer_is_right_alone() -> None:
+    z = tensor(2, 19, -19, 19, 40)
+    y = tensor(1, 1, 0, 0, 1)
+    assert count_lost(Bernoulli(), z, (z.sigmoid() - y) / 5) == 3
+    logits = torch.stack([z, 0 * z], 1)
+    classes = (1 - y).long()
+    slope = logits.softmax(1) - F.one_hot(classes, 2)
+    assert count_lost(Categorical(), logits, slope) == 3
+    assert count_lost(None, z, z) == 0
 
 
 def test_the_model_is_left_alone() -> None:

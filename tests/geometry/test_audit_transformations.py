@@ -16,12 +16,10 @@ from pullback.geometry.charts.transformations import (
     Affine,
     NeuronPermutation,
     NeuronRescaling,
-    Neurons,
     Parameters,
     Transformation,
     Whitening,
     as_transformation,
-    neuron_twin,
     standard,
 )
 from pullback.geometry.charts.twin import (
@@ -138,21 +136,24 @@ def test_whitening_whitens_what_the_first_layer_sees() -> None:
         torch.testing.assert_close(torch.cov(a.T) if centered else a.T @ a / len(a), want)
 
 
-def test_neurons_against_explicit_matrices() -> None:
-    """W† = M W and W†_next = W_next M⁻¹ for M = diag(s)P."""
+@pytest.mark.parametrize("kind", [NeuronRescaling(2), NeuronPermutation(2)], ids=str)
+def test_neurons_against_explicit_matrices(kind: Transformation) -> None:
+    """W† = M W, b† = M b and W†_next = W_next M⁻¹ for M diagonal, or a permutation."""
     torch.manual_seed(2)
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)).double()
-    order, scale = torch.tensor([2, 0, 3, 1]), torch.tensor([0.5, 2.0, 3.0, 1.0]).double()
-    found = neuron_twin(model, [Neurons(order, scale)])
-    m = torch.diag(scale) @ torch.eye(4, dtype=torch.float64)[order]
-    one, two = layers(model)
-    new, last = layers(found)
-    assert one.bias is not None
-    torch.testing.assert_close(new.weight, m @ one.weight)
-    torch.testing.assert_close(new.bias, m @ one.bias)
+    x = torch.randn(5, 3).double()
+    found = kind.twin(model, x).model
+    assert [type(m) for m in found] == [type(m) for m in model]  # pyright: ignore[reportGeneralTypeIssues]
+    (one, two), (new, last) = layers(model), layers(found)
+    joined = [torch.cat([n.weight, n.bias[:, None]], 1) for n in (one, new)]
+    m = torch.linalg.lstsq(joined[0].T, joined[1].T).solution.T
+    order = m.abs().argmax(1)
+    assert sorted(order.tolist()) == [0, 1, 2, 3]
+    if isinstance(kind, NeuronPermutation):
+        assert torch.equal(new.weight, one.weight[order])
+    torch.testing.assert_close(m, m * torch.nn.functional.one_hot(order, 4))
     torch.testing.assert_close(last.weight, two.weight @ torch.linalg.inv(m))
     torch.testing.assert_close(last.bias, two.bias)
-    x = torch.randn(5, 3).double()
     torch.testing.assert_close(found(x), model(x))
 
 
@@ -206,15 +207,12 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
         "LayerNorm",
     ),
     "order": (lambda: NeuronPermutation().twin(Residual(), flat()), "nn.Sequential"),
-    "scale": (
-        lambda: neuron_twin(mlp(), [Neurons(torch.arange(n), -torch.ones(n)) for n in (6, 5)]),
-        "positive",
+    "pooled": (
+        lambda: NeuronPermutation().twin(
+            nn.Sequential(nn.Linear(4, 3), nn.AdaptiveAvgPool1d(2), nn.Linear(2, 1)), flat()
+        ),
+        "do not reach",
     ),
-    "no permutation": (
-        lambda: neuron_twin(mlp(), [Neurons(torch.zeros(n).long(), torch.ones(n)) for n in (6, 5)]),
-        "permutation",
-    ),
-    "changes": (lambda: neuron_twin(mlp(), []), "2 hidden"),
     "no transformation": (lambda: as_transformation(3), "no transformation"),
 }
 

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 import pullback as pb
 from pullback import PullbackError, geometry
 from pullback.geometry import (
-    Damped,
     Generalized,
     MoorePenrose,
     Point,
     RandomInverse,
     WeightedNorm,
 )
+from pullback.solvers import Cholesky
 from pullback.testing import assert_close
 
 DTYPE = torch.float64
@@ -99,13 +99,13 @@ def test_theorem_1_fails_with_damping() -> None:
     point = Point(phi, xi, g)
     exact = point.pushforward(point.natural_gradient(loss))
     for damping, low, high in ((1e-2, 1e-7, 1e-1), (1.0, 1e-5, 1.0)):
-        damped = point.pushforward(point.natural_gradient(loss, Damped(damping)))
+        damped = point.pushforward(point.natural_gradient(loss, Cholesky(damping)))
         error = float((damped - exact).norm() / exact.norm())
         assert low < error < high
     j = jacobian(phi, xi)
     gram = j.T @ g @ j
     truth = torch.linalg.solve(gram + 0.1 * torch.eye(8).to(g), j.T @ slope(phi(xi)))
-    x = point.natural_gradient(loss, Damped(0.1))
+    x = point.natural_gradient(loss, Cholesky(0.1))
     assert isinstance(x, Tensor)
     assert_close(x, truth, 1e-9, "(G + λ)⁻¹∇L")
 
@@ -125,7 +125,7 @@ def test_theorem_2_reparametrization_invariance_on_the_model(inverse: object) ->
 def test_damping_is_not_invariant() -> None:
     phi, g, theta, mix = overparametrized(), spd(5), draw(8, seed=3), draw(8, 8, seed=4)
     one, two = Point(phi, mix @ theta, g), Point(lambda t: phi(mix @ t), theta, g)
-    pushed = [p.pushforward(p.natural_gradient(loss, Damped(1e-2))) for p in (one, two)]
+    pushed = [p.pushforward(p.natural_gradient(loss, Cholesky(1e-2))) for p in (one, two)]
     assert float((pushed[0] - pushed[1]).norm() / pushed[0].norm()) > 1e-6
 
 
@@ -330,7 +330,7 @@ def test_other_parameters_of_a_module() -> None:
 
 
 @pytest.mark.parametrize(
-    "inverse", [RandomInverse(3), WeightedNorm(spd(26)), Damped(0.1)], ids=repr
+    "inverse", [RandomInverse(3), WeightedNorm(spd(26)), Cholesky(0.1)], ids=repr
 )
 def test_inverses_are_solvers(inverse: pb.solvers.Solver) -> None:
     torch.manual_seed(0)
@@ -347,7 +347,7 @@ def test_inverses_are_solvers(inverse: pb.solvers.Solver) -> None:
     truth = pb.testing.oracle(model, x, pb.metrics.Euclidean())
     move = truth.jacobian @ opt.direction(closure).x
     want = (model(x) - y).detach().flatten()
-    if isinstance(inverse, Damped):
+    if isinstance(inverse, Cholesky):
         g = truth.gram + 0.1 * torch.eye(26).to(want)
         want = truth.jacobian @ torch.linalg.solve(g, truth.jacobian.T @ want / 6)
     assert_close(move, want, 1e-7, "the function's move")

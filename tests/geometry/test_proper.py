@@ -167,7 +167,7 @@ def test_proposition_1_non_proper_points_have_measure_zero_in_the_model() -> Non
     found = occurrence(
         lambda x: torch.relu(x) ** 3,
         lambda g: torch.rand(1, generator=g, dtype=DTYPE) * 2 - 1,
-        count=800,
+        count=300,
         thresholds=(1e-1, 1e-2, 1e-3, 0.0),
     )
     assert abs(found.parameters[-1] - 0.5) < 0.05
@@ -182,7 +182,7 @@ def test_occurrence_of_a_fold_with_multiplicity() -> None:
     found = occurrence(
         lambda x: torch.stack([2 * x[0], x[1] ** 2]),
         lambda g: torch.rand(2, generator=g, dtype=DTYPE) * 2 - 1,
-        count=800,
+        count=300,
         thresholds=(0.5, 0.1),
     )
     assert found.dimension == 2

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import pullback as pb
-from pullback.maps import ObjectiveMap, Residual
+from pullback.maps import ObjectiveMap
 from pullback.testing import assert_close
 
 
@@ -58,7 +58,7 @@ def test_weights_and_reductions() -> None:
         return {
             "plain": r,
             "pair": (r[:, 0], 3.0),
-            "each": Residual(r, weights),
+            "each": (r, weights),
             "number": p["c"],
         }
 

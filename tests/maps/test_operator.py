@@ -182,7 +182,7 @@ ALONE = [n for n in NETWORKS if n != COUPLED]
 
 @pytest.mark.parametrize(
     ("name", "sites"),
-    [*((name, TWO) for name in ALONE), *((name, X) for name in ALONE[:4])],
+    [*((name, TWO) for name in ALONE), *((name, X) for name in ALONE[:1])],
 )
 def test_every_product_is_that_of_the_jacobian(name: str, sites: Tensor) -> None:
     net = made(name)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from pullback import PullbackError
 from pullback.kernels import Tangent, ntk
 from pullback.maps.module import _PLANS
-from pullback.maps.structure import Structure
+from pullback.maps.structure import LayerStructure
 from pullback.testing import assert_close
 
 
@@ -54,13 +54,13 @@ def model() -> Gated:
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     proofs: list[Any] = []
-    establish = Structure.establish
+    establish = LayerStructure.establish
 
-    def count(*args: Any) -> Structure:
+    def count(*args: Any) -> LayerStructure:
         proofs.append(args)
         return establish(*args)
 
-    monkeypatch.setattr(Structure, "establish", count)
+    monkeypatch.setattr(LayerStructure, "establish", count)
     return proofs
 
 

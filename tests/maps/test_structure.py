@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import pullback as pb
 from pullback.maps import Call, ModuleMap, identity_covectors
-from pullback.maps.structure import Structure
+from pullback.maps.structure import LayerStructure
 from pullback.testing import assert_close, jacobian
 
 
@@ -65,13 +65,13 @@ def test_a_layer_that_does_not_answer_the_probe_is_asked_again(kind, form: str) 
 
 def test_the_plan_is_made_once_per_shape_and_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
-    original = Structure.establish.__func__  # pyright: ignore[reportFunctionMemberAccess]
+    original = LayerStructure.establish.__func__  # pyright: ignore[reportFunctionMemberAccess]
 
     def counted(cls, linear, recorder):
         made.append(linear.value.shape[0])
         return original(cls, linear, recorder)
 
-    monkeypatch.setattr(Structure, "establish", classmethod(counted))
+    monkeypatch.setattr(LayerStructure, "establish", classmethod(counted))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.2), nn.Linear(4, 2)).double()
     opt = pb.NaturalGradient(model, gram="kernel")

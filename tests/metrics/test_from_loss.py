@@ -79,6 +79,47 @@ def test_cross_entropy_of_images_has_its_classes_on_axis_1() -> None:
     assert_close(metric.factor(z).matvec(v) / metric.samples(z), want, 1e-12, "Hv")
 
 
+@pytest.mark.parametrize("places", [3, 5])
+@pytest.mark.parametrize("rule", [None, "natural", "eigenbasis"])
+def test_classes_are_found_where_a_loss_of_flattened_logits_has_them(
+    rule: str | None, places: int
+) -> None:
+    """Also where there are as many places as classes."""
+    loss, ends = nn.CrossEntropyLoss(), []
+    torch.manual_seed(1)
+    x, y = torch.randn(8, places, 2, dtype=torch.float64), torch.randint(0, 3, (8, places))
+    for given in (loss, Categorical()):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+        opt: Any = (
+            pb.NaturalGradient(model, likelihood=given, solver=pb.solvers.Cholesky(DAMPING))
+            if rule is None
+            else pb.KFAC(model, 0.1, likelihood=given, rule=rule)
+        )
+
+        def closure(opt: Any = opt, model: nn.Module = model) -> Tensor:
+            opt.zero_grad()
+            value = loss(model(x).flatten(0, 1), y.flatten())
+            value.backward()
+            return value
+
+        if rule is None:
+            opt.step(closure)
+        else:
+            closure()
+            opt.step()
+        ends.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert_close(ends[0], ends[1], 1e-14, "the step")
+
+
+def test_two_axes_on_which_classes_may_be_are_refused() -> None:
+    z = torch.randn(2, 3, 4, 5, dtype=torch.float64)
+    both = z - z.mean(2, keepdim=True)
+    both -= both.mean(3, keepdim=True)
+    with pytest.raises(pb.PullbackError, match="does not fit the loss"):
+        from_loss(nn.CrossEntropyLoss()).counted(z, both)
+
+
 def test_log_probabilities_have_the_metric_of_their_logits() -> None:
     z = torch.randn(4, 3, dtype=torch.float64)
     log_p = z.log_softmax(1)

@@ -11,12 +11,12 @@ from pullback.likelihoods import Bernoulli, Categorical
 from pullback.metrics import (
     Blocks,
     Bregman,
-    Custom,
     Diagonal,
     Euclidean,
     Factor,
     Fisher,
     Metric,
+    MetricFunction,
     Scaled,
     Weighted,
     Whitened,
@@ -36,7 +36,7 @@ METRICS = {
     "Weighted samples": Weighted(Fisher(Categorical()), torch.tensor([1.0, 0.0, 2.0, 5.0])),
     "Weighted entries": Weighted(Euclidean(), values(4, 3).abs()),
     "Bregman": Bregman(lambda z: torch.cosh(z).sum()),
-    "Custom": Custom(lambda z: z[:, :, None] * z[:, None, :]),  # rank one
+    "MetricFunction": MetricFunction(lambda z: z[:, :, None] * z[:, None, :]),  # rank one
 }
 
 
@@ -99,8 +99,11 @@ def test_a_weight_of_zero_forgets_the_gradient_only_if_it_is_zero() -> None:
         (lambda z: Weighted(Euclidean(), torch.ones(5)).factor(z), "do not fit"),
         (lambda z: Weighted(Euclidean(), -1.0).factor(z), "negative"),
         (lambda z: Weighted(Euclidean(), lambda x: x).factor(z), "inputs"),
-        (lambda z: Custom(lambda z: torch.eye(2)).factor(z), "does not fit"),
-        (lambda z: Custom(lambda z: -torch.eye(2).expand(3, 2, 2)).factor(z), "semidefinite"),
+        (lambda z: MetricFunction(lambda z: torch.eye(2)).factor(z), "does not fit"),
+        (
+            lambda z: MetricFunction(lambda z: -torch.eye(2).expand(3, 2, 2)).factor(z),
+            "semidefinite",
+        ),
         (lambda z: Bregman(lambda z: torch.sin(3 * z).sum()).factor(z), "convex"),
         (lambda z: Bregman(lambda z: torch.exp(z).sum()).factor(z + 1e4), "not finite"),
         (lambda z: as_metric(3), "not usable"),

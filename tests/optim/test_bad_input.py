@@ -691,7 +691,7 @@ def test_stages_given_by_name(option: str, kind: str) -> None:
 
 def test_retraction_of_an_unknown_parameter_is_refused_before_anything_moves() -> None:
     with refused("retract= names parameters that do not exist", "['typo']", "named_parameters"):
-        pb.NaturalGradient(mlp(), retract={"typo": pb.steps.Box(-1, 1)})
+        pb.NaturalGradient(mlp(), retract={"typo": pb.steps.Bounds(-1, 1)})
 
 
 @pytest.mark.parametrize("damping", [-1e-3, float("nan"), float("inf")])

@@ -128,7 +128,7 @@ def test_the_model_can_be_copied_and_pickled_while_the_optimizer_exists() -> Non
 
 def test_the_optimizer_itself_can_be_copied_and_pickled() -> None:
     model, (x, y) = mlp(), data()
-    opt = natural(model, step=pb.steps.Spring(0.9), retract={"0.weight": pb.steps.Box(-2, 2)})
+    opt = natural(model, step=pb.steps.Spring(0.9), retract={"0.weight": pb.steps.Bounds(-2, 2)})
     opt.step(closure_of(opt, model, x, y))
     twins = [copy.deepcopy(opt), pickle.loads(pickle.dumps(opt))]
     opt.step(closure_of(opt, model, x, y))

@@ -132,6 +132,28 @@ def test_lr_wins_over_the_steps_own(step) -> None:
     assert [g["lr"] for g in opt.param_groups] == [0.125]
 
 
+@pytest.mark.parametrize(
+    "step", [pb.steps.LevenbergMarquardt(), pb.steps.QuadraticModel(), pb.steps.Backtracking()]
+)
+def test_without_a_gradient_and_a_rate_nothing_changes(step: pb.steps.Step) -> None:
+    model, (x, _) = mlp(), data()
+    opt = pb.NaturalGradient(model, step=step, lr=0.0)
+    y = model(x).detach()
+
+    def closure() -> Tensor:
+        opt.zero_grad()
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        return loss
+
+    before, parameters = copy.deepcopy(opt.state_dict()), vector(model)
+    info = opt.step(closure)
+    assert not info.accepted
+    assert "gradient is zero" in info.reason
+    assert repr(opt.state_dict()) == repr(before)
+    assert torch.equal(vector(model), parameters)
+
+
 def test_a_line_search_works_along_the_scaled_direction() -> None:
     model, (x, y) = mlp(), data()
     opt = natural(model, step=pb.steps.GridLineSearch(8), lr=0.3)
@@ -487,7 +509,7 @@ def test_rejected_steps_put_everything_back() -> None:
 def test_retract_by_name_and_as_a_function(step: pb.steps.Step) -> None:
     model, (x, y) = mlp(), data()
     twin = copy.deepcopy(model)
-    box = pb.steps.Box(-0.1, 0.1)
+    box = pb.steps.Bounds(-0.1, 0.1)
     one = natural(model, step=step, retract={"0.weight": box})
     two = natural(twin, step=step, retract=lambda p: {**p, "0.weight": box(p["0.weight"])})
     for opt, net in ((one, model), (two, twin)):
@@ -503,7 +525,7 @@ def test_retract_by_name_and_as_a_function(step: pb.steps.Step) -> None:
 
 def test_a_retraction_of_a_frozen_parameter_waits() -> None:
     model, (x, y) = mlp(), data()
-    opt = natural(model, retract={"0.weight": pb.steps.Box(-0.1, 0.1)})
+    opt = natural(model, retract={"0.weight": pb.steps.Bounds(-0.1, 0.1)})
     model[0].weight.requires_grad_(False)
     frozen = model[0].weight.clone()
     assert opt.step(closure_of(opt, model, x, y)).accepted

@@ -50,8 +50,8 @@ FORMS = {
     "tensor": (lambda r: r, 1.0),
     "pair": (lambda r: (r, 3.0), 3.0),
     "pair with one weight per sample": (lambda r: (r, WEIGHTS), WEIGHTS),
-    "Residual": (lambda r: pb.maps.Residual(r, 2.0), 2.0),
-    "Residual with one weight per sample": (lambda r: pb.maps.Residual(r, WEIGHTS), WEIGHTS),
+    "Residual": (lambda r: (r, 2.0), 2.0),
+    "Residual with one weight per sample": (lambda r: (r, WEIGHTS), WEIGHTS),
     "dict": (lambda r: {"data": (r, 0.5)}, 0.5),
 }
 
@@ -260,7 +260,7 @@ def test_control_flow_that_vmap_cannot_follow_is_tried_one_by_one() -> None:
 def test_a_retraction_takes_part_in_trials() -> None:
     model, (x, y) = mlp(), data()
     opt = natural(
-        model, step=pb.steps.GridLineSearch(5), retract={"0.weight": pb.steps.Box(-0.1, 0.1)}
+        model, step=pb.steps.GridLineSearch(5), retract={"0.weight": pb.steps.Bounds(-0.1, 0.1)}
     )
     for _ in range(2):  # the first brings the weights into the box, come what may
         info = opt.step(objective=residual(model, x, y))

@@ -12,7 +12,7 @@ from torch.func import functional_call, grad, hessian, jacrev
 
 import pullback as pb
 from pullback.maps import ObjectiveMap, OperatorMap, Scheme
-from pullback.optim import Energy, Objective, Squares
+from pullback.optim import EnergyTerm, Objective, Squares
 from pullback.optim.objective import ObjectiveProblem
 
 N = 9
@@ -43,12 +43,12 @@ def density(z: Tensor) -> Tensor:
     return 0.5 * z[:, 1] ** 2 + 0.1 * torch.exp(z[:, 1]) - 3 * z[:, 0]
 
 
-def energy(net: nn.Module, e: Any = density) -> Energy:
+def energy(net: nn.Module, e: Any = density) -> EnergyTerm:
     def operator(channels: Tensor, params: dict[str, Tensor]) -> Tensor:
         return channels[:2, 0, :, 0].T
 
     map = OperatorMap(apply(net), X, Scheme.of([(0,)]), operator, torch.ones_like(Q))
-    return Energy(map, e, Q)
+    return EnergyTerm(map, e, Q)
 
 
 def derivatives(net: nn.Module, p: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:

@@ -14,6 +14,8 @@ from pullback.pde.conditions import Condition, Energy
 from pullback.pde.discretize import Sites, Trial, nested, term
 from pullback.pde.fields import call
 from pullback.pde.problems import Ready, kink
+from pullback.solvers import Cholesky
+from pullback.steps import LevenbergMarquardt
 
 EXACT: dict[str, Callable[[], Ready]] = {
     **{f"poisson {d}": lambda d=d: pde.Poisson(d) for d in (1, 2, 3, 5, 10, 11, 100)},
@@ -21,6 +23,9 @@ EXACT: dict[str, Callable[[], Ready]] = {
     "wave": pde.Wave,
     "wave 3": lambda: pde.Wave(3.0),
     "convection": pde.Convection,
+    "schroedinger": pde.Schroedinger,
+    "wave to 5": lambda: pde.Wave(time=5.0),
+    "multiscale": pde.Multiscale,
     "helmholtz": pde.Helmholtz,
     "helmholtz 2": lambda: pde.Helmholtz(2, 3, 2.5),
     "kovasznay": pde.Kovasznay,
@@ -41,6 +46,7 @@ HARD: dict[str, tuple[Callable[..., Ready], dict[str, Any]]] = {
     "allen-cahn": (pde.AllenCahn, {}),
     "allen-cahn 1e-2": (pde.AllenCahn, {"diffusion": 1e-2}),
     "kdv": (pde.KdV, {}),
+    "schroedinger": (pde.Schroedinger, {}),
     "fokker-planck": (pde.LogFokkerPlanck, {"dim": 3}),
     "cavity": (pde.Cavity, {"regularized": True}),
 }
@@ -210,6 +216,28 @@ def test_setup_solves() -> None:
     assert solution.error < 0.1
 
 
+def test_two_scales_are_solved_together() -> None:
+    solution = pde.setup("multiscale").solve(points=300, steps=20, progress=False)
+    assert solution.error < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["multiscale", "wave-long"])
+def test_waves_to_many_digits(name: str) -> None:
+    assert pde.setup(name).solve(progress=False).error < 1e-9
+
+
+@pytest.mark.parametrize("make", [pde.KuramotoSivashinsky, pde.GrayScott])
+def test_a_short_time_is_solved_in_part(make: Callable[..., Ready]) -> None:
+    problem = make(time=0.01, initial_weight=1e4)
+    solution = pde.solve(
+        problem, pde.network_for(problem, parameters=150), points=200, steps=12, solver=Cholesky(),
+        step=LevenbergMarquardt(1e-2), gram="dense", progress=False, patience=None, refine=None,
+    )  # fmt: skip
+    assert solution.history.loss[-1] < 0.1 * solution.history.loss[0]
+    assert solution.error < 0.2
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
@@ -217,6 +245,8 @@ def test_setup_solves() -> None:
         (lambda: pde.Poisson(5, hard=True), "hard"),
         (lambda: pde.RitzPoisson(4), "from 1 to 3"),
         (lambda: pde.Helmholtz(0), "integers"),
+        (lambda: pde.Multiscale(0), "integers"),
+        (lambda: pde.KuramotoSivashinsky(time=3.0), "chaotic"),
         (lambda: pde.Wave(-1.0), "speed"),
         (lambda: pde.Burgers(0.0), "viscosity"),
         (lambda: pde.Cavity(hard=True), "jumps"),

@@ -9,8 +9,10 @@ import pytest
 import torch
 from scipy.integrate import solve_ivp
 
+from pullback import pde
 from pullback._core.errors import PullbackError
-from pullback.pde import references
+from pullback.pde import Points, references
+from pullback.pde.discretize import LocalResidual
 from pullback.pde.references import cache
 from pullback.pde.references.cavity_flow import Cavity
 from pullback.pde.references.etdrk4 import Trajectory, fourier_sum
@@ -48,11 +50,12 @@ def evaluate(reference, x, t):
 
 
 def derivative(f, order, s, h):
-    """Central differences of order 6 (first and second derivative) and 4 (third)."""
+    """Central differences of order 6 (first and second derivative) and 4 (third and fourth)."""
     weights = {
         1: np.array([-1, 9, -45, 0, 45, -9, 1]) / 60,
         2: np.array([2, -27, 270, -490, 270, -27, 2]) / 180,
         3: np.array([1, -8, 13, 0, -13, 8, -1]) / 8,
+        4: np.array([-1, 12, -39, 56, -39, 12, -1]) / 6,
     }[order]
     return sum(w * f(s + j * h) for j, w in zip(range(-3, 4), weights, strict=True)) / h**order
 
@@ -148,7 +151,7 @@ class TestAllenCahn:
 
     def test_continuous_where_panels_meet(self, thick_allen_cahn):
         x = np.linspace(-1, 1, 33)
-        edges = thick_allen_cahn._trajectory.edges[2:-1]
+        edges = thick_allen_cahn._trajectories[0].edges[2:-1]
         before = evaluate(thick_allen_cahn, x[:, None], edges * (1 - 1e-14))
         assert np.abs(before - evaluate(thick_allen_cahn, x[:, None], edges)).max() < 1e-11
 
@@ -185,6 +188,129 @@ class TestKdV:
             references.kdv(mu=1e-3)
 
 
+def residuals(problem, reference, x, t, h, dt):
+    """The equation's residuals of the reference, by central differences in x and t."""
+
+    def by(order, axis):
+        step = dt if axis else h
+
+        def at(s):
+            return reference.values(np.stack([x, s] if axis else [s, t], axis=1))
+
+        return torch.from_numpy(derivative(at, order, t if axis else x, step))
+
+    names = {(): (0, 0), (1,): (1, 1), (0,): (1, 0), (0, 0): (2, 0), (0,) * 4: (4, 0)}
+    found = {i: by(*n) for i, n in names.items() if i}
+    found[()] = torch.from_numpy(reference.values(np.stack([x, t], axis=1)))
+    sites = (Points(torch.from_numpy(np.stack([x, t], axis=1)), torch.ones(len(x))),)
+    local = LocalResidual(problem, problem.conditions[0], sites, {})
+    at = problem.fields.index
+    return local({(s, f, i): found[i][:, at(f)] for s, f, i in local.keys}), found
+
+
+class TestKuramotoSivashinsky:
+    """In the beginning; what comes after is the same equation, and slow."""
+
+    @pytest.fixture
+    def problem(self, folder):
+        return pde.KuramotoSivashinsky(time=0.05)
+
+    def test_equation(self, problem):
+        u, x = problem.reference, np.linspace(0.1, 6.1, 40)
+        r, found = residuals(problem, u, x, np.full_like(x, 0.03), 0.02, 1e-4)
+        assert r.abs().max() < 1e-4 * found[(1,)].abs().max()
+
+    def test_start_symmetry_and_accuracy(self, problem):
+        u, x = problem.reference, np.linspace(0, 2 * math.pi, 65)
+        start = np.cos(x) * (1 + np.sin(x))
+        assert np.abs(evaluate(u, x, 0.0) - start).max() < 1e-14
+        about = np.linspace(0, math.pi / 2, 33)
+        one, two = (evaluate(u, math.pi / 2 + s * about, 0.05) for s in (-1, 1))
+        assert np.abs(one + two).max() < 1e-10
+        assert u.accuracy < 1e-9
+
+    def test_explicit_method_gives_the_same(self, problem):
+        n, time = 96, 0.02
+        k, x = np.fft.rfftfreq(n, 1 / n), 2 * math.pi * np.arange(n) / n
+        linear = 100 * ((k / 16) ** 2 - (k / 16) ** 4)
+
+        def rate(_, u):
+            square = np.fft.rfft(u * u)
+            square[n // 3 :] = 0
+            return np.fft.irfft(linear * np.fft.rfft(u) - 50j / 16 * k * square, n)
+
+        start = np.cos(x) * (1 + np.sin(x))
+        found = solve_ivp(rate, (0, time), start, method="DOP853", rtol=1e-11, atol=1e-12)
+        assert np.abs(found.y[:, -1] - evaluate(problem.reference, x, time)).max() < 1e-7
+
+    def test_chaos_is_refused(self):
+        with pytest.raises(PullbackError, match="chaotic"):
+            references.kuramoto_sivashinsky(2.0)
+
+
+class TestGrayScott:
+    @pytest.fixture
+    def problem(self, folder):
+        return pde.GrayScott(time=0.05)
+
+    def test_equation(self, problem):
+        x = np.linspace(-0.95, 0.9, 40)
+        r, found = residuals(problem, problem.reference, x, np.full_like(x, 0.03), 5e-3, 1e-4)
+        assert r.abs().max() < 1e-5 * found[(1,)].abs().max()
+
+    def test_start_symmetry_and_accuracy(self, problem):
+        x = torch.linspace(0, 1, 65, dtype=torch.float64)
+        at = lambda s, t: problem.reference(torch.stack([s * x, torch.full_like(x, t)], 1))  # noqa: E731
+        bump = torch.exp(-10 * (1 - torch.cos(math.pi * x)))
+        want = torch.stack([1 - 0.5 * bump, 0.25 * bump], 1)
+        torch.testing.assert_close(at(1, 0.0), want, atol=1e-12, rtol=0)
+        torch.testing.assert_close(at(1, 0.05), at(-1, 0.05), atol=1e-12, rtol=0)
+        assert problem.reference.accuracy < 1e-7
+
+    def test_explicit_method_gives_the_same(self, problem):
+        n, time = 128, 0.05
+        k, x = math.pi * np.fft.rfftfreq(n, 1 / n), -1 + 2 * np.arange(n) / n
+
+        def rate(_, w):
+            u, v = w.reshape(2, n)
+            u_xx, v_xx = (np.fft.irfft(-(k**2) * np.fft.rfft(f), n) for f in (u, v))
+            reaction = 1000 * u * v * v
+            return np.concatenate(
+                [0.2 * u_xx + 40 * (1 - u) - reaction, 0.1 * v_xx - 100 * v + reaction]
+            )
+
+        bump = np.exp(-10 * (1 - np.cos(math.pi * x)))
+        start = np.concatenate([1 - 0.5 * bump, 0.25 * bump])
+        found = solve_ivp(rate, (0, time), start, method="DOP853", rtol=1e-11, atol=1e-12)
+        points = np.stack([x, np.full_like(x, time)], axis=1)
+        want = problem.reference.values(points).T.ravel()
+        assert np.abs(found.y[:, -1] - want).max() < 1e-8
+
+    def test_too_narrow_pulses_are_refused(self):
+        with pytest.raises(PullbackError, match="too narrow"):
+            references.gray_scott(diffusion=1e-3)
+
+
+def assert_steady_flow(cavity, limit):
+    """Momentum and continuity by central differences, away from the walls."""
+    x, y = (s.ravel() for s in np.meshgrid(*2 * [np.linspace(0.15, 0.85, 7)]))
+
+    def by_x(order):
+        at = lambda s: cavity.values(np.stack([s, y], axis=1)).T  # noqa: E731
+        return derivative(at, order, x, 5e-3)
+
+    def by_y(order):
+        at = lambda s: cavity.values(np.stack([x, s], axis=1)).T  # noqa: E731
+        return derivative(at, order, y, 5e-3)
+
+    u, v, _ = cavity.values(np.stack([x, y], axis=1)).T
+    w_x, w_y, laplacian = by_x(1), by_y(1), by_x(2) + by_y(2)
+    assert np.abs(w_x[0] + w_y[1]).max() < 1e-6
+    momentum = u * w_x + v * w_y - laplacian / cavity.reynolds
+    assert np.abs(momentum[0] + w_x[2]).max() < limit
+    assert np.abs(momentum[1] + w_y[2]).max() < limit
+
+
 class TestCavity:
     def test_walls(self, cavity):
         s = torch.linspace(0.01, 0.99, 33, dtype=torch.float64)
@@ -196,23 +322,7 @@ class TestCavity:
             torch.testing.assert_close(found[:, 1], zero, atol=1e-10, rtol=0)
 
     def test_equations(self, cavity):
-        """Momentum and continuity by central differences, away from the walls."""
-        x, y = (s.ravel() for s in np.meshgrid(*2 * [np.linspace(0.15, 0.85, 7)]))
-
-        def by_x(order):
-            at = lambda s: cavity.values(np.stack([s, y], axis=1)).T  # noqa: E731
-            return derivative(at, order, x, 5e-3)
-
-        def by_y(order):
-            at = lambda s: cavity.values(np.stack([x, s], axis=1)).T  # noqa: E731
-            return derivative(at, order, y, 5e-3)
-
-        u, v, _ = cavity.values(np.stack([x, y], axis=1)).T
-        w_x, w_y, laplacian = by_x(1), by_y(1), by_x(2) + by_y(2)
-        assert np.abs(w_x[0] + w_y[1]).max() < 1e-6
-        momentum = u * w_x + v * w_y - laplacian / 100
-        assert np.abs(momentum[0] + w_x[2]).max() < 1e-3
-        assert np.abs(momentum[1] + w_y[2]).max() < 1e-3
+        assert_steady_flow(cavity, 1e-3)
 
     def test_mean_pressure_is_zero(self, cavity):
         nodes, weights = np.polynomial.legendre.leggauss(64)
@@ -247,7 +357,9 @@ class TestCavity:
 
     def test_large_reynolds_is_refused(self):
         with pytest.raises(PullbackError, match="400"):
-            references.cavity(5000.0)
+            references.cavity(1000.0)
+        with pytest.raises(PullbackError, match="1000"):
+            references.cavity(5000.0, regularized=True)
 
 
 class TestTrajectory:
@@ -416,3 +528,9 @@ class TestDefaults:
         c = references.cavity()
         assert c.accuracy < 1e-6
         assert evaluate(c, 0.5, 0.4580875) == pytest.approx(-0.2140424, abs=1e-7)
+
+    def test_smooth_cavity_at_a_large_reynolds_number(self, monkeypatch):
+        monkeypatch.setattr(Cavity, "degrees", (60, 48))
+        c = references.cavity(1000.0, regularized=True)
+        assert c.accuracy < 1e-5
+        assert_steady_flow(c, 1e-4)

@@ -201,6 +201,7 @@ def test_slabs_of_one_length_where_all_is_easy() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_automatic_slabs_of_a_long_time() -> None:
     """In one piece the error stays near 1."""
     solution = automatic(turning(6.0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -146,3 +147,14 @@ def test_a_solution_in_slabs_is_saved_and_loaded(tmp_path: Path) -> None:
     x = torch.rand(9, 2, dtype=torch.float64)
     assert torch.equal(found(x), again(x))
     assert again.loss == found.loss
+
+
+def test_hard_conditions_that_nobody_keeps() -> None:
+    """u = 0 solves the equation, and nothing else is in the loss."""
+    burgers = pde.Burgers(0.1, hard=True)
+    with pytest.warns(UserWarning, match=r"not in the loss.*problem\.wrap\(network\)"):
+        pde.solve(burgers, pde.mlp(2, 4, 1, seed=0), steps=1, **OPTIONS)
+    wrapped = pde.Symmetric(burgers.wrap(pde.mlp(2, 4, 1, seed=0)), 0, -1)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*not in the loss")
+        pde.solve(burgers, wrapped, steps=1, **OPTIONS)

@@ -8,6 +8,7 @@ import os
 import pickle
 import signal
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from pullback import PullbackError, pde
 from pullback.pde.progress import Log
+from pullback.pde.verdict import Verdict
 
 pi = math.pi
 
@@ -109,6 +111,61 @@ def test_an_unfinished_answer_is_warned_of_unless_that_was_asked_for() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         run(callbacks=[lambda run, info: True])
+
+
+def test_verdicts_say_what_is_missing() -> None:
+    good = Verdict("all 9 steps were taken", False, 1e-9, 2e-9, 1e-5)
+    assert good.name == "converged"
+    assert not good.alarming
+    assert "more steps=, would lower them" in good.text
+    assert "would" not in replace(good, relative=1e-9).text
+    energy = replace(good, relative=math.nan)
+    assert energy.name == ""
+    assert "no residual says how good it is. Compare two" in energy.text
+
+
+class Growing(nn.Module):
+    """a e⁻ᵗ + b e^(10(t − 1))."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Parameter(torch.ones(1, dtype=torch.float64)) for _ in range(2))
+
+    def forward(self, t: Any) -> Any:
+        return self.a * torch.exp(-t) + self.b * torch.exp(10 * (t - 1))
+
+
+def test_small_residuals_of_an_unstable_equation_are_doubted() -> None:
+    """u' = 10u − 11e⁻ᵗ: what is off by 5e-5 at first is off by 1 at last."""
+    unstable = pde.Problem(
+        pde.Interval(0, 1, name="t"),
+        [
+            pde.Equation(lambda u, t: u.t - 10 * u + 11 * torch.exp(-t)),
+            pde.Dirichlet(1.0, on=lambda domain: domain.face("t", "low")),
+        ],
+        exact=lambda t: torch.exp(-t),
+    )
+    with pytest.warns(UserWarning, match=r"doubtful: .*estimated as 0\.3.*check\(against"):
+        solution = run(problem=unstable, network=Growing(), steps=0)
+    assert solution.verdict.relative < 1e-4
+    assert solution.verdict.estimated == pytest.approx(solution.error, rel=0.2)
+
+
+def test_terms_that_vanish_are_sized_by_the_field() -> None:
+    """All terms of Δu = 0 are round-off at u = x; a residual of 1e-6 of its variation is small."""
+    flat = pde.Problem(
+        pde.Box([(0, 1), (0, 1)]),
+        [pde.Equation(lambda u: u.laplacian), pde.Dirichlet(lambda x, y: x)],
+    )
+    network = nn.Linear(2, 1, dtype=torch.float64)
+    with torch.no_grad():
+        network.weight.copy_(torch.tensor([[1.0, 0.0]]))
+        network.bias.fill_(1e-6)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        solution = pde.solve(flat, network, steps=0, progress=False)
+    assert solution.residual["equation"].size > 1e-2
+    assert solution.verdict.name == "converged"
 
 
 def test_points_move_where_they_are_overfitted() -> None:
@@ -291,7 +348,7 @@ def test_slabs_share_the_budget() -> None:
             pde.mlp(2, 4, 1, seed=0),
             points=36,
             slabs=3,
-            budget=3.0,
+            budget=1.5,
             steps=10_000,
             patience=None,
             progress=False,

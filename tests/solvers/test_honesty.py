@@ -63,6 +63,30 @@ def test_with_r_nothing_is_lost_and_nothing_is_asked() -> None:
     assert found.status is Status.OK
 
 
+@pytest.mark.parametrize("small", [1e-6, 1e-9, 1e-11])
+@pytest.mark.parametrize("damping", [1e-6, 1e-10, 1e-12, 1e-14, 1e-16])
+@pytest.mark.parametrize("known", [True, False], ids=["r", "g"])
+def test_conjugate_gradients_that_end_too_early_for_the_damping_say_so(
+    small: float, damping: float, known: bool
+) -> None:
+    """Directions of small singular values are below the tolerance in g, and long in x."""
+    torch.manual_seed(0)
+    u, v = (torch.linalg.qr(torch.randn(k, 20, dtype=torch.float64))[0] for k in (20, 60))
+    s = torch.cat([torch.linspace(1, 0.5, 15), torch.full((5,), small)]).double()
+    a, r = (u * s) @ v.T, torch.randn(20, dtype=torch.float64)
+    solver = pb.solvers.ConjugateGradient(damping)
+    found = solver.solve(solver.init(pb.grams.Rows(a)), a.T @ r, whitened=r if known else None)
+    want = v @ (s * (u.T @ r) / (s * s + damping))
+    off = float((found.x - want).norm() / want.norm())
+    assert found.status is not Status.OK or off < 0.1
+    if damping == 1e-6:
+        assert found.status is Status.OK
+    truth = (a.T @ (a @ found.x) + damping * found.x - a.T @ r).norm() / (a.T @ r).norm()
+    assert found.residual is not None
+    if found.status is not Status.MAX_ITERATIONS:
+        assert abs(found.residual - float(truth)) <= 1e-3 * float(truth) + 1e-15
+
+
 @pytest.mark.parametrize("shape", [(0, 3), (3, 0), (0, 0)])
 def test_an_empty_gram_is_refused(shape: tuple[int, int]) -> None:
     a = torch.zeros(shape)

@@ -1,4 +1,4 @@
-"""Retractions: Box, Sphere, PositiveDefinite, and what the optimizer does with them."""
+"""Retractions: Bounds, Sphere, PositiveDefinite, and what the optimizer does with them."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import torch
 from torch import Tensor, nn
 
 import pullback as pb
-from pullback.steps import Box, GridLineSearch, PositiveDefinite, Sphere, retraction
+from pullback.steps import Bounds, GridLineSearch, PositiveDefinite, Sphere, retraction
 from pullback.testing import assert_close
 
 
 def test_box_clips_and_is_idempotent() -> None:
     w = torch.tensor([-2.0, 0.1, 3.0])
-    assert Box(-1, 1)(w).tolist() == pytest.approx([-1, 0.1, 1])
-    assert torch.equal(Box(-1, 1)(Box(-1, 1)(w)), Box(-1, 1)(w))
-    assert Box(lower=0)(w).tolist() == pytest.approx([0, 0.1, 3])
-    assert torch.equal(Box()(w), w)
+    assert Bounds(-1, 1)(w).tolist() == pytest.approx([-1, 0.1, 1])
+    assert torch.equal(Bounds(-1, 1)(Bounds(-1, 1)(w)), Bounds(-1, 1)(w))
+    assert Bounds(lower=0)(w).tolist() == pytest.approx([0, 0.1, 3])
+    assert torch.equal(Bounds()(w), w)
 
 
 def test_sphere_projects_back() -> None:
@@ -80,7 +80,7 @@ def test_a_step_ends_where_the_retraction_says(options) -> None:
     model, info = pull({"w": Sphere()}, w, torch.tensor([3.0, 0.0]).double(), **options)
     assert info.accepted
     assert float(model.w.detach().norm()) == pytest.approx(1.0)
-    model, _ = pull({"w": Box(0, 1)}, w, torch.tensor([3.0, -3.0]).double(), **options)
+    model, _ = pull({"w": Bounds(0, 1)}, w, torch.tensor([3.0, -3.0]).double(), **options)
     assert bool((model.w >= 0).all() and (model.w <= 1).all())
     spd = torch.eye(2).double()
     goal = torch.tensor([[-1.0, 0.3], [0.3, 2.0]]).double()

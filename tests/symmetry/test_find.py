@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pullback import PullbackError
-from pullback.symmetry import Mixing, Scaling, by_hand, find
+from pullback.symmetry import Leg, Mixing, Scaling, find
 from tests.symmetry.networks import (
     Of,
     basic_block,
@@ -307,40 +307,29 @@ class Branching(nn.Module):
         return self.fc2(F.relu(h))
 
 
-def test_control_flow_is_refused_and_by_hand_works() -> None:
-    model, x = Branching(), torch.randn(7, 3)
-    with pytest.raises(PullbackError, match="by_hand"):
+def between(units: int, into: str, out: str) -> Scaling:
+    line = torch.arange(units)
+    legs = [Leg(f"{into}.weight", line[:, None], 1), Leg(f"{into}.bias", line, 1)]
+    return Scaling(units, [*legs, Leg(f"{out}.weight", line[None], -1)])
+
+
+def test_control_flow_is_refused_and_actions_can_be_named() -> None:
+    model, x = Branching().double(), normal(7, 3)
+    with pytest.raises(PullbackError, match="actions="):
         find(model, x)
-    found = by_hand(model, [("fc1", "fc2")], x)
+    named = between(4, "fc1", "fc2")
+    found = find(model, x, actions=[named])
     assert found.generators().shape == (4, 26)
-    assert in_kernel(dense(model, x).double(), found.generators().double()) <= 1e-5
-    assert by_hand(model, [("fc1", "fc2")], x, group="layer").dimension == 1
+    assert in_kernel(dense(model, x), found.generators()) <= 1e-12
+    assert find(model, x, actions=[named], group="layer").dimension == 1
 
 
-def test_by_hand_is_verified_and_reads_flattened_images() -> None:
-    model = randomized(
-        nn.Sequential(
-            nn.Conv2d(2, 3, 3),
-            nn.ReLU(),
-            nn.Flatten(),
-            nn.Linear(12, 4),
-            nn.GELU(),
-            nn.Linear(4, 1),
-        )
-    )
-    x = normal(9, 2, 4, 4)
-    found = by_hand(model, [("0", "3"), ("3", "5")], x)
-    assert found.dimension == 3
-    assert torch.equal(found.generators(), find(model, x).generators())
-    assert len(found.rejected) == 1
+def test_named_actions_are_verified() -> None:
+    model = randomized(mlp([3, 4, 5, 2], nn.GELU))
+    model[1] = nn.ReLU()
+    found = find(model, normal(9, 3), actions=[between(4, "0", "2"), between(5, "2", "4")])
+    assert found.dimension == 4
     assert found.rejected[0].residual > 1e-3
-
-
-@pytest.mark.parametrize("pairs", [[("0", "9")], [("1", "2")], [("0", "4")], [(("0", "2"), "4")]])
-def test_bad_names_by_hand(pairs: Any) -> None:
-    model = mlp([3, 4, 6, 5])
-    with pytest.raises(PullbackError):
-        by_hand(model, pairs, torch.randn(5, 3))
 
 
 def test_shared_parameters_never_give_a_wrong_generator() -> None:

@@ -191,8 +191,20 @@ FOUND: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...], int]] = {
 }
 
 
-@pytest.mark.parametrize("seed", [3, pytest.param(11, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", FOUND)
+#: variants of their neighbors
+VARIANTS = {
+    *("two layers", "no biases", "GRU without biases", "by hand, GELU", "by hand, shifted"),
+    *("and its bias", "bilinear, GELU", "bilinear, shifted", "bag, mean", "bag, GELU"),
+    *("by hooks", "before GELU", "convolutions, by hooks", "from a given state"),
+}
+
+
+def ordinary(name: str, seed: int) -> object:
+    slow = name in VARIANTS or seed != 3
+    return pytest.param(name, seed, marks=pytest.mark.slow if slow else ())
+
+
+@pytest.mark.parametrize(("name", "seed"), [ordinary(n, s) for n in FOUND for s in (3, 11)])
 def test_the_kernel_of_j_is_what_was_found(name: str, seed: int) -> None:
     make, x, count = FOUND[name]
     model = small_biases(make(), seed)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import pullback as pb
-from pullback.symmetry.actions.derived import Turned
+from pullback.symmetry.actions.derived import OnMatrices
 from pullback.symmetry.find import SPECIALIZED
 from pullback.testing import assert_close
 
@@ -67,19 +67,92 @@ def copied(model: nn.Module) -> Block:
     return twin
 
 
+FORMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "matmul": lambda x, w: x @ w,
+    "einsum": lambda x, w: torch.einsum("bi,ij->bj", x, w),
+    "einsum, output first": lambda x, w: torch.einsum("bi,ij->jb", x, w).T,
+    "linear": lambda x, w: F.linear(x, w.T),
+    "linear of a copy": lambda x, w: F.linear(x, w.T.contiguous()),
+    "bmm": lambda x, w: torch.bmm(x[None], w[None])[0],
+    "baddbmm": lambda x, w: torch.baddbmm(x.new_zeros(1, 1, 1), x[None], w[None])[0],
+    "addmm": lambda x, w: torch.addmm(x.new_zeros(w.shape[1]), x, w),
+    "from the left": lambda x, w: (w.T @ x.T).T,
+    "tensordot": lambda x, w: torch.tensordot(x, w, 1),
+    "inner": lambda x, w: torch.inner(x, w.T),
+    "expanded": lambda x, w: (x.unflatten(0, (1, -1)) @ w.expand(1, *w.shape)).flatten(0, 1),
+}
+
+
 class Multiplied(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, form: Callable[[Tensor, Tensor], Tensor] = FORMS["matmul"]) -> None:
         super().__init__()
-        self.w, self.last = nn.Parameter(torch.randn(3, 5)), nn.Linear(5, 2)
+        self.w, self.last, self.form = nn.Parameter(torch.randn(3, 5)), nn.Linear(5, 2), form
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.last(x @ self.w)
+        return self.last(self.form(x, self.w))
 
 
-def test_a_product_with_a_parameter_has_the_generators_of_a_linear_layer() -> None:
-    model, x = Multiplied(), torch.randn(7, 3)
+@pytest.mark.parametrize("form", FORMS)
+def test_a_product_with_a_parameter_has_the_generators_of_a_linear_layer(form: str) -> None:
+    model, x = Multiplied(FORMS[form]), torch.randn(7, 3)
     found = pb.symmetry.find(model, x)
     assert len(found.generators()) == 25  # all 5 × 5 matrices between the two maps
+    assert not found.rejected
+
+
+class Experts(nn.Module):
+    """Two layers of three matrices each, as (E, in, out) or (in, E, out)."""
+
+    def __init__(self, first: bool) -> None:
+        super().__init__()
+        self.first = first
+        up, down = torch.randn(3, 4, 2), torch.randn(3, 2, 5)
+        self.up, self.down = (
+            nn.Parameter(w if first else w.transpose(0, 1).contiguous()) for w in (up, down)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.first:
+            return torch.bmm(torch.bmm(x.expand(3, -1, -1), self.up), self.down)
+        h = torch.einsum("bi,ieo->ebo", x, self.up)
+        return torch.einsum("ebi,ieo->ebo", h, self.down)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_every_matrix_of_a_stack_is_a_layer(first: bool) -> None:
+    found = pb.symmetry.find(Experts(first), torch.randn(9, 4))
+    assert len(found.generators()) == found.rank().independent == 3 * 2**2
+    assert not found.rejected
+
+
+class Heads(nn.Module):
+    """Attention with weights (in, heads, width)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Parameter(torch.randn(6, 2, 3) / 3) for _ in range(3))
+        self.out = nn.Parameter(torch.randn(2, 3, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (torch.einsum("bti,ihd->bhtd", x, w) for w in (self.q, self.k, self.v))
+        a = torch.einsum("bhtd,bhsd->bhts", q, k).softmax(-1)
+        return torch.einsum("bhtd,hdo->bto", a @ v, self.out)
+
+
+def test_heads_are_told_apart_in_weights_of_three_axes() -> None:
+    found = pb.symmetry.find(Heads(), torch.randn(4, 5, 6))
+    assert len(found.generators()) == found.rank().independent == 2 * 2 * 3**2
+    assert not found.rejected
+
+
+def test_a_weight_that_is_read_in_two_ways_is_not_mixed() -> None:
+    class Tied(Multiplied):
+        def forward(self, x: Tensor) -> Tensor:
+            return (x @ self.w) @ self.w.T
+
+    model = Tied()
+    del model.last
+    assert pb.symmetry.find(model, torch.randn(7, 3)).rank().independent == 0
 
 
 def test_a_transformer_of_transposed_weights_has_as_many_as_its_twin() -> None:
@@ -94,9 +167,9 @@ def test_a_transformer_of_transposed_weights_has_as_many_as_its_twin() -> None:
 def test_an_action_on_transposes_moves_along_a_fibre_and_its_tangent_is_the_derivative() -> None:
     model, x = Multiplied(), torch.randn(7, 3)
     params = {n: p.detach() for n, p in model.named_parameters()}
-    (action,) = (a for a in pb.symmetry.find(model, x).actions if isinstance(a, Turned))
+    (action,) = (a for a in pb.symmetry.find(model, x).actions if isinstance(a, OnMatrices))
     assert {*action.names} == {"w", "last.weight"}
-    assert all(name not in action.about for name in action.held)
+    assert all(name not in action.about for name in action.views)
     element = 0.1 * torch.randn(action.dimension)
     moved = action.act(params, element)
     assert all(moved[n].shape == params[n].shape for n in moved)
@@ -157,3 +230,11 @@ def test_the_output_that_counts_is_chosen() -> None:
         pb.symmetry.find(model, x, output="logits").rank().independent == 4
     )  # 2 × 2 matrices between b and a
     assert pb.symmetry.find(model, x).rank().independent == 0  # the inner features are seen as well
+
+
+def test_products_of_transposed_weights_are_invariants() -> None:
+    model, x = Multiplied(), torch.randn(7, 3)
+    (product,) = (
+        t for n, t in pb.symmetry.find(model, x).invariants().items() if n.startswith("GL(5)")
+    )
+    assert_close(product, model.last.weight @ model.w.T, 1e-12, "the map of both layers")

@@ -8,9 +8,13 @@ from torch import Tensor
 from torch.func import jacrev
 
 from pullback import PullbackError
-from pullback.symmetry.descent.directions import direction
+from pullback.symmetry.descent.directions import (
+    direction,
+    polar_basis,
+    polar_tangential,
+    polar_tangents,
+)
 from pullback.symmetry.slices.equal_norm import EqualNorm
-from pullback.symmetry.slices.polar import polar_basis, polar_tangential, polar_tangents
 
 from .chain import mlp, scalings
 

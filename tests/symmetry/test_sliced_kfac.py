@@ -145,10 +145,15 @@ def test_left_behind_it_goes_elsewhere() -> None:
 
 
 @pytest.mark.parametrize(
-    ("damping", "form"),
-    [(0.0, {}), (Invariant(0.1), {}), (0.0, {"max_factor": 5}), (0.0, {"joint": False})],
+    ("name", "damping", "form"),
+    [
+        ("mlp", Invariant(0.1), {}),
+        ("groups", 0.0, {"max_factor": 5}),
+        ("transposed", 0.0, {"joint": False}),
+        ("tied", 0.0, {}),
+        ("mlp", 0.0, {"max_factor": 5}),
+    ],
 )
-@pytest.mark.parametrize("name", ["mlp", "groups", "transposed", "tied"])
 def test_memory_after_a_retraction_is_that_of_the_rescaled_network(
     name: str, damping: Any, form: dict[str, Any]
 ) -> None:

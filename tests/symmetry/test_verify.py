@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pullback import PullbackError
-from pullback.symmetry import Leg, Mixing, Scaling, by_hand, find
+from pullback.symmetry import Leg, Mixing, Scaling, find
 from pullback.symmetry.graph.tracing import Example
 from pullback.symmetry.orbits.verify import Verified, Verifier, verify_actions
 
@@ -103,25 +103,24 @@ def deep(blocks: int, width: int) -> nn.Module:
 
 @pytest.mark.parametrize("training", [True, False])
 def test_many_batch_norms_take_seconds_and_are_reported_as_one(training: bool) -> None:
-    model = randomized(deep(12, 4)).train(training)
+    model = randomized(deep(6, 4)).train(training)
     x = normal(6, 2, 5, 5)
     start = time.process_time()
     found = find(model, x)
     assert time.process_time() - start < 15
-    assert len(found.rejected) == (12 if training else 0)
+    assert len(found.rejected) == (6 if training else 0)
     assert str(found).count("rejected") == (1 if training else 0)
     if training:
-        assert "11 more" in str(found)
+        assert "5 more" in str(found)
         assert "eps" in found.rejected[0].reason
 
 
-@pytest.mark.parametrize(("norm_first", "training"), [(True, True), (False, False)])
-def test_torch_transformers_with_a_mask_are_traced(norm_first: bool, training: bool) -> None:
+def test_torch_transformers_with_a_mask_are_traced() -> None:
     layer = nn.TransformerEncoderLayer(
-        4, 2, 6, 0.0, batch_first=True, activation="gelu", norm_first=norm_first
+        4, 2, 6, 0.0, batch_first=True, activation="gelu", norm_first=True
     )
-    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-    model = randomized(model).train(training)
+    model = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+    model = randomized(model)
     mask = nn.Transformer.generate_square_subsequent_mask(5, dtype=torch.float64)
     x = normal(3, 5, 4)
     with_mask = find(model, {"src": x, "mask": mask})
@@ -153,14 +152,9 @@ def test_what_cannot_be_verified_is_refused(name: str) -> None:
         find(model, x)  # pyright: ignore[reportArgumentType]
 
 
-def test_by_hand_needs_pairs() -> None:
-    with pytest.raises(PullbackError, match="no pair"):
-        by_hand(mlp([3, 4, 2]), ["0"], torch.zeros(2, 3))  # pyright: ignore[reportArgumentType]
-
-
 def test_rank_of_a_large_network_says_what_was_skipped() -> None:
-    model = nn.Sequential(nn.Linear(100, 300), nn.ReLU(), nn.Linear(300, 300))
-    said = str(find(model, torch.randn(300, 100)).rank())
+    model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 256))
+    said = str(find(model, torch.randn(8, 64)).rank())
     assert "nullity of J skipped" in said
     assert "skipped: J is" in said
     assert "None" not in said

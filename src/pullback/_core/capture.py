@@ -129,7 +129,8 @@ class Call:
     output: Tensor | None = None
     cotangent: Tensor | None = None
     random: RandomState | None = None
-    autocast: tuple[str, torch.dtype] | None = None
+    #: device and dtype of autocast, None for none; where the call never happened, as it is then
+    autocast: tuple[str, torch.dtype | None] | None = None
     buffers: dict[str, Tensor] | None = None
     #: inputs that were computed from something differentiable
     sources: list[Tensor] = field(default_factory=list)
@@ -140,6 +141,17 @@ class Call:
     def of(cls, *args: Any, **kwargs: Any) -> Call:
         """A call that did not happen in a closure: other inputs for the metric."""
         return cls(args, kwargs)
+
+    @classmethod
+    def begun(cls, model: nn.Module, args: Any, kwargs: Any, device: torch.device) -> Call:
+        """A call that begins now, with all that it takes to repeat it."""
+        call = cls(detached(args), detached(kwargs), random=RandomState(device))
+        call._versions = [(t, t._version) for t in call.tensors if not t.is_inference()]
+        call.buffers = {n: b.detach().clone() for n, b in plain(model).named_buffers()}
+        kind = device.type
+        enabled = torch.is_autocast_enabled(kind)
+        call.autocast = kind, torch.get_autocast_dtype(kind) if enabled else None
+        return call
 
     def recorded_output(self) -> Tensor | None:
         """The output as it was, unless the loss has overwritten it since."""
@@ -171,9 +183,8 @@ class Call:
                 stack.callback(now.restore)
                 self.random.restore()
             if self.autocast is not None:
-                stack.enter_context(torch.autocast(self.autocast[0], dtype=self.autocast[1]))
-            elif self.output is not None and torch.is_autocast_enabled(self.output.device.type):
-                stack.enter_context(torch.autocast(self.output.device.type, enabled=False))
+                kind, dtype = self.autocast
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=dtype is not None))
             yield
 
 
@@ -338,12 +349,10 @@ class Capture:
 
     def begin_call(self, args: Any, kwargs: Any, compiled: bool) -> Any:
         """Keep what the call can be repeated from."""
-        call = Call(detached(args), detached(kwargs), random=RandomState(self._device))
+        self._begun = Call.begun(self._model, args, kwargs, self._device)
         leaves = pytree.tree_leaves((args, kwargs))
-        call.sources = [t for t in leaves if isinstance(t, Tensor) and t.grad_fn is not None]
-        call._versions = [(t, t._version) for t in call.tensors if not t.is_inference()]
-        call.buffers = {n: b.detach().clone() for n, b in plain(self._model).named_buffers()}
-        self._begun = call
+        given = [t for t in leaves if isinstance(t, Tensor)]
+        self._begun.sources = [t for t in given if t.grad_fn is not None]
         return contextlib.nullcontext()
 
     def end_call(self, output: Any) -> None:
@@ -354,10 +363,7 @@ class Capture:
         z = picked(output, self._selector)
         if not z.requires_grad:
             return
-        call.output, kind = z.detach(), z.device.type
-        call._output_version = z._version
-        if torch.is_autocast_enabled(kind):
-            call.autocast = (kind, torch.get_autocast_dtype(kind))
+        call.output, call._output_version = z.detach(), z._version
         self._all.append(call)
 
         # the graph holds this function, so it must not hold the graph

@@ -38,8 +38,9 @@ class Status(Enum):
         "raise max_iterations, the damping, or pass a preconditioner"
     )
     INACCURATE = (
-        "(G + damping) x differs from g by more than round-off: with only g known, sample space "
-        "loses digits as the damping falls; raise it, pass the whitened gradient, or hold rows"
+        "(G + damping) x differs from g by more than so small a damping lets pass: digits were "
+        "lost, or the tolerance is too large; raise the damping, lower the tolerance, pass the "
+        "whitened gradient, or hold rows"
     )
     SINGULAR = (
         "the Gram is zero or not finite, so no direction could be found; "

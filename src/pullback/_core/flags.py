@@ -48,7 +48,7 @@ def lerp_unless(
     )  # fmt: skip
 
 
-class Verdict:
+class DeferredFlags:
     """Flags of a step that are copied to the host, which waits for them only when it reads them.
 
     They say whether parameters moved and statistics were taken up, if it was `learning`.

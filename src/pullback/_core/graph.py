@@ -79,6 +79,12 @@ def walk(start: Any, following: Callable[[Any], Sequence[Any]] | None = None) ->
     return seen
 
 
+def leaves_below(roots: Sequence[Tensor], names: Mapping[int, str]) -> set[str]:
+    """The names, by `id`, of the leaves that these tensors were computed from."""
+    nodes = {node for root in roots for node in walk(root.grad_fn)}
+    return {names[key] for n in nodes if (key := id(getattr(n, "variable", None))) in names}
+
+
 def arithmetic(z: Tensor) -> torch.dtype:
     """The dtype whose round-off z has: float32 where a double was computed in it on the way."""
     if z.dtype != torch.float64:

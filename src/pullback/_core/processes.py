@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any, TypeVar
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -179,9 +180,26 @@ class Processes:
         for places in _by_kind(tensors):
             some = [tensors[i].detach() for i in places]
             flat = _packed(some)
-            first = {"group": self.group, "group_src": 0}
-            self._send(what, flat.nbytes, lambda t=flat, a=first: dist.broadcast(t, **a))
+            self._broadcast(flat, 0, what)
             torch._foreach_copy_(some, _unpacked(flat, some))
+
+    def total(self, numbers: Sequence[float], what: str = "sums") -> list[float]:
+        """Return the sums of numbers over all processes, in double precision."""
+        if self.alone:
+            return list(numbers)
+        own = torch.tensor(numbers, dtype=torch.float64, device=self.device)
+        return self.sum([own], what)[0].tolist()
+
+    def average_gradients(self, params: Iterable[Tensor]) -> None:
+        """Let p.grad be the mean over all processes, of which those without one count as zero."""
+        held = list(params)
+        if self.alone or not held:
+            return
+        given = [torch.zeros_like(p) if p.grad is None else p.grad for p in held]
+        some = torch.tensor([p.grad is not None for p in held], device=given[0].device)
+        *total, counts = self.sum([*given, some.double()], "gradients")
+        for p, g, count in zip(held, total, counts.tolist(), strict=True):
+            p.grad = g.div_(self.size) if count else None
 
     # --- decisions ------------------------------------------------------------------------------
 
@@ -220,6 +238,15 @@ class Processes:
         self._send(what, 0.0, lambda: dist.all_gather_object(held, value, self.group))
         return held
 
+    def compare(
+        self, values: Sequence[object], flags: Sequence[bool] = ()
+    ) -> tuple[list[bool], list[bool]]:
+        """Return which values have one `repr` on all processes, and which flags are true on all."""
+        codes, count = [crc32(repr(value).encode()) for value in values], len(values)
+        found = self.least([*codes, *(-code for code in codes), *map(int, flags)])
+        pairs = zip(found[:count], found[count : 2 * count], strict=True)
+        return [low == -high for low, high in pairs], [bool(flag) for flag in found[2 * count :]]
+
     def same(self, what: str, values: Mapping[str, object], remedy: str) -> None:
         """Raise on all processes where they do not have the same values, naming those."""
         if self.alone:
@@ -237,8 +264,11 @@ class Processes:
                 )
 
     @contextmanager
-    def together(self) -> Iterator[None]:
-        """Raise on all processes where the body, in which nothing is sent, raised on one."""
+    def together(self, doing: str = "go on") -> Iterator[None]:
+        """Raise on all processes where the body, in which nothing is sent, raised on one.
+
+        The others say what it was `doing`.
+        """
         error: Exception | None = None
         try:
             yield
@@ -253,7 +283,9 @@ class Processes:
             raise error
         rank, said = next((i, text) for i, text in enumerate(found) if text is not None)
         raise PullbackError(
-            f"Process {rank} could not go on", said.rstrip("."), "Mend what it says; see its error"
+            f"Process {rank} could not {doing}",
+            said.rstrip("."),
+            "Mend what it says; see its error",
         )
 
     # --- the group ------------------------------------------------------------------------------

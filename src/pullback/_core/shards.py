@@ -1,16 +1,20 @@
-"""Parameters that `fully_shard` has cut into pieces: gathered, and cut again."""
+"""A model's parameters by name; those that `fully_shard` has cut are gathered, and cut again."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .capture import plain
 from .errors import PullbackError
 from .processes import Processes
+
+#: an optimizer's param groups
+Groups = Iterable[Mapping[str, Any]]
 
 
 def is_sharded(p: object) -> bool:
@@ -87,6 +91,56 @@ class Shards:
         for processes, (tensors, owners) in sent.items():
             processes.exchange(tensors, owners, what)
         return out
+
+
+class Parameters:
+    """The parameters of a model by name; some may be cut into pieces by `fully_shard`."""
+
+    def __init__(self, model: nn.Module, processes: Processes) -> None:
+        self.by_name: dict[str, Any] = dict(plain(model).named_parameters())
+        self.names = {id(p): n for n, p in self.by_name.items()}
+        self.shapes = {n: p.shape for n, p in self.by_name.items()}
+        self.shards = Shards(self.by_name, processes)
+        #: what shows shapes, dtypes and devices
+        self.like = {
+            n: torch.zeros((), dtype=p.dtype, device=p.device).expand(p.shape)
+            if n in self.shards
+            else p
+            for n, p in self.by_name.items()
+        }
+
+    def of(self, groups: Groups) -> dict[str, Any]:
+        """Return the parameters of these groups, by name."""
+        return {self.names[id(p)]: p for group in groups for p in group["params"]}
+
+    def among(self, group: Mapping[str, Any], names: Container[str]) -> tuple[list[str], list[Any]]:
+        """Return those of a group's parameters that have one of these names, names first."""
+        own = {n: p for p in group["params"] if (n := self.names[id(p)]) in names}
+        return list(own), list(own.values())
+
+    def whole(self, held: Mapping[str, Tensor], what: str) -> dict[str, Tensor]:
+        """Return whole tensors by name: gradients, moves or the parameters themselves."""
+        if not self.shards:
+            return dict(held)
+        pieces = {n: local(t) for n, t in held.items()}
+        with torch.no_grad():
+            return self.shards.gather(pieces, self.shapes, what)
+
+    def leaves(self) -> dict[str, Tensor]:
+        """Return whole parameters, as leaves of a graph of their own."""
+        found = self.whole(self.by_name, "parameters")
+        return {
+            n: t.detach().requires_grad_(self.by_name[n].requires_grad) for n, t in found.items()
+        }
+
+    def pieces(
+        self, names: Sequence[str], whole: list[Tensor], *held: list[Any]
+    ) -> tuple[list[Any], ...]:
+        """Return this process's pieces of whole tensors by name, and of what is held in pieces."""
+        if not self.shards:
+            return whole, *held
+        cut = list(map(self.shards.cut, names, whole))
+        return cut, *(list(map(local, some)) for some in held)
 
 
 @contextlib.contextmanager

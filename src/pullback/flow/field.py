@@ -1,4 +1,4 @@
-"""The vector field of natural gradient flow, and what is watched and held while it runs."""
+"""The vector field of natural gradient flow."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..likelihoods import Bernoulli, Categorical
 from ..maps import ObjectiveMap
 from ..metrics import Fisher
 from ..optim import NaturalGradient, Objective
-from ..optim.checks import refuse_metric
+from ..optim.checks import loss_of, refuse_metric
 
 
 class Host:
@@ -45,7 +45,7 @@ class Host:
             )
 
     def now(self) -> Tensor:
-        """The parameters as they are, flat."""
+        """The present parameters, flat."""
         return self.space.flatten({n: p.detach() for n, p in self.params.items()}).clone()
 
     @contextmanager
@@ -78,85 +78,26 @@ class Host:
         return self.space.flatten({n: p.grad for n, p in self.params.items()}).clone()
 
 
-_SURE = 1e-4  # the probability of the other classes from which on p − y is looked at
-_ULPS = 4
+_LOST = 1e-8  # the probability of the other classes below which p − y has lost half of its digits
 
 
-class CotangentWatch:
-    """A closure's ∂ℓ/∂z, followed while it runs, for Fisher metrics of classifiers.
+def count_lost(likelihood: Any, z: Tensor, g: Tensor) -> int:
+    """Count the outputs at which ∂ℓ/∂z = w(p − y) has lost its digits, for classifiers' logits z.
 
-    Autograd's w(p − y) has the absolute round-off of p: its digits go as p nears 1, and from logits
-    of about 37 on it is zero, while the natural gradient is not (zero over zero). A gradient that
-    is w(p − y) to that round-off, for the weight w of a sum or a mean, is replaced by the same in
-    full precision. Where it is zero nothing is left to say which y it was.
+    Autograd's p − y has the absolute round-off of p. From logits of about 18 on half of its digits
+    are gone where p is near y, at 37 all of them, while the natural gradient does not vanish.
     """
-
-    def __init__(self, model: nn.Module, optimizer: NaturalGradient | None) -> None:
-        metric = None if optimizer is None else optimizer.metric
-        self._likelihood = metric.likelihood if isinstance(metric, Fisher) else None
-        self._model, self._lost = model, 0
-        self._hook: Any = None
-
-    def __enter__(self) -> CotangentWatch:
-        if isinstance(self._likelihood, (Bernoulli, Categorical)):
-            # first, so that whoever records the cotangent receives the mended one
-            self._hook = self._model.register_forward_hook(self._follow, prepend=True)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._hook is not None:
-            self._hook.remove()
-
-    def _follow(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        if not isinstance(output, Tensor) or not output.requires_grad:
-            return
-        z = output.detach()
-
-        def mend(g: Tensor) -> Tensor | None:
-            if isinstance(self._likelihood, Bernoulli):
-                exact, sure = _bernoulli(z, g)
-                silent = g == 0
-            elif z.ndim == 2 and g.shape == z.shape:
-                exact, sure = _categorical(z, g)
-                silent = (g == 0).all(1, keepdim=True)
-            else:
-                return None
-            self._lost += int((sure & silent).sum())
-            eps = torch.finfo(g.dtype).eps
-            for count in (1, z.shape[0], z.numel()):
-                near = (g - exact / count).abs() <= _ULPS * eps / count
-                if bool((near | silent | ~sure).all()):
-                    return torch.where(sure & ~silent, exact / count, g)
-            return None
-
-        output.register_hook(mend)
-
-    def rounded(self) -> str:
-        """The reason to stop, or nothing."""
-        if not self._lost:
-            return ""
-        return (
-            f"the loss's gradient p − y rounded to zero at {self._lost} outputs whose logits are "
-            "beyond about ±37 (flow.Supervised goes on from there)"
-        )
-
-
-def _bernoulli(z: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-    """σ(z) − y with the y that the sign of g tells, and where it is small."""
-    exact = torch.where(g < 0, -torch.sigmoid(-z), torch.sigmoid(z))
-    sure = torch.where(g == 0, torch.sigmoid(z.abs()) == 1, exact.abs() < _SURE)
-    return exact, sure
-
-
-def _categorical(z: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-    """p − e_y with the y at which g is negative, and in which rows it is small."""
-    log_p = z.log_softmax(1)
-    y = g.argmin(1, keepdim=True)
-    others = log_p.scatter(1, y, -torch.inf).logsumexp(1, keepdim=True).exp()
-    exact = log_p.exp().scatter(1, y, -others)
-    lost = z.softmax(1).amax(1, keepdim=True) == 1
-    silent = (g == 0).all(1, keepdim=True)
-    return exact, torch.where(silent, lost, others < _SURE).expand_as(z)
+    if isinstance(likelihood, Bernoulli):
+        sure, slope = torch.sigmoid(-z.abs()) < _LOST, g.abs()
+    elif isinstance(likelihood, Categorical) and z.ndim == 2 and g.shape == z.shape:
+        log_p = z.log_softmax(1)
+        best = log_p.argmax(1, keepdim=True)
+        others = log_p.scatter(1, best, -torch.inf).logsumexp(1).exp()
+        sure, slope = others < _LOST, g.abs().amax(1)
+    else:
+        return 0
+    # where p is near 1 − y the gradient is about w, and keeps its digits
+    return int((sure & (slope * g.numel() < _LOST**0.5)).sum())
 
 
 KINDS = ("natural", "euclidean")
@@ -231,9 +172,11 @@ class ClosureField(VectorField):
     ) -> None:
         self.host = Host(model)
         self.model, self.space, self.start = self.host.model, self.host.space, self.host.now()
-        self._user, self._loss = closure, float("nan")
+        self._user, self._loss, self._lost = closure, float("nan"), 0
+        self._outputs: list[Tensor] = []
         self._optimizer = NaturalGradient(model, **options) if kind == "natural" else None
-        self._watch = CotangentWatch(self.host.model, self._optimizer)
+        metric = None if self._optimizer is None else self._optimizer.metric
+        self._likelihood = metric.likelihood if isinstance(metric, Fisher) else None
 
     def local(self, flat: Tensor) -> FieldValue:
         with self.host.at(flat), torch.enable_grad():
@@ -243,11 +186,10 @@ class ClosureField(VectorField):
                 return FieldValue.checked(self._loss, gradient, -gradient)
             found = self._optimizer.direction(self._closure)
             gradient = self.host.gradient()
-            reason = self._watch.rounded()
             if not found.status.ok and bool(gradient.any()):
-                reason = found.status.value
-            if reason:
-                return FieldValue.broken(flat, reason)
+                return FieldValue.broken(flat, found.status.value)
+            if self._lost:
+                return FieldValue.broken(flat, _ROUNDED.format(self._lost))
             return FieldValue.checked(self._loss, gradient, -found.x)
 
     def loss(self, flat: Tensor) -> float:
@@ -257,18 +199,9 @@ class ClosureField(VectorField):
 
     def values(self, flat: Tensor) -> Tensor:
         """The module's outputs while the closure ran; several calls are joined along axis 0."""
-        seen: list[Tensor] = []
-
-        def keep(module: nn.Module, inputs: Any, output: Any) -> None:
-            if isinstance(output, Tensor):
-                seen.append(output.detach().clone())
-
         with self.host.at(flat), torch.enable_grad():
-            hook = self.host.model.register_forward_hook(keep)
-            try:
-                self._closure()
-            finally:
-                hook.remove()
+            self._closure()
+        seen = [z.clone() for z in self._outputs]
         if not seen:
             raise PullbackError(
                 "There are no function values to show",
@@ -279,25 +212,36 @@ class ClosureField(VectorField):
 
     def _closure(self) -> Any:
         self.host.clear()
-        # of this pass alone, and not of the optimizer's replays of it
-        with CotangentWatch(self.host.model, self._optimizer) as self._watch:
+        self._outputs, self._lost = [], 0
+        hook = self.host.model.register_forward_hook(self._follow)
+        try:
             loss = self._user()
-            _refuse_loss(loss)
+            self._loss = loss_of(loss)
             silent = all(p.grad is None for p in self.host.params.values())
             if silent and isinstance(loss, Tensor) and loss.requires_grad:
                 loss.backward()
-        self._loss = float(loss.detach()) if isinstance(loss, Tensor) else float(loss)
+        finally:
+            hook.remove()
         return loss
 
+    def _follow(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        """Keep the outputs of this pass, and count where their gradients lose their digits."""
+        if not isinstance(output, Tensor):
+            return
+        z = output.detach()
+        self._outputs.append(z)
 
-def _refuse_loss(loss: Any) -> None:
-    if not isinstance(loss, (Tensor, float, int)):
-        got = type(loss).__name__
-        raise PullbackError("The closure did not return the loss", f"got {got}", "Return it")
-    if isinstance(loss, Tensor) and loss.numel() != 1:
-        raise PullbackError(
-            "The loss is not one number", f"its shape is {tuple(loss.shape)}", "Reduce it to one"
-        )
+        def look(g: Tensor) -> None:
+            self._lost += count_lost(self._likelihood, z, g)
+
+        if self._likelihood is not None and output.requires_grad:
+            output.register_hook(look)
+
+
+_ROUNDED = (
+    "the loss's gradient p − y has lost its digits at {} outputs with logits beyond about ±18 "
+    "(flow.Supervised goes on from there)"
+)
 
 
 class ObjectiveField(VectorField):

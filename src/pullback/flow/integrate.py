@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from .._core.errors import PullbackError
-from ..metrics import Custom, Euclidean, Metric
+from ..metrics import Euclidean, Metric, MetricFunction
 from ..optim import Objective
 from ..solvers import PseudoInverse, Solver
 from .field import KINDS, ClosureField, ObjectiveField, VectorField
@@ -105,10 +105,10 @@ class FunctionField(ClosureField):
         if isinstance(metric, Metric):
             return metric
         if isinstance(metric, Tensor):
-            return Custom(lambda z: metric.to(z)[None])
+            return MetricFunction(lambda z: metric.to(z)[None])
         if callable(metric):
             matrix: Callable[[Tensor], Any] = metric
-            return Custom(lambda z: matrix(self._wrapped.restore(z))[None])
+            return MetricFunction(lambda z: matrix(self._wrapped.restore(z))[None])
         raise PullbackError(
             "The metric is not usable",
             f"got {metric!r}",
@@ -151,7 +151,7 @@ def integrate(
     reduction: str | None = None,
     **options: Any,
 ) -> Trajectory:
-    r"""The flow from the model's parameters, which are left as they are.
+    r"""Integrate the flow from the model's parameters, without changing them.
 
     Args:
         model: a module in float64; or a function φ of a tensor or a dict of tensors.

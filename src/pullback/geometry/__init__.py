@@ -23,21 +23,19 @@ from .charts.transformations import (
 from .charts.twin import sigmoid_twin, tanh_twin
 from .invariance.audit import audit
 from .invariance.table import Audit, Verdict
-from .invariance.trial import Contender, optimizers
+from .invariance.trial import Contender
 from .local.functions import (
     Occurrence,
     SingularPoint,
-    decompose,
     gram,
     natural_parameter_gradient,
     occurrence,
     project,
     pushforward,
     rank,
-    residual,
     singular_points,
 )
-from .local.inverses import Damped, Generalized, RandomInverse, Rank, WeightedNorm
+from .local.inverses import Generalized, RandomInverse, Rank, WeightedNorm
 from .local.point import Decomposition, Point
 from .local.proper import Properness, is_proper, properness
 from .volume import Flatness, flatness
@@ -49,15 +47,12 @@ __all__ = [
     "gram",
     "natural_parameter_gradient",
     "project",
-    "residual",
-    "decompose",
     "Decomposition",
     # generalized inverses
     "MoorePenrose",
     "Generalized",
     "RandomInverse",
     "WeightedNorm",
-    "Damped",
     # rank and properness
     "rank",
     "Rank",
@@ -91,7 +86,6 @@ __all__ = [
     "Audit",
     "Verdict",
     "Contender",
-    "optimizers",
     # room around a minimum
     "flatness",
     "Flatness",

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -210,16 +210,6 @@ def _other(x: Any, x2: Any) -> Any:
     return None if x2 is x else x2
 
 
-class Raises(Protocol):
-    """What the products need of a kernel J B J'ᵀ."""
-
-    tangent: Tangent
-
-    def raised(self, v: Tensor) -> Tensor:
-        """B v."""
-        ...
-
-
 class KernelOperator:
     """u ↦ J(x) B J(x2)ᵀ u by one reverse and one forward pass: nothing is formed.
 
@@ -227,7 +217,7 @@ class KernelOperator:
     takes matrices (N2·m, k), and gives (N·m, k).
     """
 
-    def __init__(self, kernel: Raises, x: Any, x2: Any = None, chunk: int = 1024) -> None:
+    def __init__(self, kernel: TangentKernel, x: Any, x2: Any = None, chunk: int = 1024) -> None:
         self._kernel, self._chunk = kernel, chunk
         self._one = _parts(arguments(x), chunk)
         x2 = None if x2 is x else x2

@@ -207,7 +207,7 @@ def refuse_broken(
 
 
 def norms(tensors: Sequence[Tensor]) -> list[float]:
-    """‖t‖ of each, by one reading of the device; 0 for what is not a floating-point number."""
+    """‖t‖ of each, with one synchronization; 0 for integers."""
     parts: list[Any] = [torch.view_as_real(t) if t.is_complex() else t.detach() for t in tensors]
     real = [i for i, t in enumerate(parts) if t.is_floating_point()]
     out = [0.0] * len(parts)

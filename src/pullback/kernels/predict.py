@@ -121,7 +121,7 @@ def _start(f0: Callable[[Any], Tensor], points: Any, kernel: Tensor, m: int) -> 
 
 
 def _response(k: Tensor, across: Tensor, reg: float, time: float | None) -> Tensor:
-    """T, from one eigendecomposition; directions that K does not know stay as they are."""
+    """T, from one eigendecomposition; the kernel of K does not move."""
     values, u = torch.linalg.eigh((k + k.T) / 2)
     values = values.clamp(min=0) + reg
     known = values > len(values) * torch.finfo(k.dtype).eps * values.max()

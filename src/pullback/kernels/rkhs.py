@@ -179,9 +179,9 @@ def functional_gradient(
         x: the points of the empirical loss.
         cotangents: c = ∂ℓ/∂f(x_i), (N, *event), as autograd gives it for ℓ(f(x)).
 
-    >>> from pullback.metrics.rkhs import sobolev_kernel
+    >>> from pullback.metrics import Matern
     >>> x = torch.tensor([[0.0], [1.0]])
-    >>> gradient = functional_gradient(lambda a, b: sobolev_kernel(a, b, 1.0), x, torch.ones(2, 1))
+    >>> gradient = functional_gradient(Matern(), x, torch.ones(2, 1))
     >>> gradient(torch.tensor([[0.0]]))
     tensor([[1.7358]])
     """

@@ -187,7 +187,7 @@ def _refuse_others(tangent: Tangent, x: Any, x2: Any, processes: Processes) -> N
 
 
 def _digest(t: Tensor) -> str:
-    """A few letters that tell its bytes from others."""
+    """A hash of its bytes."""
     flat = t.detach().cpu().contiguous().flatten().view(torch.uint8)
     return hashlib.blake2b(flat.numpy().tobytes(), digest_size=8).hexdigest()
 
@@ -267,7 +267,7 @@ class SymmetricTiles:
 def ntk_tiles(
     model: Any, x: Any, *, params: Any = None, chunk: int | None = None, memory: int | None = None
 ) -> SymmetricTiles:
-    """The NTK Θ(x, x) held by half, for as many inputs as the machine can hold."""
+    """The NTK Θ(x, x) as tiles on and below the diagonal, in half the memory."""
     tangent = model if isinstance(model, Tangent) else Tangent(model, params)
     found = tiles(tangent, x, None, Full(), chunk, memory)
     return SymmetricTiles({(a.start, b.start): (a, b, tile) for a, b, tile in found})

@@ -76,7 +76,8 @@ class Categorical(Likelihood):
     loss of softmax probabilities does not change where all logits of a position are raised, so that
     its gradient adds up to zero over the classes; where it does so along another axis than `dim`,
     that is an error. The first gradient tells: a loss with further terms may add up to zero
-    elsewhere by and by, once its softmax has nothing left to learn.
+    elsewhere by and by, once its softmax has nothing left to learn. With `dim=None` the classes are
+    on axis 1, as in torch's losses, or on the one axis that this gradient shows instead.
 
     Positions whose target was `ignore_index` receive no gradient from the loss; they are
     recognized by that and left out of the metric and of its mean. A further term that reaches
@@ -84,18 +85,20 @@ class Categorical(Likelihood):
     """
 
     halves = True  # torch's softmax adds up in float32
-    _told = False  # whether a gradient has shown that `dim` is not the wrong axis
+    _told = False  # whether a gradient has shown that the axis is not the wrong one
+    _shown = 1  # the axis where `dim` is None
 
-    def __init__(self, dim: int = -1, ignore_index: int = -100) -> None:
+    def __init__(self, dim: int | None = -1, ignore_index: int = -100) -> None:
         self.dim, self.ignore_index = dim, ignore_index
 
     def _axis(self, z: Tensor) -> int:
         """The class axis, counted from the end; axis 0 holds the samples."""
-        axis = self.dim if self.dim < 0 else self.dim - z.ndim
+        dim = self._shown if self.dim is None else self.dim
+        axis = dim if dim < 0 else dim - z.ndim
         if z.ndim < 2 or not -z.ndim < axis < 0 or z.shape[axis] < 2:
             raise PullbackError(
                 "Categorical does not fit the model's output",
-                f"axis {self.dim} of shape {tuple(z.shape)} does not hold two or more classes",
+                f"axis {dim} of shape {tuple(z.shape)} does not hold two or more classes",
                 "Set Categorical(dim=...), or use Bernoulli for a single logit",
             )
         return axis
@@ -124,9 +127,7 @@ class Categorical(Likelihood):
         return z.numel() // z.shape[self._axis(z)]
 
     def counted(self, z: Tensor, cotangent: Tensor) -> Tensor | None:
-        axis = self._axis(z)
-        if z.ndim > 2 and not self._told:
-            self._told = self._tells(cotangent[:8], axis)
+        axis = self._settled_axis(z, cotangent)
         silent = _silent(cotangent, axis)
         if not bool(silent.any()):
             return None
@@ -135,7 +136,7 @@ class Categorical(Likelihood):
         return None if bool(counts.all()) else counts
 
     def uncounted(self, z: Tensor, cotangent: Tensor) -> Tensor | None:
-        return _silent(cotangent, self._axis(z)).any()
+        return _silent(cotangent, self._settled_axis(z, cotangent)).any()
 
     def mismatch(self, z: Tensor, cotangent: Tensor) -> str:
         """Recognize outputs of a softmax, and squared errors to one-hot targets.
@@ -145,7 +146,7 @@ class Categorical(Likelihood):
         z − ∂loss/∂z / s are one-hot. Later gradients cannot tell: logits that are equal at first
         keep the sum they have, as cross-entropy does not change it.
         """
-        axis, eps = self._axis(z), torch.finfo(z.dtype).eps
+        axis, eps = self._settled_axis(z, cotangent), torch.finfo(z.dtype).eps
         dtype = compute_dtype(z.dtype)
         z, c = (t[:8].movedim(axis, -1).flatten(0, -2)[:64].to(dtype) for t in (z, cotangent))
         if len(z) < 4 or bool((z == z[0]).all()):
@@ -167,10 +168,17 @@ class Categorical(Likelihood):
             )
         return ""
 
-    def _tells(self, cotangent: Tensor, axis: int) -> bool:
-        """Raise where the loss's gradient adds up to zero along another axis, not along ours.
+    def _settled_axis(self, z: Tensor, cotangent: Tensor) -> int:
+        """The class axis, held against the first gradients of the loss until one tells."""
+        if z.ndim > 2 and not self._told:
+            self._told = self._tells(cotangent[:8], self._axis(z))
+        return self._axis(z)
 
-        Nothing can be told where it is zero everywhere, or not finite.
+    def _tells(self, cotangent: Tensor, axis: int) -> bool:
+        """Hold the axis against a gradient; False where that is zero or not finite.
+
+        Where it adds up to zero along another axis, not along ours, that one is taken if `dim` is
+        None and there is but one; else it is an error.
         """
         c = cotangent.to(compute_dtype(cotangent.dtype))
         axes = [a for a in range(1 - c.ndim, 0) if c.shape[a] > 1]
@@ -180,7 +188,10 @@ class Categorical(Likelihood):
         # half precision leaves an ε; random signs leave 1/√T along T places, which must be more
         limit = min(100 * torch.finfo(cotangent.dtype).eps, 0.005)
         zero = [a + c.ndim for a in axes if left[a] <= limit]
-        if zero and left[axis] > 5 * limit:
+        wrong = bool(zero) and left[axis] > 5 * limit
+        if wrong and self.dim is None and len(zero) == 1:
+            self._shown = zero[0] - c.ndim
+        elif wrong:
             raise PullbackError(
                 "Categorical does not fit the loss",
                 f"the loss's gradient adds up to zero along axis {zero[0]} of the output, samples "

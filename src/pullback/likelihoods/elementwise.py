@@ -11,7 +11,7 @@ from .._core.factor import Diagonal, Factor
 from .base import Likelihood, bounded_exp
 
 
-class Elementwise(Likelihood):
+class IndependentEntries(Likelihood):
     """Every entry is a sample, as torch's means over all entries have it.
 
     Args:
@@ -33,7 +33,7 @@ class Elementwise(Likelihood):
         return z.shape[: z.ndim - self.event].numel()
 
 
-class Bernoulli(Elementwise):
+class Bernoulli(IndependentEntries):
     """Logits z of independent yes/no outcomes: `F.binary_cross_entropy_with_logits`."""
 
     def factor(self, z: Tensor) -> Factor:
@@ -54,7 +54,7 @@ class Bernoulli(Elementwise):
         return p.sub_(torch.lt(uniform, p, out=uniform))
 
 
-class Poisson(Elementwise):
+class Poisson(IndependentEntries):
     """Log-rates z of counts: `F.poisson_nll_loss`."""
 
     def factor(self, z: Tensor) -> Factor:

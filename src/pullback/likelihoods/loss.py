@@ -49,15 +49,15 @@ def from_loss(loss: Likelihood | Loss) -> Likelihood:
 
     | loss | likelihood |
     |---|---|
-    | `nn.CrossEntropyLoss`, `F.cross_entropy` | `Categorical(dim=1)`: M = diag(p) − ppᵀ |
-    | `nn.NLLLoss`, `F.nll_loss` of log-probabilities | `Categorical(dim=1)` |
+    | `nn.CrossEntropyLoss`, `F.cross_entropy` | `Categorical(dim=None)`: M = diag(p) − ppᵀ |
+    | `nn.NLLLoss`, `F.nll_loss` of log-probabilities | `Categorical(dim=None)` |
     | `nn.MSELoss`, `F.mse_loss` | `MSE()`: M = 2/m for m outputs per sample |
     | `nn.BCEWithLogitsLoss` and its function | `Bernoulli()`: M = σ(z)σ(−z) |
     | `nn.PoissonNLLLoss`, `F.poisson_nll_loss` | `Poisson()`: M = eᶻ |
 
-    The classes are on axis 1, where these losses have them; a model that returns (N, ..., C) and
-    flattens before the loss needs `Categorical(dim=-1)`. Label smoothing leaves the Hessian as it
-    is, and so do soft targets that add up to one.
+    The classes are on axis 1, where these losses have them. Of a model that returns (N, ..., C) and
+    flattens before the loss, the loss's first gradient shows that they are on the last one. Label
+    smoothing leaves the Hessian as it is, and so do soft targets that add up to one.
 
     Args:
         loss: a loss module or function of torch, a `functools.partial` of one, or a likelihood,
@@ -67,7 +67,7 @@ def from_loss(loss: Likelihood | Loss) -> Likelihood:
         PullbackError: no likelihood has this loss's metric. Weights of classes are an example.
 
     >>> from_loss(nn.CrossEntropyLoss(label_smoothing=0.1, ignore_index=0))
-    Categorical(dim=1, ignore_index=0)
+    Categorical(dim=None, ignore_index=0)
     """
     if isinstance(loss, Likelihood):
         return loss
@@ -81,7 +81,7 @@ def from_loss(loss: Likelihood | Loss) -> Likelihood:
                 "the unweighted likelihood",
             )
     if function in (F.cross_entropy, F.nll_loss):
-        return Categorical(dim=1, ignore_index=options.get("ignore_index", -100))
+        return Categorical(dim=None, ignore_index=options.get("ignore_index", -100))
     if function is F.mse_loss:
         return MSE()
     if function is F.binary_cross_entropy_with_logits:

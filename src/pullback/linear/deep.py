@@ -196,7 +196,7 @@ class DeepMatrix(FactoredModule):
         return self.like_factors(split(self.values(dtype), grad.detach().to(dtype), method))
 
     def pullback_gram(self, linear: Linearization, factor: Factor) -> FactoredGram | None:
-        """G = JᵀMJ in closed form for the calls of `forward`; None where something else was done.
+        """G = JᵀMJ in closed form for calls of `forward`; None for anything else.
 
         For a metric that is a multiple of the identity and at most two factors G comes with its
         spectrum.

@@ -228,7 +228,7 @@ def tangent_gram(
 
 
 def isotropic(factor: Factor, value: Tensor) -> float | None:
-    """The s with S = s·1, or None; told from one random vector, which is no eigenvector of others.
+    """The s with S = s·1, or None, from S applied to one random vector.
 
     A factor that couples samples is never taken for one.
     """

@@ -93,7 +93,7 @@ def refuse_zero_tangent(size: Tensor) -> None:
 
 @dataclass(frozen=True)
 class RandomSource:
-    """A generator or a seed, with the dtype and device of what is drawn."""
+    """A generator or a seed, with the dtype and device of new tensors."""
 
     generator: torch.Generator | None = None
     seed: int | None = None

@@ -4,7 +4,7 @@ from .._core.capture import Call
 from .base import Covered, Linearization, Map, Pulled, identity_covectors
 from .jets import Scheme
 from .module import ModuleMap, shared_plans
-from .objective import FunctionLinearization, ObjectiveMap, Residual
+from .objective import FunctionLinearization, ObjectiveMap
 from .operator import IntegralMap, OperatorMap
 
 __all__ = [
@@ -18,7 +18,6 @@ __all__ = [
     "ObjectiveMap",
     "OperatorMap",
     "Pulled",
-    "Residual",
     "Scheme",
     "identity_covectors",
     "shared_plans",

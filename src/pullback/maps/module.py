@@ -29,7 +29,7 @@ from .._core.space import ParameterSpace, tolerance
 from .base import Linearization, Map, Pulled
 from .record import Entry, Recorder
 from .reverse import vectorized
-from .structure import Structure
+from .structure import LayerStructure
 
 
 class ModuleMap(Map):
@@ -217,7 +217,7 @@ class ModuleLinearization(Linearization):
         key = self._recorder.signature(self.map.call)
         plan = self.map.plans.get(key)
         if plan is None:
-            plan = Structure.establish(self, self._recorder)
+            plan = LayerStructure.establish(self, self._recorder)
             if plan.settled:
                 self.map.plans[key] = plan
         return plan.pullback(self, self._recorder, covectors)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -112,47 +111,38 @@ class FunctionLinearization(Linearization):
         return torch.einsum("rnk,nkp->nrp", u, columns.unflatten(0, u.shape[1:]))
 
 
-@dataclass(frozen=True)
-class Residual:
-    """One named residual: values (N, ...) and a weight, a number or one per sample."""
-
-    value: Tensor
-    weight: Tensor | float = 1.0
-
-
 Objective = Callable[[dict[str, Tensor]], Any]
+#: values (N, ...), and a weight: a number or one per sample
+Weighted = tuple[Tensor, Tensor | float]
 
 
-def residuals(output: Any, *, shared: bool = False) -> dict[str, Residual]:
-    """The objective's return value in one form: tensor, (tensor, weight), Residual, or a dict.
+def residuals(output: Any, *, shared: bool = False) -> dict[str, Weighted]:
+    """The objective's return value in one form: a tensor, (tensor, weight), or a dict of these.
 
     Where it is `shared` with other processes, residuals may be empty here.
     """
     if not isinstance(output, Mapping):
         output = {"residual": output}
-    named = {}
+    named: dict[str, Weighted] = {}
     for name, item in output.items():
-        if isinstance(item, tuple):
-            item = Residual(*item)
-        elif isinstance(item, Tensor):
-            item = Residual(item)
-        if not isinstance(item, Residual) or not isinstance(item.value, Tensor):
+        pair = item if isinstance(item, tuple) else (item, 1.0)
+        if len(pair) != 2 or not isinstance(pair[0], Tensor):
             raise PullbackError(
                 f"The objective's entry {name!r} is not a residual",
                 f"got {type(item).__name__}",
                 "Return a tensor, a pair (tensor, weight), or a dict of these",
             )
-        if item.value.is_complex():
+        if pair[0].is_complex():
             raise PullbackError(
                 f"The residual {name!r} is complex",
                 "its square is no loss",
                 "Return real and imaginary parts (torch.view_as_real)",
             )
-        named[name] = item
-    if not shared and (not named or any(r.value.numel() == 0 for r in named.values())):
+        named[name] = pair
+    if not shared and (not named or any(r.numel() == 0 for r, _ in named.values())):
         raise PullbackError(
             "The objective has an empty residual",
-            f"entries: { {n: tuple(r.value.shape) for n, r in named.items()} }",
+            f"entries: { {n: tuple(r.shape) for n, (r, _) in named.items()} }",
             "Give every residual at least one point",
         )
     return named
@@ -183,14 +173,14 @@ class ObjectiveMap(Map):
     def samples(self, params: Mapping[str, Tensor]) -> dict[str, int]:
         """How many samples each residual has on this process."""
         found = residuals(self.objective(dict(params)), shared=True)
-        return {n: len(r.value) if r.value.ndim else 1 for n, r in found.items()}
+        return {n: len(r) if r.ndim else 1 for n, (r, _) in found.items()}
 
     def __call__(self, params: Mapping[str, Tensor]) -> Tensor:
         """z: (n, 1)."""
         pieces = []
         shared = self.totals is not None
-        for name, residual in residuals(self.objective(dict(params)), shared=shared).items():
-            value = residual.value
+        found = residuals(self.objective(dict(params)), shared=shared)
+        for name, (value, given) in found.items():
             value = (
                 value.reshape(1, 1)
                 if value.ndim == 0
@@ -198,7 +188,7 @@ class ObjectiveMap(Map):
                 if value.ndim > 1
                 else value[:, None]
             )
-            weight = torch.as_tensor(residual.weight, dtype=value.dtype, device=value.device)
+            weight = torch.as_tensor(given, dtype=value.dtype, device=value.device)
             if weight.ndim > 0:
                 if weight.numel() not in (1, value.shape[0]):
                     raise PullbackError(

@@ -13,7 +13,7 @@ from torch.func import vmap
 from .._core.errors import reraise_fatal
 from .._core.graph import arithmetic
 from .._core.space import ParameterSpace, tolerance
-from .layers.moments import Layout
+from .layers.moments import SampleLayout
 
 
 class ForwardReplay(Protocol):
@@ -40,7 +40,7 @@ class ForwardReplay(Protocol):
 
 
 def looped_cotangents(
-    linear: ForwardReplay, edges: list[Any], layouts: Sequence[Layout], covectors: Tensor
+    linear: ForwardReplay, edges: list[Any], layouts: Sequence[SampleLayout], covectors: Tensor
 ) -> list[Tensor]:
     """Per edge the cotangents (N, R, ...), samples first, by R reverse passes."""
     out: list[Tensor] = []
@@ -58,7 +58,7 @@ def looped_cotangents(
 
 
 def batched_cotangents(
-    linear: ForwardReplay, edges: list[Any], layouts: Sequence[Layout], covectors: Tensor
+    linear: ForwardReplay, edges: list[Any], layouts: Sequence[SampleLayout], covectors: Tensor
 ) -> list[Tensor]:
     """The same by one reverse pass in which every operation is vectorized over covectors."""
     if not edges:

@@ -22,7 +22,7 @@ from .._core.graph import arithmetic, unfused_attention, walk
 from .._core.space import tolerance
 from .base import Covered, Pulled
 from .layers import Block, RowsBlock, Use
-from .layers.moments import Layout, detect
+from .layers.moments import SampleLayout, detect
 from .proof import Proof
 from .record import Entry, Recorder
 from .reverse import ForwardReplay, batched_cotangents, looped_cotangents, vectorizes
@@ -126,10 +126,10 @@ def _row_by_row(
 
 
 @dataclass
-class Structure:
+class LayerStructure:
     """The plan for one model and input shape: layouts of the layers used, and the rest."""
 
-    layouts: dict[int, Layout]
+    layouts: dict[int, SampleLayout]
     rest: tuple[str, ...]
     reasons: dict[str, str]
     rows_by: str | None = None
@@ -142,7 +142,7 @@ class Structure:
     settled: bool = True
 
     @classmethod
-    def establish(cls, linear: ForwardReplay, recorder: Recorder) -> Structure:
+    def establish(cls, linear: ForwardReplay, recorder: Recorder) -> LayerStructure:
         """Probe with covectors u and c∘u, c one random number per sample."""
         z, leaves = linear.value, linear.leaves
         generator = torch.Generator().manual_seed(0)
@@ -240,7 +240,7 @@ class Structure:
         return covered
 
 
-def _placed(delta: Tensor | None, layout: Layout, linear: ForwardReplay) -> Tensor:
+def _placed(delta: Tensor | None, layout: SampleLayout, linear: ForwardReplay) -> Tensor:
     assert delta is not None
     return layout(delta).unsqueeze(1).to(linear.space.dtype)
 

@@ -42,9 +42,8 @@ def _linear(
 
 @use("_weight_norm")
 def _weight_norm(mode: FunctionMode, out: Tensor, v: Tensor, g: Tensor, dim: int = 0) -> None:
-    own, length = mode.whole(v), mode.whole(g)
-    if own is not None and own is v and length is not None:
-        mode.derive(out, Direction(own, length, dim))
+    if mode.whole(v) is v:  # g may follow another rule
+        mode.derive(out, Direction(v, g, dim))
 
 
 @use("matmul", "mm", "bmm", "__matmul__")

@@ -1,19 +1,19 @@
 """Stage two, *metrics*: how long is a move of the function?"""
 
 from .._core.factor import Blocks, Diagonal, Factor, Scaled, Whitened
-from .base import Bregman, Custom, Euclidean, Fisher, Metric, Weighted, as_metric
-from .rkhs import Kernel, Matern, median_distance
+from .base import Bregman, Euclidean, Fisher, Metric, MetricFunction, Weighted, as_metric
+from .rkhs import Matern, ReproducingKernel, median_distance
 from .sobolev import Sobolev
 
 __all__ = [
     "Blocks",
     "Bregman",
-    "Custom",
+    "MetricFunction",
     "Diagonal",
     "Euclidean",
     "Factor",
     "Fisher",
-    "Kernel",
+    "ReproducingKernel",
     "Matern",
     "Metric",
     "Scaled",

@@ -45,7 +45,7 @@ class Metric(ABC):
         return f"{type(self).__name__}({fields})"
 
 
-class Custom(Metric):
+class MetricFunction(Metric):
     """A user's function z ↦ M, positive semidefinite matrices (N, |event|, |event|)."""
 
     def __init__(self, matrices: Callable[[Tensor], Tensor]) -> None:
@@ -68,7 +68,7 @@ def as_metric(metric: Metric | Callable[[Tensor], Tensor]) -> Metric:
     if isinstance(metric, Metric):
         return metric
     if callable(metric) and not isinstance(metric, type):
-        return Custom(metric)
+        return MetricFunction(metric)
     raise PullbackError(
         "The metric is not usable",
         f"got {metric!r}",

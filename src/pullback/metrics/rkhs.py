@@ -20,7 +20,7 @@ _WIDE, _PRODUCTS = 64, 2**20  # from where on inner products are faster than dif
 _CANCELS = 1e-4  # squared distances, of the points' squared lengths, that lose too many digits
 
 
-class Kernel(ABC):
+class ReproducingKernel(ABC):
     """K(x, x') for points (N, ...) and (M, ...), flattened to vectors: a matrix (N, M)."""
 
     @abstractmethod
@@ -32,11 +32,12 @@ class Kernel(ABC):
         return f"{type(self).__name__}({fields})"
 
 
-class Matern(Kernel):
+class Matern(ReproducingKernel):
     """K = d^ν K_ν(d) 2^(1−ν)/Γ(ν), d = ‖x − x'‖/scale: the kernel of the Sobolev space H^s(Rⁿ).
 
-    Its Fourier transform is (1 + |ξ|²)^(−s) up to a factor, with s = ν + n/2 (`smoothness`). For
-    half-integers ν it is e^(−d) times a polynomial:
+    Its Fourier transform is (1 + |ξ|²)^(−s) up to a factor, with s = ν + n/2 (`smoothness`). The
+    paper prints s = n + 3 for ν = 3/2, where it is (n + 3)/2. For half-integers ν it is e^(−d)
+    times a polynomial:
 
         ν = 1/2: e^(−d)     3/2: e^(−d)(1 + d)     5/2: e^(−d)(1 + d + d²/3).
 
@@ -72,16 +73,6 @@ class Matern(Kernel):
     def smoothness(self, n: int) -> float:
         """The s of H^s(Rⁿ): ν + n/2, which is (n + 3)/2 for ν = 3/2."""
         return self.order + n / 2
-
-
-class Gaussian(Kernel):
-    """K = e^(−d²/2), d = ‖x − x'‖/scale: smoother than any Sobolev space, and soon singular."""
-
-    def __init__(self, scale: float = 1.0) -> None:
-        self.scale = positive(scale)
-
-    def __call__(self, x: Tensor, y: Tensor) -> Tensor:
-        return torch.exp(-0.5 * (distances(x, y) / self.scale) ** 2)
 
 
 @lru_cache
@@ -164,17 +155,5 @@ def median_distance(x: Tensor) -> float:
     return found
 
 
-def sobolev_kernel(x: Tensor, y: Tensor, scale: float) -> Tensor:
-    """K = e^(−d)(1 + d), d = ‖x − x'‖/scale: the kernel of H^s with s = (n + 3)/2 in Rⁿ.
-
-    The paper prints s = n + 3; the Fourier transform decays as (1 + |ξ|²)^(−(n+3)/2).
-
-    >>> points = torch.tensor([[0.0], [1.0], [3.0]], dtype=torch.float64)
-    >>> print(sobolev_kernel(points, points, 1.0)[0])
-    tensor([1.0000, 0.7358, 0.1991], dtype=torch.float64)
-    """
-    return Matern(1.5, scale)(x, y)
-
-
 #: what `Sobolev(kernel=...)` takes
-KernelLike = Kernel | Callable[[Tensor, Tensor], Tensor]
+KernelLike = ReproducingKernel | Callable[[Tensor, Tensor], Tensor]

@@ -14,7 +14,7 @@ from .._core.errors import PullbackError
 from .._core.factor import Factor, Mixed
 from .._core.space import compute_dtype
 from .base import Fisher, Metric
-from .rkhs import Kernel, KernelLike, Matern, median_distance
+from .rkhs import KernelLike, Matern, ReproducingKernel, median_distance
 
 _JITTER = {torch.float64: 1e-10, torch.float32: 1e-5}
 _NEAR = 1e-6  # of correlations to 0 or 1
@@ -39,7 +39,7 @@ class Sobolev(Metric):
         jitter: added to K's unit diagonal (times K's mean diagonal where it is another one), since
             equal inputs make K singular; 1e-10 in float64 and 1e-5 in float32 unless given.
         order: ν of the Matérn kernel, a half-integer: then s = ν + n/2.
-        kernel: instead of scale and order, a `Kernel` or a function (x, x') ↦ (N, N').
+        kernel: instead of scale and order, a `ReproducingKernel` or a function (x, x') ↦ (N, N').
         inner: the Fisher metric of single samples that the outputs are measured in.
     """
 
@@ -107,7 +107,7 @@ class Sobolev(Metric):
         largest eigenvalue, which is the batch size where inputs coincide.
         """
         k = self._matrix(inputs, dtype, dtype if inputs.device.type == "mps" else torch.float64)
-        if not isinstance(self.kernel_of, Kernel) and bool(
+        if not isinstance(self.kernel_of, ReproducingKernel) and bool(
             (k - k.mT).abs().max() > 1e-4 * k.abs().max()
         ):
             raise PullbackError(

@@ -4,10 +4,10 @@ from .info import StepInfo
 from .kfac import KFAC
 from .natural_gradient import NaturalGradient
 from .presets import GaussNewton, HessianFree, LevenbergMarquardt
-from .terms import Energy, Objective, Squares, Term
+from .terms import EnergyTerm, Objective, Squares, Term
 
 __all__ = [
-    "Energy",
+    "EnergyTerm",
     "GaussNewton",
     "HessianFree",
     "KFAC",

@@ -12,6 +12,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from .._core.capture import plain
 from .._core.errors import PullbackError
+from .._core.graph import leaves_below
 from .._core.shards import is_sharded
 from ..likelihoods import MSE, Gaussian, Likelihood
 from ..metrics import Euclidean, Fisher, Metric, as_metric
@@ -254,21 +255,12 @@ def dense_gradients(
 
 def refuse_chained(name_of: dict[int, str], inputs: list[Tensor]) -> None:
     """Raise where a recorded input was itself computed from the optimized parameters."""
-    seen: set[object] = set()
-    stack: list[Any] = [t.grad_fn for t in inputs]
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        name = name_of.get(id(getattr(node, "variable", None)))
-        if name is not None:
-            raise PullbackError(
-                "The model's input depends on the model's own parameters",
-                f"{name!r} reached it through an earlier call, whose share of J would be lost",
-                "Put both calls into one module and give that to the optimizer",
-            )
-        stack.extend(n for n, _ in node.next_functions)
+    for name in leaves_below(inputs, name_of):
+        raise PullbackError(
+            "The model's input depends on the model's own parameters",
+            f"{name!r} reached it through an earlier call, whose share of J would be lost",
+            "Put both calls into one module and give that to the optimizer",
+        )
 
 
 def own_group(

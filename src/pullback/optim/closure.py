@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from .._core.capture import Call, Capture, Selector, first_input, plain
 from .._core.errors import PullbackError, Status
 from .._core.factor import Scaled
+from .._core.graph import leaves_below
 from .._core.processes import Processes
 from .._core.state import RandomState, Snapshot
 from ..grams import Part
@@ -22,10 +23,10 @@ from ..maps import Linearization, ModuleMap
 from ..maps.module import ModuleLinearization
 from ..metrics import Metric
 from .checks import gradient_of, loss_of, refuse_chained, warn_derivatives, warn_mismatch
-from .problem import Place, Problem
+from .problem import Place, StepProblem
 
 
-class ClosureProblem(Problem):
+class ClosureProblem(StepProblem):
     """An ordinary closure: zero_grad, forward, backward, return the loss."""
 
     def __init__(
@@ -77,20 +78,14 @@ class ClosureProblem(Problem):
 
     def _mean(self, losses: Sequence[float]) -> list[float]:
         """The means over processes of what their closures returned."""
-        if self.processes.alone:
-            return list(losses)
-        own = torch.tensor(losses, dtype=torch.float64, device=self.processes.device)
-        return (self.summed(own)[0] / self.processes.size).tolist()
+        return [x / self.processes.size for x in self.processes.total(losses, "gradients")]
 
     def _synchronized(self, gradients: dict[str, Tensor | None]) -> Tensor:
         """∇L, the mean over processes, flat; a wrapper has taken it in the closure's backward()."""
-        own = self.space.flatten(gradients)
-        if self.processes.alone or self._wrapper is not None:
-            return own
-        mean = self.summed(own)[0] / self.processes.size
-        for name, g in self.space.split(mean).items():
-            self.params[name].grad = g.to(self.params[name].dtype)
-        return mean
+        if not self.processes.alone and self._wrapper is None:
+            self.processes.average_gradients(self.params.values())
+            gradients = {n: p.grad for n, p in self.params.items()}
+        return self.space.flatten(gradients)
 
     @property
     def _wrapper(self) -> nn.parallel.DistributedDataParallel | None:
@@ -216,12 +211,15 @@ class ClosureProblem(Problem):
 
     def _warn_unmeasured(self, linears: Sequence[ModuleLinearization]) -> None:
         """Warn once where the loss moves parameters that no measured output depends on."""
+        if not linears:  # a process without samples
+            return
         measured: set[str] = self._memory.setdefault("measured", set())
         gradients = {n: p.grad for n, p in self.params.items() if n not in measured}
         if "unmeasured" in self._memory or all(g is None for g in gradients.values()):
             return
         for linear in linears:
-            measured |= dependencies(linear.graph, linear.leaves)
+            names = {id(p): n for n, p in linear.leaves.items()}
+            measured |= leaves_below([linear.graph], names)
         moved = [
             n for n, g in gradients.items() if n not in measured and g is not None and bool(g.any())
         ]
@@ -257,10 +255,7 @@ class ClosureProblem(Problem):
         """What the metric of a sample is multiplied by: with "mean", 1/N of all processes."""
         if self._reduction == "sum":
             return 1.0
-        if not self.processes.alone:
-            own = torch.tensor([samples], dtype=torch.float64, device=self.processes.device)
-            samples = float(self.summed(own)[0])
-        return 1.0 / max(samples, 1.0)
+        return 1.0 / max(self.processes.total([samples], "gradients")[0], 1.0)
 
     def losses(self, moves: Tensor, place: Place) -> Tensor:
         origin = {n: p.detach().clone() for n, p in self.params.items()}
@@ -312,16 +307,3 @@ def as_call(batch: Any) -> Call:
     if isinstance(batch, Mapping):
         return Call.of(**batch)
     return Call.of(*batch) if isinstance(batch, tuple) else Call.of(batch)
-
-
-def dependencies(z: Tensor, leaves: Mapping[str, Tensor]) -> set[str]:
-    """The names of the leaves that z was computed from, read off its graph."""
-    names = {id(p): n for n, p in leaves.items()}
-    seen, stack, found = set(), [z.grad_fn], set()
-    while stack:
-        node = stack.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            found.add(names.get(id(getattr(node, "variable", None))))
-            stack.extend(following for following, _ in node.next_functions)
-    return found - {None}

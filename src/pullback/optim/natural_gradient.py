@@ -43,7 +43,7 @@ from .checks import (
 from .closure import ClosureProblem
 from .info import StepInfo
 from .objective import ObjectiveProblem
-from .problem import Problem
+from .problem import StepProblem
 from .system import System, explains
 from .terms import Objective
 
@@ -285,8 +285,10 @@ class NaturalGradient(Optimizer):
         stages = f"metric={self.metric!r}, solver={self.solver!r}, step={self.rule!r}"
         return f"{super().__repr__()[:-1]}    {stages}\n)"
 
-    def _take(self, problem: Problem, batch: Any) -> StepInfo:
+    def _take(self, problem: StepProblem, batch: Any) -> StepInfo:
         reason = problem.evaluate()
+        if not reason and self._idle(problem):
+            reason = "the gradient is zero, and so is the learning rate"
         if reason:
             problem.rollback()
             return StepInfo(problem.loss, False, reason=reason, parameters=problem.space.size)
@@ -301,6 +303,11 @@ class NaturalGradient(Optimizer):
             self._remember(problem, local.state)
         self._schedule["steps"] += 1
         return _record(problem, system, parts, move, self._sign)
+
+    def _idle(self, problem: StepProblem) -> bool:
+        """Whether a step without a gradient and a rate asks for nothing."""
+        rates = [float(group["lr"]) for group in self.param_groups]
+        return not any(rates) and not bool(problem.gradient.any())
 
     def _agreed(self, move: Move, state: dict[str, Any]) -> Move:
         """The first process's move, to the bit; all have computed the same one to round-off."""
@@ -321,7 +328,7 @@ class NaturalGradient(Optimizer):
         processes.adopt([direction := move.direction.clone()], "moves")
         return replace(move, direction=direction, size=size, accepted=accepted)
 
-    def _system(self, problem: Problem, batch: Any) -> tuple[list[Part], System]:
+    def _system(self, problem: StepProblem, batch: Any) -> tuple[list[Part], System]:
         """Pull the metric back; once more, if the model's structure is not what it was."""
         parts, system, explained = self._pull(problem, batch)
         if not problem.proven and not explained:
@@ -329,7 +336,7 @@ class NaturalGradient(Optimizer):
             parts, system, _ = self._pull(problem, batch)
         return parts, system
 
-    def _pull(self, problem: Problem, batch: Any) -> tuple[list[Part], System, bool]:
+    def _pull(self, problem: StepProblem, batch: Any) -> tuple[list[Part], System, bool]:
         """The rows of this process, the system of all, and whether autograd agrees with it."""
         # the replayed forward pass keeps the closure's own arithmetic: a last bit may flip a ReLU
         parts, own = problem.parts(self.metric, batch)
@@ -345,7 +352,7 @@ class NaturalGradient(Optimizer):
         explained = problem.proven or explains(gram, parts, problem, own)
         return parts, System.of(gram, problem, white, rows), explained
 
-    def _problem(self, closure: Any, objective: Any) -> Problem:
+    def _problem(self, closure: Any, objective: Any) -> StepProblem:
         active = self._active()
         if closure is None:
             return ObjectiveProblem(active, objective, self.reduction, self._processes)
@@ -383,7 +390,7 @@ class NaturalGradient(Optimizer):
             refuse_parameter(name, p)
         return active
 
-    def _local(self, problem: Problem, system: System) -> Local:
+    def _local(self, problem: StepProblem, system: System) -> Local:
         """The local picture, with the sign turned where we maximize."""
         sign = self._sign
         system = -system if self.maximize else system
@@ -405,7 +412,7 @@ class NaturalGradient(Optimizer):
             state=recall(self.rule, self._schedule["rule"], vectors, problem.space.flatten),
         )
 
-    def _remember(self, problem: Problem, state: dict[str, Any]) -> None:
+    def _remember(self, problem: StepProblem, state: dict[str, Any]) -> None:
         """Save what the step left in its state; frozen parameters have moved by zero."""
         params = self._parameters()
 
@@ -418,7 +425,7 @@ class NaturalGradient(Optimizer):
         vectors = [self.state[p]["rule"] for p in params]
         store(self.rule, state, self._schedule["rule"], vectors, split)
 
-    def _rates(self, problem: Problem) -> tuple[float | None, Tensor | float]:
+    def _rates(self, problem: StepProblem) -> tuple[float | None, Tensor | float]:
         """The learning rate, if all groups agree, and what multiplies a move."""
         rates = [float(group["lr"]) for group in self.param_groups]
         if len(set(rates)) == 1:
@@ -431,7 +438,7 @@ class NaturalGradient(Optimizer):
 
     def _place(
         self,
-        problem: Problem,
+        problem: StepProblem,
         scale: Tensor | float,
         origin: Mapping[str, Tensor],
         move: Tensor,
@@ -447,7 +454,7 @@ class NaturalGradient(Optimizer):
     def _retraction(self) -> Any:
         return retraction(self._retract, tuple(self._names.values()))
 
-    def _apply(self, problem: Problem, move: Move) -> None:
+    def _apply(self, problem: StepProblem, move: Move) -> None:
         pieces = problem.space.split(move.direction)
         for group in self.param_groups:
             chosen = [p for p in group["params"] if p.requires_grad]
@@ -463,7 +470,7 @@ class NaturalGradient(Optimizer):
 
 
 def _record(
-    problem: Problem, system: System, parts: list[Part], move: Move, sign: float
+    problem: StepProblem, system: System, parts: list[Part], move: Move, sign: float
 ) -> StepInfo:
     solution, gram = move.solution, system.gram
     form = "matrix_free" if gram.structure.holds == "operator" else gram.structure.holds

@@ -16,14 +16,13 @@ from .._core.state import RandomState
 from ..grams import Part
 from ..maps import ObjectiveMap
 from ..metrics import Metric
-from .problem import Place, Problem
+from .problem import Place, StepProblem
 from .terms import Objective, Squares
 
-_RECORDED = 2**22  # entries of one evaluation up to which Python takes most of its time
 _TRIAL_BYTES = {"cpu": 2**26, "cuda": 2**33}  # about the cache; about the memory
 
 
-class ObjectiveProblem(Problem):
+class ObjectiveProblem(StepProblem):
     """L = Σ_k ℓ_k(z_k): half the square of the weighted residuals, or an `Objective`'s terms.
 
     The metric is that of the terms (Gauss–Newton for residuals), unless other values are given to
@@ -46,7 +45,6 @@ class ObjectiveProblem(Problem):
             source = self._averaged(self._repeatable(objective))
             objective = Objective([Squares(source)] if source.rows else [], shared=True)
         self._objective, self._terms = objective, objective.terms
-        self._loss = objective.loss
 
     def _repeatable(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The same random numbers at every evaluation: loss, Jacobian and trials must agree."""
@@ -87,8 +85,6 @@ class ObjectiveProblem(Problem):
         if not math.isfinite(self.loss):
             return self.broken()
         with self.processes.together():
-            if self._apart and self._footprint <= _RECORDED:
-                self._loss = self._objective.recorded(self.params, own)
             self._parts = [Part(x, term.factor(x.value)) for term, x in pairs]
             shares = []
             for (term, x), part in zip(pairs, self._parts, strict=True):
@@ -141,7 +137,7 @@ class ObjectiveProblem(Problem):
 
     def _losses(self, moves: Tensor, place: Place) -> Tensor:
         def loss(move: Tensor) -> Tensor:
-            return self._loss(place(self.params, move))
+            return self._objective.loss(place(self.params, move))
 
         if not self._terms:
             return moves.new_zeros(len(moves))

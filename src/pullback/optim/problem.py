@@ -19,7 +19,7 @@ from ..metrics import Metric
 Place = Callable[[Mapping[str, Tensor], Tensor], Mapping[str, Tensor]]
 
 
-class Problem(ABC):
+class StepProblem(ABC):
     """L and its local picture at the current parameters.
 
     On several processes L, its gradient and Jᵀ∂L/∂z are those of all of them; parts and r are this

@@ -14,7 +14,7 @@ from .._core.products import full_precision
 from .._core.space import tolerance
 from ..grams import FactoredGram, Gram, Part
 from ..solvers import Damping, Path, Solution, Solver
-from .problem import Problem
+from .problem import StepProblem
 
 Solve = Callable[[Damping | None, Tensor | None], Solution]
 
@@ -33,7 +33,7 @@ class System:
     rows: int = 0
 
     @classmethod
-    def of(cls, gram: Gram, problem: Problem, white: Tensor | None, rows: int) -> System:
+    def of(cls, gram: Gram, problem: StepProblem, white: Tensor | None, rows: int) -> System:
         """Use r where A is at hand; e is p.grad minus what the recorded outputs explain.
 
         Both were computed by the same arithmetic, so that without a regularizer they agree to
@@ -93,7 +93,7 @@ class System:
         return replace(path, gamma=path.gamma + beside.gamma, beyond=outside)
 
 
-def explains(gram: Gram, parts: Sequence[Part], problem: Problem, white: Tensor | None) -> bool:
+def explains(gram: Gram, parts: Sequence[Part], problem: StepProblem, white: Tensor | None) -> bool:
     """Whether cᵀ(AAᵀ)c is ‖Aᵀc‖², with Aᵀc by autograd: the layers' formulas at a glance."""
     processes, space = problem.processes, problem.space
     if gram.structure.holds == "operator":

@@ -11,14 +11,7 @@ from torch.func import grad, jvp
 
 from .._core.errors import PullbackError
 from .._core.factor import Blocks, Diagonal, Factor
-from .._core.space import tolerance
 from ..maps import IntegralMap, ObjectiveMap, OperatorMap
-from .program import record
-
-Loss = Callable[[Mapping[str, Tensor]], Tensor]
-
-_OFTEN = 3  # evaluations after which a record pays: it takes as long as a hundred trials
-_RECORDS = 3  # that are made of one objective
 
 
 class Term(ABC):
@@ -58,7 +51,7 @@ class Squares(Term):
         return Diagonal(torch.ones_like(z))
 
 
-class Energy(Term):
+class EnergyTerm(Term):
     """Σ_i q_i e_i(z_i), in the metric q_i ∇²e_i(z_i) of the energy's own second variation.
 
     Args:
@@ -100,61 +93,8 @@ class Objective:
         self.terms = tuple(terms)
         if not self.terms and not shared:
             raise PullbackError("The objective has no terms", "there is no loss", "Pass some")
-        self._record: Callable[..., Tensor] | None = None
-        self._asked, self._records = 0, 0
-        self._found: list[Tensor] = []
 
     def loss(self, params: Mapping[str, Tensor]) -> Tensor:
         """L, a scalar."""
         first, *others = (term.loss(term.map(params)) for term in self.terms)
         return sum(others, first)
-
-    def recorded(self, params: Mapping[str, Tensor], loss: Tensor) -> Loss:
-        """`loss` without the Python around its operations, once it is asked for often.
-
-        The terms may change meanwhile (a weight that grows, say): a record that does not give the
-        present value is made anew, and given up where that happens again and again.
-
-        Args:
-            params: where we are.
-            loss: L(params).
-        """
-        self._asked += 1
-        if self._asked <= _OFTEN:
-            return self.loss
-        names = tuple(params)
-        values = [params[n].detach() for n in names]
-        program, found = self._record, self._found
-        if program is None or not self._holds(program, values, params, loss):
-            program = None
-            if self._records < _RECORDS:
-                self._records += 1
-                program = record(lambda *v: self.loss(dict(zip(names, v, strict=True))), values)
-            self._record = program
-        if program is None:
-            return self.loss
-        found.clear()
-
-        def run(point: Mapping[str, Tensor]) -> Tensor:
-            found.append(program(*[point[n] for n in names]))
-            return found[-1]
-
-        return run
-
-    def _holds(
-        self,
-        program: Callable[..., Tensor],
-        values: list[Tensor],
-        params: Mapping[str, Tensor],
-        loss: Tensor,
-    ) -> bool:
-        """Whether the record gives L(params), or the very bits where that is round-off alone.
-
-        Most often it was asked for this value before: we are at one of the last trials.
-        """
-        with torch.no_grad():
-            limit = tolerance(loss.dtype) * loss.abs()
-            if self._found and bool(((torch.stack(self._found) - loss).abs() <= limit).any()):
-                return True
-            now = program(*values)
-            return bool((now - loss).abs() <= limit) or bool(now == self.loss(params))

@@ -82,7 +82,10 @@ class Check:
 
 
 def estimate(
-    problem: Problem, trial: Trial, validation: Validation, residuals: Mapping[str, Residual]
+    problem: Problem,
+    trial: Trial,
+    validation: Validation,
+    residuals: Mapping[str, Residual],
 ) -> Estimate | None:
     """The error e from A δ = r at fresh points, e = T δ, where T are the fields' tangents.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -11,7 +12,8 @@ from .._core.errors import PullbackError
 from ..maps import Scheme
 from ..optim import Term
 from .conditions import Condition
-from .discretize import Local, Sites, derivatives
+from .discretize import LocalResidual, Sites, derivatives
+from .networks import Hard
 from .problem import Problem
 
 
@@ -78,6 +80,16 @@ def refuse_shape(problem: Problem, network: nn.Module, like: Tensor) -> None:
             )
 
 
+def warn_unwrapped(problem: Problem, network: nn.Module, stacklevel: int) -> None:
+    """Say that conditions hold neither by the loss nor, as far as can be seen, by the network."""
+    if problem.hard and not any(isinstance(m, Hard) for m in network.modules()):
+        warnings.warn(
+            f"{problem.name}: its hard conditions are not in the loss, and the network does not "
+            "build them in. Use problem.wrap(network), or hard=False",
+            stacklevel=stacklevel + 1,
+        )
+
+
 _KINKED = (nn.ReLU, nn.LeakyReLU, nn.PReLU, nn.RReLU, nn.ReLU6, nn.Hardtanh, nn.Threshold)
 
 
@@ -89,7 +101,7 @@ def refuse_flat(problem: Problem, network: nn.Module, sites: Mapping[str, Sites]
     like, unknowns = next(network.parameters()), {}
     for name, value in problem.unknowns.items():
         unknowns[name] = torch.tensor(value, dtype=torch.float64)
-    asked = [Local(problem, c, sites[c.name], unknowns).keys for c in problem.conditions]
+    asked = [LocalResidual(problem, c, sites[c.name], unknowns).keys for c in problem.conditions]
     if not any(i is None or len(i) > 1 for keys in asked for _, _, i in keys):
         return
     axes = range(problem.domain.dim)

@@ -16,7 +16,7 @@ from ..optim import Objective, Term
 from .checks import refuse_infinite
 from .conditions import Condition, Data, Energy, Equation, Prior
 from .discretize import (
-    Local,
+    LocalResidual,
     Sites,
     Trial,
     fingerprint,
@@ -175,8 +175,7 @@ class Collocation:
             return float("nan")
         params = {n: p.detach() for n, p in self._trial.named_parameters()}
         own = sum(float(t.loss(t.map(params))) for t in self.objective.terms)
-        found = torch.tensor([own], dtype=torch.float64, device=self._processes.device)
-        return float(self._processes.sum([found])[0])
+        return self._processes.total([own])[0]
 
     def refuse_broken(self, reason: str) -> None:
         """Say which condition is not finite, and where; any process may have found it."""
@@ -260,7 +259,7 @@ def balanced(problem: Problem, sites: Mapping[str, Sites]) -> dict[str, float]:
 def _visibility(problem: Problem, condition: Condition, sites: Sites) -> float:
     """Mean square of a condition's terms for a wave with the domain's own lengths."""
     unknowns = {n: sites[0].x.new_tensor(v) for n, v in problem.unknowns.items()}
-    local = Local(problem, condition, sites, unknowns)
+    local = LocalResidual(problem, condition, sites, unknowns)
     waves = (math.pi / (problem.domain.high - problem.domain.low)).tolist()
     space = problem.coordinates.space
 

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from .._core.errors import PullbackError
 from .domains import Domain, Pairs, PointSet, Region, SpaceTime
-from .fields import Field, call
+from .fields import Field, Value, View, call
 from .kinds import is_integer, is_number, require
-from .view import Value, View
 
 Where = Region | Pairs | Callable[[Domain], Region | Pairs] | None
 

@@ -13,14 +13,13 @@ from .._core.processes import Processes
 from ..maps import IntegralMap, OperatorMap, Scheme
 from ..maps.jets import Index, Jet, Unsupported
 from ..maps.jets import nested as nested_derivatives
-from ..optim import Energy, Squares, Term
+from ..optim import EnergyTerm, Squares, Term
 from . import conditions
 from .conditions import Condition
 from .domains import Domain, Pairs, Region
-from .fields import Channel, Field, Request
+from .fields import Channel, Field, Request, View
 from .problem import Problem
 from .sampling import Points
-from .view import View
 
 Sites = tuple[Points, ...]
 
@@ -117,7 +116,7 @@ Key = tuple[int, str, Index | None]
 Fields = Mapping[Key, Tensor]
 
 
-class Local:
+class LocalResidual:
     """A residual F at points as a function of the fields' derivatives c there.
 
     Attributes:
@@ -200,7 +199,7 @@ def _energy(
     scheme: Scheme,
     request: Request,
     view: Any,
-) -> Energy:
+) -> EnergyTerm:
     """z holds just the derivatives that the density depends on."""
     indices = sorted(request.indices, key=lambda i: (len(i), i))
     wanted: list[Index | None] = [*indices, *([None] if request.laplacian else [])]
@@ -227,7 +226,7 @@ def _energy(
             "Put the unknowns into equations or data conditions",
         )
     map = OperatorMap(trial.apply_to, x, scheme, operator, torch.ones_like(q))
-    return Energy(map, density, q)
+    return EnergyTerm(map, density, q)
 
 
 def _picker(channels: Any, site: int, field: int, scheme: Scheme, problem: Problem) -> Channel:

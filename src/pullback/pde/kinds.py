@@ -1,9 +1,13 @@
-"""What counts as a number, and how what does not is refused."""
+"""What counts as a number, a name, a point; what does not is refused."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from numbers import Integral, Real
+
+import torch
+from torch import Tensor
 
 from .._core.errors import PullbackError
 
@@ -26,3 +30,89 @@ def require(usable: bool, what: str, got: object, remedy: str) -> None:
     """Refuse what is not usable."""
     if not usable:
         raise PullbackError(f"{what} is not usable", f"got {got!r}", remedy)
+
+
+def check_count(n: object, what: str = "n") -> int:
+    """A number of points: an integer ≥ 1."""
+    if isinstance(n, bool) or not isinstance(n, Integral) or n < 1:
+        raise PullbackError(
+            f"{what}={n!r} is no number of points",
+            "it must be an integer ≥ 1",
+            f"Use {what} ≥ 1 (int(n) for a float)",
+        )
+    return int(n)
+
+
+def check_seed(seed: object) -> int:
+    """A seed: an integer in the range torch's generators take."""
+    if (
+        isinstance(seed, bool)
+        or not isinstance(seed, Integral)
+        or not -(2**63) <= int(seed) < 2**64
+    ):
+        raise PullbackError(
+            f"seed={seed!r} is no seed", "it must be an integer of 64 bits", "Use seed=0"
+        )
+    return int(seed)
+
+
+def check_bounds(pair: object, what: str) -> tuple[float, float]:
+    """Finite numbers a < b."""
+    try:
+        a, b = pair  # pyright: ignore[reportGeneralTypeIssues]
+        a, b = float(a), float(b)
+    except (TypeError, ValueError) as error:
+        raise PullbackError(
+            f"{what} needs two ends", f"got {pair!r}", "Pass a pair of numbers (a, b)"
+        ) from error
+    if not (math.isfinite(a) and math.isfinite(b)):
+        raise PullbackError(
+            f"{what} is not bounded",
+            f"got ({a}, {b})",
+            "Use finite ends",
+        )
+    if not a < b:
+        raise PullbackError(f"{what} is empty", f"got ({a}, {b})", "Use a < b")
+    return a, b
+
+
+def check_names(names: Sequence[str] | None, dim: int) -> tuple[str, ...]:
+    """`dim` different coordinate names; x, y, z or x1, ..., xd unless given."""
+    if names is None:
+        return ("x", "y", "z")[:dim] if dim <= 3 else tuple(f"x{i + 1}" for i in range(dim))
+    found = (names,) if isinstance(names, str) else tuple(names)
+    if len(found) != dim or not all(isinstance(name, str) and name for name in found):
+        raise PullbackError(
+            "The coordinate names do not fit",
+            f"got {found!r} for {dim} coordinates",
+            "Give one name (a string) for each coordinate",
+        )
+    if len(set(found)) != dim:
+        raise PullbackError(
+            "Two coordinates have the same name", f"got {found!r}", "Give each its own name"
+        )
+    return found
+
+
+def index_of(name: object, names: Iterable[str]) -> int:
+    """The position of a coordinate."""
+    names = tuple(names)
+    if name not in names:
+        raise PullbackError(
+            f"There is no coordinate {name!r}",
+            f"the coordinates are {', '.join(names)}",
+            "Use one of these names",
+        )
+    return names.index(name)  # pyright: ignore[reportArgumentType]
+
+
+def check_points(x: object, dim: int, what: str = "x") -> Tensor:
+    """Real points of shape (N, dim), in float64 on the CPU, without their graph."""
+    if not isinstance(x, Tensor) or x.ndim != 2 or x.shape[1] != dim or x.is_complex():
+        got = f"shape {tuple(x.shape)} of {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
+        raise PullbackError(
+            f"{what} is not a list of points",
+            f"got {got} in {dim} dimension{'s' * (dim > 1)}",
+            f"Pass a real tensor of shape (N, {dim})",
+        )
+    return x.detach().to("cpu", torch.float64)

@@ -12,8 +12,7 @@ from .._core.errors import PullbackError
 from .conditions import Condition, Energy, Equation, Integral
 from .discretize import Sites, Trial, draw, term
 from .domains import PointSet
-from .domains.checks import check_count, check_seed
-from .kinds import is_integer, is_number, require
+from .kinds import check_count, check_seed, is_integer, is_number, require
 from .problem import Problem
 from .sampling import Points, Sampler
 

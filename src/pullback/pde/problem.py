@@ -180,6 +180,11 @@ class Problem:
         return out
 
     @property
+    def hard(self) -> bool:
+        """Whether the network is to satisfy conditions that are not in the loss."""
+        return False
+
+    @property
     def evolves(self) -> bool:
         """Whether the domain has time."""
         return isinstance(self.domain, SpaceTime)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,11 +18,8 @@ from .kinds import is_integer, is_number, require
 from .plan import Refine
 from .sampling import Sampler
 
-if TYPE_CHECKING:
-    from .run import Run
-
-#: told after every step; stops the run by returning True
-Callback = Callable[["Run", StepInfo], Any]
+#: called with the `Run` and what its last step did; stops the run by returning True
+Callback = Callable[[Any, StepInfo], Any]
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,8 @@ from .._core.errors import PullbackError
 from .._core.extras import extra
 from ..maps import Scheme
 from . import checkpoint
-from .check import Check, estimate
+from .check import Check, Estimate, estimate
+from .conditions import Data, Prior
 from .discretize import Trial, derivatives, draw, fingerprint
 from .domains import PointSet
 from .history import History
@@ -28,6 +29,7 @@ from .validation import Residual, Validation
 from .verdict import Verdict
 
 _FRESH, _SEED = 2000, 104_729  # points that the solution is checked at
+_QUICK = 1000  # parameters up to which every small residual is weighed by the error it allows
 
 
 class Solution:
@@ -120,17 +122,35 @@ class Solution:
             against: another solution of the problem, by another seed or width, to compare with.
         """
         residuals = self.residual
-        trial, validation = self._trial, self._validation
-        whole = not isinstance(self.network, Slabs)  # whose pieces do not share tangents
         return Check(
             self.problem.name,
             self.stopped,
             residuals,
-            estimate(self.problem, trial, validation, residuals) if whole else None,
+            self._estimate(residuals),
             self.unknowns,
             None if against is None else self._difference(against),
             self.error if self.problem.known else None,
         )
+
+    def estimated(self) -> float | None:
+        """The relative error that the residuals allow, where that takes about as long as a step.
+
+        None above 1000 parameters, for slabs, nested derivatives and energies, and where there are
+        data, whose noise is no error.
+        """
+        noisy = any(isinstance(c, (Data, Prior)) for c in self.problem.conditions)
+        if noisy or self.nested or sum(p.numel() for p in self.network.parameters()) > _QUICK:
+            return None
+        try:
+            found = self._estimate(self.residual)
+        except (PullbackError, torch.linalg.LinAlgError):  # a solve is not lost for want of it
+            return None
+        return None if found is None or not math.isfinite(found.error) else found.error
+
+    def _estimate(self, residuals: Mapping[str, Residual]) -> Estimate | None:
+        if isinstance(self.network, Slabs):  # whose pieces do not share tangents
+            return None
+        return estimate(self.problem, self._trial, self._validation, residuals)
 
     def _difference(self, other: Solution) -> float:
         x = self.problem.domain.sample(_FRESH, "sobol", seed=_SEED).x

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.optim import Optimizer
 from .._core.errors import PullbackError
 from ..solvers import Solver
 from ..steps import Step
+from .checks import warn_unwrapped
 from .plan import Refine
 from .problem import Problem
 from .run import Run, processes
@@ -94,10 +96,13 @@ def solve(
         raise PullbackError(
             "The number of slabs is not usable", got, 'Use an integer ≥ 1, or "auto"'
         )
+    warn_unwrapped(problem, network, stacklevel=2)
     if slabs == 1 or (slabs == "auto" and not problem.evolves):
         solution = Run(problem, network, settings, checkpoint).go()
     else:
         solution = march(problem, network, slabs, checkpoint, settings)
+    if solution.verdict.questionable:
+        solution.verdict = replace(solution.verdict, estimated=solution.estimated())
     if solution.verdict.alarming and processes(group).rank == 0:
         warnings.warn(f"{problem.name}: {solution.stopped}", stacklevel=2)
     return solution

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ from ..maps.jets import Index
 from .conditions import Condition, Data, Energy, Integral, Prior
 from .discretize import (
     Fields,
-    Local,
+    LocalResidual,
     Sites,
     Trial,
     coefficients,
@@ -30,6 +31,7 @@ _FEWEST, _MOST = 500, 4000  # fresh points of a condition
 _SIZED = 500  # points at which the fields' derivatives are sized
 _AXES = 8  # of a Laplacian, whose second derivatives are sized
 _SMALL = 1e-4  # a field counts at least this share of the largest mean square
+_FLAT = 1e-4  # so do derivatives, of the mean square of a wave with the domain's own lengths
 _OFFSET = 15_485_863  # between the seeds of a run's own points and those of fresh ones
 
 
@@ -115,14 +117,13 @@ class Validation:
                 if len(sites[0]):
                     item = term(self._problem, c, self._trial, sites, weight, total)
                     own += float(item.loss(item.map(params)))
-        found = torch.tensor([own], dtype=torch.float64, device=processes.device)
-        return float(processes.sum([found])[0])
+        return processes.total([own])[0]
 
     def residuals(self, number: int = 0) -> dict[str, Residual]:
         """Every condition that should vanish, by name; an energy and a prior should not."""
         unknowns = coefficients({n: p.detach() for n, p in self._trial.named_parameters()})
         found = {
-            c.name: Local(self._problem, c, self.points(c, number), unknowns)
+            c.name: LocalResidual(self._problem, c, self.points(c, number), unknowns)
             for c in self._problem.conditions
             if not isinstance(c, (Energy, Prior))
         }
@@ -146,20 +147,25 @@ class Validation:
 
     def _sizes(self, wanted: set[Index | None]) -> dict[tuple[str, Index | None], float]:
         """Mean squares over the domain of derivatives, by field; the Laplacian's is that of its
-        terms, which may cancel.
+        terms, which may cancel. Where these vanish, the field's own variation is their scale.
         """
         space = self._problem.coordinates.space
         pairs = [(i, i) for i in space[:_AXES]] if None in wanted else []
         scheme = Scheme.of({index for index in wanted if index is not None} | set(pairs))
         like = next(self._trial.parameters())
         x = self._problem.domain.sample(_SIZED, "sobol", seed=self._seed).x.to(like)
-        squares = derivatives(self._trial, x[None], scheme).double().square().mean((1, 2))  # (T, m)
+        found = derivatives(self._trial, x[None], scheme).double()  # (T, 1, N, m)
+        squares, varied = found.square().mean((1, 2)), found[scheme.position[()], 0].var(0)
+        waves = (math.pi / (self._problem.domain.high - self._problem.domain.low)).tolist()
+
+        def square(index: Index) -> Tensor:
+            flat = _FLAT * math.prod(waves[i] ** 2 for i in index) * varied
+            return torch.maximum(squares[scheme.position[index]], flat)
 
         def mean(index: Index | None) -> Tensor:
             if index is not None:
-                return squares[scheme.position[index]]
-            share = len(space) / len(pairs)
-            return share * torch.stack([squares[scheme.position[i]] for i in pairs]).sum(0)
+                return square(index)
+            return len(space) / len(pairs) * torch.stack([square(i) for i in pairs]).sum(0)
 
         out = {}
         for index in wanted:
@@ -171,7 +177,7 @@ class Validation:
         return out
 
 
-def _totaled(local: Local, c: Fields, q: Tensor, value: float) -> Residual:
+def _totaled(local: LocalResidual, c: Fields, q: Tensor, value: float) -> Residual:
     """∫f − value, beside ∫|f| and the value."""
     f = local(c)
     off = abs(float((q @ f).sum()) - value)
@@ -179,7 +185,9 @@ def _totaled(local: Local, c: Fields, q: Tensor, value: float) -> Residual:
     return Residual(off, off, size, local.affine(c))
 
 
-def _judged(local: Local, c: Fields, sizes: Mapping[tuple[str, Index | None], float]) -> Residual:
+def _judged(
+    local: LocalResidual, c: Fields, sizes: Mapping[tuple[str, Index | None], float]
+) -> Residual:
     values, slopes = local.slopes(c)
     source, size = values.clone(), 0.0
     for key, slope in slopes.items():

@@ -7,11 +7,16 @@ from dataclasses import dataclass
 _GAP = 10.0  # of losses at fresh and own points beyond which a run has overfitted
 _SOLVED = 1e-4  # of their terms: residuals that count as solved
 _TINY = 1e-6  # residuals whose gap does not matter any more
+_EXACT = 1e-8  # residuals that leave nothing to be wished for
+_DOUBT = 1e-2  # estimated relative errors that small residuals do not outweigh
 _REMEDIES = {
+    "converged": "A wider or deeper network, or more steps=, would lower them",
     "overfitted": "Use more points=, sampler='sobol' or a smaller network",
+    "doubtful": "Compare another seed or width by check(against=), or lower the residuals",
     "stalled": "Try another seed, a wider or deeper network, slabs= or another weight= first",
     "unfinished": "Give more steps= or a larger budget=",
 }
+_ALARMING = ("overfitted", "stalled", "doubtful")
 
 
 @dataclass(frozen=True)
@@ -23,6 +28,7 @@ class Verdict:
         stuck: whether it ended because the loss fell no further.
         own, fresh: the loss at its own points, and at fresh ones.
         relative: the largest residual at fresh points, as a share of its terms; NaN for energies.
+        estimated: the relative error that such residuals allow, where it was estimated.
     """
 
     reason: str
@@ -30,29 +36,36 @@ class Verdict:
     own: float
     fresh: float
     relative: float
+    estimated: float | None = None
 
     @property
     def name(self) -> str:
-        """One of "converged", "overfitted", "stalled", "unfinished"; empty for energies."""
+        """The verdict in a word, empty for energies; `docs/pdes.md` explains them."""
         if self.relative != self.relative:  # NaN
             return ""
         if self.relative > _TINY and overfitted(self.own, self.fresh):
             return "overfitted"
         if self.relative <= _SOLVED:
-            return "converged"
+            doubtful = self.estimated is not None and self.estimated > _DOUBT
+            return "doubtful" if doubtful else "converged"
         return "stalled" if self.stuck else "unfinished"
 
     @property
     def text(self) -> str:
         """The verdict in a sentence or two."""
         if not self.name:
-            return self.reason
+            said = f"{self.reason}; no residual says how good it is"
+            return f"{said}. Compare two solutions by check(against=)" if self.reason else ""
         numbers = f"residuals at fresh points are {self.relative:.1g} of their terms"
-        if self.name == "overfitted":
+        if self.name == "converged" and self.estimated is not None:
+            numbers += f" (the error is estimated as {self.estimated:.1g})"
+        elif self.name == "overfitted":
             numbers = f"the loss is {self.own:.1e} at its points and {self.fresh:.1e} at fresh ones"
+        elif self.name == "doubtful":
+            numbers += f", and the error that these allow is estimated as {self.estimated:.1g}"
         elif self.name == "stalled":
             numbers = f"at a loss of {self.fresh:.1e} {numbers}"
-        remedy = f". {_REMEDIES[self.name]}" if self.name in _REMEDIES else ""
+        remedy = "" if self.relative <= _EXACT else f". {_REMEDIES[self.name]}"
         return f"{self.name}: {self.reason}; {numbers}{remedy}"
 
     @property
@@ -62,7 +75,12 @@ class Verdict:
         Not if it is as good as was asked for, or the caller ended the run.
         """
         wanted = self.reason.startswith(("the tolerance", "a callback"))
-        return self.name in ("overfitted", "stalled") or (self.name == "unfinished" and not wanted)
+        return self.name in _ALARMING or (self.name == "unfinished" and not wanted)
+
+    @property
+    def questionable(self) -> bool:
+        """Whether an estimate of the error is worth its time: residuals are small, not exact."""
+        return self.name == "converged" and self.relative > _EXACT
 
 
 def overfitted(own: float, fresh: float) -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .conditions import Condition, Dirichlet, Equation, Initial, Robin
-from .discretize import Local
+from .discretize import LocalResidual
 from .domains import PointSet, Region
 from .problem import Problem
 from .sampling import Points
@@ -136,9 +136,9 @@ def _residual(problem: Problem, condition: Condition, points: Points) -> Tensor:
     return local({key: torch.zeros_like(points.x[:, 0]) for key in local.keys}).nan_to_num(0, 0, 0)
 
 
-def _local(problem: Problem, condition: Condition, points: Points) -> Local:
+def _local(problem: Problem, condition: Condition, points: Points) -> LocalResidual:
     unknowns = {n: points.x.new_tensor(v) for n, v in problem.unknowns.items()}
-    return Local(problem, condition, (points,), unknowns)
+    return LocalResidual(problem, condition, (points,), unknowns)
 
 
 def _periods(values: Tensor) -> tuple[float, float]:

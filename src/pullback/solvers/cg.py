@@ -9,9 +9,11 @@ from torch import Tensor
 
 from .._core.errors import Status
 from ..grams import FactoredGram, Gram
-from .base import Damping, Solution, Solver, resolve
+from .base import Damping, Solution, Solver, delicate, resolve
 
 _WINDOW = 10
+_DRIFT = 1e3  # true residuals over the tolerance, at most
+_SHARE = 0.1  # of x that may be wrong
 
 
 class ConjugateGradient(Solver):
@@ -19,6 +21,9 @@ class ConjugateGradient(Solver):
 
     Where r is known, A has fewer rows than columns, and there is neither a preconditioner nor a
     rule of progress, the iteration runs on (AAᵀ + λ)y = r with x = Aᵀy.
+
+    A small residual e does not make x right: it may be wrong by ‖e‖/λ. Where λ is tiny and that is
+    more than a tenth of ‖x‖, the status is `INACCURATE`, but for a rule of progress.
 
     Args:
         damping: absolute, or `Relative(c)`.
@@ -58,10 +63,26 @@ class ConjugateGradient(Solver):
         x, residual, done = self._in_samples(state, rhs, value, whitened)
         if x is None:
             x, residual, done = self._iterate(lambda v: state.matvec(v) + value * v, rhs)
+            if done and not self.progress:  # the iteration's own residual drifts from the true one
+                residual = _relative(state.matvec(x) + value * x - rhs, rhs)
         status = Status.OK if done else Status.MAX_ITERATIONS
+        if done and not self.progress and self._uncertain(x, residual, rhs, value):
+            status = Status.INACCURATE
         if not bool(torch.isfinite(x).all()) or not (done or bool(x.any())):
             return Solution(torch.zeros_like(rhs), value, None, residual, Status.SINGULAR)
         return Solution(x, value, None, residual, status)
+
+    def _uncertain(self, x: Tensor, residual: float, g: Tensor, damping: float) -> bool:
+        """Whether x may be wrong by a tenth of its length: by ‖residual‖/λ at most."""
+        if residual > _DRIFT * self._least(g):
+            return True
+        typical = g.norm() / x.norm()  # between the eigenvalues of G + λ
+        small = damping > 0 and delicate(damping, typical, g.dtype)
+        return small and residual * float(typical) > _SHARE * damping
+
+    def _least(self, b: Tensor) -> float:
+        """The tolerance; no residual can be seen below round-off."""
+        return max(self.tol, 4 * torch.finfo(b.dtype).eps)
 
     def _in_samples(
         self, gram: Gram, g: Tensor, damping: float, r: Tensor | None
@@ -76,9 +97,8 @@ class ConjugateGradient(Solver):
         product = _kernel_product(gram)
         y, _, done = self._iterate(lambda c: product(c) + damping * c, r)
         x = gram.lift(y)
-        wrong = float((gram.matvec(x) + damping * x - g).norm())
-        relative = wrong / max(float(g.norm()), torch.finfo(g.dtype).tiny)
-        accurate = relative <= 1e3 * max(self.tol, 4 * torch.finfo(g.dtype).eps)
+        relative = _relative(gram.matvec(x) + damping * x - g, g)
+        accurate = relative <= _DRIFT * self._least(g)
         return (x, relative, done) if accurate or not done else (None, relative, done)
 
     def _iterate(
@@ -88,8 +108,7 @@ class ConjugateGradient(Solver):
         x, residual = torch.zeros_like(b), b.clone()
         z = apply(residual)
         direction, inner = z.clone(), residual @ z
-        size = float(b.norm())
-        tol = max(self.tol, 4 * torch.finfo(b.dtype).eps)  # no residual can be seen below
+        size, tol = float(b.norm()), self._least(b)
         if size == 0:
             return x, 0.0, True
         models: list[float] = []
@@ -117,6 +136,11 @@ class ConjugateGradient(Solver):
             return False
         gained = models[-1 - _WINDOW] - models[-1]
         return gained < _WINDOW * self.progress * abs(models[-1])
+
+
+def _relative(left: Tensor, b: Tensor) -> float:
+    """‖left‖/‖b‖."""
+    return float(left.norm()) / max(float(b.norm()), torch.finfo(b.dtype).tiny)
 
 
 def _kernel_product(gram: FactoredGram) -> Callable[[Tensor], Tensor]:

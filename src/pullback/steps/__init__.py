@@ -2,11 +2,11 @@
 
 from .base import Backtracking, Constant, GridLineSearch, Local, Move, Step
 from .trust import LevenbergMarquardt, QuadraticModel, TargetRatio
-from .wrappers import Box, Clip, PositiveDefinite, Sphere, Spring, TrustNorm, Wrapper, retraction
+from .wrappers import Bounds, Clip, PositiveDefinite, Sphere, Spring, TrustNorm, Wrapper, retraction
 
 __all__ = [
     "Backtracking",
-    "Box",
+    "Bounds",
     "Clip",
     "Constant",
     "GridLineSearch",

@@ -110,7 +110,7 @@ class Spring(Wrapper):
 Retraction = Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
 
 
-class Box:
+class Bounds:
     """Clip every entry to [lower, upper]."""
 
     def __init__(self, lower: float = -torch.inf, upper: float = torch.inf) -> None:

@@ -1,23 +1,21 @@
-"""Symmetries of networks: group actions on parameters that leave the function as it is."""
+"""Symmetries of networks: group actions on parameters that do not change the function."""
 
 from .actions.derived import Directed
 from .actions.scaling import Action, Leg, Mixing, Scaling
-from .actions.shifts import BiasShift, CommonShift, Folding, MeanShift, Shift, StreamShift
-from .by_hand import by_hand
+from .actions.shifts import BiasShift, CommonShift, Folding, MeanShift, Shift
+from .descent.directions import polar_tangents
 from .find import find
 from .orbits.ranks import Rank
 from .orbits.verify import Rejected
 from .slice_sgd import SliceSGD
 from .sliced import Sliced, slice_direction
 from .slices.equal_norm import EqualNorm, make_slice
-from .slices.polar import polar_tangents
 from .slices.slice import Balanced, Retraction, Slice
 from .symmetry import Symmetry
 
 __all__ = [
     # finding
     "find",
-    "by_hand",
     "Symmetry",
     "Rank",
     "Rejected",
@@ -32,7 +30,6 @@ __all__ = [
     "BiasShift",
     "MeanShift",
     "CommonShift",
-    "StreamShift",
     # slices
     "Slice",
     "Balanced",

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from torch import nn
 
 from .._core.capture import Selector, plain
 from .._core.errors import PullbackError
-from .actions.derived import Directed, in_parameters, undo_transposes, with_transposes, with_weights
-from .actions.scaling import Action, Scaling
+from .actions.derived import Directed, in_own_shapes, in_parameters, with_matrices, with_weights
+from .actions.scaling import Action, Scaling, two_sided
 from .actions.shifts import Folding, Norm
 from .candidates.mixings import mixings, scalings
 from .candidates.shifts import exchanges, shifts, streams
@@ -28,7 +29,12 @@ SPECIALIZED = "the model looks at the values of its inputs: the graph is that of
 
 
 def find(
-    model: nn.Module, example: Any = None, *, group: Group = "neuron", output: Selector = None
+    model: nn.Module,
+    example: Any = None,
+    *,
+    group: Group = "neuron",
+    output: Selector = None,
+    actions: Sequence[Action] | None = None,
 ) -> Symmetry:
     r"""The continuous symmetries of w ↦ model(example) that the model's graph shows.
 
@@ -44,6 +50,8 @@ def find(
             random numbers of the shape that the first layer suggests.
         group: "neuron" scales each unit by itself, "layer" all units of a layer alike.
         output: which tensor of a structured output counts; by default all of them.
+        actions: what to verify, such as `Scaling`s, in place of what the graph suggests: for
+            models that cannot be traced.
 
     Raises:
         PullbackError: if the operations that run depend on the values of parameters or of what is
@@ -63,10 +71,12 @@ def find(
     run = Example(model, guess_input(model) if example is None else example, output)
     if not run.params:
         return Symmetry(run, [], [], ["no parameter requires a gradient"])
+    if actions is not None:
+        return _verified(run, actions, group, [])
     walk, traced = Walk(), trace(run)
     walk.run(traced)
     notes = [SPECIALIZED, *walk.notes] if traced.specialized else walk.notes
-    return build(run, candidates(walk, run), group, notes)
+    return _verified(run, candidates(walk, run), group, notes)
 
 
 def candidates(walk: Walk, run: Example) -> list[Action]:
@@ -75,8 +85,8 @@ def candidates(walk: Walk, run: Example) -> list[Action]:
         Norm(f.gain, f.shift, run.fixed[f.mean], (run.fixed[f.variance] + f.eps).rsqrt())
         for f in walk.folds
     ]
-    known, held = walk.directions, walk.turned
-    params = with_transposes(with_weights(run.params, known), held)
+    known, views = walk.directions, walk.matrices
+    params = with_matrices(with_weights(run.params, known), views)
     mixed = mixings(walk)  # first: their scales are not counted again
     found = [
         *scalings(walk, fixed),
@@ -86,12 +96,12 @@ def candidates(walk: Walk, run: Example) -> list[Action]:
         *exchanges(walk.ledger),
     ]
     radial = [direction.radial(run.params) for direction in known.values()]
-    own = (undo_transposes(in_parameters(action, known), held) for action in found)
+    own = (in_parameters(in_own_shapes(action, views), known) for action in found)
     return [*own, *radial]
 
 
-def build(run: Example, actions: list[Action], group: Group, notes: list[str]) -> Symmetry:
-    """The verified symmetry, with layers' units scaled alike if so asked."""
+def _verified(run: Example, actions: Sequence[Action], group: Group, notes: list[str]) -> Symmetry:
+    """Keep the actions that are symmetries; for "layer", with one factor per scaling."""
     accepted, rejected = verify_actions(run, actions)
     if group == "layer":
         actions = [_merged(v.action) for v in accepted]
@@ -108,3 +118,21 @@ def _merged(action: Action) -> Action:
     if isinstance(action, Directed):
         return Directed(_merged(action.inner), action.directions)
     return action.merged() if isinstance(action, Scaling) else action
+
+
+def scalings_of(symmetry: Any, model: nn.Module | None) -> tuple[list[Scaling], nn.Module]:
+    """Return the two-sided scalings of a `Symmetry`, a module or a list, and the model."""
+    if isinstance(symmetry, nn.Module):
+        symmetry, model = None, symmetry
+    if model is None:
+        model = getattr(getattr(symmetry, "example", None), "model", None)
+    if model is None:
+        raise PullbackError(
+            "The model is not known",
+            "an optimizer has its parameters only, and symmetries are those of a network",
+            "Pass symmetry=pb.symmetry.find(model, x), or symmetry=model",
+        )
+    if symmetry is None:
+        symmetry = find(plain(model))
+    found = getattr(symmetry, "actions", getattr(symmetry, "scalings", symmetry))
+    return two_sided(found), model

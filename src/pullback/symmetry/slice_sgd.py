@@ -18,7 +18,8 @@ from .._core.processes import find_processes
 from ..optim.checks import own_group, refuse_model, refuse_sharded, refuse_sparse
 from ..steps.memory import shared_numbers
 from .descent.directions import GRADIENTS, direction
-from .descent.keeper import Keeper, idle, scalings_of
+from .descent.keeper import Keeper, idle
+from .find import scalings_of
 from .slices.equal_norm import EqualNorm, layer_slice, layers_of
 from .slices.slice import Retraction, Slice
 
@@ -151,45 +152,21 @@ class SliceSGD(Optimizer):
         self._schedule["steps"] += 1
         steps = self._schedule["steps"]
         due = self._keeper.due(steps)
-        moved = frozenset() if self._tangent() else self._layers_at_once(due)
-        moves = None if moved else self._directions()
+        moves = self._directions()
         for group in self.param_groups:
-            self._descend(group, moves, moved)
-        if due and not moved:
+            self._descend(group, moves)
+        if due:
             self._keeper.run(steps, self._followers())
         return loss
 
     def _tangent(self) -> bool:
-        """Whether the gradient is tangent as it is, with its weight decay."""
+        """Whether gradient plus weight decay is tangent to the slice without a projection."""
         decays = {group["weight_decay"] for group in self.param_groups}
         balanced = not isinstance(self._keeper.slice, EqualNorm) or len(decays) == 1
         return self.gradient == "riemannian" and balanced and self._keeper.orthogonal
 
-    def _layers_at_once(self, retract: bool) -> frozenset[str]:
-        """Move layers, and retract them in one go, where that can be; what was moved."""
-        layers = self._keeper.layers
-        other = any(g["momentum"] or isinstance(g["lr"], Tensor) for g in self.param_groups)
-        if layers is None or other or self.gradient == "gtk-polar":
-            return frozenset()
-        found = {
-            self._names[id(p)]: (p.grad, group["lr"], group["weight_decay"])
-            for group in self.param_groups
-            for p in group["params"]
-            if p.grad is not None and not p.grad.is_sparse
-        }
-        if any(n not in found for n in layers.names):
-            return frozenset()
-        grads = {n: found[n][0] for n in layers.names}
-        rates = tuple((found[n][1], found[n][2]) for n in layers.names)
-        layers.run(self.gradient, grads, rates, retract)
-        return frozenset(layers.names)
-
-    def _descend(
-        self, group: dict[str, Any], moves: dict[str, Tensor] | None, moved: frozenset[str]
-    ) -> None:
-        params = [
-            p for p in group["params"] if p.grad is not None and self._names[id(p)] not in moved
-        ]
+    def _descend(self, group: dict[str, Any], moves: dict[str, Tensor] | None) -> None:
+        params = [p for p in group["params"] if p.grad is not None]
         if not params:
             return
         grads = [p.grad if moves is None else moves[self._names[id(p)]] for p in params]

@@ -15,13 +15,14 @@ from .._core.errors import PullbackError
 from .._core.space import ParameterSpace
 from ..optim import NaturalGradient
 from ..steps.memory import shared_numbers
-from .descent.keeper import Keeper, idle, scalings_of
+from .descent.keeper import Keeper, idle
 from .descent.transport import CurvatureFollower, followers, powers_of
+from .find import scalings_of
 from .slices.slice import Retraction, Slice
 
 
 class Sliced(Optimizer):
-    r"""Another optimizer's step, then the way back along the orbit to a slice.
+    r"""Take another optimizer's steps, and return along the orbit to a slice after them.
 
     The function stays as it is, the scales of the weights stay sound, and the optimizer's state is
     transported: under w ← αw averages of gradients go with 1/α, averages of their squares with

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from .._core.errors import PullbackError
 from .._core.space import ParameterSpace
-from .actions.scaling import Action, Scaling
-from .descent.keeper import two_sided
+from .actions.scaling import Action, Scaling, two_sided
 from .graph.tracing import Example
 from .orbits.ranks import Rank, rank
 from .orbits.tangents import Orbits, invariants
@@ -22,7 +21,7 @@ _LARGEST = 2**31  # entries of a matrix of generators that may be formed
 
 
 class Symmetry:
-    r"""Group actions that leave the model's function as it is, each verified.
+    r"""Verified group actions that do not change the model's function.
 
     Vectors are flat, (p,), in the order of the named parameters that require gradients. The
     k generators are tangents of the orbits through w = the model's parameters *now*.
@@ -135,7 +134,7 @@ class Symmetry:
         return make_slice(kind, two_sided(self.actions), self.example.model)
 
     def retract_(self, kind: str = "balanced") -> Retraction:
-        """Move the model's parameters onto a slice; the function stays as it is."""
+        """Move the model's parameters onto a slice; the function does not change."""
         return self.slice(kind).retract_()
 
     def project(self, v: Tensor, kind: str = "balanced") -> Tensor:

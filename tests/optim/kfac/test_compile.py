@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import pullback as pb
+
 from ..common import assert_close
 from .common import DOUBLE, batch, kfac, train, vector
 
@@ -122,3 +124,13 @@ def test_a_compiled_part_and_a_compiled_loss() -> None:
     assert backend.ran == 1
     for opt in (first, second):
         assert all(row.block != "gradient" for row in opt.coverage())
+
+
+def test_an_input_that_was_overwritten_before_the_pass_is_repeated() -> None:
+    opt, call, _ = pair("module", "eager")
+    x, y = batch()
+    loss = F.cross_entropy(call(x), y)
+    x.zero_()
+    with pytest.raises(pb.PullbackError, match="An input changed after the forward pass"):
+        loss.backward()
+    opt.close()

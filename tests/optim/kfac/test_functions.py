@@ -6,6 +6,7 @@ by definition, from the twin's hooks, is the oracle.
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -370,6 +371,27 @@ def test_weight_norms_directions_have_the_weights_block(dim: int, old: bool) -> 
     want = o.part(o.definition(twin, x, kind="categorical", joint=False), twin, ["0.weight"])
     got = o.part(o.gram(opt, model), model, [name])
     assert_close(got, c[:, None] * want * c, 1e-11, "the direction's block")
+
+
+@pytest.mark.parametrize("rule", ["eigenbasis", "spectral"])
+def test_weight_norms_directions_follow_other_rules(rule: str) -> None:
+    """Where g = ‖v‖, v moves as a plain weight with the gradient of v does."""
+    plain = nn.Sequential(nn.Linear(D, H), nn.Tanh(), nn.Linear(H, 3))
+    normed = copy.deepcopy(plain)
+    nn.utils.parametrizations.weight_norm(normed[0])
+    v, w = normed.get_parameter(f"0.{NEW[:-1]}1"), plain[0].weight
+    x, y = torch.randn(N, D), torch.randint(3, (N,))
+    found, start = [], w.detach().clone()
+    for model, p in ((normed, v), (plain, w)):
+        opt = pb.KFAC(model, likelihood=nn.CrossEntropyLoss(), rule=rule)
+        F.cross_entropy(model(x), y).backward()
+        p.grad = v.grad
+        opt.step()
+        found.append([r.block for r in opt.coverage() if r.name in (f"0.{NEW[:-1]}1", "0.weight")])
+    assert found[0] == found[1]
+    assert found[0][0].startswith("kronecker")
+    assert_close(v - start, w - start, 1e-9, "the move")
+    assert (v - start).abs().max() > 1e-4
 
 
 class Tied(nn.Module):

@@ -666,3 +666,35 @@ def test_inputs_of_a_convolution_are_measured_on_enough_samples() -> None:
     (key,) = [key for key in opt.average() if key.names == ("0.weight",)]
     (found,) = [t for f, t in opt.average()[key].items() if f.side == "right"]
     torch.testing.assert_close(found[0], patches.T @ patches / len(patches))
+
+
+def test_first_bases_are_divided_over_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A matrix that has none yet follows AdamW, small ones begin first, and a run resumes."""
+    monkeypatch.setattr("pullback.optim.kfac.factors.preconditioner._BEGUN", 3000)
+    torch.manual_seed(0)
+    layers = nn.Linear(20, 50), nn.Linear(50, 40), nn.Linear(40, 5)
+    parts = layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2]
+    model, x, y = nn.Sequential(*parts).double(), torch.randn(64, 20).double(), torch.arange(64) % 5
+    opt = pb.KFAC(model, 1e-3, rule="eigenbasis")
+
+    def step(model: nn.Module, opt: torch.optim.Optimizer) -> None:
+        opt.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        opt.step()
+
+    before = [layer.weight.detach().clone() for layer in layers]
+    step(model, opt)
+    moves = [w - layer.weight.detach() for w, layer in zip(before, layers, strict=True)]
+    gradients = [torch.as_tensor(layer.weight.grad) for layer in layers]
+    first = [1e-3 * g / (g.abs() + 1e-8) for g in gradients]
+    assert_close(moves[1], first[1], 1e-12)
+    assert (moves[2] - first[2]).abs().max() > 1e-4  # in its eigenbases
+    twin = copy.deepcopy(model)
+    other = pb.KFAC(twin, 1e-3, rule="eigenbasis")
+    other.load_state_dict(copy.deepcopy(opt.state_dict()))
+    for _ in range(4):
+        step(model, opt)
+        step(twin, other)
+    assert all(map(torch.equal, model.parameters(), twin.parameters()))
+    for layer in layers:  # AdamW's moments are gone
+        assert not {"first", "second"} & {*opt.state[layer.weight]}

@@ -30,7 +30,7 @@ Build = Callable[[nn.Module], torch.optim.Optimizer]
 
 
 def methods() -> dict[str, Build]:
-    """What is timed; K-FAC as it is by default, and with all of its work at every step."""
+    """Return the optimizers to time. K-FAC twice: by its defaults, and refreshed at every step."""
     return {
         "SGD": lambda m: torch.optim.SGD(m.parameters(), 1e-3, momentum=0.9),
         "Adam": lambda m: torch.optim.Adam(m.parameters(), 1e-3),

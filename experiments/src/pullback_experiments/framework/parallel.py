@@ -1,9 +1,8 @@
 """Items in several processes, while this one keeps the results and shows the progress.
 
-A process finds the experiment by its name: what items do are functions, which cannot be sent. It
-reads the results of items that are done once, and sends its record back; nobody else writes. An
-interruption ends the processes, and what had come back is kept; so does the end of the first one,
-however it came.
+A worker process imports the experiment by name, since functions cannot be sent to it. It reads the
+results of items that are done once, and sends its record back. Only the first process writes files.
+An interruption, or the end of the first process, ends all workers; finished records are kept.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ Sent = tuple[Record, Arrays, float] | None
 
 @dataclass(frozen=True)
 class Job:
-    """What a process is told of an item.
+    """What a worker needs to run one item.
 
     Attributes:
         experiment, quick, out: which results it is part of.
@@ -70,8 +69,8 @@ def named(experiment: Experiment) -> str:
     return experiment.name
 
 
-class Processes:
-    """Some processes that do jobs; leaving the context ends them."""
+class Workers:
+    """Worker processes that run jobs."""
 
     def __init__(self, workers: int, threads: int | None) -> None:
         share = threads or max(1, (os.cpu_count() or 1) // workers)
@@ -88,16 +87,16 @@ class Processes:
 
     @property
     def free(self) -> bool:
-        """Whether one of them has nothing to do."""
+        """Whether a process is idle."""
         return len(self._running) < self.workers
 
     def start(self, job: Job) -> None:
-        """Give one of them something to do."""
+        """Send a job to a free process."""
         with _deaf():  # the first job starts all of them
             self._running[self._pool.submit(_work, job)] = job.name
 
     def finished(self) -> Iterator[tuple[Name, Sent]]:
-        """Wait for one; those that are done by then."""
+        """Wait until a job ends; return all that have ended."""
         done, _ = wait(self._running, return_when=FIRST_COMPLETED)
         for future in done:
             name = self._running.pop(future)
@@ -112,10 +111,10 @@ class Processes:
 
 
 @contextmanager
-def processes(workers: int, threads: int | None) -> Iterator[Processes]:
-    """Some of them, which end with the context, whatever they are doing by then."""
+def processes(workers: int, threads: int | None) -> Iterator[Workers]:
+    """Start worker processes, which end with the context, busy or not."""
     others = set(multiprocessing.active_children())
-    pool = Processes(workers, threads)
+    pool = Workers(workers, threads)
     try:
         yield pool
     except BaseException:
@@ -128,9 +127,9 @@ def processes(workers: int, threads: int | None) -> Iterator[Processes]:
 
 @contextmanager
 def _deaf() -> Iterator[None]:
-    """Processes that start here never hear an interruption: a terminal's is for the first one.
+    """Start processes that ignore Ctrl-C, which a terminal sends to all of them.
 
-    They inherit that it is held back; here it comes afterwards, and is not lost.
+    They inherit the blocked signal. This process receives it when the context ends.
     """
     if sys.platform == "win32":
         yield
@@ -149,7 +148,7 @@ def _begin(threads: int) -> None:
 
 
 def _follow() -> None:
-    """End with the first process: nobody would take the record, nor send another job."""
+    """End this worker when the first process ends."""
     if (first := multiprocessing.parent_process()) is not None:
         first.join()
         os._exit(1)
@@ -164,7 +163,7 @@ def _opened(name: str, quick: bool, out: Path) -> tuple[Experiment, Store]:
 
 
 def _work(job: Job) -> Sent:
-    """In the process."""
+    """Run one item; called in the worker."""
     experiment, store = _opened(job.experiment, job.quick, job.out)
     key, seed = job.name
     (item,) = [i for i in experiment.items(job.quick) if i.key == key]

@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from pullback.geometry.charts.transformations import standard
 from pullback.geometry.invariance.audit import audit
 from pullback.geometry.invariance.table import SLACK, Verdict, format_mismatch, grid
-from pullback.geometry.invariance.trial import Contender, optimizers
+from pullback.geometry.invariance.trial import Contender
 from pullback.symmetry import SliceSGD
 
 from ..framework.check import Check
 from ..framework.experiment import Context, Experiment, Item
 from ..framework.store import Results
 from ..framework.tabular import Table
+from .contenders import optimizers
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -14,9 +14,10 @@ from pullback import likelihoods, metrics
 from pullback.geometry.charts.twin import (
     AffineMap,
     Change,
+    LayerCoordinates,
     change_coordinates,
     drawn,
-    random_coordinates,
+    layers,
     same,
     tanh_twin,
     twin,
@@ -221,7 +222,12 @@ def _pair(
 def _reparametrized(
     model: nn.Sequential, generator: torch.Generator, inputs: Inputs, *, shifted: bool = True
 ) -> nn.Module:
-    return twin(model, random_coordinates(model, generator, shifted=shifted))
+    """In random coordinates of every layer; without γ if not `shifted`."""
+    found = layers(model)
+    inputs_to = [drawn(m.weight.shape[1], generator) for m in found]
+    outputs_to = [drawn(m.weight.shape[0], generator) for m in found]
+    kept = inputs_to if shifted else [c.linear() for c in inputs_to]
+    return twin(model, LayerCoordinates(kept, outputs_to))
 
 
 def _unshifted(model: nn.Sequential, generator: torch.Generator, inputs: Inputs) -> nn.Module:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.func import jacrev
 
-from pullback.geometry import Damped, MoorePenrose, Point, RandomInverse, WeightedNorm
-from pullback.solvers import Solver
+from pullback.geometry import MoorePenrose, Point, RandomInverse, WeightedNorm
+from pullback.solvers import Cholesky, Solver
 
 from ..framework.experiment import Context
 from ..framework.records import Record
@@ -21,7 +21,7 @@ INVERSES: dict[str, Callable[[int], Solver]] = {
     "Moore–Penrose": lambda seed: MoorePenrose(1e-10),
     "random": lambda seed: RandomInverse(seed, scale=3.0),
     "weighted": lambda seed: WeightedNorm(torch.linspace(0.2, 5.0, INPUTS, dtype=torch.float64)),
-    DAMPED: lambda seed: Damped(1e-2),
+    DAMPED: lambda seed: Cholesky(damping=1e-2),
 }
 
 

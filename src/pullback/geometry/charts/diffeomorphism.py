@@ -1,7 +1,7 @@
 """Diffeomorphisms w = f(θ) of parameters, as dicts of tensors by name.
 
 Shapes are kept: w has the names and shapes of θ. A function of one's own joins by subclassing
-`Diffeomorphism`, or as `Elementwise(f)` or `Custom(f)` with or without its inverse.
+`Diffeomorphism`, or with its inverse as `Elementwise(f, inverse)` or `Custom(f, inverse)`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from torch.func import jvp
 
 from ..._core.errors import PullbackError, reraise_fatal
 from ..._core.space import ParameterSpace
-from .root import elementwise_root, newton_root
 
 Params = dict[str, Tensor]
 
@@ -89,19 +88,18 @@ class Diffeomorphism(ABC):
 
 
 class Elementwise(Diffeomorphism):
-    """w_i = f(θ_i), for each tensor or for those named; without its inverse, f must be monotone.
+    """w_i = f(θ_i), for each tensor or for those named.
 
-    A closed form may have a smaller domain: exp and log, for weights that are positive.
+    Its range must hold all weights: exp and log, for weights that are positive.
 
-    >>> cubic = Elementwise(lambda t: t + t**3)
-    >>> cubic.inverse({"w": torch.tensor([2.0, -10.0], dtype=torch.float64)})["w"]
-    tensor([ 1., -2.], dtype=torch.float64)
+    >>> cubic().inverse({"w": torch.tensor([2.0, -10.0], dtype=torch.float64)})["w"]
+    tensor([ 1.0000, -2.0000], dtype=torch.float64)
     """
 
     def __init__(
         self,
         function: Callable[[Tensor], Tensor],
-        inverse: Callable[[Tensor], Tensor] | None = None,
+        inverse: Callable[[Tensor], Tensor],
         *,
         names: Sequence[str] | None = None,
     ) -> None:
@@ -112,41 +110,14 @@ class Elementwise(Diffeomorphism):
         return _some(theta, self.names, self._function)
 
     def inverse(self, w: Params) -> Params:
-        back = self._inverse
-        if back is None:
-            return _some(w, self.names, lambda t: elementwise_root(self._function, t))
-        return _some(w, self.names, back)
-
-    def regular(self, theta: Params) -> bool:
-        """Whether f' is finite and nowhere zero, to working precision.
-
-        Without a given inverse, f must be monotone on an interval around all entries too.
-        """
-        for name, t in theta.items():
-            if self.names is not None and name not in self.names:
-                continue
-            slopes = [_slope(self._function, t)]
-            if self._inverse is None and t.numel():
-                reach = 2 * t.abs().max() * torch.ones_like(t)
-                places = torch.linspace(-1, 1, 33, dtype=t.dtype).tolist()
-                slopes += [_slope(self._function, s * reach) for s in places]
-            here, every = slopes[0], torch.stack(slopes)
-            sound = torch.isfinite(here) & (here.abs() > torch.finfo(t.dtype).eps)
-            if not bool(sound.all()) or bool((every > 0).any() and (every < 0).any()):
-                return False
-        return True
+        return _some(w, self.names, self._inverse)
 
 
 class Custom(Diffeomorphism):
-    """Any function of the dict; without its inverse, the root of f(θ) = w is sought by Newton.
-
-    Newton's matrix is dense, (p, p): give the inverse where there are many parameters.
-    """
+    """Any function of the dict, and its inverse."""
 
     def __init__(
-        self,
-        function: Callable[[Params], Params],
-        inverse: Callable[[Params], Params] | None = None,
+        self, function: Callable[[Params], Params], inverse: Callable[[Params], Params]
     ) -> None:
         self._function, self._inverse = function, inverse
 
@@ -154,21 +125,7 @@ class Custom(Diffeomorphism):
         return self._function(dict(theta))
 
     def inverse(self, w: Params) -> Params:
-        if self._inverse is not None:
-            return self._inverse(dict(w))
-        space = ParameterSpace(w)
-
-        def flat(theta: Tensor) -> Tensor:
-            found = self._function(space.split(theta))
-            refuse_shapes(found, w)
-            return space.flatten(found)
-
-        found = space.split(newton_root(flat, space.flatten(w)))
-        return {n: t.to(w[n].dtype) for n, t in found.items()}
-
-    def regular(self, theta: Params) -> bool:
-        """By the given inverse; a root that Newton has found is regular, or it refuses."""
-        return self._inverse is None or super().regular(theta)
+        return self._inverse(dict(w))
 
 
 def sinh() -> Diffeomorphism:
@@ -177,12 +134,11 @@ def sinh() -> Diffeomorphism:
 
 
 def cubic() -> Diffeomorphism:
-    """w = θ + θ³."""
-    return Elementwise(lambda t: t + t**3)
-
-
-def _slope(function: Callable[[Tensor], Tensor], at: Tensor) -> Tensor:
-    return jvp(function, (at,), (torch.ones_like(at),))[1]
+    """w = θ + θ³, with θ = (2/√3) sinh(⅓ asinh(3√3 w/2))."""
+    root = 3**0.5
+    return Elementwise(
+        lambda t: t + t**3, lambda w: 2 / root * torch.sinh(torch.asinh(1.5 * root * w) / 3)
+    )
 
 
 def _directions(like: Sequence[Tensor]) -> list[Tensor]:

@@ -10,67 +10,13 @@ import copy
 from collections.abc import Callable, Mapping
 from typing import Any, overload
 
-import torch
 from torch import Tensor, nn
-from torch.func import functional_call, jvp, vjp, vmap
+from torch.func import functional_call, jvp
 
 from ..._core.errors import PullbackError
-from ..._core.space import ParameterSpace
-from ...maps import Linearization, Map, Pulled
-from ...maps.layers import RowsBlock
 from .diffeomorphism import Custom, Diffeomorphism, Elementwise, Params
 
-
-class ReparametrizedMap(Map):
-    """θ ↦ φ(f(θ)).
-
-    Attributes:
-        start: θ₀ = f⁻¹(w₀).
-    """
-
-    def __init__(self, inner: Map, f: Diffeomorphism, params: Mapping[str, Tensor]) -> None:
-        self.inner, self.diffeomorphism = inner, f
-        self.start = f.pulled_back({n: p.detach() for n, p in params.items()})
-
-    def linearize(self, params: Mapping[str, Tensor]) -> ReparametrizedLinearization:
-        """φ(f(θ)) and its tangent."""
-        return ReparametrizedLinearization(self.inner, self.diffeomorphism, params)
-
-
-class ReparametrizedLinearization(Linearization):
-    """Products with J_w F, by those of the inner map and of f."""
-
-    def __init__(self, inner: Map, f: Diffeomorphism, params: Mapping[str, Tensor]) -> None:
-        self.space = ParameterSpace(params)
-        self._theta = self.space.flatten(dict(params))
-        self._dtypes = {n: p.dtype for n, p in params.items()}
-        self._f = f
-        with torch.no_grad():
-            w = f.forward({n: p.detach() for n, p in params.items()})
-        self._inner = inner.linearize(w)
-        self.value = self._inner.value
-
-    def _flat(self, theta: Tensor) -> Tensor:
-        point = {n: t.to(self._dtypes[n]) for n, t in self.space.split(theta).items()}
-        return self.space.flatten(self._f.forward(point))
-
-    def jvp(self, v: Tensor) -> Tensor:
-        pushed: Tensor = jvp(self._flat, (self._theta,), (v,))[1]
-        return self._inner.jvp(pushed)
-
-    def vjp(self, u: Tensor) -> Tensor:
-        return vjp(self._flat, self._theta)[1](self._inner.vjp(u))[0]
-
-    def pullback(self, covectors: Tensor) -> Pulled:
-        """The inner rows times F, one product with Fᵀ each."""
-        pulled = self._inner.pullback(covectors)
-        back = vjp(self._flat, self._theta)[1]
-        rows = vmap(lambda row: back(row)[0])(pulled.rows()).unflatten(0, pulled.shape)
-        block = RowsBlock({n: rows[..., at] for n, at in self.space.index().items()})
-        return Pulled(self.space, pulled.shape, [block])
-
-
-Given = Diffeomorphism | Callable[[Any], Any] | tuple[Callable[[Any], Any], Callable[[Any], Any]]
+Given = Diffeomorphism | tuple[Callable[[Any], Any], Callable[[Any], Any]]
 _ONLY = "parameters"
 
 
@@ -147,33 +93,30 @@ class ReparametrizedFunction:
 @overload
 def reparametrize(model: nn.Module, f: Given) -> Reparametrized: ...
 @overload
-def reparametrize(model: Map, f: Given, *, params: Mapping[str, Tensor]) -> ReparametrizedMap: ...
-@overload
 def reparametrize(
     model: Callable[[Any], Any], f: Given, *, params: Mapping[str, Tensor] | Tensor
 ) -> ReparametrizedFunction: ...
 def reparametrize(
-    model: nn.Module | Map | Callable[[Any], Any],
+    model: nn.Module | Callable[[Any], Any],
     f: Given,
     *,
     params: Mapping[str, Tensor] | Tensor | None = None,
-) -> Reparametrized | ReparametrizedMap | ReparametrizedFunction:
+) -> Reparametrized | ReparametrizedFunction:
     r"""The same function in other parameters: ψ(θ) = φ(f(θ)), at θ₀ = f⁻¹(w₀).
 
     Args:
-        model: a module, which is copied and never changed; a `maps.Map`; or a function φ of a
-            dict of parameters or of one tensor.
-        f: a `Diffeomorphism`; or a function of one tensor (applied to each parameter by entry) or
-            of the dict of parameters; or a pair of such a function and its inverse. An inverse
-            that is not given is found numerically.
-        params: w₀, for a map or a function.
+        model: a module, which is copied and never changed; or a function φ of a dict of
+            parameters or of one tensor.
+        f: a `Diffeomorphism`; or a function with its inverse, of one tensor (applied to each
+            parameter) or of the dict of parameters.
+        params: w₀, for a function.
 
     Raises:
         PullbackError: where f(f⁻¹(w₀)) is not w₀ or f's derivative has no inverse there.
 
     >>> import torch
     >>> model = nn.Linear(3, 2)
-    >>> twin = reparametrize(model, torch.sinh)
+    >>> twin = reparametrize(model, (torch.sinh, torch.asinh))
     >>> x = torch.randn(5, 3)
     >>> bool(torch.allclose(twin(x), model(x), atol=1e-5))
     True
@@ -184,12 +127,11 @@ def reparametrize(
         return Reparametrized(model, as_diffeomorphism(f, trainable))
     if params is None:
         raise PullbackError(
-            "A map or a function needs its parameters",
+            "A function needs its parameters",
             "w₀ is not known, so there is no θ₀ = f⁻¹(w₀)",
             "Pass params=, a dict of tensors or one tensor",
         )
-    known = isinstance(model, Map) or callable(model)
-    if not known or not isinstance(params, (Tensor, Mapping)):
+    if not callable(model) or not isinstance(params, (Tensor, Mapping)):
         raise PullbackError(
             "There is no function of parameters here",
             f"got {type(model).__name__} and {type(params).__name__}",
@@ -197,31 +139,25 @@ def reparametrize(
         )
     single = isinstance(params, Tensor)
     point = {_ONLY: params} if isinstance(params, Tensor) else dict(params)
-    chosen = as_diffeomorphism(f, point, single=single)
-    if isinstance(model, Map):
-        return ReparametrizedMap(model, chosen, point)
-    return ReparametrizedFunction(model, chosen, params)
+    return ReparametrizedFunction(model, as_diffeomorphism(f, point, single=single), params)
 
 
 def as_diffeomorphism(f: Given, params: Params, *, single: bool = False) -> Diffeomorphism:
-    """f itself, or a plain function made one: of each tensor if it takes no dict.
+    """f itself, or a pair (function, inverse) made one: of each tensor if it takes no dict.
 
     `single` means that the parameters are one tensor, of which f is any function.
     """
     if isinstance(f, Diffeomorphism):
         return f
-    pair: tuple[Any, Any] = f if isinstance(f, tuple) and len(f) == 2 else (f, None)
-    function: Any = pair[0]
-    inverse: Any = pair[1]
-    if not all(callable(g) for g in pair if g is not None) or function is None:
+    if not isinstance(f, tuple) or len(f) != 2 or not all(map(callable, f)):
         raise PullbackError(
             "This is no diffeomorphism",
             f"got {f!r}",
-            "Give a function, a pair of a function and its inverse, or a Diffeomorphism",
+            "Give a pair of a function and its inverse, or a Diffeomorphism",
         )
+    function, inverse = f
     if single:
-        back = None if inverse is None else _keyed(inverse)
-        return Custom(_keyed(function), back)
+        return Custom(_keyed(function), _keyed(inverse))
     try:
         takes_dict = isinstance(function(dict(params)), dict)
     except (TypeError, AttributeError):

@@ -1,19 +1,13 @@
-"""Neurons in another order and on another scale, in a network of the same architecture.
-
-For hidden units a†_i = s_i a_{π(i)} with s > 0, a layer's outgoing rows and the next layer's
-incoming columns change together:
-
-    W† = diag(s) W[π, :],   b† = s∘b[π],   W†_next = W_next[:, π] diag(s)⁻¹,
-
-and φ(s z) = s φ(z), so the function is the same: permutations go with every activation that acts by
-entry, scales with ReLU and other positively homogeneous ones.
-
-Transformations of a model that leave its function as it is: what an audit runs through.
+"""Transformations of a model that leave its function as it is: what an audit runs through.
 
 Each gives a *twin*: a module with parameters θ of its own and w = f(θ), so ψ = φ∘f at θ₀ = f⁻¹(w₀).
 Changes of activations and of neurons give ordinary networks of `Linear` and `Conv` layers; a
 diffeomorphism of the parameters gives a `Reparametrized` module, in which no layer has a weight of
 its own.
+
+Neurons in another order or on another scale, a† = M a with a permutation M or a diagonal M > 0, are
+affine coordinates with which φ commutes: permutations go with every activation that acts by entry,
+scales with ReLU and other positively homogeneous ones.
 """
 
 from __future__ import annotations
@@ -33,6 +27,7 @@ from . import diffeomorphism
 from .diffeomorphism import Diffeomorphism, EntryPermutation, Params
 from .reparametrize import Reparametrized, reparametrize
 from .twin import (
+    Between,
     Change,
     Layer,
     LayerCoordinates,
@@ -61,19 +56,6 @@ ALIKE: tuple[type[nn.Module], ...] = (
     nn.Softplus, nn.Softsign, nn.LogSigmoid, nn.Hardtanh, nn.ReLU6, nn.Hardswish, nn.Hardsigmoid,
     nn.Tanhshrink, nn.Softshrink, nn.Hardshrink, nn.Threshold,
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Neurons:
-    """a†_i = s_i a_{π(i)}, with `order` π (n,) and `scale` s (n,)."""
-
-    order: Tensor
-    scale: Tensor
-
-    def inverse(self) -> Neurons:
-        """a_k = a†_j/s_j with j = π⁻¹(k)."""
-        back = self.order.argsort()
-        return Neurons(back, 1 / self.scale[back])
 
 
 def hidden(model: nn.Module) -> list[tuple[Layer, Layer, list[nn.Module]]]:
@@ -106,60 +88,23 @@ def refuse_others(model: nn.Module, allowed: Sequence[type[nn.Module]], what: st
                 )
 
 
-@torch.no_grad()
-def neuron_twin(model: nn.Module, changes: Sequence[Neurons]) -> nn.Module:
-    """A copy whose hidden neurons have another order and scale; one change per hidden layer."""
-    out = copy.deepcopy(model)
-    pairs = hidden(out)
-    if len(pairs) != len(changes):
-        raise PullbackError(
-            "The changes do not fit the model",
-            f"it has {len(pairs)} hidden layers, and {len(changes)} changes were given",
-            "Give one per layer but the last",
-        )
-    for (layer, after, between), change in zip(pairs, changes, strict=True):
-        _enter(layer, change)
-        _leave(after, change, flattened=any(isinstance(m, nn.Flatten) for m in between))
-    return out
-
-
-def _enter(layer: Layer, change: Neurons) -> None:
-    size = layer.weight.shape[0]
-    order = change.order.to(layer.weight.device)
-    right = order.shape == change.scale.shape == (size,)
-    if not right or not torch.equal(order.sort().values, torch.arange(size, device=order.device)):
-        raise PullbackError(
-            "A change of neurons does not fit its layer",
-            f"{type(layer).__name__} has {size} of them",
-            "Give a permutation of range(n) and n positive scales",
-        )
-    if not bool((change.scale > 0).all() and torch.isfinite(change.scale).all()):
-        raise PullbackError(
-            "A neuron's scale is not usable", "it is not positive and finite", "Use s > 0"
-        )
-    scale = change.scale.to(layer.weight)
-    layer.weight.copy_(_along(layer.weight[order], scale, 0))
-    if layer.bias is not None:
-        layer.bias.copy_(layer.bias[order] * scale)
-
-
-def _leave(layer: Layer, change: Neurons, *, flattened: bool) -> None:
-    size, inputs = len(change.order), layer.weight.shape[1]
-    if inputs % size or (inputs != size and not flattened):
-        raise PullbackError(
-            "A layer's neurons do not reach the next layer as they are",
-            f"{size} of them became {inputs} inputs",
-            "Put nn.Flatten between a convolution and a linear layer, nothing else",
-        )
-    each = inputs // size  # places of a channel after flattening, one after the other
-    order = change.order.to(layer.weight.device)
-    order = (order[:, None] * each + torch.arange(each, device=order.device)).flatten()
-    scale = change.scale.to(layer.weight).repeat_interleave(each)
-    layer.weight.copy_(_along(layer.weight[:, order], 1 / scale, 1))
-
-
-def _along(weight: Tensor, scale: Tensor, dim: int) -> Tensor:
-    return weight * scale.view([-1 if i == dim else 1 for i in range(weight.ndim)])
+def neuron_coordinates(model: nn.Module, change: Callable[[int], Tensor]) -> LayerCoordinates:
+    """a† = M a for the neurons of each hidden layer, with M = change(n) of shape (n, n)."""
+    pairs = hidden(model)
+    inputs, outputs = [same(pairs[0][0].weight.shape[1])], list[Change]()
+    for layer, after, between in pairs:
+        n, count = layer.weight.shape[0], after.weight.shape[1]
+        if count % n or (count != n and not any(isinstance(m, nn.Flatten) for m in between)):
+            raise PullbackError(
+                "A layer's neurons do not reach the next layer as they are",
+                f"{n} of them became {count} inputs",
+                "Put nn.Flatten between a convolution and a linear layer, nothing else",
+            )
+        matrix = change(n)
+        outputs.append(Change(torch.linalg.inv(matrix), same(n).shift))
+        # a channel has several places after flattening, one after the other
+        inputs.append(Change(torch.kron(matrix, same(count // n).matrix), same(count).shift))
+    return LayerCoordinates(inputs, [*outputs, same(pairs[-1][1].weight.shape[0])])
 
 
 @dataclass(frozen=True)
@@ -268,11 +213,11 @@ class NeuronRescaling(Transformation):
         refuse_others(model, HOMOGENEOUS, "rescaled")
         generator = torch.Generator().manual_seed(self.seed)
 
-        def change(n: int) -> Neurons:
+        def change(n: int) -> Tensor:
             u = 2 * torch.rand(n, generator=generator, dtype=torch.float64) - 1
-            return Neurons(torch.arange(n), (self.spread * u).exp())
+            return (self.spread * u).exp().diag()
 
-        return _neuron_twin(model, change)
+        return _affine_twin(model, neuron_coordinates(model, change), copy.deepcopy)
 
 
 class NeuronPermutation(Transformation):
@@ -287,11 +232,10 @@ class NeuronPermutation(Transformation):
         refuse_others(model, ALIKE, "permuted")
         generator = torch.Generator().manual_seed(self.seed)
 
-        def change(n: int) -> Neurons:
-            ones = torch.ones(n, dtype=torch.float64)
-            return Neurons(torch.randperm(n, generator=generator), ones)
+        def change(n: int) -> Tensor:
+            return same(n).matrix[torch.randperm(n, generator=generator)]
 
-        return _neuron_twin(model, change)
+        return _affine_twin(model, neuron_coordinates(model, change), copy.deepcopy)
 
 
 class Parameters(Transformation):
@@ -337,7 +281,7 @@ def as_transformation(given: Any, name: str | None = None) -> Transformation:
     """The transformation itself, or `Parameters` of a diffeomorphism."""
     if isinstance(given, Transformation):
         return given
-    if isinstance(given, (Diffeomorphism, tuple)) or callable(given):
+    if isinstance(given, (Diffeomorphism, tuple)):
         return Parameters(given, name)
     raise PullbackError(
         "This is no transformation",
@@ -385,7 +329,7 @@ def _first(model: nn.Module, x: Tensor) -> tuple[Layer, Tensor]:
     return layers(model)[number], inputs
 
 
-def _affine_twin(model: nn.Module, to: LayerCoordinates) -> Twin:
+def _affine_twin(model: nn.Module, to: LayerCoordinates, between: Between | None = None) -> Twin:
     names = [n for n, _ in model.named_parameters()]
     owners = {
         f"{path}.{key}" if path else key: (number, key)
@@ -406,14 +350,4 @@ def _affine_twin(model: nn.Module, to: LayerCoordinates) -> Twin:
             n: getattr(back[owners[n][0]], owners[n][1]) if n in owners else p for n, p in values
         }
 
-    return Twin(twin(model, to), weights)
-
-
-def _neuron_twin(model: nn.Module, change: Callable[[int], Neurons]) -> Twin:
-    changes = [change(layer.weight.shape[0]) for layer, _, _ in hidden(model)]
-    back = [c.inverse() for c in changes]
-
-    def weights(module: nn.Module) -> Params:
-        return dict(neuron_twin(module, back).named_parameters())
-
-    return Twin(neuron_twin(model, changes), weights)
+    return Twin(twin(model, to, between), weights)

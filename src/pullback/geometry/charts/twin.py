@@ -201,16 +201,6 @@ def _fits(layer: Layer, before: Change, after: Change) -> None:
 Between = Callable[[nn.Module], nn.Module]
 
 
-def random_coordinates(
-    model: nn.Module, generator: torch.Generator, *, shifted: bool = True
-) -> LayerCoordinates:
-    """Random coordinates everywhere; without γ if not `shifted`."""
-    found = layers(model)
-    inputs = [drawn(m.weight.shape[1], generator) for m in found]
-    outputs = [drawn(m.weight.shape[0], generator) for m in found]
-    return LayerCoordinates(inputs if shifted else [c.linear() for c in inputs], outputs)
-
-
 def twin(model: nn.Module, to: LayerCoordinates, between: Between | None = None) -> nn.Module:
     """The same function in other coordinates; what lies between layers belongs to φ.
 

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from ..._core.capture import select
 from ..._core.errors import PullbackError, reraise_fatal
 from ..._core.space import tolerance
+from ..charts.diffeomorphism import Diffeomorphism
 from ..charts.transformations import Transformation, Twin, as_transformation, standard
 from .run import Loss, Make, Setting, duplicate, refuse_loss, seeded
 from .table import Audit, AuditRow, Skipped
@@ -158,8 +159,8 @@ def audit(
             in its param groups; closures are given to all.
         model: which is never changed.
         batch: (x, y).
-        transformations: `transformations.*`, diffeomorphisms or plain functions w = f(θ), as a
-            list or a dict by name; by default those of `standard()` that go with the model.
+        transformations: `transformations.*` or diffeomorphisms w = f(θ), as a list or a dict by
+            name; by default those of `standard()` that go with the model.
         steps: how many steps of full size.
         sizes: multiples of the optimizer's lr for one small step.
         loss_fn: (outputs, y) ↦ scalar; by default ½‖z − y‖² or cross-entropy, means over samples.
@@ -217,7 +218,7 @@ def _named(given: Iterable[Any] | Mapping[str, Any] | None) -> dict[str, Transfo
         return {t.name: t for t in standard()}
     if isinstance(given, Mapping):
         return {str(n): as_transformation(t, str(n)) for n, t in given.items()}
-    if isinstance(given, Transformation) or callable(given):
+    if isinstance(given, (Transformation, Diffeomorphism)):
         given = [given]
     out: dict[str, Transformation] = {}
     for transformation in map(as_transformation, given):

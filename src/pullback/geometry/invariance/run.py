@@ -104,7 +104,7 @@ def run(
 
 @contextlib.contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Torch's generators at a seed; afterwards as they were."""
+    """Seed torch's generators, and restore them afterwards."""
     cuda = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(cuda):
         torch.manual_seed(seed)
@@ -127,7 +127,7 @@ def duplicate(model: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def observe(start: Twin, model: nn.Module, setting: Setting) -> RunState:
-    """The function and the original's weights, as they are now."""
+    """The present function values, and the original's weights."""
     probes = setting.probes
     return RunState(
         select(model(setting.at), None).detach().to(torch.float64),

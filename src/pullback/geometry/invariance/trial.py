@@ -8,14 +8,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from ... import solvers
 from ..._core.errors import PullbackError
-from ...optim import KFAC, NaturalGradient
-from ...optim.kfac import Damping, Invariant, Tikhonov
 from ..charts.transformations import Twin
 from .run import RunState, Setting, identity_twin, perturb_start, push, run
 from .table import SLACK, AuditRow, Measure, Seen
@@ -64,92 +59,6 @@ def as_contenders(given: Any) -> list[Contender]:
 def _name(make: Any) -> str:
     name = getattr(make, "__name__", type(make).__name__)
     return "optimizer" if name == "<lambda>" else name
-
-
-def _kfac(damping: float | Damping, **options: Any) -> Make:
-    def make(model: nn.Module) -> Optimizer:
-        return KFAC(
-            model, 0.05, fisher="exact", damping=damping, statistics_every=1, invert_every=1,
-            **options,
-        )  # fmt: skip
-
-    return make
-
-
-def _muon(model: nn.Module) -> list[Optimizer]:
-    """Muon for matrices, plain gradient steps for the rest, as it is used."""
-    params = [p for p in model.parameters() if p.requires_grad]
-    found: list[Optimizer] = [
-        torch.optim.Muon([p for p in params if p.ndim == 2], lr=0.02, weight_decay=0.0)
-    ]
-    rest = [p for p in params if p.ndim != 2]
-    return found + ([torch.optim.SGD(rest, lr=0.02)] if rest else [])
-
-
-def optimizers() -> list[Contender]:
-    """Those of the table, for the loss ½‖z − y‖²; a new one is one line here or in the caller."""
-    return [
-        Contender(
-            "SGD",
-            lambda m: torch.optim.SGD(m.parameters(), lr=0.02, momentum=0.9),
-            "steepest descent in the Euclidean length of the coordinates: orthogonal changes only",
-        ),
-        Contender(
-            "Adam",
-            lambda m: torch.optim.Adam(m.parameters(), lr=0.01),
-            "acts entry by entry: their order does not matter, their scale does",
-        ),
-        Contender(
-            "L-BFGS",
-            lambda m: torch.optim.LBFGS(m.parameters(), lr=0.05, max_iter=4),
-            "its first step is steepest descent, so it inherits the same coordinates",
-        ),
-        Contender(
-            "Muon",
-            _muon,
-            "orthogonalizes a matrix: rows and columns may be permuted, entries not",
-            resolution=torch.finfo(torch.bfloat16).eps,
-            slack=5.0,
-        ),
-        Contender(
-            "NGD, pseudo-inverse",
-            lambda m: NaturalGradient(m, solver=solvers.PseudoInverse(), lr=0.05),
-            "the update of the function is coordinate-free; a finite step is, if f is affine and "
-            "no parameter is superfluous",
-        ),
-        Contender(
-            "NGD, damped",
-            lambda m: NaturalGradient(m, solver=solvers.Cholesky(damping=1e-2), lr=0.05),
-            "λ|Δθ|² measures lengths in the coordinates: orthogonal changes only",
-        ),
-        Contender(
-            "K-FAC, undamped",
-            _kfac(0.0, kl_clip=1e-2),
-            "the natural gradient of a metric that affine changes of layers carry along, as long "
-            "as no factor is singular (units that are dead on the batch)",
-        ),
-        Contender(
-            "K-FAC, invariant",
-            _kfac(Invariant(1e-2)),
-            "damped by second moments, which are carried along too",
-        ),
-        Contender(
-            "K-FAC, Tikhonov",
-            _kfac(Tikhonov(1e-2)),
-            "damped by the identity, which is not",
-        ),
-        Contender(
-            "K-FAC, eigenbasis",
-            lambda m: KFAC(m, 0.01, statistics_every=1, invert_every=1),
-            "Adam in bases that turn with inputs and outputs; biases, which are Adam's, do not",
-        ),
-        Contender(
-            "K-FAC, spectral",
-            lambda m: KFAC(m, 0.02, rule="spectral", statistics_every=1, invert_every=1),
-            "a polar factor turns with the inputs; rows are scaled one by one, and the output "
-            "layer is Adam's",
-        ),
-    ]
 
 
 #: a round-off, with its slack, at which larger steps need not be looked at

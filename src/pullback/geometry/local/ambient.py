@@ -13,7 +13,7 @@ from ..._core.errors import PullbackError
 from ..._core.factor import Factor, Scaled
 from ..._core.space import ParameterSpace
 from ...maps import Call, FunctionLinearization, Linearization, ModuleMap
-from ...metrics import Custom, Euclidean, Metric, as_metric
+from ...metrics import Euclidean, Metric, MetricFunction, as_metric
 
 Phi = nn.Module | Callable[..., Tensor]
 Vector = Tensor | Mapping[str, Tensor]
@@ -165,7 +165,7 @@ class Ambient:
         if given is None:
             self.metric: Metric = Euclidean()
         elif self.whole:
-            self.metric = Custom(_matrices(given, self.restore))
+            self.metric = MetricFunction(_matrices(given, self.restore))
         else:
             self.metric = as_metric(given)  # pyright: ignore[reportArgumentType]
         self._shape: torch.Size | None = None

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..._core.errors import PullbackError
 from .ambient import MetricLike, Phi, Vector
 from .inverses import Inverse, Rank
-from .point import Decomposition, Loss, Point
+from .point import Loss, Point
 
 
 def pushforward(phi: Phi, xi: Vector | None, v: Vector, **options: Any) -> Tensor:
@@ -64,20 +64,6 @@ def project(
 ) -> Tensor:
     """Π v, the g-orthogonal projection of a tangent vector of Z on the image of dφ_ξ."""
     return Point(phi, xi, metric, **options).project(v)
-
-
-def residual(
-    phi: Phi, xi: Vector | None, loss: Loss, metric: MetricLike = None, **options: Any
-) -> Tensor:
-    """grad^Z L − Π grad^Z L: the part of the ambient gradient that no parameter can follow."""
-    return Point(phi, xi, metric, **options).residual(loss)
-
-
-def decompose(
-    phi: Phi, xi: Vector | None, loss: Loss, metric: MetricLike = None, **options: Any
-) -> Decomposition:
-    """The ambient gradient, its tangent part and what is lost, with their lengths in g."""
-    return Point(phi, xi, metric, **options).decompose(loss)
 
 
 def rank(phi: Phi, xi: Vector | None = None, metric: MetricLike = None, **options: Any) -> Rank:

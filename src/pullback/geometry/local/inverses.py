@@ -39,7 +39,7 @@ class Rank:
 
     @classmethod
     def of(cls, gram: Gram, rcond: float) -> Rank:
-        """From the form in which G is held."""
+        """Compute the rank from the singular values of A."""
         sigma = PseudoInverse(rcond=0.0).init(gram).sigma.sort(descending=True).values
         full = min(gram.count, gram.size)
         spectrum = sigma.new_zeros(max(full, len(sigma)))
@@ -98,37 +98,6 @@ class _Undamped(Solver):
         raise NotImplementedError
 
 
-class Damped(Solver):
-    r"""x = (G + λ)⁻¹g, which is no generalized inverse of a singular G.
-
-    G(G + λ)⁻¹G ≠ G, so the pushforward of x is not the projected gradient: with A = U Σ Vᵀ its
-    coordinates are shrunk by σ²/(σ² + λ), unequally, and it depends on the parametrization.
-
-    Args:
-        damping: λ, a number or `solvers.Relative`.
-        rcond: as in `PseudoInverse`.
-    """
-
-    prefers = "rows"
-
-    def __init__(self, damping: Damping = 1e-3, rcond: float | None = None) -> None:
-        self.damping, self._inverse = damping, PseudoInverse(rcond)
-
-    def init(self, gram: Gram) -> Any:
-        return self._inverse.init(gram)
-
-    def solve(
-        self,
-        state: Any,
-        rhs: Tensor,
-        damping: Damping | None = None,
-        *,
-        whitened: Tensor | None = None,
-    ) -> Solution:
-        used = self.damping if damping is None else damping
-        return self._inverse.solve(state, rhs, used, whitened=whitened)
-
-
 class Generalized(_Undamped):
     """x = G⁻g for a user's G⁻, symmetric or not, after G G⁻ G = G was verified.
 
@@ -169,7 +138,7 @@ class Generalized(_Undamped):
             raise PullbackError(
                 "This is not a generalized inverse of the Gram",
                 f"‖G G⁻ G − G‖ = {wrong:.3g} for ‖G‖ = {scale:.3g}",
-                "Use geometry.Damped for damped inverses, which are none, or raise tol",
+                "Use solvers.Cholesky(damping) for damped inverses, which are none, or raise tol",
             )
         return gram, inverse
 
@@ -292,7 +261,7 @@ Inverse = Solver | Tensor | Callable[[Tensor], Tensor]
 
 
 def as_inverse(inverse: Inverse | None, rcond: float | None) -> Solver:
-    """A solver as it is; a matrix or a function G ↦ G⁻ as `Generalized`."""
+    """Return a solver unchanged, and a matrix or a function G ↦ G⁻ as `Generalized`."""
     if inverse is None:
         return PseudoInverse(rcond)
     if isinstance(inverse, type):

@@ -72,7 +72,7 @@ def differentiable(
 def _kink(
     value: Callable[[float], Tensor], z: Tensor, pushed: Tensor, h: float, eps: float
 ) -> bool | None:
-    """Whether differences with h and h/10 miss Jv alike; None where round-off hides it."""
+    """Whether differences with h and h/10 are equally far from Jv; None if round-off hides it."""
     errors: list[float] = []
     for step in (h, _SHRINK * h):
         e = (value(step) - z) / step - pushed
@@ -233,7 +233,7 @@ class Point:
 
     @cached_property
     def operator(self) -> Gram:
-        """G in the form that fits its sizes: held as A wherever that fits the memory."""
+        """G as an operator, from A wherever that fits the memory."""
         gram = assemble([self._part], "auto", _MEMORY, "rows")
         if not bool(torch.isfinite(gram.trace())):
             raise PullbackError(
@@ -274,7 +274,9 @@ class Point:
             loss: L on Z, a function of φ(ξ); or ∇_ξ L itself, in the form of ξ. From L the solve
                 starts at r with S r = dL and keeps the digits that forming ∇_ξ L would lose.
             inverse: a solver: `MoorePenrose` (default), `RandomInverse`, `Generalized`,
-                `WeightedNorm`, `Damped`; or a matrix or function G ↦ G⁻, which is verified.
+                `WeightedNorm`; or a matrix or function G ↦ G⁻, which is verified. A damped solver
+                such as `Cholesky` gives (G + λ)⁻¹∇_ξ L: no generalized inverse, so that its
+                pushforward is not the projected gradient and depends on the parametrization.
         """
         g, r = self._gradient(loss)
         solver = as_inverse(inverse, self.rcond)
@@ -298,7 +300,7 @@ class Point:
         return self._ambient.restore(self._projected(self._part.transpose(vector.flatten())))
 
     def decompose(self, loss: Loss) -> Decomposition:
-        """grad^Z L into what the image of dφ can follow and what is lost to it."""
+        """Split grad^Z L into its part in the image of dφ and the rest."""
         covector = self._covector(loss)
         ambient = raise_covector(self._part, covector)
         white = self._part.transpose(ambient.flatten())

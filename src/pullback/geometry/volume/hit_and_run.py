@@ -28,7 +28,7 @@ from .landscape import Landscape, Rounded, round_landscape
 #: points per axis of the last grid, by dimension
 _RESOLUTION = {1: 4001, 2: 401, 3: 81}
 _COARSE = {1: 401, 2: 101, 3: 31}
-#: an axis is unbounded when the set is so many times longer than its first guess
+#: the set is unbounded where it goes on beyond this
 _FAR = 1e6
 _GROWTH = 1.7
 
@@ -70,23 +70,19 @@ def _settled(landscape: Rounded, epsilon: float) -> np.ndarray | None:
 
     Arms that get thinner without end look finite on every grid, and longer on a finer one.
     """
-    box = 1.2 * np.stack([_exits(landscape, epsilon, -1), _exits(landscape, epsilon, 1)])
-    if not np.isfinite(box).all():
-        return None
-    limit, count = _FAR * np.abs(box), _COARSE[landscape.dimension]
-    found = _around(landscape, epsilon, box, limit, count)
+    # along each axis the set reaches about as far as 1
+    box, count = np.outer([-1.2, 1.2], np.ones(landscape.dimension)), _COARSE[landscape.dimension]
+    found = _around(landscape, epsilon, box, count)
     while found is not None and count < _RESOLUTION[landscape.dimension]:
         count = 2 * count
-        finer = _around(landscape, epsilon, found, limit, count)
+        finer = _around(landscape, epsilon, found, count)
         if finer is not None and (np.abs(finer - found) <= 0.05 * (found[1] - found[0])).all():
             return np.stack([np.minimum(finer[0], found[0]), np.maximum(finer[1], found[1])])
         found = finer
     return None
 
 
-def _around(
-    landscape: Rounded, epsilon: float, box: np.ndarray, limit: np.ndarray, count: int
-) -> np.ndarray | None:
+def _around(landscape: Rounded, epsilon: float, box: np.ndarray, count: int) -> np.ndarray | None:
     """Lower and upper corner (2, k) of a box around the set; None where it has no end."""
     while True:
         heights = _heights(landscape, box, count)
@@ -97,31 +93,14 @@ def _around(
             return _tight(inside, box)
         # a face that the set touches moves away from the minimum
         box = np.where(touched, _GROWTH * box, box)
-        if (np.abs(box) > limit).any():
+        if (np.abs(box) > _FAR).any():
             return None
 
 
-def _exits(landscape: Rounded, epsilon: float, sign: int) -> np.ndarray:
-    """How far the set goes along each axis from the minimum, by doubling; infinite if nowhere."""
-    like, out = landscape.map, []
-    lengths = sign * 2.0 ** torch.arange(-40, 41, dtype=torch.float64, device=like.device)
-    for axis in range(landscape.dimension):
-        points = torch.zeros(len(lengths), landscape.dimension, dtype=torch.float64).to(like)
-        points[:, axis] = lengths
-        heights = landscape.height(points)
-        above = (heights >= epsilon).nonzero()
-        landscape.landscape.refuse_lower(heights[: above[0, 0]] if len(above) else heights, epsilon)
-        out.append(float(lengths[above[0, 0]]) if len(above) else sign * np.inf)
-    return np.array(out)
-
-
-def _axes(box: np.ndarray, count: int) -> list[np.ndarray]:
-    """Midpoints of `count` cells along each axis."""
-    return [low + (high - low) * (np.arange(count) + 0.5) / count for low, high in box.T]
-
-
 def _points(box: np.ndarray, count: int, landscape: Rounded) -> Tensor:
-    mesh = np.meshgrid(*_axes(box, count), indexing="ij")
+    """Midpoints of `count` cells along each axis, (count^k, k)."""
+    axes = [low + (high - low) * (np.arange(count) + 0.5) / count for low, high in box.T]
+    mesh = np.meshgrid(*axes, indexing="ij")
     return torch.from_numpy(np.stack([m.ravel() for m in mesh], 1)).to(landscape.map)
 
 

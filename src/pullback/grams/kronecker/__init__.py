@@ -1,11 +1,11 @@
 """Kronecker-factored Grams: pure algebra, factors in and solves out."""
 
-from .blocks import Block, Kronecker, Pair, Rotated, Units, merged
+from .blocks import GramBlock, Kronecker, Pair, Rotated, Units, merged
 from .inverting import Inverses, inverses
 from .packed import Packed
 
 __all__ = [
-    "Block",
+    "GramBlock",
     "Inverses",
     "Kronecker",
     "Packed",

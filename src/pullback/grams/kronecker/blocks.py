@@ -21,7 +21,7 @@ from ..base import Gram, Structure
 from . import sides
 
 
-class Block(ABC):
+class GramBlock(ABC):
     """The Gram of some coordinates, without coupling to others."""
 
     #: shape of the coordinates
@@ -45,7 +45,7 @@ class Block(ABC):
 
 
 @dataclass(frozen=True)
-class Pair(Block):
+class Pair(GramBlock):
     """R ⊗ C: a left side (G, O, O) and a right side (G, I, I), either one perhaps a diagonal."""
 
     left: Tensor
@@ -94,7 +94,7 @@ def rotated(u: Tensor | None, v: Tensor, w: Tensor | None, *, back: bool = False
 
 
 @dataclass(frozen=True)
-class Rotated(Block):
+class Rotated(GramBlock):
     """(U ⊗ W) diag(values) (U ⊗ W)ᵀ: eigenbases of two sides with values (G, O, I) of their own."""
 
     u: Tensor | None
@@ -136,7 +136,7 @@ def _divided(v: Tensor, values: Tensor, damping: float | Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Units(Block):
+class Units(GramBlock):
     """One small matrix per unit, (U, k, k): gain and shift of a channel, or single entries."""
 
     matrices: Tensor
@@ -209,9 +209,9 @@ def _scaled(side: Tensor, by: Tensor) -> Tensor:
     return side * by.view(-1, *[1] * (side.ndim - 1))
 
 
-def as_block(given: Any) -> Block:
+def as_block(given: Any) -> GramBlock:
     """A block, from a block or a pair (R, C) of matrices or vectors."""
-    if isinstance(given, Block):
+    if isinstance(given, GramBlock):
         return given
     try:
         left, right = given

@@ -17,7 +17,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from ..._core.processes import Processes
+
 _LEAST = 2048  # rows from which on the memory is worth a pass
+_LEAST_SENT = 16  # rows from which on a triangle is worth a copy where it is sent
 
 
 @dataclass(frozen=True)
@@ -116,3 +119,20 @@ def as_side(held: Tensor) -> Tensor | Packed:
 
 
 Side = Tensor | Packed
+
+
+def sum_sides(sides: Sequence[Side], processes: Processes, symmetric: Sequence[bool]) -> list[Side]:
+    """Return the sums of sides over all processes; of symmetric matrices a triangle is sent."""
+    thin = [_triangle(t) if even else t for t, even in zip(sides, symmetric, strict=True)]
+    found = processes.sum([memory(t) for t in thin], "factors")
+    out: list[Side] = []
+    for side, sent, t in zip(sides, thin, found, strict=True):
+        total = Packed(t) if isinstance(sent, Packed) else t
+        out.append(total if isinstance(side, Packed) else whole(total))
+    return out
+
+
+def _triangle(side: Side) -> Side:
+    if isinstance(side, Packed) or side.ndim != 3 or side.shape[-1] < _LEAST_SENT:
+        return side
+    return Packed.of(side)

@@ -31,7 +31,7 @@ _LEAK = 0.25  # of a covector that may reach other samples, by way of a batch no
 
 
 @dataclass(frozen=True)
-class Layout:
+class SampleLayout:
     """A way to read leading axes as (N, places): batch first, second, or folded into axis 0."""
 
     kind: str
@@ -52,34 +52,25 @@ class Layout:
 
     def of_batch(self, x: Tensor) -> Tensor:
         """The same for covectors side by side, (R, ...), as a view: (N, R, ...)."""
-        n = self.samples
-        if self.kind == "first":
-            return x.transpose(0, 1)
-        if self.kind == "second":
-            return x.movedim(2, 0)
-        if self.kind == "folded":
-            return x.unflatten(1, (n, -1)).transpose(0, 1)
-        if self.kind == "folded-last":
-            return x.unflatten(1, (-1, n)).movedim(2, 0)
-        return x.unsqueeze(0)
+        return self(x.movedim(0, -1)).movedim(-1, 1)
 
 
-def candidates(lead: tuple[int, ...], samples: int) -> Iterator[Layout]:
+def candidates(lead: tuple[int, ...], samples: int) -> Iterator[SampleLayout]:
     """The layouts that the sizes allow, most common first."""
     if lead and lead[0] == samples:
-        yield Layout("first", samples)
+        yield SampleLayout("first", samples)
     if len(lead) > 1 and lead[1] == samples:
-        yield Layout("second", samples)
+        yield SampleLayout("second", samples)
     if lead and lead[0] % samples == 0:
-        yield Layout("folded", samples)
-        yield Layout("folded-last", samples)
+        yield SampleLayout("folded", samples)
+        yield SampleLayout("folded-last", samples)
     if samples == 1:
-        yield Layout("whole", samples)
+        yield SampleLayout("whole", samples)
 
 
 def detect(
     base: Tensor, scaled: Tensor, scales: Tensor, features: int, dtype: torch.dtype | None = None
-) -> Layout | None:
+) -> SampleLayout | None:
     """The layout under which `scaled` is `base` with sample n multiplied by scales[n].
 
     `dtype` is that of the arithmetic on the way, by default the cotangents' own.
@@ -100,7 +91,7 @@ def detect(
     return None
 
 
-def find_layout(delta: Tensor, chosen: Tensor, features: int) -> Layout | None:
+def find_layout(delta: Tensor, chosen: Tensor, features: int) -> SampleLayout | None:
     """The layout that shows cotangents at the chosen samples, (N,), at all of these and no others.
 
     The covector that was pulled back is zero at the others. None where nothing came of it, or where
@@ -134,7 +125,7 @@ class Sharing:
     reduce: bool = False
     batch_dim: int = 0
     longest: int = 8192
-    layout: Layout | None = None
+    layout: SampleLayout | None = None
 
     def by_sample(self, x: Tensor, features: int = 1) -> Tensor:
         """(N, places, *features), from leading axes in any order."""

@@ -217,18 +217,14 @@ class ProductBlock(Block):
         return out
 
     def project(self, v: Mapping[str, Tensor]) -> Tensor:
+        inner = self.inner
+        if inner is None:
+            return super().project(v)
         g, o, i = self._form
-        total: Tensor | float = 0.0
-        for use in self._uses:
-            a, d, pick = _inputs(use), _delta(use), _picked(use)
-            if self._weight is not None:
-                w = v[self._weight].reshape(g, i, o).mT if self.turned else v[self._weight]
-                y = torch.einsum("goi,nmti,nmtg->nmto", w.reshape(g, o, i), a, pick)
-                total = total + torch.einsum("nrmto,nmto->nr", d, y)
-            if self._bias is not None:
-                y = torch.einsum("go,nmtg->nmto", v[self._bias].reshape(g, o), pick)
-                total = total + torch.einsum("nrmto,nmto->nr", d, y)
-        return torch.as_tensor(total)
+        turned = {n: v[n] for n in self.names}
+        if self._weight is not None and self.turned:
+            turned[self._weight] = v[self._weight].reshape(g, i, o).mT
+        return inner.project(turned)
 
     def lift(self, c: Tensor) -> dict[str, Tensor]:
         g, o, i = self._form

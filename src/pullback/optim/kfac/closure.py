@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ..._core.capture import Call, Capture, first_input
 from ..._core.errors import PullbackError
 from ..._core.processes import Processes
+from ..._core.shards import Groups, Parameters
 from ..._core.state import Snapshot
 from ...grams import Part
 from ...maps import ModuleMap
@@ -33,7 +34,7 @@ from .options import Options
 from .report import KFACInfo
 from .state import KFACState
 from .statistics.capture import StatisticsCapture
-from .update import Groups, Parameters, Share, State, Tensors, buffer_of, move
+from .update import Share, State, Tensors, buffer_of, move
 
 
 class Source:
@@ -95,11 +96,7 @@ class ClosureSource(Source):
 
     def _mean(self, loss: float) -> float:
         """Return the mean of the processes' losses, whose gradient is the mean of theirs."""
-        processes = self._processes
-        if processes.alone:
-            return loss
-        own = torch.tensor(loss, dtype=torch.float64, device=processes.device)
-        return float(processes.sum([own], "losses")[0]) / processes.size
+        return self._processes.total([loss], "losses")[0] / self._processes.size
 
     def restore(self) -> None:
         if self._before is not None:
@@ -125,6 +122,8 @@ class ClosureSource(Source):
         total = next(iter(span[0].values())).new_zeros((len(span), len(span)), dtype=torch.float64)
         samples = total.new_zeros(())
         for call in self._calls:
+            if call.output is not None and not call.output.numel():  # a process without samples
+                continue
             white, count = self._whitened(call, params, span)
             rows = [torch.stack([(a * b).sum() for b in white]) for a in white]
             total, samples = total + torch.stack(rows), samples + count
@@ -207,42 +206,41 @@ def source_of(
 ) -> Source:
     """Return what `step` was given; raise where it cannot be used, or something is lacking."""
     refuse_uncallable(closure)
-    if objective is not None and options.rule.matrices:
-        raise PullbackError(
-            f"An objective does not go with {options.rule!r}",
-            "the metric of its terms is read by the natural gradient alone",
-            "Use rule='natural', or call backward() and step() without an objective",
-        )
-    if objective is not None and closure is not None:
-        raise PullbackError(
-            "step() was given a closure and an objective",
-            "each of them is a loss",
-            "Give one of them",
-        )
-    if objective is not None and not isinstance(objective, Objective) and not callable(objective):
-        raise PullbackError(
-            "The objective is not usable",
-            f"got {type(objective).__name__}",
-            "Give an optim.Objective, or a function of the parameter dict",
-        )
-    if closure is None and objective is None and options.controlled:
+    if objective is not None:
+        _refuse_objective(objective, closure, options, processes)
+        own = {n: p for n, p in params.of(groups).items() if p.requires_grad}
+        return ObjectiveSource(own, objective, options.metric, options.reduction)
+    if closure is not None:
+        return ClosureSource(closure, options, capture, params.by_name, processes, plans)
+    if options.controlled:
         raise PullbackError(
             "This step needs a closure",
             "adaptive damping and steps from the quadratic model look at the loss again",
             "Call step(closure), with a closure that returns the loss",
         )
-    if objective is not None and not processes.alone:
-        raise PullbackError(
-            "An objective does not go with several processes",
-            "its terms have counts of their own, which are not joined",
-            "Use NaturalGradient or pde.solve on several processes",
-        )
-    if objective is not None:
-        own = {n: p for n, p in params.of(groups).items() if p.requires_grad}
-        return ObjectiveSource(own, objective, options.metric, options.reduction)
-    if closure is None:
-        return Source()
-    return ClosureSource(closure, options, capture, params.by_name, processes, plans)
+    return Source()
+
+
+def _refuse_objective(objective: Any, closure: Any, options: Options, processes: Processes) -> None:
+    """Raise for an objective that is none, or does not go with what else was given."""
+    what = "An objective does not go with"
+    if options.rule.matrices:
+        what += f" {options.rule!r}"
+        why = "the metric of its terms is read by the natural gradient alone"
+        remedy = "Use rule='natural', or call backward() and step() without an objective"
+    elif closure is not None:
+        what = "step() was given a closure and an objective"
+        why, remedy = "each of them is a loss", "Give one of them"
+    elif not isinstance(objective, Objective) and not callable(objective):
+        what, why = "The objective is not usable", f"got {type(objective).__name__}"
+        remedy = "Give an optim.Objective, or a function of the parameter dict"
+    elif not processes.alone:
+        what += " several processes"
+        why = "its terms have counts of their own, which are not joined"
+        remedy = "Use NaturalGradient or pde.solve on several processes"
+    else:
+        return
+    raise PullbackError(what, why, remedy)
 
 
 # --- controlled moves -------------------------------------------------------------------------

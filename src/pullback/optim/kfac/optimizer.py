@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from math import isfinite
 from random import Random
 from typing import Any
@@ -15,14 +16,14 @@ from torch.optim import Optimizer
 
 from ..._core.capture import Selector, plain
 from ..._core.errors import PullbackError
-from ..._core.flags import Verdict, finite
+from ..._core.flags import DeferredFlags, finite
 from ..._core.processes import Traffic, find_processes, group_of, refuse_untold, unwrapped
-from ..._core.shards import reshard
+from ..._core.shards import Parameters, reshard
 from ...grams.kronecker import Kronecker
 from ...likelihoods import Likelihood
 from ...metrics import Metric
 from ...steps import QuadraticModel
-from ..checks import own_group, refuse_inference, refuse_model
+from ..checks import dense_gradients, own_group, refuse_inference, refuse_model
 from ..terms import Objective
 from . import options, report, update
 from .closure import Source, Undo, best_combination, source_of, trial_move
@@ -32,10 +33,10 @@ from .factors.preconditioner import Preconditioner
 from .replicas import Replicas
 from .report import Coverage, Degenerate, KFACInfo
 from .rules.rule import Rule
-from .state import Found, KFACState, publish, restore, saved_by_name
+from .state import Found, KFACState, incomplete, publish, restore, saved_by_name
 from .statistics.capture import StatisticsCapture, averaged_parts
 from .statistics.plan import Forecast, follows, forecast, measured_names
-from .update import BUFFERS, Guard, Parameters, Share, Tensors
+from .update import BUFFERS, Guard, Share, Tensors
 
 #: what belongs to hooks, or to the model's objects
 _UNSAVED = ("_capture", "_params", "_verdict", "_plans")
@@ -179,7 +180,7 @@ class KFAC(Optimizer):
         given = list(plain(model).parameters() if params is None else params)
         options.refuse_unready(model, given)
         self._register()
-        teams, shards = not self._replicas.placement.across.alone, bool(self._params.shards)
+        teams, shards = self._replicas.placement.teams, bool(self._params.shards)
         options.refuse_spread(own, teams=teams, shards=shards)
         super().__init__(given, own.defaults)
         self._replicas.meet(self._params, own.common, self.param_groups, schedule)
@@ -203,9 +204,9 @@ class KFAC(Optimizer):
             self._options,
             lambda: Random(f"{seed} {schedule['step']}{rank}").getrandbits(32),
             several=not processes.alone,
-            whole=self._params.gather if self._params.shards else None,
+            whole=self._params.leaves if self._params.shards else None,
         )
-        self._verdict: Verdict | None = None
+        self._verdict: DeferredFlags | None = None
         self._plans: dict[Any, Any] = {}
 
     # --- a torch optimizer's duties -------------------------------------------------------------
@@ -293,7 +294,7 @@ class KFAC(Optimizer):
         out = super().state_dict()
         if spread:
             out["state"] = {number: dict(held) for number, held in out["state"].items()}
-            self._replicas.placement.release(own)
+            self._replicas.release(own)
             self._publish()
         return out
 
@@ -306,11 +307,7 @@ class KFAC(Optimizer):
         for name, own in saved.items():
             parts = [part for part in BUFFERS if part in own]
             if any(own[part].shape != params[name].shape for part in parts):
-                raise PullbackError(
-                    "The saved state is not whole",
-                    f"the moments of {name!r} have another shape",
-                    "Load what KFAC.state_dict() gave, as it was",
-                )
+                raise incomplete(f"the moments of {name!r} have another shape")
         fresh = self._empty_state(dict(self._held.schedule))
         restore(fresh, saved, params, self._forecast())
         self._settle()
@@ -390,7 +387,8 @@ class KFAC(Optimizer):
         loss, capture, groups = source.evaluate(), self._capture, self.param_groups
         held, params, rule = self._held, self._params, self._rule
         self._replicas.average_gradients(params, groups, capture.wrapped)
-        gradients = params.gradients(groups)
+        gradients = dense_gradients(groups, params.names, params.shapes)
+        gradients = params.whole(gradients, "gradients")
         if self._idle(gradients):
             capture.clear()
             return loss
@@ -412,6 +410,8 @@ class KFAC(Optimizer):
         if held.stack(params.by_name, params.like):  # inverses are other tensors now
             self._publish()
             capture.structure.bases = held.bases
+            ready = chain.from_iterable(key.names for key in held.preconditioner.ready)
+            update.drop_moments(self.state, [params.by_name[n] for n in ready])
         directions, stacks = held.directions(gradients, guard.good)
         if not rule.moments and not guard.holds(finite(stacks)):
             return self._reject("a direction is not finite", loss)
@@ -426,7 +426,7 @@ class KFAC(Optimizer):
         self._finish(info, owing, taken)
         if guard.good is not None:
             flags: Any = guard.good, learned.good if taken else guard.good
-            self._verdict = Verdict(torch.stack(flags), taken)
+            self._verdict = DeferredFlags(torch.stack(flags), taken)
         return loss
 
     def _idle(self, gradients: Tensors) -> bool:
@@ -516,9 +516,8 @@ class KFAC(Optimizer):
 
         All processes call it; each adds what its shares of the averages give.
         """
-        if self._params.shards:  # of which each process moves a piece
-            move = self._params.shards.gather(move, self._params.shapes, "moves")
-        return self._held.squared_length(move, self._params.like)
+        # each process moves a piece of a parameter in shards
+        return self._held.squared_length(self._params.whole(move, "moves"), self._params.like)
 
     def _finish(self, info: KFACInfo, owing: bool, taken: bool) -> None:
         """Count the step and report it; what was seen belonged to the old parameters."""

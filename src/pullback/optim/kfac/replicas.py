@@ -1,7 +1,7 @@
 """The processes that train one model together.
 
 They meet in a step at named places: gradients are averaged if no wrapper does it, statistics become
-those of the joined batch, and inverses are computed by their owners (see `factors.placement`).
+those of the joined batch, and inverses are computed by their owners.
 
 Averages are linear in the statistics. Between inversions every process may keep its share of them:
 their sum over all processes is the average, and less is sent.
@@ -9,29 +9,27 @@ their sum over all processes is the average, and less is sent.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from math import isnan
+from collections.abc import Mapping, Sequence, Set
+from math import isnan, prod
 from typing import Any
-from zlib import crc32
 
 import torch
 from torch import Tensor
 
 from ..._core.errors import PullbackError
+from ..._core.placement import Placement
 from ..._core.processes import Processes
-from ...grams.kronecker.packed import Packed, Side, memory, zeros_like
+from ..._core.shards import Groups, Parameters
+from ...grams.kronecker.inverse import Inverse
+from ...grams.kronecker.packed import Side, memory, sum_sides, zeros_like
 from ...maps.layers.moments import Moments
 from ..checks import refuse_sparse
 from .factors.average import Average
 from .factors.factor import SPECTRUM, BlockKey, Factor
-from .factors.placement import Placement
-from .factors.preconditioner import Preconditioner
+from .factors.preconditioner import Preconditioner, placeholder
 from .statistics.capture import StatisticsCapture
 from .statistics.sums import Pool, Sums
-from .update import Groups, Parameters
 
-_LEAST = 16  # rows from which on a triangle is worth a copy
 #: blocks with statistics, in an order that all processes have
 Blocks = Sequence[tuple[BlockKey, Average]]
 
@@ -50,7 +48,8 @@ class Replicas:
     def __init__(
         self, processes: Processes, workers: int | None, *, wrapped: bool, lazy: bool, read: bool
     ) -> None:
-        self.processes, self.placement = processes, Placement(processes, workers)
+        self.processes = processes
+        self.placement: Placement[BlockKey] = Placement(processes, workers)
         self._wrapped, self._read = wrapped, read
         self._lazy = lazy and not processes.alone
         self._shared = False
@@ -73,8 +72,7 @@ class Replicas:
         self.processes.same("the options of KFAC", options, "Give all of them the same options")
         self.processes.same("the options of KFAC", rates, "Give all the same param groups")
         if not self._wrapped:
-            held = [p.data for p in params.by_name.values()]
-            self.processes.exchange(held, [0] * len(held), "parameters")
+            self.processes.adopt([p.data for p in params.by_name.values()], "parameters")
 
     # --- on the way in --------------------------------------------------------------------------
 
@@ -83,13 +81,9 @@ class Replicas:
         if self.alone or self._wrapped or wrapped:
             return
         held = {n: p for n, p in params.of(groups).items() if p.requires_grad and p.numel()}
-        given = [torch.zeros_like(p) if p.grad is None else p.grad for p in held.values()]
-        for name, g in zip(held, given, strict=True):
-            refuse_sparse(name, g)
-        some = torch.tensor([p.grad is not None for p in held.values()], device=given[0].device)
-        *total, counts = self.processes.sum([*given, some.double()], "gradients")
-        for p, g, count in zip(held.values(), total, counts.tolist(), strict=True):
-            p.grad = g.div_(self.processes.size) if count else None
+        for name, p in held.items():
+            refuse_sparse(name, p.grad)
+        self.processes.average_gradients(held.values())
 
     def join(
         self,
@@ -103,13 +97,11 @@ class Replicas:
         processes, pool, structure = self.processes, capture.pool, capture.structure
         broken = isinstance(pool.samples, float) and isnan(pool.samples)
         keys = [] if broken else sorted(pool.sums, key=lambda key: key.names)
-        layouts = {key: Layout.of(pool.sums[key]) for key in keys}
+        sums = {key: tensors_of(pool.sums[key]) for key in keys}
+        layouts = {key: layout_of(own) for key, own in sums.items()}
         partners, rates = sorted(structure.partners.items()), _rates(params, groups, schedule)
-        told = repr((layouts, partners)), repr([*gradients]), repr(rates)
-        codes = [crc32(text.encode()) for text in told]
-        signed = [*codes, *(-code for code in codes)]
-        *found, whole, called = processes.least([*signed, int(not broken), -int(pool.calls > 0)])
-        alike = [low == -high for low, high in zip(found[:3], found[3:], strict=True)]
+        told = (layouts, partners), [*gradients], rates
+        alike, (whole, idle) = processes.compare(told, [not broken, pool.calls == 0])
         if not alike[2]:
             remedy = "Change param groups and load states in all of them alike"
             processes.same("the options of KFAC", rates, remedy)
@@ -118,20 +110,48 @@ class Replicas:
             given = {f"that of {n}": "there" if n in gradients else None for n in chosen}
             remedy = "Wrap the model in DistributedDataParallel(find_unused_parameters=True)"
             processes.same("their gradients", given, remedy)
-        if not called:
+        if idle:
             return
-        if not alike[0] and whole:
+        pool.calls = max(pool.calls, 1)
+        if not whole:
+            pool.sums, pool.samples = {}, torch.nan
+            return
+        if not alike[0]:
             every = processes.values((layouts, dict(structure.partners)))
             layouts = join_layouts([own for own, _ in every])
             structure.partners = {
                 n: own for _, known in reversed(every) for n, own in known.items()
             }
-        pool.calls = max(pool.calls, 1)
-        if whole:
-            shared = {key: self._shared_sides(key, own.sides) for key, own in layouts.items()}
-            sum_pool(pool, layouts, params.by_name, processes, shared)
-        else:
-            pool.sums, pool.samples = {}, torch.nan
+        for key, layout in layouts.items():
+            like, own = params.by_name[key.names[0]], sums.get(key, {})
+            sums[key] = {
+                at: own[at] if at in own else _zeros(at, *layout[at], like) for at in layout
+            }
+        device = next(iter(params.by_name.values())).device
+        self._sum(pool, {key: sums[key] for key in layouts}, device)
+
+    def _sum(self, pool: Pool, sums: dict[BlockKey, BlockTensors], device: torch.device) -> None:
+        """Fill the pool with counts of all processes, and with sums where they are no shares.
+
+        Of the others every process keeps its share, over the counts of all.
+        """
+        shared = {key: self._shared_sides(key, _sides_of(own)) for key, own in sums.items()}
+        every = [(key, at) for key, own in sums.items() for at in own]
+        places = [(key, at) for key, at in every if at[0] == "places"]
+        rest = [(k, at) for k, at in every if at[0] != "places" and at[1].side not in shared[k]]
+        counts = [torch.as_tensor(pool.samples, device=device)]
+        counts += [memory(sums[key][at]) for key, at in places]
+        found = self.processes.sum([t.to(device, torch.float64) for t in counts], "counts")
+        pool.samples = found[0]
+        sides = sum_sides(
+            [sums[key][at] for key, at in rest],
+            self.processes,
+            [at[1] != SPECTRUM for _, at in rest],
+        )
+        for (key, at), t in zip([*places, *rest], [*found[1:], *sides], strict=True):
+            sums[key][at] = t
+        pool.sums = {key: sums_of(own) for key, own in sums.items()}
+        pool.shared, pool.share = shared, float(self.processes.rank == 0)
 
     def agree(self, flag: Tensor) -> Tensor:
         """Return whether statistics are good on all processes: only their sum is the same."""
@@ -188,27 +208,129 @@ class Replicas:
 
     # --- on the way out -------------------------------------------------------------------------
 
-    def place(self, own: Preconditioner, keys: Iterable[BlockKey], *, loaded: bool = False) -> None:
+    def place(self, own: Preconditioner, keys: Set[BlockKey], *, loaded: bool = False) -> None:
         """Give new blocks an owner; averages that were `loaded` are no shares."""
         self._shared = self._shared and not loaded
         if not self.alone:
-            self.placement.assign(own, keys)
-            self.placement.release(own)
+            new = sorted(keys - self.placement.owners.keys(), key=lambda key: key.names)
+            kinds = {k: (own.shapes[k], own.inverses[k].kind) for k in new}
+            self.placement.assign({k: (kinds[k], _cost(own, k)) for k in new})
+            self.release(own)
+
+    def release(self, own: Preconditioner) -> None:
+        """Give up the memory of inverses that other teams hold."""
+        placed = own.inverses.keys() & self.placement.owners.keys() - own.absent
+        for key in [k for k in placed if not self.placement.holds(k)]:
+            own.change(key, placeholder)
+            own.absent.add(key)
+
+    def renew(
+        self,
+        own: Preconditioner,
+        averages: Mapping[BlockKey, Average],
+        keys: Sequence[BlockKey],
+        value: float,
+    ) -> None:
+        """Prepare these blocks, each by its owner, and send them to those who hold them."""
+        if self.alone:
+            own.renew(averages, keys, value)
+            return
+        for key in keys:
+            own.notes.pop(key, None)
+        mine = [k for k in keys if self.placement.owns(k)]
+        with self.processes.together("renew its inverses"):
+            own.renew(averages, mine, value)
+        ends = {k: (k in own.ready, own.notes.get(k), _form(own.inverses[k])) for k in mine}
+        every = {k: end for some in self.processes.values(ends) for k, end in some.items()}
+        for key in [k for k in keys if k not in ends]:
+            ready, note, form = every[key]
+            if note is not None:
+                own.notes[key] = note
+            if ready and key not in own.ready:
+                own.ready.add(key)
+                own.regroup()
+            if form != _form(own.inverses[key]):
+                held = self.placement.holds(key)
+                own.inverses[key] = _room(own.inverses[key], form, held=held)
+                own.regroup()
+        self.send(own, keys)
+
+    def send(self, own: Preconditioner, keys: Sequence[BlockKey]) -> None:
+        """Send what the owners of these blocks have renewed to the other members of their teams."""
+        sent: dict[BlockKey, list[Tensor]] = {}
+        for key in [k for k in keys if k in own.ready and self.placement.holds(k)]:
+            held = own.inverses[key].tensors()
+            sent[key] = [t for name, t in held.items() if name not in own.untouched]
+            if key in own.spectra:  # carried to new bases
+                sent[key].append(memory(own.spectra[key].value[SPECTRUM]))
+        self.placement.send_within(sent, "inverses")
 
     def collect(self, own: Preconditioner, blocks: Blocks) -> bool:
-        """Bring the whole state here; return whether inverses of other teams are among it."""
-        spread = not self.placement.across.alone
+        """Bring the whole state here; return whether inverses of other teams are among it.
+
+        Those are given up again by `release`.
+        """
+        owners = self.placement.owners
         try:
             self.whole(blocks)
-            if spread:
-                self.placement.collect(own)
+            if self.placement.teams:
+                keys = sorted((k for k in own.ready if k in owners), key=lambda key: key.names)
+                for key in own.absent.intersection(keys):
+                    own.change(key, Tensor.contiguous)
+                own.absent.clear()
+                own.regroup()
+                held = {key: [*own.inverses[key].tensors().values()] for key in keys}
+                self.placement.send_across(held, "state")
         except RuntimeError as error:
             raise PullbackError(
                 "state_dict() did not hear from all processes",
                 "each of them holds a part of the state, and one did not call it, or is lost",
                 "Call state_dict() on all processes together; one of them may write it",
             ) from error
-        return spread
+        return self.placement.teams
+
+    def complete(
+        self,
+        own: Preconditioner,
+        found: dict[str, Tensor],
+        stacks: list[Tensor],
+        gradients: Mapping[str, Tensor],
+    ) -> tuple[dict[str, Tensor], list[Tensor]]:
+        """Return the directions of this team's blocks together with those of other teams."""
+        if not self.placement.teams:
+            return found, stacks
+        every: dict[str, Tensor] = {}
+        sent: dict[BlockKey, list[Tensor]] = {}
+        for key in sorted(own.ready, key=lambda key: key.names):
+            for name in [n for n in key.names if n in gradients]:
+                t = torch.empty_like(gradients[name], dtype=own.inverses[key].dtype)
+                every[name] = t.copy_(found[name]) if self.placement.holds(key) else t
+                sent.setdefault(key, []).append(t)
+        self.placement.send_across(sent, "directions")
+        return every, [*every.values()]
+
+
+def _cost(own: Preconditioner, key: BlockKey) -> float:
+    """Return about how many products it takes to invert a block, and to apply the inverse."""
+    held, entries = own.inverses[key], prod(own.shapes[key])
+    dense = [t.shape for t in (held.left, held.right) if t is not None and t.ndim == 3]
+    return sum(groups * float(n) ** 3 + entries * n for groups, n, _ in dense) + entries
+
+
+def _form(inverse: Inverse) -> tuple[dict[str, Any], bool]:
+    """Return shapes and dtypes of an inverse's tensors, and whether they are factors."""
+    form = {n: (tuple(t.shape), t.dtype) for n, t in inverse.tensors().items()}
+    return form, inverse.factors
+
+
+def _room(mine: Inverse, form: tuple[dict[str, Any], bool], *, held: bool) -> Inverse:
+    """Return an inverse of this form, with memory of its own where it is `held` here."""
+    device = next(iter(mine.tensors().values())).device
+    room: dict[str, Any] = {"left": None}
+    for name, (shape, dtype) in form[0].items():
+        one = torch.zeros((), dtype=dtype, device=device)
+        room[name] = one.expand(shape).clone() if held else one.expand(shape)
+    return Inverse(**room, factors=form[1])
 
 
 def _rates(params: Parameters, groups: Groups, schedule: Mapping[str, Any]) -> dict[str, Any]:
@@ -223,84 +345,78 @@ def _rates(params: Parameters, groups: Groups, schedule: Mapping[str, Any]) -> d
 
 # --- sums of the joined batch ---------------------------------------------------------------------
 
+#: one of a block's sums: "values", or of inputs "second" Σaaᵀ, "first" Σa and "places"
+Place = tuple[str, Factor]
+BlockTensors = dict[Place, Side]
+#: shapes and dtypes of all sums, by block
+Layouts = dict[BlockKey, dict[Place, tuple[tuple[int, ...], torch.dtype]]]
 
-@dataclass(frozen=True)
-class Layout:
-    """The shapes of a block's sums, by factor, and their dtype.
+
+def tensors_of(sums: Sums) -> BlockTensors:
+    """Return a block's sums one by one; `sums_of` puts them together again."""
+    out: BlockTensors = {("values", f): t for f, t in sorted(sums.values.items())}
+    for f, m in sorted(sums.inputs.items()):
+        places = torch.as_tensor(m.places, dtype=torch.float64)
+        out |= {("second", f): m.second, ("first", f): m.first, ("places", f): places}
+    return out
+
+
+def sums_of(own: BlockTensors) -> Sums:
+    """Return the sums of a block."""
+    out = Sums(values={f: t for (kind, f), t in own.items() if kind == "values"})
+    for f in [f for kind, f in own if kind == "second"]:
+        first, places = memory(own["first", f]), memory(own["places", f])
+        out.inputs[f] = Moments(own["second", f], first, places.to(first))
+    return out
+
+
+def layout_of(own: BlockTensors) -> dict[Place, tuple[tuple[int, ...], torch.dtype]]:
+    """Return shapes and dtypes of a block's sums."""
+    return {at: (tuple(t.shape), memory(t).dtype) for at, t in own.items()}
+
+
+def join_layouts(every: Sequence[Layouts]) -> Layouts:
+    """Return the blocks that any process saw; raise where they contradict each other.
 
     A process without samples, or whose samples passed other layers, adds nothing to a block that
     others saw. One that sees a parameter in another block is an error on all of them.
     """
-
-    #: of "inputs" those of Σaaᵀ, Σa and the counts of places; of "values" one
-    shapes: dict[tuple[str, Factor], tuple[tuple[int, ...], ...]]
-    dtype: torch.dtype
-
-    @property
-    def sides(self) -> dict[Factor, tuple[int, ...]]:
-        """The shapes of Σaaᵀ and of Σδδᵀ."""
-        roles = {f.role for kind, f in self.shapes if kind == "values"}
-        return {f: shapes[0] for (_, f), shapes in self.shapes.items() if f.role in roles}
-
-    @classmethod
-    def of(cls, sums: Sums) -> Layout:
-        """Return the shapes of these sums."""
-        held: dict[Any, Any] = {("values", f): (t,) for f, t in sorted(sums.values.items())}
-        for f, m in sorted(sums.inputs.items()):
-            held["inputs", f] = m.second, m.first, _places(m)
-        shapes = {key: tuple(tuple(t.shape) for t in some) for key, some in held.items()}
-        return cls(shapes, memory(next(iter(held.values()))[0]).dtype)
-
-    def join(self, other: Layout) -> Layout | None:
-        """Return the layout with the factors of both; None where they contradict each other."""
-        both, same = {**self.shapes, **other.shapes}, {**other.shapes, **self.shapes}
-        fits = both == same and self.dtype == other.dtype
-        return Layout(dict(sorted(both.items())), self.dtype) if fits else None
-
-    def fill(self, sums: Sums, like: Tensor) -> None:
-        """Add zeros for what this process did not see."""
-
-        def zeros(shape: Sequence[int]) -> Side:
-            shown = torch.zeros((), dtype=self.dtype, device=like.device).expand(*shape)
-            return zeros_like(shown)
-
-        for (kind, factor), (shape, *rest) in self.shapes.items():
-            if kind == "values" and factor not in sums.values:
-                sums.values[factor] = zeros(shape)
-            elif kind == "inputs" and factor not in sums.inputs:
-                first, places = rest
-                count = torch.zeros(places, device=like.device) if places else 0.0
-                sums.inputs[factor] = Moments(zeros(shape), memory(zeros(first)), count)
-
-
-Layouts = dict[BlockKey, Layout]
-
-
-def join_layouts(every: Sequence[Layouts]) -> Layouts:
-    """Return the blocks that any process saw; raise where a parameter is in several."""
     out: Layouts = {}
-    blocks: dict[str, tuple[BlockKey, int]] = {}
+    seen: dict[str, tuple[int, BlockKey]] = {}
     for rank, layouts in enumerate(every):
-        for key, layout in layouts.items():
+        for key, own in layouts.items():
+            held = out.setdefault(key, {})
+            fits = all(held.get(at, own[at]) == own[at] for at in own)
             for name in key.names:
-                other, first = blocks.setdefault(name, (key, rank))
-                both = layout.join(out.get(key, layout)) if other == key else None
-                if both is None:
+                first, other = seen.setdefault(name, (rank, key))
+                if other != key or not fits:
                     raise PullbackError(
                         f"The processes see {name!r} otherwise",
                         f"process {first} has {_said(other, every[first])} and process {rank} "
                         f"{_said(key, layouts)}",
                         "Let all of them use its layer in the same way, in the same precision",
                     )
-                out[key] = both
-    return {k: out[k] for k in sorted(out, key=lambda k: k.names)}
+            held |= own
+    return {k: dict(sorted(out[k].items())) for k in sorted(out, key=lambda key: key.names)}
 
 
 def _said(key: BlockKey, layouts: Layouts) -> str:
-    layout = layouts[key]
-    shapes = [shape for (kind, _), (shape, *_) in layout.shapes.items() if kind == "values"]
+    found = [layout for (kind, _), layout in layouts[key].items() if kind == "values"]
     together = f" of {' and '.join(key.names)}" if len(key.names) > 1 else ""
-    return f"a {key.kind} block{together} with sides {shapes} in {layout.dtype}"
+    return f"a {key.kind} block{together} with sides {[s for s, _ in found]} in {found[0][1]}"
+
+
+def _zeros(at: Place, shape: Sequence[int], dtype: torch.dtype, like: Tensor) -> Side:
+    """Return what a process has of sums that it did not see."""
+    zeros = torch.zeros((), dtype=dtype, device=like.device).expand(torch.Size(shape))
+    return zeros_like(zeros) if len(shape) == 3 and at[1] != SPECTRUM else zeros.clone()
+
+
+def _sides_of(own: BlockTensors) -> dict[Factor, Sequence[int]]:
+    """Return the shapes of Σaaᵀ and of Σδδᵀ."""
+    roles = {f.role for kind, f in own if kind == "values"}
+    some = [(f, t) for (kind, f), t in own.items() if kind in ("values", "second")]
+    return {f: t.shape for f, t in some if f.role in roles}
 
 
 def shared_sides(
@@ -319,68 +435,3 @@ def shared_sides(
     lengths = {f.side: shape[-1] for f, shape in shapes.items() if len(shape) == 3}
     longer = lengths.get("right", 0) > lengths.get("left", 0)
     return frozenset({"right", "mean"} if longer else {"left"})
-
-
-def sum_pool(
-    pool: Pool,
-    layouts: Layouts,
-    params: Mapping[str, Tensor],
-    processes: Processes,
-    shared: Mapping[BlockKey, frozenset[str]],
-) -> None:
-    """Replace counts by their sums over all processes, and the sums of sides that are not `shared`.
-
-    Of these every process keeps its share, over the counts of all.
-    """
-    device = next(iter(params.values())).device
-    for key, layout in layouts.items():
-        layout.fill(pool.of(key), params[key.names[0]])
-    pool.sums = {key: pool.sums[key] for key in layouts}
-    every = [(own.inputs, f) for own in pool.sums.values() for f in sorted(own.inputs)]
-    counts = [torch.as_tensor(pool.samples, device=device)]
-    counts += [_places(inputs[f]) for inputs, f in every]
-    counts = processes.sum([t.to(device, torch.float64) for t in counts], "counts")
-    pool.samples = counts[0]
-    for (inputs, f), count in zip(every, counts[1:], strict=True):
-        m = inputs[f]
-        inputs[f] = Moments(m.second, m.first, count.to(m.first))
-    pool.shared, pool.share = shared, float(processes.rank == 0)
-    blocks = [(own, shared[key]) for key, own in pool.sums.items()]
-    every = [
-        (own.inputs, f) for own, kept in blocks for f in sorted(own.inputs) if f.side not in kept
-    ]
-    homes: list[tuple[dict[Any, Any], Any]] = [
-        (own.values, f) for own, kept in blocks for f in sorted(own.values) if f.side not in kept
-    ]
-    sides = [values[f] for values, f in homes] + [inputs[f].second for inputs, f in every]
-    firsts = [inputs[f].first for inputs, f in every]
-    symmetric = [f != SPECTRUM for _, f in homes] + [True] * len(every) + [False] * len(every)
-    found = sum_sides([*sides, *firsts], processes, symmetric)
-    for (values, f), side in zip(homes, found, strict=False):
-        values[f] = side
-    rest = zip(every, found[len(homes) : len(sides)], found[len(sides) :], strict=True)
-    for (inputs, f), second, first in rest:
-        inputs[f] = Moments(second, memory(first), inputs[f].places)
-
-
-def sum_sides(sides: Sequence[Side], processes: Processes, symmetric: Sequence[bool]) -> list[Side]:
-    """Return the sums of sides over all processes; of symmetric matrices a triangle is sent."""
-    thin = [_triangle(t) if even else t for t, even in zip(sides, symmetric, strict=True)]
-    found = processes.sum([memory(t) for t in thin], "factors")
-    out: list[Side] = []
-    for side, sent, t in zip(sides, thin, found, strict=True):
-        if isinstance(sent, Packed):
-            out.append(Packed(t) if isinstance(side, Packed) else Packed(t).whole())
-        else:
-            out.append(t)
-    return out
-
-
-def _triangle(side: Side) -> Side:
-    if isinstance(side, Packed) or side.ndim != 3 or side.shape[-1] < _LEAST:
-        return side
-    return Packed.of(side)
-
-
-def _places(moments: Moments) -> Tensor:
-    return torch.as_tensor(moments.places)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..._core.errors import PullbackError
-from ...grams.kronecker import Block, Kronecker, Pair, Units, sides
+from ...grams.kronecker import GramBlock, Kronecker, Pair, Units, sides
 from ..checks import warn_growth
 from .factors.average import block_of
 from .factors.factor import BlockKey, block_shape, describe, to_block
@@ -208,7 +208,7 @@ def degenerate_of(state: KFACState) -> list[Degenerate]:
     return [d for k, a in found for d in _degenerate_sides(k, block_of(k, a.corrected()))]
 
 
-def _degenerate_sides(key: BlockKey, block: Block) -> list[Degenerate]:
+def _degenerate_sides(key: BlockKey, block: GramBlock) -> list[Degenerate]:
     """Return the singular sides of a block: directions of length zero, which change nothing.
 
     If the expected pullback metric of a layer is nondegenerate, so is its Kronecker block.

@@ -60,6 +60,8 @@ class KFACState:
     learned: set[BlockKey] = field(default_factory=set)
     #: forecast blocks whose tensors show their shapes and take no memory yet
     reserved: set[BlockKey] = field(default_factory=set)
+    #: where the model's parameters were at the last step
+    devices: list[torch.device] = field(default_factory=list)
 
     def allocate(self, key: BlockKey, like: Factors) -> None:
         """Make room for a block of these factors' shapes."""
@@ -123,7 +125,9 @@ class KFACState:
 
     def follow(self, params: Tensors) -> None:
         """Bring blocks to the devices of their parameters, where the model was moved."""
-        for key in self.learned:
+        now = [p.device for p in params.values()]
+        moved, self.devices = now != self.devices, now
+        for key in self.learned if moved else ():
             mass, device = self.averages[key].mass, params[key.names[0]].device
             if mass.device != device:
                 self.move(key, mass.to(device))
@@ -177,12 +181,12 @@ class KFACState:
     ) -> tuple[dict[str, Tensor], list[Tensor]]:
         """Return the rule's directions by name, and in few tensors."""
         own = self.preconditioner
-        found, stacks = own.directions(gradients, good)
-        found, stacks = self.replicas.placement.complete(own, found, stacks, gradients)
-        if not own.rule.matrices:  # without a block the gradient is followed
-            stacks += [g for n, g in gradients.items() if n not in found]
-            found = {n: found.get(n, g) for n, g in gradients.items()}
-        return found, stacks
+        found, stacks = self.replicas.complete(own, *own.directions(gradients, good), gradients)
+        if own.rule.matrices:
+            return {n: found[n] for n in gradients if n in found}, stacks
+        # without a block the gradient is followed
+        stacks += [g for n, g in gradients.items() if n not in found]
+        return {n: found.get(n, g) for n, g in gradients.items()}, stacks
 
     @property
     def bases(self) -> dict[BlockKey, Inverse]:
@@ -204,7 +208,7 @@ class KFACState:
         if keys:
             self.replicas.whole(self.blocks)
             keys = sorted(keys, key=lambda key: key.names)
-            self.replicas.placement.renew(own, self.averages, keys, schedule["damping"])
+            self.replicas.renew(own, self.averages, keys, schedule["damping"])
 
     @property
     def blocks(self) -> list[tuple[BlockKey, Average]]:
@@ -214,19 +218,15 @@ class KFACState:
 
     def squared_length(self, move: Tensors, like: Tensors) -> Tensor:
         """Return xᵀF̂x for a move x by name; each process adds what its shares give."""
-        total = []
+        own, total = self.preconditioner, []
         for key, average in self.blocks:
             if move.keys().isdisjoint(key.names):
                 continue
             some = [move[n] if n in move else torch.zeros_like(like[n]) for n in key.names]
-            shape = block_shape(key, average.value)
-            v = to_block(key, [t.to(average.mass.dtype) for t in some], shape)
+            v = to_block(key, [t.to(average.mass.dtype) for t in some], own.shapes[key])
             corner = self.replicas.corner(key, average)
-            if corner is None:
-                total.append(v.new_zeros(()))
-                continue
-            block = self.preconditioner.block(key, average, corner)
-            total.append((v * block.matvec(v)).sum())
+            given = corner is not None
+            total.append(own.product(key, average, v, corner) if given else v.new_zeros(()))
         if not total:  # no statistics yet
             return next(iter(move.values())).new_zeros(())
         return self.replicas.total(torch.stack([t.to(total[0]) for t in total]).sum()).clamp(min=0)
@@ -322,11 +322,7 @@ def restore(
             value = schedule[name]
             state.schedule[name] = value.item() if isinstance(value, Tensor) else value
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        raise PullbackError(
-            "The saved state is not whole",
-            f"its averages cannot be read ({error!r})",
-            "Load what KFAC.state_dict() gave, as it was",
-        ) from error
+        raise incomplete(f"its averages cannot be read ({error!r})") from error
 
 
 def _restore_block(
@@ -426,13 +422,17 @@ def saved_by_name(
         missing = [key for key in wanted if key not in own]
         missing += [n for n in _SCHEDULE if n not in own.get("schedule", {})]
         if missing:
-            raise PullbackError(
-                "The saved state is not whole",
-                f"{', '.join(missing)} is not in it",
-                "Load what KFAC.state_dict() gave, as it was, into an optimizer with the same "
-                "options",
-            )
+            raise incomplete(f"{', '.join(missing)} is not in it")
     return out
+
+
+def incomplete(why: str) -> PullbackError:
+    """Return the error for a state of which something is missing."""
+    return PullbackError(
+        "The saved state is not whole",
+        why,
+        "Load what KFAC.state_dict() gave, as it was, into an optimizer with the same options",
+    )
 
 
 def _not_ours(why: str) -> PullbackError:

@@ -1,4 +1,4 @@
-r"""The parameters with their buffers, and the one update path: functions on lists of tensors.
+r"""The one update path, with the parameters' buffers: functions on lists of tensors.
 
     m ← μm + Δ,   m ← m·min(1, √(δ/(η²mᵀF̂m))),   w ← (1 − η·decay)w − ηm,
 
@@ -12,14 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.adamw import adamw
 
-from ..._core.capture import plain
-from ..._core.processes import Processes
-from ..._core.shards import Shards, local
+from ..._core.shards import Groups, Parameters
 from ...steps.trust import clip_factor
-from ..checks import dense_gradients
 
 #: a parameter's own tensors: momentum, or Adam's moments
 BUFFERS = ("momentum", "first", "second")
@@ -27,60 +24,8 @@ _EPS = 1e-8  # Adam's
 
 #: by parameter name
 Tensors = Mapping[str, Tensor]
-Groups = Iterable[Mapping[str, Any]]
 #: an optimizer's `state`
 State = MutableMapping[Tensor, dict[str, Any]]
-
-
-class Parameters:
-    """The parameters of a model by name; some may be cut into pieces by `fully_shard`."""
-
-    def __init__(self, model: nn.Module, processes: Processes) -> None:
-        self.by_name: dict[str, Any] = dict(plain(model).named_parameters())
-        self.names = {id(p): n for n, p in self.by_name.items()}
-        self.shapes = {n: p.shape for n, p in self.by_name.items()}
-        self.shards = Shards(self.by_name, processes)
-        #: what shows shapes, dtypes and devices
-        self.like = {
-            n: torch.zeros((), dtype=p.dtype, device=p.device).expand(p.shape)
-            if n in self.shards
-            else p
-            for n, p in self.by_name.items()
-        }
-
-    def of(self, groups: Groups) -> dict[str, Any]:
-        """Return the parameters of these groups, by name."""
-        return {self.names[id(p)]: p for group in groups for p in group["params"]}
-
-    def among(self, group: Mapping[str, Any], names: Container[str]) -> tuple[list[str], list[Any]]:
-        """Return those of a group's parameters that have one of these names, names first."""
-        own = [p for p in group["params"] if self.names[id(p)] in names]
-        return [self.names[id(p)] for p in own], own
-
-    def gradients(self, groups: Groups) -> dict[str, Tensor]:
-        """Return the gradients at hand, by name."""
-        found = dense_gradients(groups, self.names, self.shapes)
-        if not self.shards:
-            return found
-        return self.shards.gather({n: local(g) for n, g in found.items()}, self.shapes, "gradients")
-
-    def gather(self) -> dict[str, Tensor]:
-        """Return whole parameters, as leaves of a graph of their own."""
-        pieces = {n: local(p) for n, p in self.by_name.items()}
-        with torch.no_grad():
-            found = self.shards.gather(pieces, self.shapes, "parameters")
-        return {
-            n: t.detach().requires_grad_(self.by_name[n].requires_grad) for n, t in found.items()
-        }
-
-    def pieces(
-        self, names: Sequence[str], whole: list[Tensor], *held: list[Any]
-    ) -> tuple[list[Any], ...]:
-        """Return this process's pieces of whole tensors by name, and of what is held in pieces."""
-        if not self.shards:
-            return whole, *held
-        cut = list(map(self.shards.cut, names, whole))
-        return cut, *(list(map(local, some)) for some in held)
 
 
 def buffer_of(state: State, p: Tensor, name: str = "momentum") -> Tensor:
@@ -107,6 +52,13 @@ def make_buffers(
                 buffer_of(state, p, "second")
             elif moving or group.get("momentum"):
                 buffer_of(state, p)
+
+
+def drop_moments(state: State, params: Iterable[Tensor]) -> None:
+    """Forget Adam's moments of parameters that follow the rule from now on."""
+    for p in params:
+        for name in BUFFERS[1:]:
+            state[p].pop(name, None)
 
 
 @dataclass

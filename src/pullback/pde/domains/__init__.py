@@ -1,11 +1,10 @@
 """Where a PDE lives: domains, their boundaries, faces and slices, and measured points."""
 
 from .ball import Ball, Disk
-from .base import Domain, Region
-from .box import Box, Interval, Pairs
-from .composite import Difference, Intersection, Union
-from .pointset import PointSet
+from .box import Box, Interval
+from .domain import Difference, Domain, Intersection, Union
 from .polygon import Polygon
+from .region import Pairs, PatchRegion, PointSet, Region
 from .spacetime import SpaceTime
 
 __all__ = [
@@ -22,4 +21,5 @@ __all__ = [
     "Difference",
     "PointSet",
     "Pairs",
+    "PatchRegion",
 ]

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from ..._core.errors import PullbackError
+from ..kinds import check_names
 from ..sampling import Axis
-from .base import Domain, Part, Region
-from .checks import check_names
+from .domain import Domain
 from .patch import Patch, Placed
+from .region import PatchRegion, Region
 
 
 class Ball(Domain):
@@ -72,7 +73,7 @@ class Ball(Domain):
         def inside(x: Tensor, tol: float) -> Tensor:
             return ((x - self.center).norm(dim=1) - self.radius).abs() <= tol
 
-        return Part(self.names, self._sphere(), self.low, self.high, inside)
+        return PatchRegion(self.names, self._sphere(), self.low, self.high, inside)
 
     def _sphere(self) -> list[Patch]:
         """The sphere as one patch; in one dimension the two ends."""

@@ -1,19 +1,19 @@
-"""Intervals and boxes, their faces, and pairs of opposite faces."""
+"""Intervals and boxes, and their faces."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..._core.errors import PullbackError
-from ..sampling import Axis, Points, Sampler
-from .base import Domain, Part, Region
-from .checks import check_bounds, check_names, index_of
-from .patch import Patch, Placed
+from ..kinds import check_bounds, check_names, index_of
+from ..sampling import Axis
+from .domain import Domain
+from .patch import Patch, Placed, cuboid
+from .region import Pairs, PatchRegion, Region
 
 _SIDES = ("low", "high")
 
@@ -52,10 +52,7 @@ class Box(Domain):
         self.bounds: tuple[tuple[float, float], ...] = tuple(ends)
 
     def build(self) -> Sequence[Patch]:
-        def place(u: Tensor) -> Placed:
-            return self.low + (self.high - self.low) * u, None
-
-        return (Patch((Axis(),) * self.dim, math.prod(b - a for a, b in self.bounds), place),)
+        return (cuboid(self.low, self.high),)
 
     def inside(self, x: Tensor, tol: float) -> Tensor:
         return ((x >= self.low - tol) & (x <= self.high + tol)).all(1)
@@ -68,7 +65,7 @@ class Box(Domain):
             return self.inside(x, tol) & (gap <= tol).any(1)
 
         patches = [p for face in faces for p in face.patches]
-        return Part(self.names, patches, self.low, self.high, inside)
+        return PatchRegion(self.names, patches, self.low, self.high, inside)
 
     def face(self, name: str | int, side: str | None = None) -> Region:
         i, value, sign = self._side(name, side)
@@ -89,7 +86,7 @@ class Box(Domain):
         ends = (self.low.clone(), self.high.clone())
         for end in ends:
             end[i] = value
-        return Part(self.names, [Patch((Axis(),) * len(others), size, place)], *ends, inside)
+        return PatchRegion(self.names, [Patch((Axis(),) * len(others), size, place)], *ends, inside)
 
     def pairs(self, name: str) -> Pairs:
         return Pairs(self.face(name, "low"), self.face(name, "high"), index_of(name, self.names))
@@ -120,48 +117,3 @@ class Interval(Box):
 
     def __repr__(self) -> str:
         return f"Interval({self.a}, {self.b}, name={self.names[0]!r})"
-
-
-@dataclass(frozen=True)
-class Pairs:
-    """Points x on one face and x + (b − a)·eᵢ on the opposite one.
-
-    Attributes:
-        first, second: the faces where coordinate i is low and high.
-        index: i.
-    """
-
-    first: Region
-    second: Region
-    index: int
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The coordinates' names."""
-        return self.first.names
-
-    @property
-    def dim(self) -> int:
-        """The number of coordinates."""
-        return self.first.dim
-
-    @property
-    def measure(self) -> float:
-        """The measure of one face."""
-        return self.first.measure
-
-    def sample(
-        self, n: int, sampler: str | Sampler = "sobol", *, seed: int = 0
-    ) -> tuple[Points, Points]:
-        """About n points on each face, matched in order; the normals are opposite."""
-        return self._matched(self.first.sample(n, sampler, seed=seed))
-
-    def quadrature(self, n: int = 10_000) -> tuple[Points, Points]:
-        """Fixed accurate quadrature on both faces."""
-        return self._matched(self.first.quadrature(n))
-
-    def _matched(self, points: Points) -> tuple[Points, Points]:
-        x = points.x.clone()
-        x[:, self.index] = self.second.low[self.index]
-        normals = None if points.normals is None else -points.normals
-        return points, Points(x, points.weights, normals)

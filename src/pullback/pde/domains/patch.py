@@ -154,6 +154,15 @@ class Patch:
         return self._reject(n, Sobol(), generator, keep)
 
 
+def cuboid(low: Tensor, high: Tensor) -> Patch:
+    """Π [aᵢ, bᵢ] from its corners, (d,) each."""
+    return Patch(
+        (Axis(),) * len(low),
+        math.prod((high - low).tolist()),
+        lambda u: (low + (high - low) * u, None),
+    )
+
+
 def nonempty(patches: Sequence[Patch], what: str) -> tuple[Patch, ...]:
     """The patches of which something is kept."""
     kept = tuple(p for p in patches if p.share > 0)

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from ..._core.errors import PullbackError
-from ..kinds import is_integer
+from ..kinds import check_names, is_integer
 from ..sampling import Axis
-from .base import Domain, Part, Region
-from .checks import check_names
+from .domain import Domain
 from .patch import Patch, Placed
+from .region import PatchRegion, Region
 
 _TOUCH = 1e-12  # edges closer than this share of the extent are said to touch
 
@@ -69,7 +69,7 @@ class Polygon(Domain):
 
     def build_boundary(self) -> Region:
         patches = [p for k in range(len(self.vertices)) for p in self.face(k).patches]
-        return Part(
+        return PatchRegion(
             self.names, patches, self.low, self.high, lambda x, tol: self._distance(x)[0] <= tol
         )
 
@@ -93,7 +93,7 @@ class Polygon(Domain):
             return _to_segment(x, a, b) <= tol
 
         patch = Patch((Axis(),), float((b - a).norm()), place)
-        return Part(self.names, [patch], torch.minimum(a, b), torch.maximum(a, b), inside)
+        return PatchRegion(self.names, [patch], torch.minimum(a, b), torch.maximum(a, b), inside)
 
     def _distance(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Distances to the boundary, and whether a ray crosses it an odd number of times."""

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from ..._core.errors import PullbackError
-from .base import Domain, Part, Region
-from .box import Pairs
-from .checks import check_bounds, index_of
+from ..kinds import check_bounds, index_of
+from .domain import Domain
 from .patch import Patch
+from .region import Pairs, PatchRegion, Region
 
 
 class SpaceTime(Domain):
@@ -26,6 +26,8 @@ class SpaceTime(Domain):
     >>> domain.names, domain.measure, domain.boundary.measure, domain.initial.measure
     (('x', 't'), 6.0, 6.0, 2.0)
     """
+
+    evolves = True
 
     def __init__(self, space: Domain, time: Sequence[float]) -> None:
         if not isinstance(space, Domain):
@@ -87,14 +89,14 @@ class SpaceTime(Domain):
             return region.inside(x[:, :-1], tol) & self._during(x, tol)
 
         patches = [p.times(*self.time) for p in region.patches]
-        return Part(self.names, patches, *self._extent(region, *self.time), inside)
+        return PatchRegion(self.names, patches, *self._extent(region, *self.time), inside)
 
     def _slice(self, t: float, normal: float) -> Region:
         def inside(x: Tensor, tol: float) -> Tensor:
             return self.space.inside(x[:, :-1], tol) & ((x[:, -1] - t).abs() <= tol)
 
         patches = [p.lift(t, normal) for p in self.space.patches]
-        return Part(self.names, patches, *self._extent(self.space, t, t), inside)
+        return PatchRegion(self.names, patches, *self._extent(self.space, t, t), inside)
 
     def _during(self, x: Tensor, tol: float) -> Tensor:
         return (x[:, -1] >= self.time[0] - tol) & (x[:, -1] <= self.time[1] + tol)

@@ -1,9 +1,9 @@
 """Ready problems with their standard set-ups, exact solutions and hard constraints."""
 
-from .elliptic import Helmholtz, Poisson
-from .evolution import Burgers, Heat, LogFokkerPlanck, Wave
+from .elliptic import Helmholtz, Multiscale, Poisson
+from .evolution import Burgers, Heat, LogFokkerPlanck, Schroedinger, Wave
 from .flow import Cavity, Kovasznay
-from .periodic import AllenCahn, Convection, KdV
+from .periodic import AllenCahn, Convection, GrayScott, KdV, KuramotoSivashinsky
 from .ready import Ready
 from .ritz import Ritz1D, RitzPoisson
 from .setup import SETUPS, Setup, setup
@@ -12,6 +12,7 @@ __all__ = [
     "Ready",
     # steady
     "Poisson",
+    "Multiscale",
     "Helmholtz",
     "RitzPoisson",
     "Ritz1D",
@@ -24,6 +25,9 @@ __all__ = [
     "Convection",
     "AllenCahn",
     "KdV",
+    "KuramotoSivashinsky",
+    "GrayScott",
+    "Schroedinger",
     "LogFokkerPlanck",
     # with a network and options
     "Setup",

@@ -1,4 +1,4 @@
-"""Steady linear equations: Poisson and Helmholtz."""
+"""Steady linear equations: Poisson, also with two scales, and Helmholtz."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from ..._core.errors import PullbackError
 from ..conditions import Condition, Dirichlet, Equation
-from ..domains import Box
+from ..domains import Box, Interval
 from ..kinds import is_integer
 from .ready import Ready, bump, checked_dim, checked_number, distance, written
 
@@ -80,6 +80,34 @@ def _sines(points: Any) -> Any:
     for i in range(points.shape[-1]):
         out = out * torch.sin(_PI * points[:, i])
     return out
+
+
+def Multiscale(waves: int = 50, amplitude: float = 0.1, *, boundary_weight: float = 1.0) -> Ready:
+    """−u″ = f on [0, 1], u = 0 on the boundary, u* = sin 2πx + a sin nπx.
+
+    With n = 50 and a = 0.1 a tenth of u* makes up nearly all of f, sixty times the slow part's.
+    """
+    if not is_integer(waves, 1):
+        raise PullbackError(
+            "The number of half waves is not usable",
+            f"got {waves!r}, and the solution is zero on the boundary for integers only",
+            "Use an integer ≥ 1",
+        )
+    a, fast = checked_number("amplitude", amplitude), waves * _PI
+
+    def exact(x: Any) -> Any:
+        return torch.sin(2 * _PI * x) + a * torch.sin(fast * x)
+
+    def source(x: Any) -> Any:
+        return 4 * _PI**2 * torch.sin(2 * _PI * x) + a * fast**2 * torch.sin(fast * x)
+
+    return Ready(
+        Interval(0, 1),
+        [Equation(lambda u, x: u.xx + source(x)), Dirichlet(0.0, weight=boundary_weight)],
+        exact=exact,
+        name=f"Multiscale n={waves} a={a:g}",
+        equation=f"−u″ = f, u* = sin 2πx + {a:g} sin {waves}πx",
+    )
 
 
 def Helmholtz(a1: int = 1, a2: int = 4, k: float = 1.0, *, hard: bool = False) -> Ready:

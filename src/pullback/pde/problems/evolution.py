@@ -1,4 +1,4 @@
-"""Equations in time with values prescribed on the boundary: heat, waves, Burgers, Fokker–Planck."""
+"""Equations in time with values on the boundary: heat, waves, Burgers, Schrödinger and more."""
 
 from __future__ import annotations
 
@@ -57,15 +57,17 @@ def Heat(dim: int = 1, *, boundary_weight: float = 1.0, hard: bool = False) -> R
     )
 
 
-def Wave(speed: float = 2.0, *, hard: bool = False) -> Ready:
-    """u_tt = c² u_xx on [0, 1] × [0, 1], u = 0 on the boundary, at rest in the beginning.
+def Wave(
+    speed: float = 2.0, time: float = 1.0, *, boundary_weight: float = 1.0, hard: bool = False
+) -> Ready:
+    """u_tt = c² u_xx on [0, 1] × [0, T], u = 0 on the boundary, at rest in the beginning.
 
     u* = sin πx cos cπt + ½ sin 4πx cos 4cπt. Hard: u = u*(x, 0) + 4x(1 − x)t² · N, which has
-    the initial velocity 0.
+    the initial velocity 0. The weight is that of boundary and initial values.
     """
-    c = checked_positive("speed", speed)
+    c, time = checked_positive("speed", speed), checked_positive("time", time)
     space = Interval(0, 1)
-    domain, edge = SpaceTime(space, (0, 1)), bump(space)
+    domain, edge = SpaceTime(space, (0, time)), bump(space)
 
     def start(x: Any) -> Any:
         return torch.sin(_PI * x) + 0.5 * torch.sin(4 * _PI * x)
@@ -75,11 +77,15 @@ def Wave(speed: float = 2.0, *, hard: bool = False) -> Ready:
         return slow + 0.5 * torch.sin(4 * _PI * x) * torch.cos(4 * c * _PI * t)
 
     equation = Equation(lambda u: u.tt - c**2 * u.xx)
+    soft: list[Condition] = [
+        Dirichlet(0.0, weight=boundary_weight),
+        Initial(start, velocity=0.0, weight=boundary_weight),
+    ]
     return Ready(
         domain,
-        [equation] if hard else [equation, Dirichlet(0.0), Initial(start, velocity=0.0)],
+        [equation] if hard else [equation, *soft],
         exact=exact,
-        name=f"Wave c={c:g}",
+        name=f"Wave c={c:g}" + (f" t ≤ {time:g}" if time != 1 else ""),
         equation=f"u_tt = {written(c**2, ' ')}u_xx",
         hard=distance(domain, lambda points, t: t**2 * edge(points), start) if hard else None,
     )
@@ -105,6 +111,53 @@ def Burgers(viscosity: float = 0.01 / math.pi, *, hard: bool = False) -> Ready:
         name=f"Burgers ν={nu:.4g}",
         equation=f"u_t + u u_x = {written(nu, ' ')}u_xx",
         hard=distance(domain, lambda x, t: (1 - x**2) * t, start) if hard else None,
+    )
+
+
+def Schroedinger(*, initial_weight: float = 1.0, hard: bool = False) -> Ready:
+    """i h_t + ½h_xx + |h|²h = 0 for h = u + iv on [−5, 5] × [0, π/2], h(x, 0) = 2 sech x.
+
+    The breather of two solitons, even in x, with its own values at x = ±5:
+
+        h* = 4e^(it/2) (cosh 3x + 3e^(4it) cosh x) / (cosh 4x + 4 cosh 2x + 3 cos 4t).
+
+    Often it is posed periodic instead; that solution has kinks, as 2 sech x does at x = ±5. Hard:
+    h = 2 sech x + h*(5, t) − h*(5, 0) + 4(1 − (x/5)²)t · N.
+    """
+    space = Interval(-5, 5)
+    domain, edge = SpaceTime(space, (0, _PI / 2)), bump(space)
+
+    def exact(x: Any, t: Any) -> Any:
+        far, near = torch.cosh(3 * x), 3 * torch.cosh(x)
+        scale = 4 / (torch.cosh(4 * x) + 4 * torch.cosh(2 * x) + 3 * torch.cos(4 * t))
+        return (
+            scale * (far * torch.cos(0.5 * t) + near * torch.cos(4.5 * t)),
+            scale * (far * torch.sin(0.5 * t) + near * torch.sin(4.5 * t)),
+        )
+
+    def lift(x: Any, t: Any) -> Any:
+        u, v = exact(0 * x + 5, t)
+        return 2 / torch.cosh(x) + u - 2 / math.cosh(5), v
+
+    def residual(u: Any, v: Any) -> Any:
+        density = u**2 + v**2
+        return u.t + 0.5 * v.xx + density * v, v.t - 0.5 * u.xx - density * u
+
+    conditions: list[Condition] = [Equation(residual)]
+    for i, name in enumerate(() if hard else ("u", "v")):
+        value = {"field": name, "weight": initial_weight}
+        conditions += [
+            Dirichlet(lambda x, t, i=i: exact(x, t)[i], **value, name=f"dirichlet {name}"),
+            Initial(lambda x, t, i=i: exact(x, t)[i], **value, name=f"initial {name}"),
+        ]
+    return Ready(
+        domain,
+        conditions,
+        fields=("u", "v"),
+        exact=exact,
+        name="Schrödinger 2 sech x",
+        equation="i h_t + ½h_xx + |h|²h = 0, h = u + iv",
+        hard=distance(domain, lambda points, t: t * edge(points), lift) if hard else None,
     )
 
 

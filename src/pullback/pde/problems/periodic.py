@@ -1,4 +1,4 @@
-"""Periodic equations in one space dimension: convection, Allen–Cahn, Korteweg–de Vries."""
+"""Periodic equations in one space dimension: waves, fronts, chaos and pulses."""
 
 from __future__ import annotations
 
@@ -81,4 +81,58 @@ def KdV(
         name=f"KdV η={eta:g} μ={mu:g}",
         equation=f"u_t + {written(eta, ' ')}u u_x + {mu:g}² u_xxx = 0",
         hard=periodic(domain, start, 2.0) if hard else None,
+    )
+
+
+def KuramotoSivashinsky(time: float = 0.5, *, initial_weight: float = 1.0) -> Ready:
+    """u_t + 100ε uu_x + 100ε² u_xx + 100ε⁴ u_xxxx = 0 on [0, 2π], periodic, ε = 1/16.
+
+    From u(x, 0) = cos x (1 + sin x) up to t = `time` ≤ 1. Chaotic: errors of one time grow later.
+    Compared with a Fourier solution. The solution is odd about x = π/2.
+    """
+    reference = references.kuramoto_sivashinsky(checked_positive("time", time))
+    a, b, c = 100 / 16, 100 / 16**2, 100 / 16**4
+    start = Initial(lambda x: torch.cos(x) * (1 + torch.sin(x)), weight=initial_weight)
+    return Ready(
+        SpaceTime(Interval(0, 2 * _PI), (0, time)),
+        [Equation(lambda u: u.t + a * u * u.x + b * u.xx + c * u.xxxx), Periodic("x", 3), start],
+        reference=reference,
+        name=f"Kuramoto–Sivashinsky t ≤ {time:g}",
+        equation="u_t + 100ε uu_x + 100ε² u_xx + 100ε⁴ u_xxxx = 0, ε = 1/16",
+    )
+
+
+def GrayScott(diffusion: float = 0.2, time: float = 0.5, *, initial_weight: float = 1.0) -> Ready:
+    """u_t = D u_xx + 40(1 − u) − 1000uv², v_t = ½D v_xx − 100v + 1000uv² on [−1, 1], periodic.
+
+    From u = 1 − ½b, v = ¼b, b = e^{−10(1 − cos πx)}: the pulse of v splits, and splits again.
+    Compared with a Fourier solution. Both fields are even in x.
+    """
+    d, time = checked_positive("diffusion", diffusion), checked_positive("time", time)
+
+    def bump(x: Any) -> Any:
+        return torch.exp(-10 * (1 - torch.cos(_PI * x)))
+
+    def residual(u: Any, v: Any) -> Any:
+        reaction = 1000 * u * v**2
+        return (
+            u.t - d * u.xx - 40 * (1 - u) + reaction,
+            v.t - 0.5 * d * v.xx + 100 * v - reaction,
+        )
+
+    return Ready(
+        SpaceTime(Interval(-1, 1), (0, time)),
+        [
+            Equation(residual),
+            Periodic("x", 1, field="u", name="periodic u"),
+            Periodic("x", 1, field="v", name="periodic v"),
+            Initial(
+                lambda x: 1 - 0.5 * bump(x), field="u", weight=initial_weight, name="initial u"
+            ),
+            Initial(lambda x: 0.25 * bump(x), field="v", weight=initial_weight, name="initial v"),
+        ],
+        fields=("u", "v"),
+        reference=references.gray_scott(d, time),
+        name=f"Gray–Scott D={d:g} t ≤ {time:g}",
+        equation=f"u_t = {d:g} u_xx + 40(1 − u) − 1000uv², v_t = {d / 2:g} v_xx − 100v + 1000uv²",
     )

@@ -13,15 +13,16 @@ from torch import nn
 from ..._core.errors import PullbackError
 from ...solvers import Cholesky
 from ...steps import LevenbergMarquardt
-from ..networks import PeriodicEmbedding, Symmetric, mlp
+from ..domains import Interval, SpaceTime
+from ..networks import PeriodicEmbedding, Rescaled, Symmetric, mlp, network_for
 from ..plan import Refine
 from ..problem import Problem
 from ..solution import Solution
 from ..solve import solve
-from .elliptic import Helmholtz, Poisson
-from .evolution import Burgers, Heat, LogFokkerPlanck, Wave
+from .elliptic import Helmholtz, Multiscale, Poisson
+from .evolution import Burgers, Heat, LogFokkerPlanck, Schroedinger, Wave
 from .flow import Cavity, Kovasznay
-from .periodic import AllenCahn, Convection, KdV
+from .periodic import AllenCahn, Convection, GrayScott, KdV, KuramotoSivashinsky
 from .ready import Ready
 from .ritz import Ritz1D
 
@@ -46,15 +47,18 @@ def _made(
     parity: int = 0,
     activation: str = "tanh",
     dtype: torch.dtype = torch.float64,
+    rescaled: bool = False,
     **options: Any,
 ) -> Setup:
     """A fully connected network of these sizes with the problem's hard conditions built in.
 
-    With a parity the solution is even (1) or odd (−1) in x, and so is the network.
+    With a parity the solution is even (1) or odd (−1) in x, and so is the network. Rescaled, it
+    sees coordinates from −1 to 1.
     """
 
     def network(seed: int) -> nn.Module:
-        plain = problem.wrap(mlp(*sizes, seed=seed, activation=activation, dtype=dtype))
+        plain: nn.Module = mlp(*sizes, seed=seed, activation=activation, dtype=dtype)
+        plain = problem.wrap(Rescaled(plain, problem.domain) if rescaled else plain)
         return Symmetric(plain, 0, parity) if parity else plain
 
     return Setup(problem, network, options)
@@ -66,9 +70,33 @@ def _points(equation: int, boundary: int, initial: int | None = None) -> dict[st
     return {"equation": equation, "dirichlet": boundary, **more}
 
 
+def _waves(problem: Ready, parameters: int, **options: Any) -> Setup:
+    """The network of `network_for`, which begins with the wave numbers of the data."""
+    return Setup(
+        problem, lambda seed: network_for(problem, parameters=parameters, seed=seed), options
+    )
+
+
+def _periodic(
+    problem: Ready, center: float, parity: int, harmonics: int, *widths: int, **options: Any
+) -> Setup:
+    """A network with many harmonics in x, even (1) or odd (−1) about the center, for each slab."""
+    low, high = problem.domain.low.tolist(), problem.domain.high.tolist()
+    half, slab = (high[0] - low[0]) / 2, (high[1] - low[1]) / options["slabs"]
+    first = SpaceTime(Interval(center - half, center + half), (low[1], low[1] + slab))
+
+    def network(seed: int) -> nn.Module:
+        waves = PeriodicEmbedding(2, 0, 2.0, harmonics)
+        plain = mlp(2 * harmonics + 1, *widths, len(problem.fields), seed=seed)
+        return Rescaled(Symmetric(nn.Sequential(waves, *plain), 0, parity), first)
+
+    return Setup(problem, network, options)
+
+
 # periodic problems take (sin ωx, cos ωx, t): three inputs
 SETUPS: dict[str, Callable[[], Setup]] = {
     "poisson2d": lambda: _made(Poisson(2), 2, 32, 1, points=_points(900, 120), steps=400),
+    "multiscale": lambda: _waves(Multiscale(boundary_weight=1e4), 310, points=500, steps=150),
     "poisson5d": lambda: _made(
         Poisson(5, boundary_weight=100), 5, 64, 1, points=_points(8000, 3000), steps=400
     ),
@@ -115,8 +143,29 @@ SETUPS: dict[str, Callable[[], Setup]] = {
             "sampler": "sobol", "slabs": 4, "steps": 220, "patience": 30,
         },
     ),
+    # chaotic: errors of a slab grow until the end. Enough points, so that none have to move
+    "kuramoto-sivashinsky": lambda: _periodic(
+        KuramotoSivashinsky(initial_weight=1e4), math.pi / 2, -1, 12, 24, 24,
+        points={"equation": 3500, "initial": 300, "periodic": 8},
+        sampler="sobol", refine=None, slabs=20, steps=200, patience=30,
+    ),
+    "gray-scott": lambda: _periodic(
+        GrayScott(initial_weight=1e4), 0.0, 1, 8, 20, 20, 20,
+        points={
+            "equation": 3000, "initial u": 200, "initial v": 200, "periodic u": 8, "periodic v": 8,
+        },
+        sampler="sobol", refine=None, slabs=10, steps=300, patience=30,
+    ),
+    "schroedinger": lambda: _made(
+        Schroedinger(hard=True), 2, 30, 30, 30, 2, parity=1, rescaled=True,
+        points=8000, sampler="sobol", steps=350,
+    ),
     "wave": lambda: _made(
         Wave(hard=True), 2, 40, 40, 1, points=4900, sampler="grid", steps=600
+    ),
+    "wave-long": lambda: _waves(
+        Wave(time=5.0, boundary_weight=1e3), 400,
+        points=_points(1200, 200, 100), sampler="sobol", steps=100,
     ),
     "convection": lambda: _made(
         Convection(hard=True), 3, 30, 30, 1, points=4900, sampler="grid", steps=600
@@ -129,6 +178,14 @@ SETUPS: dict[str, Callable[[], Setup]] = {
     # the smooth lid: with the jumping one the pressure's error has no meaning
     "cavity": lambda: _made(
         Cavity(regularized=True, hard=True), 2, 30, 30, 3, points=3600, steps=600
+    ),
+    "cavity-400": lambda: _made(
+        Cavity(400.0, regularized=True, hard=True), 2, 30, 30, 30, 3,
+        points=6000, sampler="sobol", steps=600,
+    ),
+    "cavity-1000": lambda: _made(
+        Cavity(1000.0, regularized=True, hard=True), 2, 30, 30, 30, 3,
+        points=6000, sampler="sobol", steps=600,
     ),
     "fokker-planck": lambda: _made(
         LogFokkerPlanck(9, hard=True), 10, 64, 1, points=_points(3000, 1000), steps=400

@@ -23,7 +23,7 @@ class Reference(ABC):
     Points outside it are refused; what lies outside by rounding alone is moved onto it.
     """
 
-    domain: ClassVar[tuple[tuple[float, float], ...]]
+    domain: tuple[tuple[float, float], ...]
     outputs: ClassVar[int] = 1
 
     @abstractmethod

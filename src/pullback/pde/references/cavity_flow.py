@@ -15,6 +15,8 @@ from .cache import cached
 from .galerkin import Clamped, differentiate, interpolate, lift, points, shifted_vander
 
 _CHUNK = 8192
+_LARGEST = {False: 400.0, True: 1000.0}  # with the jumping lid and the smooth one
+_LADDER = (400.0, 700.0)  # Reynolds numbers on the way to larger ones
 
 
 class Cavity(Reference):
@@ -25,10 +27,11 @@ class Cavity(Reference):
         (1/Re) ∫ h Δφ + ∫ h (ψ_y φ_x − ψ_x φ_y) = 0,
 
     by a Legendre–Galerkin method, Newton's method and GMRES, preconditioned by the biharmonic
-    operator. With lid = 1 the velocity jumps at the upper corners, where p ~ ±1/r is not
-    square-integrable: their leading flow is subtracted, and `accuracy` is that of the velocity.
-    There p is ∓∞ and u is the lid's. With the regularized lid 16x²(1−x)² all is smooth,
-    and `accuracy` is that of (u, v, p).
+    operator. Newton's method begins with the Stokes flow, or with that of a smaller Re.
+
+    With lid = 1 the velocity jumps at the upper corners, where p ~ ±1/r is not square-integrable:
+    their leading flow is subtracted, and `accuracy` is that of the velocity. There p is ∓∞ and u is
+    the lid's. With the regularized lid 16x²(1−x)² all is smooth, and `accuracy` is that of all.
     """
 
     domain = ((0.0, 1.0), (0.0, 1.0))
@@ -39,11 +42,11 @@ class Cavity(Reference):
 
     def __init__(self, reynolds: float, regularized: bool) -> None:
         self.reynolds = positive("reynolds", reynolds)
-        if reynolds > 400:
+        if reynolds > _LARGEST[regularized]:
             raise PullbackError(
                 f"There is no reference for reynolds={reynolds}",
-                "Newton's method from the Stokes flow is not reliable there",
-                "Choose reynolds ≤ 400",
+                "Newton's method is not reliable there",
+                f"Choose reynolds ≤ {_LARGEST[regularized]:g}",
             )
         self.regularized = regularized
         self._corners = corner.none if regularized else corner.both
@@ -87,7 +90,7 @@ class Cavity(Reference):
         p = ((vx @ head) * vy).sum(axis=1) + special.head
         return np.stack([u, v, p - 0.5 * (u * u + v * v)], axis=1)
 
-    def boundary(self, degree: int) -> Array:
+    def boundary(self, degree: int, reynolds: float) -> Array:
         """The regular part's boundary values, extended: Legendre coefficients (n+1, n+1).
 
         On a side that a corner touches its Stokes flow fits exactly, and what remains is the other
@@ -99,34 +102,32 @@ class Cavity(Reference):
             sides = np.stack([zero, zero, zero, zero])
             lid = np.stack([zero, zero, zero, 16 * s**2 * (1 - s) ** 2])
             return lift(interpolate(sides), interpolate(lid))
-        at_left = corner.right(zero, s, self.reynolds)
-        at_right = corner.left(one, s, self.reynolds)
-        below = corner.both(s, zero, self.reynolds)
+        at_left = corner.right(zero, s, reynolds)
+        at_right = corner.left(one, s, reynolds)
+        below = corner.both(s, zero, reynolds)
         vertical = -np.stack([at_left.psi, at_left.dx, at_right.psi, at_right.dx])
         horizontal = -np.stack([below.psi, below.dy, zero, one])
         return lift(interpolate(vertical), interpolate(horizontal))
 
     def solve(self, degree: int) -> tuple[Array, Array]:
         """Coefficients of the regular parts of ψ and of p + ½|u|², each (n+1, n+1)."""
-        return _Newton(self, Clamped(degree)).run()
+        space, start = Clamped(degree), None
+        for reynolds in (r for r in _LADDER if r < self.reynolds):
+            start = _Newton(self, space, reynolds).run(start)
+        newton = _Newton(self, space, self.reynolds)
+        return newton.potentials(newton.run(start))
 
 
 class _Newton:
     """Unknowns a (M, M): ψ = corners + lift + Σ a_ij φ_i φ_j."""
 
-    def __init__(self, cavity: Cavity, space: Clamped) -> None:
+    def __init__(self, cavity: Cavity, space: Clamped, reynolds: float) -> None:
         self.space = space
-        self.nu = 1 / cavity.reynolds
+        self.nu = 1 / reynolds
         x, y = np.meshgrid(space.nodes, space.nodes, indexing="ij")
-        self.corner = cavity._corners(x, y, cavity.reynolds)
-        self.lift = cavity.boundary(space.degree)
+        self.corner = cavity._corners(x, y, reynolds)
+        self.lift = cavity.boundary(space.degree, reynolds)
         self.vander = shifted_vander(space.nodes, space.degree)
-
-    def field(self, c: Array) -> Array:
-        """Values (Q, Q) from Legendre coefficients."""
-        return self.vander @ c @ self.vander.T
-
-    def run(self) -> tuple[Array, Array]:
         dx, dy = differentiate(self.lift, 0), differentiate(self.lift, 1)
         bending = self.field(differentiate(dx, 0) + differentiate(dy, 1))
         self.base = (
@@ -136,22 +137,31 @@ class _Newton:
         )
         zero = np.zeros_like(bending)
         # ∫ h Δφ of the corners' Stokes part is zero, as it is biharmonic
-        self.load = self.nu * self.space.tested(zero, zero, bending + self.corner.bent)
-        a = self.space.biharmonic(-self.load / self.nu)  # Stokes flow
+        self.load = self.nu * space.tested(zero, zero, bending + self.corner.bent)
+
+    def field(self, c: Array) -> Array:
+        """Values (Q, Q) from Legendre coefficients."""
+        return self.vander @ c @ self.vander.T
+
+    def run(self, start: Array | None = None) -> Array:
+        """The unknowns, by Newton's method from these, or from the Stokes flow."""
+        a = self.space.biharmonic(-self.load / self.nu) if start is None else start
         residual, fields = self.residual(a)
         for _ in range(20):
             if np.linalg.norm(residual) <= 1e-12 * np.linalg.norm(self.load):
-                break
+                return a
             a = self.improve(a, residual, fields)
             residual, fields = self.residual(a)
-        else:
-            raise PullbackError(
-                f"The cavity flow at reynolds={1 / self.nu:g} was not found",
-                "Newton's method did not converge from the Stokes flow",
-                "Choose a smaller reynolds",
-            )
+        raise PullbackError(
+            f"The cavity flow at reynolds={1 / self.nu:g} was not found",
+            "Newton's method did not converge",
+            "Choose a smaller reynolds",
+        )
+
+    def potentials(self, a: Array) -> tuple[Array, Array]:
+        """Coefficients of the regular parts of ψ and of p + ½|u|²."""
         psi = self.lift + self.space.basis @ a @ self.space.basis.T
-        return psi, self.head(psi, fields)
+        return psi, self.head(psi, self.residual(a)[1])
 
     def residual(self, a: Array) -> tuple[Array, tuple[Array, Array, Array]]:
         dx, dy, h = (f + g for f, g in zip(self.space.fields(a), self.base, strict=True))

@@ -15,7 +15,7 @@ _CONTOUR = 32
 
 
 class Coefficients(NamedTuple):
-    """What one step of length h multiplies with, each (K,)."""
+    """What one step of length h multiplies with, each of the shape of L."""
 
     full: Array
     half: Array
@@ -34,11 +34,11 @@ def coefficients(linear: Array, h: float) -> Coefficients:
     real = not np.iscomplexobj(linear)
     z = h * linear
     angles = 2j * np.pi * (np.arange(_CONTOUR) + 0.5) / _CONTOUR
-    c = z[:, None] + np.exp(angles)
+    c = z[..., None] + np.exp(angles)
     e = np.exp(c)
 
     def mean(values: Array) -> Array:
-        found = h * values.mean(axis=1)
+        found = h * values.mean(axis=-1)
         return found.real if real else found
 
     return Coefficients(
@@ -135,7 +135,7 @@ def integrate(
     degree: int,
     longest: float,
 ) -> Array:
-    """Coefficients (P, degree+1, K) at the nodes of each panel, in steps of at most `longest`.
+    """Coefficients (P, degree+1, …, K) at the nodes of each panel, in steps of at most `longest`.
 
     Between two nodes there are at least two steps.
     """

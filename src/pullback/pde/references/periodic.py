@@ -28,11 +28,12 @@ class Resolution(NamedTuple):
 
 
 class Periodic(Reference):
-    """u_t = L u + N(u) on x ∈ [−1, 1] periodic, t ∈ [0, 1], L diagonal in Fourier space.
+    """u_t = L u + N(u), periodic in x, for t from 0 on; L is diagonal in Fourier space.
 
     Solved by ETDRK4 at two resolutions; the finer is kept, and the difference of the two is
     `accuracy`, an upper estimate as it is mostly the error of the coarser one. A subclass may keep
-    a part of u that is known in closed form apart (`known`); the rest is stored.
+    a part of u that is known in closed form apart (`known`); the rest is stored. Coefficients are
+    those of ξ = −1 + 2(x − low)/(high − low).
     """
 
     domain = ((-1.0, 1.0), (0.0, 1.0))
@@ -50,11 +51,11 @@ class Periodic(Reference):
 
     @abstractmethod
     def equation(self, modes: int) -> tuple[Array, Array]:
-        """Symbol of L and coefficients of u at t = 0, each (modes,)."""
+        """Symbol of L and coefficients of u at t = 0, each (modes,), or (m, modes) of m fields."""
 
     @abstractmethod
     def nonlinear(self, c: Array) -> Array:
-        """Coefficients of N(u) from those of u, (modes,)."""
+        """Coefficients of N(u) from those of u, in the same shape."""
 
     def known(self, x: Array, t: Array) -> Array:
         """The part of u in closed form, (N,)."""
@@ -65,16 +66,21 @@ class Periodic(Reference):
         return np.zeros((*t.shape, modes))
 
     def values(self, points: Array) -> Array:
+        return self._at(points, self._trajectories)
+
+    def _at(self, points: Array, trajectories: list[Trajectory]) -> Array:
         x, t = points[:, 0], points[:, 1]
-        return (self.known(x, t) + self._trajectory(x, t))[:, None]
+        low, high = self.domain[0]
+        place = -1 + 2 * (x - low) / (high - low)
+        return np.stack([self.known(x, t) + field(place, t) for field in trajectories], axis=1)
 
     @property
     def accuracy(self) -> float:
         return float(self._arrays["accuracy"])
 
     @cached_property
-    def _trajectory(self) -> Trajectory:
-        return Trajectory(self._arrays["edges"], self._arrays["coefficients"])
+    def _trajectories(self) -> list[Trajectory]:
+        return _by_field(self._arrays["edges"], self._arrays["coefficients"])
 
     @cached_property
     def _arrays(self) -> dict[str, Array]:
@@ -83,31 +89,34 @@ class Periodic(Reference):
 
     def _compute(self) -> dict[str, Array]:
         fine, coarse = self.solve(coarse=False), self.solve(coarse=True)
-        unit = np.random.default_rng(0).random((8192, 2))
-        x, t = 2 * unit[:, 0] - 1, unit[:, 1]
-        known = self.known(x, t)
-        error = relative(known + coarse(x, t), known + fine(x, t))
+        low, high = np.array(self.domain).T
+        points = low + (high - low) * np.random.default_rng(0).random((8192, 2))
+        error = relative(self._at(points, _by_field(*coarse)), self._at(points, _by_field(*fine)))
         resolved(error, f"{type(self).__name__} with {self.parameters}")
-        return {
-            "edges": fine.edges,
-            "coefficients": fine.coefficients,
-            "accuracy": np.array(error),
-        }
+        return {"edges": fine[0], "coefficients": fine[1], "accuracy": np.array(error)}
 
-    def solve(self, *, coarse: bool) -> Trajectory:
-        """The part of u that is not `known`."""
+    def solve(self, *, coarse: bool) -> tuple[Array, Array]:
+        """Edges in time and coefficients of the part of u that is not `known`."""
         modes, edges, longest = self.resolution(coarse)
         linear, start = self.equation(modes)
         with np.errstate(over="ignore", invalid="ignore"):  # a blow-up shows in the accuracy
             c = integrate(linear, self.nonlinear, start, edges, _DEGREE, longest)
-        nodes = np.linspace(edges[:-1], edges[1:], _DEGREE + 1, axis=1)
-        c = c - self.known_coefficients(modes, nodes)
-        return Trajectory(edges, _without_tail(edges, c))
+        if c.ndim == 3:  # one field
+            nodes = np.linspace(edges[:-1], edges[1:], _DEGREE + 1, axis=1)
+            c = c - self.known_coefficients(modes, nodes)
+        return edges, _without_tail(edges, c)
+
+
+def _by_field(edges: Array, c: Array) -> list[Trajectory]:
+    """Coefficients (P, q+1, K) of one field or (P, q+1, m, K) of m, a trajectory for each."""
+    fields = c[:, :, None] if c.ndim == 3 else c
+    return [Trajectory(edges, np.ascontiguousarray(f)) for f in np.moveaxis(fields, 2, 0)]
 
 
 def _without_tail(edges: Array, c: Array) -> Array:
     """The leading modes: what is cut has a norm below _TAIL of all, over space and time."""
-    energy = np.diff(edges) @ (np.abs(c) ** 2).mean(axis=1)  # (K,)
+    size = np.abs(c) ** 2
+    energy = np.diff(edges) @ size.reshape(len(size), -1, size.shape[-1]).mean(axis=1)  # (K,)
     tail = np.cumsum(energy[::-1])[::-1]
     needed = tail > _TAIL**2 * tail[0]
     return np.ascontiguousarray(c[..., : max(1, int(needed.sum()))])
@@ -195,10 +204,7 @@ def _from_cosines(c: Array) -> Array:
 
 
 class KortewegDeVries(Periodic):
-    """u_t + η u u_x + μ² u_xxx = 0, u(x, 0) = cos πx; Zabusky and Kruskal (1965).
-
-    The product is dealiased: u² is formed on 3/2 as many points as u needs.
-    """
+    """u_t + η u u_x + μ² u_xxx = 0, u(x, 0) = cos πx; Zabusky and Kruskal (1965)."""
 
     name = "kdv"
 
@@ -234,11 +240,95 @@ class KortewegDeVries(Periodic):
         return 1j * self.mu**2 * wave**3, start
 
     def nonlinear(self, c: Array) -> Array:
-        modes = len(c)
-        n = scipy.fft.next_fast_len(3 * modes, real=True)
-        u = np.asarray(scipy.fft.irfft(c, n)) * n
-        square = np.asarray(scipy.fft.rfft(u * u))[:modes] / n
-        return -0.5j * self.eta * math.pi * np.arange(modes) * square
+        return -0.5j * self.eta * math.pi * np.arange(len(c)) * _squared(c)
+
+
+class KuramotoSivashinsky(Periodic):
+    """u_t + 100ε u u_x + 100ε² u_xx + 100ε⁴ u_xxxx = 0 on [0, 2π], ε = 1/16.
+
+    From cos x (1 + sin x). In x/ε and 100t the coefficients are 1. The equation is chaotic: from
+    t = ½ to 1 differences grow a hundredfold, those of this solution among them.
+    """
+
+    name = "kuramoto-sivashinsky"
+
+    def __init__(self, time: float) -> None:
+        self.time = positive("time", time)
+        if time > 1:
+            raise PullbackError(
+                f"There is no reference for time={time}",
+                "the equation is chaotic, and round-off would grow too large",
+                "Choose time ≤ 1",
+            )
+        self.domain = ((0.0, 2 * math.pi), (0.0, self.time))
+
+    @property
+    def parameters(self) -> dict[str, float | bool]:
+        return {"time": self.time}
+
+    def resolution(self, coarse: bool) -> Resolution:
+        factor = 2 if coarse else 1
+        edges = np.linspace(0, self.time, math.ceil(200 * self.time / factor) + 1)
+        return Resolution(160 if coarse else 224, edges, factor * 4e-5)
+
+    def equation(self, modes: int) -> tuple[Array, Array]:
+        scaled = np.arange(modes) / 16
+        start = np.zeros(modes, dtype=complex)
+        start[1], start[2] = 0.5, -0.25j  # cos x + ½ sin 2x
+        return 100 * (scaled**2 - scaled**4), start
+
+    def nonlinear(self, c: Array) -> Array:
+        return -50j / 16 * np.arange(len(c)) * _squared(c)
+
+
+def _squared(c: Array) -> Array:
+    """Coefficients of u² from those of u, dealiased: 3/2 as many points as u needs."""
+    n = scipy.fft.next_fast_len(3 * len(c), real=True)
+    u = np.asarray(scipy.fft.irfft(c, n)) * n
+    return np.asarray(scipy.fft.rfft(u * u))[: len(c)] / n
+
+
+class GrayScott(Periodic):
+    """u_t = D u_xx + 40(1 − u) − 1000uv², v_t = ½D v_xx − 100v + 1000uv² on [−1, 1].
+
+    From u = 1 − ½b, v = ¼b with the bump b = e^{−10(1 − cos πx)}. Both are even: cosines.
+    """
+
+    outputs = 2
+    name = "gray-scott"
+
+    def __init__(self, diffusion: float, time: float) -> None:
+        self.diffusion, self.time = positive("diffusion", diffusion), positive("time", time)
+        self.domain = ((-1.0, 1.0), (0.0, self.time))
+        if time > 2 or not 0.05 <= diffusion <= 5:
+            raise PullbackError(
+                f"There is no reference for diffusion={diffusion}, time={time}",
+                "its pulses are too narrow, or the time too long, for a solution within a minute",
+                "Choose 0.05 ≤ diffusion ≤ 5 and time ≤ 2",
+            )
+
+    @property
+    def parameters(self) -> dict[str, float | bool]:
+        return {"diffusion": self.diffusion, "time": self.time}
+
+    def resolution(self, coarse: bool) -> Resolution:
+        factor = 2 if coarse else 1
+        edges = np.linspace(0, self.time, math.ceil(100 * self.time / factor) + 1)
+        modes = math.ceil((128 if coarse else 192) * max(0.5, math.sqrt(0.2 / self.diffusion)))
+        return Resolution(modes + 1, edges, factor * 8e-5)
+
+    def equation(self, modes: int) -> tuple[Array, Array]:
+        bump = np.exp(-10 * (1 - np.cos(math.pi * np.linspace(-1, 0, modes))))
+        smooth = self.diffusion * (math.pi * np.arange(modes)) ** 2
+        start = np.stack([_to_cosines(1 - 0.5 * bump), _to_cosines(0.25 * bump)])
+        return -np.stack([smooth + 40, 0.5 * smooth + 100]), start
+
+    def nonlinear(self, c: Array) -> Array:
+        u, v = (_from_cosines(field) for field in c)
+        reaction = 1000 * _to_cosines(u * v * v)
+        fed = -reaction
+        fed[0] += 40
+        return np.stack([fed, reaction])
 
 
 def allen_cahn(diffusion: float = 1e-4, reaction: float = 5.0) -> AllenCahn:
@@ -249,3 +339,13 @@ def allen_cahn(diffusion: float = 1e-4, reaction: float = 5.0) -> AllenCahn:
 def kdv(eta: float = 1.0, mu: float = 0.022) -> KortewegDeVries:
     """The Korteweg–de Vries equation u_t + η u u_x + μ² u_xxx = 0, periodic, from cos πx."""
     return KortewegDeVries(eta, mu)
+
+
+def kuramoto_sivashinsky(time: float = 0.5) -> KuramotoSivashinsky:
+    """The Kuramoto–Sivashinsky equation on [0, 2π], periodic, from cos x (1 + sin x)."""
+    return KuramotoSivashinsky(time)
+
+
+def gray_scott(diffusion: float = 0.2, time: float = 0.5) -> GrayScott:
+    """The Gray–Scott equations (u, v) on [−1, 1], periodic, from a bump."""
+    return GrayScott(diffusion, time)

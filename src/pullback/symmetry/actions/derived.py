@@ -1,14 +1,17 @@
-"""What acts on weights that are computed from parameters: normalized weights and transposes."""
+"""What acts on weights that are computed from parameters: normalized weights, and matrices that
+parameters hold in other shapes.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
 
-from .scaling import Action, Leg, Parameters, Scaling
+from .scaling import Action, Leg, Mixing, Parameters, Scaling
 from .shifts import Folding
 
 
@@ -142,22 +145,49 @@ def _along(leg: Leg, directions: Mapping[str, NormalizedWeight]) -> bool:
 
 
 @dataclass(frozen=True)
-class Turned(Action):
-    """An action on transposes, in terms of the parameters.
+class MatrixView:
+    """Entries of a parameter as a matrix (outputs, inputs), such as the transpose of w in x @ w.
 
     Attributes:
-        inner: what acts, on the transposes by the names that stand for them.
-        held: the parameters, by those names.
+        own: the parameter.
+        outputs, inputs: its axes that are merged to the matrix's rows and to its columns.
+        at: the place along its other axes, as of one expert in a stack.
+    """
+
+    own: str
+    outputs: tuple[int, ...]
+    inputs: tuple[int, ...]
+    at: tuple[int, ...] = ()
+
+    def of(self, w: Tensor) -> Tensor:
+        """The matrix."""
+        rest = [d for d in range(w.ndim) if d not in (*self.outputs, *self.inputs)]
+        chosen = w.permute(*rest, *self.outputs, *self.inputs)[self.at]
+        return chosen.reshape(prod(chosen.shape[: len(self.outputs)]), -1)
+
+    def put(self, w: Tensor, matrix: Tensor) -> Tensor:
+        """The parameter with this matrix in it."""
+        places = self.of(torch.arange(w.numel(), device=w.device).view(w.shape))
+        return w.flatten().index_copy(0, places.flatten(), matrix.flatten()).view(w.shape)
+
+
+@dataclass(frozen=True)
+class OnMatrices(Action):
+    """An action on matrices that parameters hold in other shapes, in terms of the parameters.
+
+    Attributes:
+        inner: what acts, on the matrices by the names that stand for them.
+        views: by those names.
     """
 
     inner: Action
-    held: Mapping[str, str]
+    views: Mapping[str, MatrixView]
 
     @property
     def about(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
         about = self.inner.about
-        for name, own in self.held.items():
-            about = about.replace(name, own)
+        for name, view in self.views.items():
+            about = about.replace(name, view.own)
         return about
 
     @property
@@ -166,40 +196,34 @@ class Turned(Action):
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(self.held.get(name, name) for name in self.inner.names)
+        own = (self.views[n].own if n in self.views else n for n in self.inner.names)
+        return tuple(dict.fromkeys(own))
 
     def act(self, params: Parameters, element: Tensor) -> dict[str, Tensor]:
-        return self._back(self.inner.act(with_transposes(params, self.held), element))
+        start = {n: params[n].detach() for n in self.names}
+        return self._back(start, self.inner.act(with_matrices(params, self.views), element))
 
     def tangent(self, params: Parameters, element: Tensor) -> dict[str, Tensor]:
-        return self._back(self.inner.tangent(with_transposes(params, self.held), element))
+        start = {n: torch.zeros_like(params[n]) for n in self.names}
+        return self._back(start, self.inner.tangent(with_matrices(params, self.views), element))
 
-    def _back(self, moved: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {self.held.get(n, n): t.mT if n in self.held else t for n, t in moved.items()}
+    def _back(self, out: dict[str, Tensor], moved: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        for name, t in moved.items():
+            view = self.views.get(name)
+            own = name if view is None else view.own
+            out[own] = t if view is None else view.put(out[own], t)
+        return out
 
 
-def with_transposes(params: Parameters, held: Mapping[str, str]) -> dict[str, Tensor]:
-    """The parameters, and the transposes of those that are held by other names."""
-    return {**params, **{name: params[own].mT for name, own in held.items()}}
+def with_matrices(params: Parameters, views: Mapping[str, MatrixView]) -> dict[str, Tensor]:
+    """The parameters, and the matrices that they hold in other shapes."""
+    return {**params, **{name: view.of(params[view.own]) for name, view in views.items()}}
 
 
-def undo_transposes(action: Action, held: Mapping[str, str]) -> Action:
-    """The action without names that stand for transposes, which others than scalings also read."""
-    if not held:
+def in_own_shapes(action: Action, views: Mapping[str, MatrixView]) -> Action:
+    """The action without names that stand for matrices; scalings have none."""
+    if isinstance(action, (Scaling, Folding)) or not views:
         return action
-    if isinstance(action, Folding):
-        return replace(action, scaling=_scaling(action.scaling, held))
-    if isinstance(action, Scaling):
-        return _scaling(action, held)
-    return Turned(action, held)
-
-
-def _scaling(action: Scaling, held: Mapping[str, str]) -> Scaling:
-    legs = [
-        Leg(held[leg.name], leg.unit.mT, leg.power) if leg.name in held else leg
-        for leg in action.legs
-    ]
-    about = action.about
-    for name, own in held.items():
-        about = about.replace(name, own)
-    return replace(action, legs=legs, about=about)
+    if isinstance(action, Mixing) and not any(name in views for name in action.names):
+        return action
+    return OnMatrices(action, views)

@@ -8,7 +8,7 @@ dimension of the group: vectors in the kernel of J.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -171,7 +171,7 @@ class Scaling(Action):
         return out
 
     def merged(self) -> Scaling:
-        """All units scaled alike: one number for the layer."""
+        """Return the scaling of all units by one common factor."""
         legs = [Leg(leg.name, leg.unit.clamp(max=0), leg.power) for leg in self.legs]
         return Scaling(1, legs, f"{self.about}, all units alike")
 
@@ -181,6 +181,15 @@ class Scaling(Action):
         legs = [Leg(leg.name, place[leg.unit], leg.power) for leg in self.legs]
         legs = [leg for leg in legs if bool((leg.unit >= 0).any())]
         return Scaling(int(keep.sum()), legs, self.about)
+
+
+def two_sided(actions: Iterable[object]) -> list[Scaling]:
+    """Return the scalings that multiply some weights and divide others.
+
+    A scaling with one side only (of weights before a norm) has nothing to balance.
+    """
+    scalings = [a for a in actions if isinstance(a, Scaling)]
+    return [s for s in scalings if len({leg.power > 0 for leg in s.legs}) == 2]
 
 
 Index = Tensor

@@ -19,13 +19,15 @@ class Shift(Action):
 
 
 @dataclass(frozen=True)
-class StreamShift(Shift):
-    r"""Constants of layers whose outputs are added up: w_e ← w_e + power·c_unit(e).
+class BiasShift(Shift):
+    r"""Constants added to biases and tables, w_e ← w_e + power·c_unit(e), which readers take away.
 
-    What the sum then still holds, t·c, is taken away by its readers: b' ← b' − t W' c.
+    A reader (W', b') that still sees t·c takes it away, b' ← b' − t W' c: a norm's shift goes into
+    the next layers' biases, the value's bias into the output's. Without readers the constants
+    cancel, or do nothing (the key's bias, one before a batch norm).
 
     Attributes:
-        units: how many outputs the sum has.
+        units: how many numbers c there are.
         legs: the biases and tables that move.
         readers: (who takes it away, t).
         uniform: whether all c are the same number, which norms do not see.
@@ -36,7 +38,7 @@ class StreamShift(Shift):
     legs: Sequence[Leg]
     readers: Sequence[tuple[Reader, int]] = ()
     uniform: bool = False
-    about: str = "exchange"
+    about: str = "shift"
 
     @property
     def dimension(self) -> int:
@@ -54,43 +56,6 @@ class StreamShift(Shift):
             moved[leg.name] = moved[leg.name] + leg.rates(c.to(moved[leg.name]))
         for reader, t in self.readers:
             moved[reader.bias] = reader.taken(params, moved[reader.bias], t * c)
-        return moved
-
-
-@dataclass(frozen=True)
-class BiasShift(Shift):
-    r"""b ← b + c, and b' ← b' − W' c for each layer (W', b') that reads it.
-
-    A norm's shift into the next layers' biases, the value's bias into the output's; with no
-    readers, a bias that does nothing (the key's, one before a batch norm).
-
-    Attributes:
-        units: how many numbers c there are.
-        source: the bias, or a table of embeddings, to which c_unit is added.
-        readers: who takes it away.
-        about: what it is, for people.
-    """
-
-    units: int
-    source: Leg
-    readers: Sequence[Reader] = ()
-    about: str = "shift"
-
-    @property
-    def dimension(self) -> int:
-        return self.units
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys([self.source.name, *(r.bias for r in self.readers)]))
-
-    def tangent(self, params: Parameters, element: Tensor) -> dict[str, Tensor]:
-        moved = {n: torch.zeros_like(params[n]) for n in self.names}
-        b = params[self.source.name]
-        c = element.to(b)
-        moved[self.source.name] = moved[self.source.name] + self.source.rates(c)
-        for reader in self.readers:
-            moved[reader.bias] = reader.taken(params, moved[reader.bias], c)
         return moved
 
 

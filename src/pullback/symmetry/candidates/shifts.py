@@ -23,7 +23,6 @@ from ..actions.shifts import (
     MeanShift,
     Norm,
     Reader,
-    StreamShift,
 )
 from ..graph.ledger import Ledger, Producer, Readers, Reading, Row, source_of
 from ..graph.walk import Walk
@@ -71,9 +70,9 @@ def _moved_bias(
     events = readers.of[rows[0]]
     kinds = {(e.kind, second) for e, second in events}
     if kinds == {("pair", True)}:
-        yield BiasShift(n, source, (), f"key bias {name}, which does nothing")
+        yield BiasShift(n, [source], about=f"key bias {name}, which does nothing")
     elif kinds == {("null", False)}:
-        yield BiasShift(n, source, (), f"bias {name} before a batch norm, which does nothing")
+        yield BiasShift(n, [source], about=f"bias {name} before a batch norm, which does nothing")
     elif kinds == {("fold", False)} and len(events) == 1:
         norm = norms[events[0][0].where["fold"]]
         at = torch.tensor([_place(readers.of[r][0][0], r) for r in rows])
@@ -86,9 +85,9 @@ def _moved_bias(
                 return
             at = torch.tensor([_place(readers.of[r][k][0], r) for r in rows])
             weight = str(reader.weight)
-            found.append(Reader(reader.bias, reader.bias_rows, weight, reader.rows, at))
-        into = ", ".join(dict.fromkeys(r.bias for r in found))
-        yield BiasShift(n, source, found, f"shift of {name} into {into}")
+            found.append((Reader(reader.bias, reader.bias_rows, weight, reader.rows, at), 1))
+        into = ", ".join(dict.fromkeys(r.bias for r, _ in found))
+        yield BiasShift(n, [source], found, about=f"shift of {name} into {into}")
 
 
 def _place(event: Reading, row: Row) -> int:
@@ -198,10 +197,10 @@ def _solutions(
     names = _sources(ledger, members)
     sources = list(dict.fromkeys(names.values()))
     columns = [_held(ledger, members, names, {name: Fraction(1)}) for name in sources]
-    strict = [p for p in members if not _lets(ledger, readers, p, uniform=False)]
+    strict = [p for p in members if not _absorbed(ledger, readers, p, uniform=False)]
     basis = _kernel([[c[p] for c in columns] for p in strict], len(sources))
     if uniform:
-        loose = [p for p in strict if not _lets(ledger, readers, p, uniform=True)]
+        loose = [p for p in strict if not _absorbed(ledger, readers, p, uniform=True)]
         wider = _kernel([[c[p] for c in columns] for p in loose], len(sources))
         basis = _extended(basis, wider)
     return [{n: k for n, k in zip(sources, line, strict=True) if k} for line in basis]
@@ -222,13 +221,13 @@ def _sources(ledger: Ledger, members: Sequence[int]) -> dict[int, str]:
     return {p: leg.name for p, leg in found.items() if leg.name not in odd}
 
 
-def _lets(ledger: Ledger, readers: Readers, p: int, *, uniform: bool) -> bool:
-    """Whether all who read a producer can do with a constant more."""
+def _absorbed(ledger: Ledger, readers: Readers, p: int, *, uniform: bool) -> bool:
+    """Whether every reader of a producer can absorb an added constant."""
     events = readers.reading(p)
-    return events is not None and all(_takes(ledger, e, second, uniform) for e, second in events)
+    return events is not None and all(_absorbs(ledger, e, second, uniform) for e, second in events)
 
 
-def _takes(ledger: Ledger, event: Reading, second: bool, uniform: bool) -> bool:
+def _absorbs(ledger: Ledger, event: Reading, second: bool, uniform: bool) -> bool:
     if event.kind == "linear":
         reader = ledger.producers[event.where["reader"]]
         return reader.bias is not None and not event.where.get("padded")
@@ -273,7 +272,7 @@ def _extended(basis: list[list[int]], more: list[list[int]]) -> list[list[int]]:
 
 def _shift(
     ledger: Ledger, readers: Readers, members: Sequence[int], solution: Solution, *, uniform: bool
-) -> StreamShift:
+) -> BiasShift:
     names = _sources(ledger, members)
     producers = {name: ledger.producers[p] for p, name in names.items()}
     sources = {n: made.source(range(len(made.rows))) for n, made in producers.items()}
@@ -293,13 +292,13 @@ def _shift(
     moved = list(dict.fromkeys([*(leg.name for leg in legs), *(r.bias for r, _ in found)]))
     about = f"{'uniform ' if uniform else ''}shift of {moved[0]}"
     about += f" into {', '.join(moved[1:3])}" if moved[1:] else ", which does nothing"
-    return StreamShift(width, legs, found, uniform, about)
+    return BiasShift(width, legs, found, uniform, about)
 
 
 def _unseen(
     ledger: Ledger, readers: Readers, members: Sequence[int], params: Parameters
 ) -> Iterator[CommonShift]:
-    """Weights of layers that only norms see: what is the same in all outputs does nothing."""
+    """Yield common shifts of the weights of layers that only norms read."""
     blind: dict[int, bool] = {}
     for p in reversed(members):
         events = readers.reading(p)
@@ -319,7 +318,7 @@ def _unseen(
 Entry = tuple[str, int]  # of a bias
 
 
-def exchanges(ledger: Ledger) -> Iterator[StreamShift]:
+def exchanges(ledger: Ledger) -> Iterator[BiasShift]:
     """b ← b + c and b' ← b' − c, where outputs with b and b' only meet in sums with each other."""
     partners: dict[Entry, set[Entry]] = {}
     for left, right in ledger.added:
@@ -342,7 +341,7 @@ def exchanges(ledger: Ledger) -> Iterator[StreamShift]:
             unit = torch.full((int(sizes[name] or 0),), -1)
             unit[[pair[side] for pair in pairs]] = torch.arange(len(pairs))
             legs.append(Leg(name, unit, power))
-        yield StreamShift(len(pairs), legs, about=f"shift of {first} into {second}")
+        yield BiasShift(len(pairs), legs, about=f"shift of {first} into {second}")
 
 
 def _entry(ledger: Ledger, row: Row) -> Entry | None:

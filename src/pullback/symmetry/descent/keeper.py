@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -12,40 +12,10 @@ from ..._core.capture import plain
 from ..._core.errors import PullbackError
 from ..._core.replay import Replay, recording
 from ..actions.scaling import Scaling
-from ..slices.equal_norm import EqualNorm, layers_of, make_slice
+from ..slices.equal_norm import make_slice
 from ..slices.slice import Retraction, Slice
 from ..slices.units import ScalingUnits, times_exp, wide
-from .directions import LayerStep
 from .sweep import Followers, LayerSweep, UnitSweep
-
-
-def scalings_of(symmetry: Any, model: nn.Module | None) -> tuple[list[Scaling], nn.Module]:
-    """The scalings of what `find` returned, of a module, or as they were listed; and the model."""
-    if isinstance(symmetry, nn.Module):
-        symmetry, model = None, symmetry
-    if model is None:
-        model = getattr(getattr(symmetry, "example", None), "model", None)
-    if model is None:
-        raise PullbackError(
-            "The model is not known",
-            "an optimizer has its parameters only, and symmetries are those of a network",
-            "Pass symmetry=pb.symmetry.find(model, x), or symmetry=model",
-        )
-    if symmetry is None:
-        from ..find import find
-
-        symmetry = find(plain(model))
-    found = getattr(symmetry, "actions", getattr(symmetry, "scalings", symmetry))
-    return two_sided(found), model
-
-
-def two_sided(actions: Iterable[object]) -> list[Scaling]:
-    """The scalings among some actions that have something to balance.
-
-    Those with one side only (weights before a norm, whose scale means nothing) have not.
-    """
-    scalings = [a for a in actions if isinstance(a, Scaling)]
-    return [s for s in scalings if len({leg.power > 0 for leg in s.legs}) == 2]
 
 
 def idle(groups: Sequence[Mapping[str, Any]]) -> bool:
@@ -103,8 +73,6 @@ class Keeper:
         self._sweep: UnitSweep | LayerSweep | None = None
         self._watched = False
         self._far: Tensor | None = None
-        #: steps together with their retraction, on the slice of equal norms
-        self.layers: LayerStep | None = None
         ScalingUnits(scalings, self.named)  # refuses at once what is not usable
         self._own = [self.named[n] for n in dict.fromkeys(n for s in scalings for n in s.names)]
 
@@ -126,7 +94,7 @@ class Keeper:
             if flag and id(p) in self.optimized
         }
         usable = [s for s in self.scalings if all(id(self.named[n]) in free for n in s.names)]
-        self.slice = self._sweep = self.layers = self._far = None
+        self.slice = self._sweep = self._far = None
         self._replay = Replay()
         if usable:
             kind = self._kind if isinstance(self._kind, str) else self._kind(usable)
@@ -134,10 +102,6 @@ class Keeper:
             whole = all(part.numel == 1 for part in self.slice.units.parts)
             kind_of_sweep = LayerSweep if whole else UnitSweep
             self._sweep = kind_of_sweep(self.slice, self.named)
-            if isinstance(self.slice, EqualNorm) and isinstance(self._sweep, LayerSweep):
-                self.layers = LayerStep(
-                    self._sweep, tuple(layers_of(self.slice.scalings)), self.named
-                )
             if self.captured is not None and self.captured % self.period:
                 self._refuse_graph(self.captured)
 

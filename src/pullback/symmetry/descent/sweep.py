@@ -233,7 +233,7 @@ class LayerSweep:
         self._inverse = self._powers.new_zeros(slice.units.total, slice.units.total)
         if self._inverse.is_cuda:
             for _ in range(16):
-                self.factors(self._squares())
+                self._log_scales(self._squares())
 
     def run(
         self,
@@ -257,16 +257,7 @@ class LayerSweep:
     def _squares(self) -> Tensor:
         """|w|² of all parameters, (P,)."""
         ws = [self._params[n].detach() for n in self.names]
-        return torch.stack(norms_of(ws)).to(self.dtype).square()
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """In which factors are computed."""
-        return self._powers.dtype
-
-    def factors(self, squares: Tensor) -> Tensor:
-        """What each parameter is to be multiplied by, (P,), given their squared norms (P,)."""
-        return (self._powers @ self._log_scales(squares)).exp()
+        return torch.stack(norms_of(ws)).to(self._powers).square()
 
     def _log_scales(self, squares: Tensor) -> Tensor:
         sums = self._adds @ squares

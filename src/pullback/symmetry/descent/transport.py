@@ -84,7 +84,7 @@ def followers(
 
 
 def _refuse_shape(name: str, value: Tensor, w: Tensor, powers: Mapping[str, int]) -> None:
-    """Raise for state of another shape, unless it is said to stay as it is."""
+    """Raise for state of another shape, unless its power is 0."""
     if powers.get(name) != 0:
         raise PullbackError(
             f"The optimizer's state {name!r} cannot be rescaled",
@@ -210,7 +210,7 @@ def _both(side: Tensor, f: Tensor) -> None:
 
 
 def _rescale_inverse(inverse: Inverse, left: Tensor, right: Tensor) -> None:
-    """Rescale R⁻¹ and C⁻¹ in whichever form they are held."""
+    """Rescale R⁻¹ and C⁻¹: as matrices, diagonals, Cholesky factors or eigenbases."""
     if inverse.rows is not None:
         wide = widened(inverse)
         _rescale_inverse(wide, left, right)
@@ -229,7 +229,7 @@ def _rescale_inverse(inverse: Inverse, left: Tensor, right: Tensor) -> None:
 
 
 def _outside_bases(values: Tensor, inverse: Inverse, left: Tensor, right: Tensor) -> None:
-    """Rescale values held in eigenbases where a side is a diagonal and has no basis."""
+    """Rescale eigenvalues along the sides that are diagonal and have no eigenbasis."""
     if inverse.left is None:
         values.mul_(left.square()[..., None])
     if inverse.right is None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..actions.derived import MatrixView
 from ..actions.scaling import Leg
 from .scales import FIXED, ZERO, collapse
 
@@ -190,7 +191,7 @@ class Reading:
 
 @dataclass
 class Ledger:
-    """Who makes units, who reads them."""
+    """The layers that produce units, and the events that read them."""
 
     producers: list[Producer] = field(default_factory=list)
     events: list[Reading] = field(default_factory=list)
@@ -238,7 +239,7 @@ class Ledger:
         return out
 
     def passed(self, units: Sequence[int], call: int) -> list[int]:
-        """The units after an operation that treats all of them alike, and others otherwise."""
+        """Units after an operation that acts equally on those with a common history."""
         out = list(units)
         for tag, places in self.blocks(units).items():
             after = (call, tag, tuple(self.row(units[i]) for i in places))
@@ -323,6 +324,27 @@ def view_rows(ref: Ref, axis: int, default: int) -> tuple[int, Tensor] | None:
     return varies[0], small[varies[0]].flatten().expand(ref.view[axis])
 
 
+def read_matrix(ref: Ref) -> tuple[MatrixView, Tensor, Tensor] | None:
+    """The matrix (out, in) that a view (in, out) lies in, and the view's rows and columns there.
+
+    None where an axis of the parameter counts both, as in a diagonal.
+    """
+    small = [collapse(c) for c in ref.coords]
+    ins, outs = ([d for d, c in enumerate(small) if c.shape[a] > 1] for a in (0, 1))
+    if {*ins} & {*outs}:
+        return None
+    if len(small) == 2:  # of an axis with one place only the other tells
+        outs, ins = ([1], [0]) if 1 in outs or 0 in ins else ([0], [1])
+    at = tuple(int(c.flatten()[0]) for d, c in enumerate(small) if d not in (*outs, *ins))
+    places = []
+    for axis, some in ((1, outs), (0, ins)):
+        place = torch.zeros(1, dtype=torch.long)
+        for d in some:  # several axes are counted as one
+            place = place * ref.sizes[d] + small[d].flatten()
+        places.append(place.expand(ref.view[axis]))
+    return MatrixView(ref.name, tuple(outs), tuple(ins), at), places[0], places[1]
+
+
 class Readers:
     """The events that each output takes part in, for outputs that nothing nonlinear reads."""
 
@@ -348,7 +370,7 @@ class Readers:
         return not any(r in self.ledger.touched for r in rows)
 
     def reading(self, p: int) -> list[tuple[Reading, bool]] | None:
-        """The events of a producer whose outputs are all read alike; None if touched."""
+        """The events that read all outputs of a producer; None where they differ or are touched."""
         rows = [(p, i) for i in range(len(self.ledger.producers[p].rows))]
         first = self.of.get(rows[0], [])
         alike = all(r not in self.ledger.touched and self.of.get(r, []) == first for r in rows)

@@ -243,9 +243,6 @@ def _difference(scales: Scales, a: Tensor, b: Tensor) -> Tensor:
     def less(x: int, y: int) -> int:
         if ZERO in (x, y):
             return ZERO
-        total = dict(scales.forms[x])
-        for atom, power in scales.forms[y]:
-            total[atom] = total.get(atom, 0) - power
-        return scales.label(scales.solved(tuple(sorted((a, k) for a, k in total.items() if k))))
+        return scales.label(scales.solved(_sum(scales.forms[x], scales.forms[y], -1)))
 
     return pairwise(a, b, less)

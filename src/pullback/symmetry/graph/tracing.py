@@ -27,7 +27,7 @@ from ..._core.errors import PullbackError, reraise_fatal
 from ..._core.graph import unfused_attention, walk
 from ...maps.module import in_every_slot
 
-BY_HAND = "Name the pairs by hand: symmetry.by_hand(model, [('fc1', 'fc2'), ...], example)"
+BY_HAND = "Name the actions by hand: find(model, example, actions=[symmetry.Scaling(...)])"
 
 
 class Example:
@@ -198,7 +198,7 @@ class _Reading(TorchDispatchMode):
 
 
 def _refuse(model: Any) -> None:
-    """Raise for what is no module with numbers in it."""
+    """Raise unless this is a module with real parameters that have values."""
     if not isinstance(model, nn.Module):
         raise PullbackError(
             "Symmetries are those of a network", f"got {type(model).__name__}", "Pass an nn.Module"

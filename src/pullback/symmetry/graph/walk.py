@@ -13,7 +13,8 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
-from .ledger import NONE, Act, Ledger, Ref, Value
+from ..actions.derived import MatrixView
+from .ledger import NONE, Act, Ledger, Ref, Value, read_matrix
 from .scales import FIXED, Scales, collapse, equate_uses
 from .tracing import Traced
 
@@ -53,7 +54,7 @@ class Walk:
         notes: what was given up, and why.
         folds: batch norms with fixed statistics.
         directions: weights g v/‖v‖ of weight normalization, by the names that stand for them.
-        turned: weights held as (in, out), by the names that stand for their transposes.
+        matrices: weights held in another shape than (out, in), by the names that stand for them.
         names: of the constants behind the graph's placeholders.
     """
 
@@ -63,8 +64,9 @@ class Walk:
     notes: list[str] = field(default_factory=list)
     folds: list[Any] = field(default_factory=list)
     directions: dict[str, Any] = field(default_factory=dict)
-    turned: dict[str, str] = field(default_factory=dict)
+    matrices: dict[str, MatrixView] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
+    _axes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
 
     def run(self, traced: Traced) -> None:
         """Walk the graph; outputs are fixed."""
@@ -77,7 +79,7 @@ class Walk:
                 name, shape = next(places, None), _shape(node)
                 if name is None:
                     self.names[node.name] = next(constants, "")
-                values[node] = Act.constant(shape) if name is None else self._held(name, node)
+                values[node] = Act.constant(shape) if name is None else Ref.whole(name, shape)
             elif node.op == "get_attr":
                 values[node] = Act.constant(_shape(node))
             elif node.op == "output":
@@ -92,15 +94,6 @@ class Walk:
                 remaining[used] -= 1
                 if not remaining[used]:
                     values.pop(used, None)
-
-    def _held(self, name: str, node: Node) -> Ref:
-        """A parameter; of a matrix that only multiplies from the right, the transpose is held."""
-        shape = _shape(node)
-        if len(shape) != 2 or not node.users or not all(_multiplies(u, node) for u in node.users):
-            return Ref.whole(name, shape)
-        transpose = f"{name}, transposed"
-        self.turned[transpose] = name
-        return Ref.whole(transpose, shape[::-1]).moved(lambda t: t.mT)
 
     def _call(self, node: Node, values: dict[Node, Any]) -> Any:
         args, kwargs = _filled(node.args, values), _filled(node.kwargs, values)
@@ -118,7 +111,7 @@ class Walk:
         return self.give_up(node, name, args, kwargs)
 
     def give_up(self, node: Node, name: str, args: Any, kwargs: Any) -> Any:
-        """An operation that scales do not pass: what enters and leaves it is fixed."""
+        """Fix the scales of all inputs and outputs of an operation without a rule."""
         for value in pytree.tree_leaves((args, kwargs)):
             if isinstance(value, (Act, Ref)):
                 act = self.act(value, fixed=True)
@@ -160,6 +153,24 @@ class Walk:
         self.hold(value, label.expand(value.view))
         return Act.of(label, value.view)
 
+    def matrix(self, weight: Ref) -> tuple[str, Tensor, Tensor] | None:
+        """A name for the matrix that a view (in, out) is in, its rows and columns there.
+
+        None where axes of the parameter are mixed, or it was read with others before.
+        """
+        found = read_matrix(weight)
+        if found is None:
+            return None
+        view, rows, columns = found
+        axes = view.outputs, view.inputs
+        if self._axes.setdefault(weight.name, axes) != axes:
+            return None
+        if axes == ((0,), (1,)) and len(weight.sizes) == 2:
+            return weight.name, rows, columns
+        name = f"{weight.name}, axes {view.outputs} by {view.inputs} at {view.at}"
+        self.matrices[name] = view
+        return name, rows, columns
+
     # --- activations -----------------------------------------------------------------------
 
     def touch(self, *acts: Act) -> None:
@@ -175,13 +186,6 @@ class Walk:
         return merged.reshape(merged.shape[lead:]) if lead else merged
 
 
-def _multiplies(user: Node, matrix: Node) -> bool:
-    """Whether a matrix is the right factor of a product, and nothing else there."""
-    name = str(getattr(user.target, "_opname", user.target))
-    right = {"mm": 1, "addmm": 2}.get(name)
-    return right is not None and [i for i, a in enumerate(user.args) if a is matrix] == [right]
-
-
 def _filled(tree: Any, values: dict[Node, Any]) -> Any:
     return map_arg(tree, lambda n: values[n])
 
@@ -191,7 +195,7 @@ def _shape(node: Node) -> tuple[int, ...]:
 
 
 def shapes(node: Node) -> list[tuple[int, ...]]:
-    """The shapes of all results of an operation; () for what is no tensor."""
+    """The shapes of all results of an operation; () where one is no tensor."""
     value: Any = node.meta.get("val")
     many = value if isinstance(value, (list, tuple)) else [value]
     return [tuple(v.shape) if isinstance(v, Tensor) else () for v in many]

@@ -15,7 +15,7 @@ from ..._core.graph import unfused_attention
 from ...maps import FunctionLinearization
 from ..actions.scaling import Action
 from ..graph.tracing import Example
-from .tangents import Orbits, orthonormal
+from .tangents import Orbits
 
 _LARGEST = 2**24  # entries of J or Z that are decomposed
 _RTOL = 1e-10
@@ -80,7 +80,7 @@ def rank(actions: Sequence[Action], example: Example, params: Mapping[str, Tenso
     if independent is None:
         return Rank(k, None, p, n, nullity, None, tuple(reasons))
     if nullity != independent:
-        reasons.extend(_reasons(example, at, j, _bases(orbits), nullity - independent))
+        reasons.extend(_reasons(example, at, j, orbits, nullity - independent))
     return Rank(k, independent, p, n, nullity, nullity - independent, tuple(reasons))
 
 
@@ -96,21 +96,6 @@ def _independent(orbits: Orbits) -> tuple[int | None, list[str]]:
     return total, []
 
 
-Bases = list[tuple[list[str], Tensor]]
-
-
-def _bases(orbits: Orbits) -> Bases | None:
-    """An orthonormal basis of the orbits' tangents for each component; None where too large."""
-    out: Bases = []
-    for component in orbits.components:
-        names = list(dict.fromkeys(n for a in component for n in a.names))
-        size = sum(orbits.params[n].numel() for n in names)
-        if size * sum(a.dimension for a in component) > _LARGEST:
-            return None
-        out.append((names, orthonormal(orbits.matrix(component), _RTOL)))
-    return out
-
-
 def _rank(j: Tensor) -> int:
     """The numerical rank, of rows of length 1; rows that are shorter by far may be round-off."""
     if not j.numel():
@@ -122,7 +107,7 @@ def _rank(j: Tensor) -> int:
 
 
 def _reasons(
-    example: Example, at: FunctionLinearization, j: Tensor, bases: Bases | None, missing: int
+    example: Example, at: FunctionLinearization, j: Tensor, orbits: Orbits, missing: int
 ) -> list[str]:
     out = []
     n, p = j.shape
@@ -131,7 +116,7 @@ def _reasons(
     different = len(torch.unique(j, dim=0))
     if n >= p > different:
         out.append(f"only {different} of the example's {n} outputs are different functions of w")
-    idle = 0 if bases is None else _idle(at, j, bases)
+    idle = _idle(at, j, orbits)
     if idle:
         out.append(f"{idle} further directions are parameters that nothing depends on here")
     on, off, few, total = count_fixed_units(example)
@@ -155,17 +140,11 @@ def _reasons(
     return out
 
 
-def _idle(at: FunctionLinearization, j: Tensor, bases: Bases) -> int:
-    """How many coordinate directions with J e = 0 are not along the orbits."""
+def _idle(at: FunctionLinearization, j: Tensor, orbits: Orbits) -> int:
+    """How many entries of parameters that no action moves have no influence on the outputs."""
+    moved = {n for actions in orbits.components for a in actions for n in a.names}
     still = at.space.split((j.abs().amax(0) == 0)[None].to(j))
-    extra = 0
-    covered: set[str] = set()
-    for names, basis in bases:
-        covered.update(names)
-        mask = torch.cat([still[n].flatten() for n in names]) > 0
-        eye = torch.eye(len(mask), dtype=j.dtype, device=j.device)[mask]
-        extra += len(orthonormal(torch.cat([basis, eye]), _RTOL)) - len(basis) if len(eye) else 0
-    return extra + sum(int(t.sum()) for n, t in still.items() if n not in covered)
+    return sum(int(t.sum()) for n, t in still.items() if n not in moved)
 
 
 _BENT = (

@@ -14,19 +14,21 @@ from torch import Tensor
 
 from ..._core.errors import PullbackError
 from ..._core.space import ParameterSpace
+from ...grams import Gram
+from ...solvers import ConjugateGradient
+from ..actions.derived import OnMatrices, with_matrices
 from ..actions.scaling import Action, Mixing, Scaling
 
-_DENSE = 2**25  # entries of generators up to which a component is decomposed
-_BLOCKS = 2**27  # the same, counted on the parameters that each action moves
-_WIDE = 4096  # generators of a component whose triangle is decomposed
+_BLOCKS = 2**27  # entries of the generators of a component whose triangle is formed
+_WIDE = 4096  # and how many of them
 
 
 class Orbits:
     """Zᵀ of some actions at w: products with it, and the projection onto its range.
 
     Actions that move different parameters are orthogonal, so each component is treated by itself:
-    by an SVD where it is small, from triangles R with RᵀR = ZZᵀ that are put together parameter by
-    parameter where these are small, by conjugate gradients on ZZᵀ elsewhere.
+    from a triangle R with RᵀR = ZZᵀ, put together parameter by parameter, where that is small; by
+    conjugate gradients on ZZᵀ elsewhere.
     """
 
     def __init__(self, actions: Sequence[Action], params: Mapping[str, Tensor]) -> None:
@@ -41,22 +43,11 @@ class Orbits:
 
     def vertical(self, v: Tensor | Mapping[str, Tensor]) -> Tensor:
         """Zᵀ(ZZᵀ)⁺Z v, (p,)."""
-        flat = self._flat(v)
-        pieces = self.space.split(flat)
+        pieces = self.space.split(self._flat(v))
         out = {n: torch.zeros_like(x) for n, x in pieces.items()}
         for actions in self.components:
-            names = _names(actions)
-            if self._small(actions):
-                basis = orthonormal(self.matrix(actions))
-                line = torch.cat([pieces[n].flatten() for n in names])
-                found = (basis.T @ (basis @ line)).split([pieces[n].numel() for n in names])
-                part = {n: f.view_as(pieces[n]) for n, f in zip(names, found, strict=True)}
-            elif self.blocked(actions):
-                part = self._solved(actions, pieces)
-            else:
-                part = self._iterated(actions, pieces)
-            for n, t in part.items():
-                out[n] = t
+            solve = self._solved if self.blocked(actions) else self._iterated
+            out.update(solve(actions, pieces))
         return self.space.flatten(out)
 
     def _flat(self, v: Tensor | Mapping[str, Tensor]) -> Tensor:
@@ -68,32 +59,6 @@ class Orbits:
                 f"Pass ({self.space.size},) or a dict by name",
             )
         return flat.to(device=self.space.device, dtype=self.space.dtype)
-
-    def _small(self, actions: Sequence[Action]) -> bool:
-        size = sum(self.params[n].numel() for n in _names(actions))
-        return size * sum(a.dimension for a in actions) <= _DENSE
-
-    def matrix(self, actions: Sequence[Action]) -> Tensor:
-        """Z of a component on the parameters that it moves, (dimension, entries)."""
-        names = _names(actions)
-        lines = []
-        for action in actions:
-            z = action.generators(self.params)
-            blank = torch.zeros(())
-            lines.append(
-                torch.cat(
-                    [
-                        z[n].reshape(action.dimension, -1)
-                        if n in z
-                        else blank.to(self.params[n]).expand(
-                            action.dimension, self.params[n].numel()
-                        )
-                        for n in names
-                    ],
-                    1,
-                )
-            )
-        return torch.cat(lines)
 
     def blocked(self, actions: Sequence[Action]) -> bool:
         """Whether the triangle of a component can be formed."""
@@ -129,45 +94,25 @@ class Orbits:
         names = _names(actions)
         left, part = {n: v[n] for n in names}, {n: torch.zeros_like(v[n]) for n in names}
         for _ in range(2):
-            c = vt.mT @ (weights * (vt @ (inverse * self._pair(actions, left))))
-            move = self._move(actions, inverse * c)
+            c = vt.mT @ (weights * (vt @ (inverse * self.pair(actions, left))))
+            move = self.move(actions, inverse * c)
             part = {n: part[n] + move[n] for n in names}
             left = {n: v[n] - part[n] for n in names}
         return part
 
     def _iterated(self, actions: Sequence[Action], v: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Zᵀc with ZZᵀc = Z v by preconditioned conjugate gradients; consistent, so c exists."""
-        inverse = 1 / self._diagonal(actions)
-        residual = self._pair(actions, v)
-        c = torch.zeros_like(residual)
-        step = z = inverse * residual
-        rho = first = residual @ z
-        for _ in range(2000):
-            if float(rho) <= 1e-28 * float(first):
-                break
-            pushed = self._pair(actions, self._move(actions, step))
-            alpha = rho / (step @ pushed)
-            c, residual = c + alpha * step, residual - alpha * pushed
-            z = inverse * residual
-            rho, before = residual @ z, rho
-            step = z + (rho / before) * step
-        return self._move(actions, c)
+        gram = GeneratorGram(self, actions)
+        inverse = 1 / gram.estimate_diagonal()
+        solver = ConjugateGradient(0.0, tol=1e-14, preconditioner=lambda c: inverse * c)
+        return self.move(actions, solver.solve(gram, self.pair(actions, v)).x)
 
-    def _diagonal(self, actions: Sequence[Action]) -> Tensor:
-        """A guess of the diagonal of ZZᵀ from random signs: (ZZᵀs)∘s on average."""
-        k = sum(a.dimension for a in actions)
-        generator = torch.Generator().manual_seed(3)
-        total = self.space.zeros(k)
-        for _ in range(8):
-            signs = torch.randint(0, 2, (k,), generator=generator).to(total) * 2 - 1
-            total += self._pair(actions, self._move(actions, signs)) * signs
-        positive = total.abs()
-        return torch.where(positive > 0, positive, 1.0)
-
-    def _pair(self, actions: Sequence[Action], v: Mapping[str, Tensor]) -> Tensor:
+    def pair(self, actions: Sequence[Action], v: Mapping[str, Tensor]) -> Tensor:
+        """Z v, (k,)."""
         return torch.cat([a.pairing(self.params, v) for a in actions])
 
-    def _move(self, actions: Sequence[Action], c: Tensor) -> dict[str, Tensor]:
+    def move(self, actions: Sequence[Action], c: Tensor) -> dict[str, Tensor]:
+        """Zᵀc, by name."""
         out = {n: torch.zeros_like(self.params[n]) for n in _names(actions)}
         for action, piece in zip(actions, c.split([a.dimension for a in actions]), strict=True):
             for n, t in action.tangent(self.params, piece).items():
@@ -175,15 +120,25 @@ class Orbits:
         return out
 
 
-def orthonormal(z: Tensor, rtol: float | None = None) -> Tensor:
-    """An orthonormal basis (rank, n) of the rows of Z, each first brought to length 1."""
-    length = z.norm(dim=1, keepdim=True)
-    z = z[(length > 0).flatten()] / length[length > 0][:, None]
-    if not z.numel():
-        return z
-    _, sigma, vt = torch.linalg.svd(z, full_matrices=False)
-    rtol = max(z.shape) * torch.finfo(z.dtype).eps if rtol is None else rtol
-    return vt[sigma > rtol * sigma[0]]
+class GeneratorGram(Gram):
+    """ZZᵀ (k, k) of a component, by products."""
+
+    def __init__(self, orbits: Orbits, actions: Sequence[Action]) -> None:
+        self._orbits, self._actions = orbits, actions
+        self.size = self.count = sum(a.dimension for a in actions)
+        self.dtype, self.device = orbits.space.dtype, orbits.space.device
+
+    def matvec(self, v: Tensor) -> Tensor:
+        return self._orbits.pair(self._actions, self._orbits.move(self._actions, v))
+
+    def estimate_diagonal(self) -> Tensor:
+        """The mean of (ZZᵀs)∘s over random signs s; 1 where that is zero."""
+        generator = torch.Generator().manual_seed(3)
+        total = self._orbits.space.zeros(self.size)
+        for _ in range(8):
+            signs = torch.randint(0, 2, (self.size,), generator=generator).to(total) * 2 - 1
+            total += self.matvec(signs) * signs
+        return torch.where(total != 0, total.abs(), 1.0)
 
 
 def _names(actions: Sequence[Action]) -> list[str]:
@@ -230,8 +185,11 @@ def _candidates(
     scalings = [a for a in actions if isinstance(a, Scaling)]
     yield from normalize_units(scalings, params).items()
     for action in actions:
-        if isinstance(action, Mixing):
-            for name, product in _products(action, params):
+        inner, seen = action, params
+        if isinstance(action, OnMatrices):
+            inner, seen = action.inner, with_matrices(params, action.views)
+        if isinstance(inner, Mixing):
+            for name, product in _products(inner, seen):
                 yield f"{action.about}, with {name}", product
 
 

@@ -184,7 +184,7 @@ def summarize_rejections(rejected: Sequence[Rejected]) -> Iterator[str]:
 
 
 def _before_norm(action: Action) -> bool:
-    """Whether nothing undoes the scaling: a norm is to swallow it."""
+    """Whether the scaling has one side only, so that a norm would have to remove it."""
     return isinstance(action, Scaling) and not any(leg.power < 0 for leg in action.legs)
 
 

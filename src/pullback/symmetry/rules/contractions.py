@@ -55,7 +55,8 @@ def addmm(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Ac
     """b + x y."""
     bias, x, y = args[:3]
     out = mm(walk, node, [x, y], {}) if len(x.shape) == 2 else product(walk, x, y)
-    if kwargs.get("beta", 1) == 0:
+    zero = isinstance(bias, Act) and bool((collapse(bias.scale) == ZERO).all())
+    if zero or kwargs.get("beta", 1) == 0:
         return out
     return added(walk, out, bias)
 
@@ -85,32 +86,32 @@ def linear(walk: Walk, x: Act, weight: Ref) -> Act:
     atoms = walk.scales.fresh(count * m, walk.ledger.call()).view(count, 1, m)
     if bool((incoming != ZERO).any()):  # else the weight is not seen
         walk.hold(weight, atoms, walk.scales.power(incoming.mT, -1))
-    unit = torch.tensor(NONE)
-    if several:
-        walk.touch(x)
-    else:
-        unit = _reader(walk, x.unit, weight.moved(lambda t: t[0]), atoms.flatten())
-        if bool((incoming == ZERO).all()) and unit.ndim:
-            walk.ledger.blank.add(len(walk.ledger.producers) - 1)
-    return Act.of(atoms, (b, n, m), unit)
+    first = len(walk.ledger.producers)
+    units = [
+        _reader(walk, part, weight.moved(lambda t, k=k: t[k]), atoms[k, 0])
+        for k, part in enumerate(x.unit.split(b // count))
+    ]
+    if bool((incoming == ZERO).all()):
+        walk.ledger.blank.update(range(first, len(walk.ledger.producers)))
+    return Act.of(atoms, (b, n, m), torch.stack(units)[:, None])
 
 
 def _reader(walk: Walk, units: Tensor, weight: Ref, atoms: Tensor) -> Tensor:
     """A linear layer with weight (i, m) reads units (b, n, i): its own, (m,)."""
-    outs, ins = view_rows(weight, 1, 0), view_rows(weight, 0, 1)
-    units = collapse(units)
-    flat = units.expand(*units.shape[:2], weight.view[0])
-    if len(weight.sizes) != 2 or outs is None or ins is None or (outs[0], ins[0]) != (0, 1):
+    found, units = walk.matrix(weight), collapse(units)
+    if found is None:
         walk.ledger.touch(units)
-        return torch.tensor(NONE)
+        return torch.full((weight.view[1],), NONE)
+    name, rows, columns = found
     made = walk.ledger.produce(
-        Producer("linear", weight.name, outs[1], atoms, about=weight.name.rpartition(".")[0])
+        Producer("linear", name, rows, atoms, about=weight.name.rpartition(".")[0])
     )
     reader = len(walk.ledger.producers) - 1
+    flat = units.expand(*units.shape[:2], weight.view[0])
     lines = flat.reshape(-1, weight.view[0]).unique(dim=0)
     for line in lines:  # several where a recurrent layer's outputs of all times are read at once
         kind = "linear" if len(lines) == 1 else "lines"
-        walk.ledger.read(kind, line, ins[1].tolist(), reader=reader)
+        walk.ledger.read(kind, line, columns.tolist(), reader=reader)
     return made
 
 

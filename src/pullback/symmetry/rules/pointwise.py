@@ -18,7 +18,7 @@ _GUARD = 1e-3
 
 @rule("add", "sub", "rsub", "maximum", "minimum", "fmax", "fmin")
 def add(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """Both sides are scaled alike."""
+    """Both sides have one scale."""
     x, y = args[:2]
     if not isinstance(y, (Act, Ref)):
         return _constant_added(walk, node, x, y)

@@ -77,7 +77,7 @@ def random(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> A
 
 @rule("cat", "stack")
 def joined(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """Pieces put together."""
+    """Concatenate or stack the labels."""
     acts = [walk.act(v) for v in args[0]]
     rest = args[1:]
     join = torch.cat if "cat" in str(node.target) else torch.stack
@@ -165,7 +165,7 @@ def picked(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> A
 
 @rule("gt", "ge", "lt", "le", "eq", "ne")
 def compared(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """Signs do not change under positive scales; neither do comparisons of things scaled alike."""
+    """Comparisons with 0, or of values with one scale, do not change under positive scales."""
     x, y = args[:2]
     act = walk.act(x)
     walk.touch(act)
@@ -188,7 +188,7 @@ def signs(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> An
 
 @rule("where")
 def where(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """Both choices are scaled alike."""
+    """Both choices have one scale."""
     if len(args) < 3:
         return NotImplemented
     sides = [v if isinstance(v, (Act, Ref)) else _number(v) for v in args[1:3]]

@@ -112,7 +112,7 @@ def _sides(
 
 
 def _weights(names: Sequence[str], params: Mapping[str, Tensor]) -> tuple[str, ...]:
-    """A layer's parameters without biases: matrices, or where there are none what is no bias."""
+    """A layer's matrices; without any, its parameters that are not called bias."""
     matrices = tuple(n for n in names if params[n].ndim > 1)
     return matrices or tuple(n for n in names if not n.endswith("bias")) or tuple(names)
 

@@ -94,7 +94,7 @@ def _worst(norms: Norms, t: Tensor) -> float:
 
 
 class ParameterEnergy:
-    """w_e² of one parameter over their largest, reduced to the axes that tell units apart.
+    """The squares w_e² of one parameter over the largest, summed over axes without units.
 
     The factor of an entry is a product over its legs, so that sums over the entries of a matrix are
     products with it: Σ_j s_ij f_i g_j = f ∘ (s g). The logarithm of the scale is counted from that
@@ -244,7 +244,7 @@ class LargestEntries:
 
 
 def _log_largest(part: ScaledParameter, w: Tensor) -> Tensor:
-    """log max |w_e| over the axes that tell no units apart, −inf for zeros: of the part's shape."""
+    """log max |w_e| over axes without units, −inf for zeros: of the part's shape."""
     w = w.detach().to(wide(w)).abs()
     axes = [d for d, size in enumerate(part.shape) if size == 1 and w.shape[d] != 1]
     return (w.amax(axes, keepdim=True) if axes and w.numel() else w).log().expand(part.shape)

@@ -94,7 +94,7 @@ class Slice(ABC):
 
     @torch.no_grad()
     def retract(self, params: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """The slice's point on the orbit of w, by name; what is not scaled is passed on."""
+        """The slice's point on the orbit of w, by name; other parameters are unchanged."""
         given = self.params if params is None else params
         return {**given, **self._moved(given)[0]}
 

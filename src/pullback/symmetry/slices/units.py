@@ -1,8 +1,8 @@
 r"""All units of several scalings in one vector t of log-scales: w_e ← w_e exp(Σ_legs power·t_unit).
 
 What a scaling does to the norms of a parameter needs only its *energies*: the squares w_e², added
-up over the axes that tell no units apart. For a linear layer these are (out, in), for whole layers
-they are one number.
+up over the axes along which units do not differ. For a linear layer these are (out, in), for whole
+layers they are one number.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class ScaledParameter:
         return out
 
     def reduce(self, values: Tensor) -> Tensor:
-        """Sums over the axes that tell no units apart: of `shape`."""
+        """Sum over the axes without units, to `shape`."""
         axes = [d for d, size in enumerate(self.shape) if size == 1 and values.shape[d] != 1]
         return values.sum(axes, keepdim=True) if axes else values
 
@@ -65,7 +65,7 @@ class ScalingUnits:
                 w = params[leg.name]
                 shape = [1] * (w.ndim - leg.unit.ndim) + list(leg.unit.shape)
                 unit = leg.unit.to(w.device).reshape(shape)
-                if scaling.units == 1 and leg.complete:  # which tells nothing apart
+                if scaling.units == 1 and leg.complete:
                     unit = unit.new_zeros([1] * w.ndim)
                 unit = torch.where(unit < 0, -1, unit + start)
                 legs.setdefault(leg.name, []).append(Leg(leg.name, unit, leg.power))
@@ -162,7 +162,7 @@ def _refuse(scalings: Sequence[Scaling], params: Mapping[str, Tensor]) -> None:
         raise PullbackError(
             "There is no slice",
             "the model has no positive-scaling symmetry that its optimized parameters take part in",
-            "Use torch.optim.SGD, or name the pairs of layers by hand (symmetry.by_hand)",
+            "Use torch.optim.SGD, or name scalings by hand: find(model, x, actions=[Scaling(...)])",
         )
     into: dict[int, list[tuple[Scaling, Leg]]] = {}
     for scaling in scalings:
@@ -180,7 +180,7 @@ def _refuse(scalings: Sequence[Scaling], params: Mapping[str, Tensor]) -> None:
 
 
 def _fits(leg: Leg, w: Tensor) -> bool:
-    """Whether the leg tells apart entries that the parameter has."""
+    """Whether the leg's units broadcast to the parameter's shape."""
     have, told = [1] * leg.unit.ndim + list(w.shape), leg.unit.shape
     return all(n in (1, size) for n, size in zip(told[::-1], have[::-1], strict=False))
 

@@ -49,7 +49,7 @@ def write(out: Path) -> tuple[Path, list[str]]:
 
 
 def gathered(out: Path) -> tuple[list[Entry], list[str]]:
-    """Entries, and lines on the files that are none of ours."""
+    """Return an entry for every result file, and a line on every other JSON file."""
     entries: list[Entry] = []
     left_out: list[str] = []
     for path in sorted(out.rglob("*.json"), key=lambda p: p.with_suffix("").parts):

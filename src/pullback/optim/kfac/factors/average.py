@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...._core.flags import lerp_unless
-from ....grams.kronecker import Block, Pair, Units, merged, sides
+from ....grams.kronecker import GramBlock, Pair, Units, merged, sides
 from ....grams.kronecker.inverting import over_groups
 from ....grams.kronecker.packed import Side, map_memory, memory, whole, zeros_like
 from .factor import BlockKey, Factor, Factors, block_shape
@@ -113,7 +113,7 @@ def ema_update(
         lerp_unless(broken, values, news, 1 - ema)
 
 
-def block_of(key: BlockKey, factors: Factors, corner: Tensor | float = 1.0) -> Block:
+def block_of(key: BlockKey, factors: Factors, corner: Tensor | float = 1.0) -> GramBlock:
     """Return the Gram block of a set of factors; several roles are merged to one product.
 
     `corner` is the second moment of the bias's input, 1 unless factors are yet to be divided: a
@@ -128,6 +128,18 @@ def block_of(key: BlockKey, factors: Factors, corner: Tensor | float = 1.0) -> B
         for r in roles
     ]
     return merged(pairs)
+
+
+def undivided(
+    key: BlockKey, average: Average, corner: Tensor | float = 1.0
+) -> tuple[GramBlock, Tensor]:
+    """Return the block of an average, and what each of its factors is yet to be divided by.
+
+    Nothing is copied for it where there is one role; the sum of several has a scale of its own.
+    """
+    if len({factor.role for factor in average.value}) == 1:
+        return block_of(key, average.value, corner * average.mass), average.mass
+    return block_of(key, average.corrected(), corner), torch.ones_like(average.mass)
 
 
 def _homogeneous(factors: Factors, role: str, width: int, corner: Tensor | float) -> Tensor:

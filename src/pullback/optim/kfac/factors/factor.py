@@ -55,7 +55,7 @@ class BlockKey:
         """Whether a Kronecker block holds weight and bias together."""
         return self.kind == "kronecker" and len(self.names) == 2
 
-    @property
+    @cached_property
     def kronecker(self) -> bool:
         """Whether it is a Kronecker product."""
         return self.kind == "kronecker"

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ....grams.kronecker import Block, Inverses, Rotated, inverses, sides
+from ....grams.kronecker import GramBlock, Inverses, Pair, Rotated, inverses, sides
 from ....grams.kronecker.inverse import (
     MOMENTS,
     Inverse,
@@ -25,13 +25,14 @@ from ....grams.kronecker.inverting import goes_alone
 from ....grams.kronecker.packed import Side, memory, whole
 from ....grams.kronecker.roots import eigenbasis, inverse_root, turn_basis
 from ..rules.rule import Rule
-from .average import Average, block_of, ema_update, stacked
+from .average import Average, block_of, ema_update, stacked, undivided
 from .damping import Damping
 from .factor import SPECTRUM, BlockKey, block_shape
 
 _GROWTH, _TRIES = 10.0, 8
 _COARSE = 0.05  # the least damping with which roots are first tried with few bits
 _PORTION = 2**27  # entries of matrices that are inverted at once
+_BEGUN = 2**23  # entries of sides whose first eigenbases one step finds
 
 Averages = Mapping[BlockKey, Average]
 #: blocks of one kind, one after the other in an inverse of all
@@ -144,16 +145,34 @@ class Preconditioner:
         self._accept(self._units(averages, [k for k in keys if not k.kronecker], value))
         ways = {"eigenbasis": self._decompose, "basis": self._turn, "root": self._root}
         prepare = ways.get(self.rule.needs, self._invert)
-        for some in self._portions([k for k in keys if k.kronecker]):
+        pairs = [k for k in keys if k.kronecker]
+        for some in self._portions(self._affordable(pairs)):
             self._accept(prepare(averages, some, value))
+
+    def _affordable(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
+        """Blocks that are ready, and as many others, small ones first, as one step should begin.
+
+        The first basis of a side is an `eigh`. Parameters that have none yet follow AdamW, and the
+        next step goes on.
+        """
+        new = sorted((k for k in keys if k not in self.ready), key=self._entries)
+        if self.rule.needs != "basis" or not new:
+            return list(keys)
+        totals = accumulate(self._entries(k) for k in new)
+        count = max(1, sum(total <= _BEGUN for total in totals))
+        return [*(k for k in keys if k in self.ready), *new[:count]]
+
+    def _entries(self, key: BlockKey) -> int:
+        """How many entries the sides of a block have."""
+        groups, *sizes = self.shapes[key]
+        return groups * sum(n * n for n in sizes)
 
     def _portions(self, keys: Sequence[BlockKey]) -> list[list[BlockKey]]:
         """Blocks that are inverted together, large ones first: copies of all take much memory."""
         out: list[list[BlockKey]] = []
         room = 0
         for key in sorted(keys, key=lambda key: -sum(n * n for n in self.shapes[key][1:])):
-            groups, *sizes = self.shapes[key]
-            entries = groups * sum(n * n for n in sizes)
+            entries = self._entries(key)
             if not out or entries > room:
                 out.append([])
                 room = _PORTION
@@ -233,16 +252,12 @@ class Preconditioner:
         scales, added = [], []
         for some in blocks:
             key, average = some[0], stacked([averages[k] for k in some])
-            scale = average.mass
-            if len({factor.role for factor in average.value}) == 1:
-                # divided where it is copied to be inverted
-                pair: Any = block_of(key, average.value, corner=scale)
-            else:  # several roles, whose sum has a scale of its own
-                pair, scale = block_of(key, average.corrected()), torch.ones_like(scale)
-            means: Any = [sides.diagonal(s).mean(-1) / scale for s in (pair.left, pair.right)]
+            # divided where it is copied to be inverted
+            pair, scale = _pair(key, average)
+            rows, columns = (sides.diagonal(s).mean(-1) / scale for s in (pair.left, pair.right))
             every += [pair.left, pair.right]
             scales += [scale, scale]
-            added += self.damping.added(tuple(means), self._reference(key, averages), value)
+            added += self.damping.added((rows, columns), self._reference(key, averages), value)
         factors = self.rule.needs == "factors"
         return inverses(every, scales=scales, shifts=added, singular=singular, factors=factors)
 
@@ -265,19 +280,14 @@ class Preconditioner:
             found[key,] = Inverse(u, w, _reciprocal(values, value))
         return found
 
-    def _pair(self, averages: Averages, some: Blocks) -> Any:
-        """Return the sides of blocks of one kind, up to a factor."""
-        average = stacked([averages[k] for k in some])
-        one = len({factor.role for factor in average.value}) == 1
-        return block_of(some[0], average.value if one else average.corrected())
-
     def _root(self, averages: Averages, keys: Sequence[BlockKey], value: float) -> Prepared:
         """Find the inverse roots of input sides; more bits and more damping where that fails."""
         waiting = self._alike(averages, keys, apart=False)
         for now, fine in ((value, value < _COARSE), (value, True), (10 * value, True)):
             left = []
             for some in waiting:
-                roots, good = inverse_root(self._pair(averages, some).right, now, fine=fine)
+                pair, _ = _pair(some[0], stacked([averages[k] for k in some]))
+                roots, good = inverse_root(pair.right, now, fine=fine)
                 if bool(good.all()):
                     self._put(some, {"right": roots})
                 else:
@@ -292,7 +302,8 @@ class Preconditioner:
         for ready in (True, False):
             own = [k for k in keys if (k in self.ready) is ready]
             for some in self._alike(averages, own, apart=False):
-                pair, new, turns = self._pair(averages, some), {}, {}
+                pair, _ = _pair(some[0], stacked([averages[k] for k in some]))
+                new, turns = {}, {}
                 for side in ("left", "right"):
                     if sides.is_diagonal(matrix := getattr(pair, side)):
                         continue
@@ -335,16 +346,23 @@ class Preconditioner:
             assert scale is not None
             scale.copy_(_reciprocal(self.spectra[key].corrected()[SPECTRUM], value))
 
-    def block(self, key: BlockKey, average: Average, corner: float = 1.0) -> Block:
-        """Return the Gram of a block without damping, with corrected eigenvalues if known.
-
-        `corner` is the second moment of the bias's input: 1, or this process's share of it.
-        """
+    def block(self, key: BlockKey, average: Average) -> GramBlock:
+        """Return the Gram of a block without damping, with corrected eigenvalues if known."""
         if not self._corrects(key):
-            return block_of(key, average.corrected(), corner)
+            return block_of(key, average.corrected())
         held = self.inverses[key]
         left, right = (None if t is None else t.clone() for t in (held.left, held.right))
         return Rotated(left, right, self.spectra[key].corrected()[SPECTRUM])
+
+    def product(self, key: BlockKey, average: Average, v: Tensor, corner: float) -> Tensor:
+        """Return vᵀF̂v of a block, v in its coordinates.
+
+        `corner` is the second moment of the bias's input: 1, or this process's share of it.
+        """
+        if self._corrects(key):
+            return (v * self.block(key, average).matvec(v)).sum()
+        block, scale = undivided(key, average, corner)
+        return (v * block.matvec(v)).sum() / scale ** (1 + key.kronecker)
 
     def _accept(self, found: Mapping[Blocks, Inverse]) -> None:
         """Copy new inverses to the memory of the old ones; factors serve one step and stay."""
@@ -373,7 +391,7 @@ class Preconditioner:
         """Return the rule's directions by name, and the few tensors in which they are stacked.
 
         A parameter without a block has none. Where the partner in a block has no gradient, it
-        counts as zero. Where the flag `good` is False, moments stay as they are.
+        counts as zero, and has a direction. Where `good` is False, moments stay as they are.
         """
         found: dict[str, Tensor] = {}
         stacks: list[Tensor] = []
@@ -382,7 +400,7 @@ class Preconditioner:
                 own, some = group.directions(self.rule, gradients, good)
                 found |= own
                 stacks += some
-        return {n: found[n] for n in gradients if n in found}, stacks
+        return found, stacks
 
     @property
     def stacked(self) -> bool:
@@ -473,6 +491,13 @@ class _Group:
         elif g.dtype != self._dtype:
             g = g.to(self._dtype)
         return g.reshape(-1) if self._units and g.ndim != 1 else g
+
+
+def _pair(key: BlockKey, average: Average) -> tuple[Pair, Tensor]:
+    """Return the sides of a Kronecker block, and what both are yet to be divided by."""
+    block, scale = undivided(key, average)
+    assert isinstance(block, Pair)
+    return block, scale
 
 
 def placeholder(t: Tensor) -> Tensor:

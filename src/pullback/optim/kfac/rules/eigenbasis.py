@@ -22,6 +22,7 @@ class Eigenbasis(Rule):
     with U, W the eigenbases of R = mean δδᵀ, of the loss's own cotangents, and C = mean aaᵀ. When
     they turn, m turns with them. Rotations of a layer's inputs and outputs are not noticed. To √v̂
     the round-off of a coordinate is added, so that directions without a gradient stay at rest.
+    First bases of large sides are divided over the first steps; until then AdamW moves a matrix.
 
     Args:
         betas: the weights of the past in m and v.

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from ...._core.capture import Watch, picked, plain, samples_first, select
 from ...._core.errors import PullbackError
-from ...._core.flags import Verdict
+from ...._core.flags import DeferredFlags
 from ...._core.graph import below_casts, on_second_pass, reaches_parameters, refuse_reentrant
 from ...._core.processes import active_wrapper
 from ...._core.space import compute_dtype
@@ -277,7 +277,7 @@ class StatisticsCapture:
                 if own is not None and self.structure.measure_along(own, add):
                     return
                 fresh = self.structure.measure(root, found, record, leaves, own)
-                if isinstance(found.whole, Verdict) and not all(found.whole.flags()):
+                if isinstance(found.whole, DeferredFlags) and not all(found.whole.flags()):
                     value = record.head_output(dtype) if kept is None else kept
                     random.manual_seed(random.initial_seed())
                     found = covectors_of(self.recipe, value, slope, inputs, random)

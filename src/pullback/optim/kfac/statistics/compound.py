@@ -107,7 +107,7 @@ class CompoundReplays:
                     inputs, outputs = factors_of(call.compound, key)
                     if self._way.inputs:
                         mask = None if keep is None else _counted(tap, delta, keep)
-                        pool.of(key).add_inputs(inputs, tap_moments(tap, sharing, mask))
+                        pool.of(key).add(inputs, tap_moments(tap, sharing, mask))
                     pool.of(key).add(outputs, second)
                 if (key := plan.bias_block(names)) is not None:
                     pool.of(key).add(BIAS[1], packed(whole(second).clone()))

@@ -26,7 +26,7 @@ from ....grams.kronecker.packed import Side, memory, packed, packed_together, wh
 from ....maps.layers import AffineBlock, Block, Use
 from ....maps.layers.moments import Moments, Sharing
 from ....maps.layers.product import ProductBlock
-from ....maps.layers.registry import Layer, Seen
+from ....maps.layers.registry import Seen
 from ....maps.layers.scale import Scale, UnitSums, second_moments
 from ....maps.proof import Proof, accumulate
 from ....maps.record import Entry
@@ -200,7 +200,7 @@ class CotangentPass:
             if own.outputs is not None and (key := plan.weight_block(names)) is not None:
                 held, (inputs, outputs) = pool.of(key), factors_of(own.entry.layer, key)
                 if own.inputs is not None:
-                    held.add_inputs(inputs, own.inputs)
+                    held.add(inputs, own.inputs)
                 held.add(outputs, own.outputs)
                 if own.spectrum is not None and own.basis == key:
                     held.add(SPECTRUM, own.spectrum)
@@ -300,15 +300,11 @@ def form_inputs(uses: Sequence[UseMoments]) -> None:
             kinds.setdefault((own.entry.layer, own.sharing, x.shape, x.dtype), []).append(own)
     for (layer, sharing, shape, _), every in kinds.items():
         step = max(1, _AT_ONCE // shape[-1] ** 2) if shape else len(every)
-        for a in range(0, len(every), step):
-            _form_together(every[a : a + step], layer, sharing)
-
-
-def _form_together(uses: Sequence[UseMoments], layer: Layer, sharing: Sharing) -> None:
-    found = layer.inputs_of([own.seen for own in uses if own.seen is not None], sharing)
-    second = packed_together([moments.second for moments in found])
-    for own, moments, side in zip(uses, found, second, strict=True):
-        own.seen, own.inputs = None, replace(moments, second=side)
+        for some in (every[a : a + step] for a in range(0, len(every), step)):
+            found = layer.inputs_of([own.seen for own in some if own.seen is not None], sharing)
+            second = packed_together([moments.second for moments in found])
+            for own, moments, side in zip(some, found, second, strict=True):
+                own.seen, own.inputs = None, replace(moments, second=side)
 
 
 def _block_of_use(

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ...._core.capture import Selector, first_input, samples_first
 from ...._core.errors import PullbackError
-from ...._core.flags import Verdict
+from ...._core.flags import DeferredFlags
 from ...._core.space import compute_dtype
 from ....maps.layers.moments import Moments, Sharing
 from ....maps.record import Entry
@@ -146,7 +146,7 @@ class Covectors:
     #: a covector of all places that count, where the others are of single positions
     reach: Tensor | None
     #: whether all places count; where that was hoped for, what tells
-    whole: bool | Verdict
+    whole: bool | DeferredFlags
 
 
 def covectors_of(
@@ -168,7 +168,7 @@ def covectors_of(
     if some is None and not bool(value.amax() < torch.inf):  # NaN neither; −inf may mask a class
         raise NotFinite
     mask = metric.counted(value, slope) if some is None else None
-    whole = mask is None if some is None else Verdict(~some.view(1), learning=False)
+    whole = mask is None if some is None else DeferredFlags(~some.view(1), learning=False)
     samples: Tensor | float = metric.samples(value)
     if mask is not None:
         samples = samples * mask.double().mean()

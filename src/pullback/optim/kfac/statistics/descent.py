@@ -118,7 +118,7 @@ class Descent:
         return replace(self.sharing, **known)
 
     def locate_samples(self, apart: bool) -> list[str]:
-        """By use: empty where the axis tells, the kind of a `Layout`, or `UNKNOWN`.
+        """By use: empty where the axis tells, the kind of a `SampleLayout`, or `UNKNOWN`.
 
         `apart` says that all layers have to tell samples apart, and not only gains and shifts.
         """

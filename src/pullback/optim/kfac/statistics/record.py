@@ -18,7 +18,6 @@ from torch.utils import _pytree as pytree
 from ...._core.capture import Call, detached, plain
 from ...._core.graph import walk
 from ...._core.shards import unhooked
-from ...._core.state import RandomState
 from ....maps.layers import Compound, Layer, find
 from ....maps.layers.compound import tensors_of
 from ....maps.record import Entry, Recorder, Site, Sites, edge_of
@@ -245,18 +244,13 @@ class RepeatedCall:
         params: Mapping[str, Tensor] | None = None,
     ) -> None:
         device = next((p.device for p in plain(model).parameters()), torch.device("cpu"))
-        kind, self._model = device.type, model
-        self.params = params
-        self._call = Call(detached(args), detached(kwargs), random=RandomState(device))
-        self._call.output = torch.empty(0, device=device)
-        if torch.is_autocast_enabled(kind):
-            self._call.autocast = (kind, torch.get_autocast_dtype(kind))
-        self._buffers = {n: b.detach().clone() for n, b in plain(model).named_buffers()}
+        self._model, self.params = model, params
+        self._call = Call.begun(model, args, kwargs, device)
 
     def __call__(self, record: ForwardRecord) -> Any:
         """Return the output, with the layers on the way in `record`."""
         call, module = self._call, plain(self._model)
-        buffers = _reparametrize_module(module, self._buffers, tie_weights=True)
+        buffers = _reparametrize_module(module, call.buffers or {}, tie_weights=True)
         with torch.enable_grad(), call.replaying(), buffers, record:
             return self._model(*call.args, **call.kwargs)
 

@@ -156,7 +156,7 @@ class Structure:
                 continue
             key = BlockKey("kronecker", (name,), turned=getattr(layer, "turned", False))
             held, (inputs, outputs) = pool.of(key), factors_of(layer, key)
-            held.add_inputs(inputs, moments)
+            held.add(inputs, moments)
             groups, width = moments.second.shape[0], moments.second.shape[-1]
             if outputs not in held.values:
                 rows = leaves[name].numel() // (groups * width)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,13 +37,10 @@ class Sums:
     inputs: dict[Factor, Moments] = field(default_factory=dict)
     values: dict[Factor, Side] = field(default_factory=dict)
 
-    def add_inputs(self, factor: Factor, moments: Moments) -> None:
-        """Add the inputs at one use."""
-        accumulate(self.inputs, {factor: moments})
-
-    def add(self, factor: Factor, value: Side) -> None:
-        """Add what one covector gave at one use."""
-        accumulate(self.values, {factor: value})
+    def add(self, factor: Factor, found: Moments | Side) -> None:
+        """Add the moments of inputs at one use, or what one covector gave there."""
+        held: dict[Factor, Any] = self.inputs if isinstance(found, Moments) else self.values
+        accumulate(held, {factor: found})
 
 
 #: why a forward pass gave no statistics; of several passes, the one that came farthest counts

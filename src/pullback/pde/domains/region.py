@@ -1,29 +1,23 @@
-"""Region, from which points are drawn, and Domain, a region with a boundary."""
+"""Regions: what points are drawn from. Parts of domains, measured points, pairs of faces."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ..._core.errors import PullbackError
-from ..kinds import require
+from ..kinds import check_count, check_names, check_points, check_seed, require
 from ..sampling import Points, Sampler
 from ..sampling import sampler as named
-from .checks import check_count, check_points, check_seed, index_of
 from .patch import Patch, draw, nonempty, quadrature
-
-if TYPE_CHECKING:
-    from .box import Pairs
-    from .pointset import PointSet
 
 Predicate = Callable[[Tensor], Tensor]
 Inside = Callable[[Tensor, float], Tensor]
-_CACHED = ("patches", "boundary", "initial", "final")
 
 
 class Region(ABC):
@@ -107,7 +101,7 @@ class Region(ABC):
 
         Its measure is the accepted share of this region's, estimated on a fixed Sobol sequence.
         """
-        return Part(
+        return PatchRegion(
             self.names,
             nonempty(
                 [p.only(lambda x, _: mask(predicate, x)) for p in self.patches],
@@ -119,7 +113,7 @@ class Region(ABC):
         )
 
 
-class Part(Region):
+class PatchRegion(Region):
     """A region given by its patches: a boundary, a face, a slice, or a part of one."""
 
     def __init__(
@@ -143,71 +137,137 @@ class Part(Region):
         return f"<part of ({', '.join(self.names)}), measure {self.measure:.6g}>"
 
 
-class Domain(Region):
-    """A region of full dimension, with a boundary that has normals.
+class PointSet(Region):
+    """Given points x with weights that sum to 1, such as the places of measurements.
 
-    `a | b`, `a & b` and `a - b` are the union, the intersection and the difference.
+    Args:
+        x: (N, d), or (N,) in one dimension.
+        names: of the coordinates.
+        weights: (N,), nonnegative; they are divided by their sum. Equal unless given.
     """
 
-    @abstractmethod
-    def build_boundary(self) -> Region:
-        """∂Ω, with normals."""
-
-    @cached_property
-    def boundary(self) -> Region:
-        """∂Ω; its points carry outward unit normals."""
-        return self.build_boundary()
-
-    def face(self, name: str | int, side: str | None = None) -> Region:
-        """A side with its normals: coordinate `name` "low" or "high", or edge number `name`."""
-        index_of(name, self.names)
-        raise PullbackError(
-            f"{type(self).__name__} has no faces",
-            f"no part of its boundary is a side {name} = const",
-            "Use .boundary.where(predicate) for a part of the boundary",
-        )
-
-    def pairs(self, name: str) -> Pairs:
-        """Matched points on the two faces of coordinate `name`, for periodic conditions."""
-        index_of(name, self.names)
-        raise PullbackError(
-            f"{type(self).__name__} has no opposite faces",
-            "only boxes and their products with time can be periodic",
-            "Use a Box or an Interval",
-        )
-
-    def points(self, x: Tensor, weights: Tensor | None = None) -> PointSet:
-        """Measured points (N, d) of this domain; refuses points outside."""
-        from .pointset import PointSet
-
-        outside = ~self.contains(x)
-        if outside.any():
-            first = int(outside.nonzero()[0, 0])
+    def __init__(
+        self, x: Tensor, names: Sequence[str] | None = None, weights: Tensor | None = None
+    ) -> None:
+        if isinstance(x, Tensor) and x.ndim == 1:
+            x = x[:, None]
+        dim = x.shape[1] if isinstance(x, Tensor) and x.ndim == 2 else len(names or "x")
+        self.x = check_points(x, dim)
+        if self.x.numel() == 0 or not self.x.isfinite().all():
             raise PullbackError(
-                f"{int(outside.sum())} of {len(x)} points lie outside the domain",
-                f"point {first} is {x[first].tolist()}",
-                "Remove them (x[domain.contains(x)]), or enlarge the domain",
+                "PointSet needs points",
+                f"got shape {tuple(self.x.shape)}" + " with non-finite entries" * bool(x.numel()),
+                "Pass a finite tensor of shape (N, d) with N ≥ 1",
             )
-        return PointSet(x, self.names, weights)
+        self.names = check_names(names, dim)
+        self.weights = _weights(weights, len(self.x))
+        self.low, self.high = self.x.amin(0), self.x.amax(0)
 
-    def __getstate__(self) -> dict[str, Any]:
-        # what is cached holds functions, which do not pickle, and is built again on demand
-        return {k: v for k, v in self.__dict__.items() if k not in _CACHED}
+    def __len__(self) -> int:
+        return len(self.x)
 
-    def __or__(self, other: Domain) -> Domain:
-        from .composite import Union
+    @property
+    def measure(self) -> float:
+        return float(self.weights.sum())
 
-        return Union(self, other) if isinstance(other, Domain) else NotImplemented
+    def build(self) -> Sequence[Patch]:
+        return tuple(
+            Patch((), float(w), lambda u, x=x: (x.expand(len(u), -1), None))
+            for x, w in zip(self.x, self.weights, strict=True)
+        )
 
-    def __and__(self, other: Domain) -> Domain:
-        from .composite import Intersection
+    def inside(self, x: Tensor, tol: float) -> Tensor:
+        return torch.cdist(x, self.x, p=torch.inf).amin(1) <= tol
 
-        return Intersection(self, other) if isinstance(other, Domain) else NotImplemented
+    def sample(
+        self, n: int | None = None, sampler: str | Sampler = "sobol", *, seed: int = 0
+    ) -> Points:
+        """All points; n must be their number, or None."""
+        named(sampler)
+        check_seed(seed)
+        if n is not None and check_count(n) != len(self):
+            raise PullbackError(
+                f"{n} points were asked of a set of {len(self)}",
+                "measured points cannot be drawn anew",
+                f"Use n={len(self)} or n=None, or build PointSet from a part of them",
+            )
+        return Points(self.x, self.weights)
 
-    def __sub__(self, other: Domain) -> Domain:
-        from .composite import Difference
+    def quadrature(self, n: int | None = None) -> Points:
+        """All points, whatever n is."""
+        return Points(self.x, self.weights)
 
-        return Difference(self, other) if isinstance(other, Domain) else NotImplemented
+    def where(self, predicate: Predicate) -> PointSet:
+        chosen = mask(predicate, self.x)
+        if not chosen.any():
+            raise PullbackError(
+                "No point of the set is left", "the predicate is false on all", "Change it"
+            )
+        part = PointSet(self.x[chosen], self.names)
+        part.weights = self.weights[chosen]  # the measure is the accepted share
+        return part
+
+    def __repr__(self) -> str:
+        return f"PointSet({len(self)} points of ({', '.join(self.names)}))"
+
+
+def _weights(weights: Tensor | None, n: int) -> Tensor:
+    """Nonnegative weights (N,) that sum to 1."""
+    if weights is None:
+        return torch.full((n,), 1 / n, dtype=torch.float64)
+    w = torch.as_tensor(weights, dtype=torch.float64).detach().cpu()
+    if w.shape != (n,) or not w.isfinite().all() or (w < 0).any() or not w.sum() > 0:
+        raise PullbackError(
+            "The weights do not fit the points",
+            f"got shape {tuple(w.shape)} for {n} points, or negative, zero or non-finite ones",
+            f"Pass {n} weights ≥ 0",
+        )
+    return w / w.sum()
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Points x on one face and x + (b − a)·eᵢ on the opposite one.
+
+    Attributes:
+        first, second: the faces where coordinate i is low and high.
+        index: i.
+    """
+
+    first: Region
+    second: Region
+    index: int
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The coordinates' names."""
+        return self.first.names
+
+    @property
+    def dim(self) -> int:
+        """The number of coordinates."""
+        return self.first.dim
+
+    @property
+    def measure(self) -> float:
+        """The measure of one face."""
+        return self.first.measure
+
+    def sample(
+        self, n: int, sampler: str | Sampler = "sobol", *, seed: int = 0
+    ) -> tuple[Points, Points]:
+        """About n points on each face, matched in order; the normals are opposite."""
+        return self._matched(self.first.sample(n, sampler, seed=seed))
+
+    def quadrature(self, n: int = 10_000) -> tuple[Points, Points]:
+        """Fixed accurate quadrature on both faces."""
+        return self._matched(self.first.quadrature(n))
+
+    def _matched(self, points: Points) -> tuple[Points, Points]:
+        x = points.x.clone()
+        x[:, self.index] = self.second.low[self.index]
+        normals = None if points.normals is None else -points.normals
+        return points, Points(x, points.weights, normals)
 
 
 def mask(predicate: Predicate, x: Tensor) -> Tensor:

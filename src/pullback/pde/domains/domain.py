@@ -1,20 +1,84 @@
-"""Unions, intersections and differences of domains."""
+"""Domains: regions of full dimension with a boundary, their unions, intersections, differences."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..._core.errors import PullbackError
-from .base import Domain, Part, Region
-from .box import Box
-from .patch import Keep, Patch, nonempty
-from .spacetime import SpaceTime
+from ..kinds import index_of
+from .patch import Keep, Patch, cuboid, nonempty
+from .region import Pairs, PatchRegion, PointSet, Region
 
+_CACHED = ("patches", "boundary", "initial", "final")
 _PROBE = 1e-6  # how far beside a boundary the other shape is asked for, relative to the extent
+
+
+class Domain(Region):
+    """A region of full dimension, with a boundary that has normals.
+
+    `a | b`, `a & b` and `a - b` are the union, the intersection and the difference.
+    """
+
+    #: whether the last coordinate is time
+    evolves: bool = False
+
+    @abstractmethod
+    def build_boundary(self) -> Region:
+        """∂Ω, with normals."""
+
+    @cached_property
+    def boundary(self) -> Region:
+        """∂Ω; its points carry outward unit normals."""
+        return self.build_boundary()
+
+    def face(self, name: str | int, side: str | None = None) -> Region:
+        """A side with its normals: coordinate `name` "low" or "high", or edge number `name`."""
+        index_of(name, self.names)
+        raise PullbackError(
+            f"{type(self).__name__} has no faces",
+            f"no part of its boundary is a side {name} = const",
+            "Use .boundary.where(predicate) for a part of the boundary",
+        )
+
+    def pairs(self, name: str) -> Pairs:
+        """Matched points on the two faces of coordinate `name`, for periodic conditions."""
+        index_of(name, self.names)
+        raise PullbackError(
+            f"{type(self).__name__} has no opposite faces",
+            "only boxes and their products with time can be periodic",
+            "Use a Box or an Interval",
+        )
+
+    def points(self, x: Tensor, weights: Tensor | None = None) -> PointSet:
+        """Measured points (N, d) of this domain; refuses points outside."""
+        outside = ~self.contains(x)
+        if outside.any():
+            first = int(outside.nonzero()[0, 0])
+            raise PullbackError(
+                f"{int(outside.sum())} of {len(x)} points lie outside the domain",
+                f"point {first} is {x[first].tolist()}",
+                "Remove them (x[domain.contains(x)]), or enlarge the domain",
+            )
+        return PointSet(x, self.names, weights)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # what is cached holds functions, which do not pickle, and is built again on demand
+        return {k: v for k, v in self.__dict__.items() if k not in _CACHED}
+
+    def __or__(self, other: Domain) -> Domain:
+        return Union(self, other) if isinstance(other, Domain) else NotImplemented
+
+    def __and__(self, other: Domain) -> Domain:
+        return Intersection(self, other) if isinstance(other, Domain) else NotImplemented
+
+    def __sub__(self, other: Domain) -> Domain:
+        return Difference(self, other) if isinstance(other, Domain) else NotImplemented
 
 
 class Composite(Domain):
@@ -30,7 +94,7 @@ class Composite(Domain):
 
     def __init__(self, a: Domain, b: Domain) -> None:
         for domain in (a, b):
-            if not isinstance(domain, Domain) or isinstance(domain, SpaceTime):
+            if not isinstance(domain, Domain) or domain.evolves:
                 raise PullbackError(
                     f"{type(self).__name__} combines spatial domains",
                     f"got {type(domain).__name__}",
@@ -75,7 +139,7 @@ class Composite(Domain):
             return on & self.inside(x, tol) & open_
 
         what = f"The boundary of the {type(self).__name__.lower()}"
-        return Part(self.names, nonempty(self._rim(), what), self.low, self.high, inside)
+        return PatchRegion(self.names, nonempty(self._rim(), what), self.low, self.high, inside)
 
     @property
     def _step(self) -> float:
@@ -136,9 +200,9 @@ class Intersection(Composite):
         return low, high
 
     def _cut(self) -> list[Patch]:
-        ends = torch.stack([self.low, self.high], 1).tolist()
-        host = min((self.a, self.b, Box(ends)), key=lambda d: d.measure)
-        return [p.only(lambda x, _: self.inside(x, 0.0)) for p in host.patches]
+        hosts = (self.a.patches, self.b.patches, (cuboid(self.low, self.high),))
+        host = min(hosts, key=lambda patches: sum(p.measure for p in patches))
+        return [p.only(lambda x, _: self.inside(x, 0.0)) for p in host]
 
     def _rim(self) -> list[Patch]:
         over_a, under_a = self._beside(self.a, 1.0), self._beside(self.a, -1.0)

@@ -1,0 +1,58 @@
+"""How `pde.solve` does by its defaults, and its set-ups on every seed that was tried."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+from .numbers import Rows, record, seconds, small
+
+
+def _tuned() -> dict[str, float]:
+    """The smallest error on record by set-up."""
+    runs = [*record("pde-cuda")["runs"].values(), *record("pde-seeds")["runs"].values()]
+    found: dict[str, float] = {}
+    for one in runs:
+        found[one["name"]] = min(one["error"], found.get(one["name"], float("inf")))
+    return found
+
+
+def pde_defaults() -> Rows:
+    """Every ready problem with nothing tuned."""
+    head = ["problem", "parameters", "steps", "seconds", "error", "tuned", "`check()` estimates"]
+    rows, tuned = [[*head, "residuals", "verdict", "warned"]], _tuned()
+    for one in sorted(record("pde-defaults")["runs"].values(), key=lambda r: r["name"]):
+        energy, estimated = one["relative"] != one["relative"], one["estimated"]
+        known = tuned.get(one["name"])
+        rows.append(
+            [
+                f"`{one['name']}`",
+                f"{one['parameters']:,}",
+                str(one["steps"]),
+                seconds(one["seconds"]),
+                small(one["error"]),
+                "–" if known is None else small(known),
+                "–" if estimated is None else small(estimated, 0),
+                "–" if energy else small(one["relative"], 0),
+                one["verdict"] or "–",
+                "yes" if one["warnings"] else "no",
+            ]
+        )
+    return rows
+
+
+def pde_seeds() -> Rows:
+    """Set-ups on several seeds: how many are below the target, and all of their errors."""
+    by: dict[str, list[dict[str, Any]]] = {}
+    for one in sorted(record("pde-seeds")["runs"].values(), key=lambda r: (r["name"], r["seed"])):
+        by.setdefault(one["name"], []).append(one)
+    rows = [["set-up", "runs", "target", "reach it", "best", "median", "worst", "missed by seeds"]]
+    for name, runs in by.items():
+        target, errors = runs[0]["target"], [one["error"] for one in runs]
+        if len(runs) > 1:
+            missed = [f"{r['seed']} ({small(r['error'])})" for r in runs if r["error"] > target]
+            cells = [small(min(errors)), small(statistics.median(errors)), small(max(errors))]
+            reached = str(len(runs) - len(missed))
+            listed = ", ".join(missed) or "–"
+            rows.append([f"`{name}`", str(len(runs)), small(target), reached, *cells, listed])
+    return rows

@@ -1,0 +1,58 @@
+"""Ready problems by defaults: every one is among them, and a run says what it found."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import pde_defaults
+from pullback import pde
+from pullback.pde.problems.setup import SETUPS
+
+
+def test_every_ready_problem_is_there() -> None:
+    assert set(pde_defaults.PROBLEMS) == set(SETUPS)
+    assert not any(make().hard for make in pde_defaults.PROBLEMS.values())
+
+
+def test_a_run_says_what_it_found() -> None:
+    options = {"steps": 3, "points": 64}
+    found = pde_defaults.one("poisson2d", 0, 1, False, True, [4, 4], options)
+    assert found["parameters"] == 37
+    assert found["steps"] == 3
+    assert found["verdict"] == "unfinished"
+    assert any("unfinished" in text for text in found["warnings"])
+    assert found["weights"]["dirichlet"] > 1
+    assert "true error" in found["check"]
+    assert json.loads(json.dumps(found))["error"] == found["error"]
+    assert "poisson2d" in pde_defaults.line(found)
+
+
+def test_runs_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, calls = tmp_path / "found.json", []
+
+    def one(arguments: tuple[Any, ...]) -> dict[str, object]:
+        calls.append(arguments[:2])
+        if arguments[1] == 1:
+            return {"name": arguments[0], "seed": 1, "failed": "killed"}
+        return pde_defaults.one(*arguments)
+
+    monkeypatch.setattr(pde_defaults, "apart", one)
+    command = ["pde_defaults", "--problems", "ritz", "--seeds", "0-1", "--threads", "1"]
+    command += ["--options", '{"steps": 1, "points": 20}', "--hidden", "3", "--out", str(path)]
+    monkeypatch.setattr("sys.argv", command)
+    pde_defaults.main()
+    assert list(json.loads(path.read_text())["runs"]) == ["ritz/0"]
+    pde_defaults.main()
+    assert calls == [("ritz", 0), ("ritz", 1), ("ritz", 1)]
+
+
+def test_networks_of_many_dimensions_stay_small() -> None:
+    sizes = {
+        d: sum(p.numel() for p in pde.network_for(pde.Poisson(d)).parameters()) for d in (10, 100)
+    }
+    assert sizes[10] == 769
+    assert sizes[100] <= 1100
