@@ -90,7 +90,9 @@ def setups(width: int) -> RenderableType:
     if width < WIDE:
         below = ((n, [], f"{e}; {net}, {p} parameters") for n, e, net, p in rows)
         return paragraphs(heading, below)
-    table = columns("name", "equation", "network", heading=heading)
+    table = columns("name", heading=heading)
+    table.add_column("equation")
+    table.add_column("network", no_wrap=True)
     table.add_column("parameters", justify="right", no_wrap=True)
     for row in rows:
         table.add_row(*row)
