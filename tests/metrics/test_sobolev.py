@@ -66,7 +66,7 @@ def test_distances_do_not_cancel() -> None:
         Sobolev(kernel=lambda a, b: torch.exp(-torch.cdist(a, b).square() / 2)),
         Sobolev(1.5, inner=Fisher(Bernoulli())),
     ],
-    ids=str,
+    ids=["smooth", "weighted", "rough", "own kernel", "inner"],
 )
 def test_laws(shape: tuple[int, ...], metric) -> None:
     z = torch.randn(*shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
