@@ -11,6 +11,7 @@ the other, each beside a baseline of its own; all rounds are shown.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
@@ -98,18 +99,15 @@ def main() -> None:
     names = ("resnet50", "gpt2") if device.type == "cuda" else ("autoencoder", "convnet")
     trees = {"before": given.before.resolve(), "now": ROOT}
     runs: dict[str, dict[str, list[dict[str, float]]]] = {}
-    for name in given.only or names:
-        runs[name] = {version: [] for version in trees}
-        for _ in range(given.rounds):
-            for version, tree in trees.items():
-                runs[name][version].append(apart(tree, name, given.device, given.repeats))
-        for version, rounds in runs[name].items():
-            for times in rounds:
-                shown = "  ".join(f"{k} {r:.2f}" for k, r in ratios(times).items())
-                print(f"{name:12s} {version:7s} {times['baseline']:7.1f} ms  {shown}", flush=True)
-    record: dict[str, Any] = {"environment": environment(device), "results": runs}
     path = given.out or ROOT / "benchmarks" / "results" / f"kfac-versions-{device.type}.json"
-    path.write_text(json.dumps(record, indent=1) + "\n")
+    for _, name in itertools.product(range(given.rounds), given.only or names):
+        for version, tree in trees.items():
+            times = apart(tree, name, given.device, given.repeats)
+            runs.setdefault(name, {}).setdefault(version, []).append(times)
+            shown = "  ".join(f"{k} {r:.2f}" for k, r in ratios(times).items())
+            print(f"{name:12s} {version:7s} {times['baseline']:7.1f} ms  {shown}", flush=True)
+        record: dict[str, Any] = {"environment": environment(device), "results": runs}
+        path.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":
