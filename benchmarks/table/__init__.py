@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from .costs import ablation, costs, kfac, races, rules, vision, worth
+from .costs import ablation, costs, kfac, kfac_versions, races, rules, vision, worth
 from .defaults import pde_defaults, pde_seeds
 from .environments import environments
 from .gallery import pde_gallery, pde_race
@@ -28,7 +28,7 @@ TABLES: dict[str, Callable[[], Rows]] = {
     table.__name__: table
     for table in (
         *(verdicts, failures),
-        *(costs, worth, kfac, rules, races, vision, ablation, models, models_real),
+        *(costs, worth, kfac, kfac_versions, rules, races, vision, ablation, models, models_real),
         *(exact, scale, pde, pde_chosen, poisson, trust, spectrum, greedy, kernels),
         *(pde_gallery, pde_race, pde_defaults, pde_seeds, traffic, on_paper),
         environments,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from ..kfac_versions import ratios
 from .numbers import RESULTS, Rows, record, seconds, size, times
 
 KFAC = {  # label, batch, parameters
@@ -52,6 +53,20 @@ def costs() -> Rows:
     ratio = times(ours / adam)
     more = ["2-20-20-1, Poisson", "501", "all points"]
     rows.append(["exact, pseudo-inverse", *more, ratio, "–", "CPU", "`yin-2024-poisson`"])
+    return rows
+
+
+def kfac_versions() -> Rows:
+    """The version before the rebuild and this one, in turn on one machine."""
+    rows = [
+        ["", "round", "version", "AdamW", *(kinds := ["plain", "statistics", "10/100", "25/250"])]
+    ]
+    for name, versions in record("kfac-versions-cuda")["results"].items():
+        for version, rounds in versions.items():
+            for i, times in enumerate(rounds):
+                cells = [f"{ratios(times)[kind]:.2f}" for kind in kinds]
+                more = [KFAC[name][0], str(i + 1), version, f"{times['baseline']:.1f} ms"]
+                rows.append([*more, *cells])
     return rows
 
 
