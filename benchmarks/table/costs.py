@@ -58,15 +58,13 @@ def costs() -> Rows:
 
 def kfac_versions() -> Rows:
     """The version before the rebuild and this one, in turn on one machine."""
-    rows = [
-        ["", "round", "version", "AdamW", *(kinds := ["plain", "statistics", "10/100", "25/250"])]
-    ]
+    kinds = ["plain", "statistics", "10/100", "25/250"]
+    rows = [["", "round", "version", "AdamW", *kinds]]
     for name, versions in record("kfac-versions-cuda")["results"].items():
         for version, rounds in versions.items():
-            for i, times in enumerate(rounds):
-                cells = [f"{ratios(times)[kind]:.2f}" for kind in kinds]
-                more = [KFAC[name][0], str(i + 1), version, f"{times['baseline']:.1f} ms"]
-                rows.append([*more, *cells])
+            for i, taken in enumerate(rounds, 1):
+                more = [KFAC[name][0], str(i), version, f"{taken['baseline']:.1f} ms"]
+                rows.append(more + [f"{ratios(taken)[kind]:.2f}" for kind in kinds])
     return rows
 
 
