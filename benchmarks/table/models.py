@@ -27,16 +27,22 @@ def models() -> Rows:
 
 
 def models_real() -> Rows:
-    """Three models at their full sizes on an H200."""
-    rows = [["", "natural", "default"]]
+    """Three models at their full sizes on an H200, beside the benchmark's own classes."""
+    rows = [["", "natural", "default", "natural, the benchmark's class"]]
+    own = {"GPT-2": "gpt2", "ResNet-50": "resnet50"}
     for model, one in record("third-party-real-cuda")["results"].items():
         ratio, first = one["ratio"], one["first step"]
         shares = _shares(first["natural"]["shares"])
-        rows.append([f"{model}, {size(one['parameters'])}: Kronecker, units, diagonal", shares, ""])
-        rows.append(["a step", times(ratio["10/100, run"]), times(ratio["default, run"])])
-        rows.append(["memory", times(ratio["memory"]), times(ratio["default, memory"])])
+        key = own.get(model.partition(",")[0])
+        twin = {} if key is None else record("kfac-cuda")["results"][key]["ratio"]
+        label = f"{model}, {size(one['parameters'])}: Kronecker, units, diagonal"
+        rows.append([label, shares, "", ""])
+        for what, column in (("a step", "{}, run"), ("memory", "{}, memory")):
+            natural = column.format("10/100") if what == "a step" else "memory"
+            cells = [ratio[natural], ratio[column.format("default")], twin.get(natural)]
+            rows.append([what, *(times(cell) for cell in cells)])
         steps = [f"{first[kind]['ratio']:.1f}" for kind in ("natural", "default")]
-        rows.append(["first step, in later statistics steps", *steps])
+        rows.append(["first step, in later statistics steps", *steps, ""])
     return rows
 
 
