@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from pullback import PullbackError, pde
-from pullback.pde.slabs import Slabs, _continued
+from pullback.pde.slabs import Slabs, _continued, overall
+from pullback.pde.verdict import Verdict
 
 pi = math.pi
 
@@ -234,3 +235,13 @@ def test_resumed_automatic_slabs_reach_the_same_bits(tmp_path: Path) -> None:
     part = automatic(turning(6.0), checkpoint=path, **options)
     mine, theirs = part.network.state_dict(), whole.network.state_dict()
     assert all(torch.equal(mine[k], theirs[k]) for k in theirs)
+
+
+def test_the_worst_slab_is_told_where_budgets_ended_all() -> None:
+    """Later slabs inherit the errors of the first, however small their own residuals are."""
+    ended = "the budget of 1 s is spent"
+    verdicts = [Verdict(ended, False, 1e-3, 1e-3, size) for size in (1e-2, 3e-2, 1e-6)]
+    found = overall(verdicts, 3, ended=False)
+    assert found.name == "unfinished"
+    assert found.alarming
+    assert found.reason == f"{ended} in slab 2 of 3"

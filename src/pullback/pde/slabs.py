@@ -161,7 +161,9 @@ class March:
             Slabs(networks, edges.to(next(networks[0].parameters()))),
             self._history,
             unknowns=solved.unknowns,
-            verdict=_overall(self._verdicts, self._count or len(networks)),
+            verdict=overall(
+                self._verdicts, self._count or len(networks), bool(_ended(solved, self._checkpoint))
+            ),
             weights=solved.weights,
             loss=solved.loss,
             nested=solved.nested,
@@ -201,12 +203,12 @@ def _checked(problem: Problem) -> SpaceTime:
     return domain
 
 
-def _overall(verdicts: list[Verdict], count: int) -> Verdict:
-    """The verdict on the slab that went worst, or on the last one where the end was not reached."""
+def overall(verdicts: list[Verdict], count: int, ended: bool) -> Verdict:
+    """The verdict on the slab that went worst, or on the last one where the march ended early."""
     order = ["", "converged", "unfinished", "stalled", "overfitted"]
     at = len(verdicts) - 1
-    if len(verdicts) == count and not verdicts[-1].reason.startswith(("the budget", "a callback")):
-        at = max(range(count), key=lambda i: (order.index(verdicts[i].name), i))
+    if len(verdicts) == count and not ended:
+        at = max(range(count), key=lambda i: (order.index(verdicts[i].name), verdicts[i].relative))
     found = verdicts[at]
     return replace(found, reason=f"{found.reason} in slab {at + 1} of {count}")
 

@@ -95,7 +95,7 @@ def _periodic(
 
 # periodic problems take (sin ωx, cos ωx, t): three inputs
 SETUPS: dict[str, Callable[[], Setup]] = {
-    "poisson2d": lambda: _made(Poisson(2), 2, 32, 1, points=_points(900, 120), steps=400),
+    "poisson2d": lambda: _made(Poisson(2), 2, 32, 1, points=_points(900, 120), steps=700),
     "multiscale": lambda: _waves(Multiscale(boundary_weight=1e4), 310, points=500, steps=150),
     "poisson5d": lambda: _made(
         Poisson(5, boundary_weight=100), 5, 64, 1, points=_points(8000, 3000), steps=400
