@@ -120,6 +120,18 @@ def test_two_axes_on_which_classes_may_be_are_refused() -> None:
         from_loss(nn.CrossEntropyLoss()).counted(z, both)
 
 
+def test_a_loss_with_other_terms_does_not_show_its_classes() -> None:
+    model, x = nn.Linear(5, 4).double(), torch.randn(8, 3, 5, dtype=torch.float64)
+    y = torch.randint(0, 4, (24,))
+    opt = pb.KFAC(model, 0.1, likelihood=nn.CrossEntropyLoss())
+    z = model(x)
+    penalty = z.logsumexp(-1).square().mean()
+    loss = F.cross_entropy(z.flatten(0, 1), y) + 1e-2 * penalty
+    with pytest.raises(pb.PullbackError, match="does not show which axis"):
+        loss.backward()
+    opt.close()
+
+
 def test_log_probabilities_have_the_metric_of_their_logits() -> None:
     z = torch.randn(4, 3, dtype=torch.float64)
     log_p = z.log_softmax(1)

@@ -178,7 +178,7 @@ class Categorical(Likelihood):
         """Hold the axis against a gradient; False where that is zero or not finite.
 
         Where it adds up to zero along another axis, not along ours, that one is taken if `dim` is
-        None and there is but one; else it is an error.
+        None and there is but one; else it is an error. So is an axis None that nothing shows.
         """
         c = cotangent.to(compute_dtype(cotangent.dtype))
         axes = [a for a in range(1 - c.ndim, 0) if c.shape[a] > 1]
@@ -197,6 +197,13 @@ class Categorical(Likelihood):
                 f"the loss's gradient adds up to zero along axis {zero[0]} of the output, samples "
                 f"first, as over classes, but not along axis {axis + c.ndim}",
                 f"Set Categorical(dim={zero[0]})",
+            )
+        elif self.dim is None and min(left.values()) > 5 * limit:
+            raise PullbackError(
+                "The loss does not show which axis has the classes",
+                "its gradient adds up to zero along no axis of the output, so that it has other "
+                "terms beside a cross entropy",
+                "Set likelihood=Categorical(dim=...): 1 for (N, classes, ...), -1 for classes last",
             )
         return left[axis] >= 0
 
