@@ -129,7 +129,7 @@ class Call:
     output: Tensor | None = None
     cotangent: Tensor | None = None
     random: RandomState | None = None
-    #: device and dtype of autocast, None for none; where the call never happened, as it is then
+    #: device and dtype of autocast, dtype None where it was off; None for calls not recorded
     autocast: tuple[str, torch.dtype | None] | None = None
     buffers: dict[str, Tensor] | None = None
     #: inputs that were computed from something differentiable

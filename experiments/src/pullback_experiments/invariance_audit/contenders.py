@@ -26,7 +26,7 @@ def _kfac(damping: float | Damping, **options: Any) -> Callable[[nn.Module], Opt
 
 
 def _muon(model: nn.Module) -> list[Optimizer]:
-    """Muon for matrices, plain gradient steps for the rest, as it is used."""
+    """Muon for matrices, and plain gradient steps for all other parameters."""
     params = [p for p in model.parameters() if p.requires_grad]
     found: list[Optimizer] = [
         torch.optim.Muon([p for p in params if p.ndim == 2], lr=0.02, weight_decay=0.0)

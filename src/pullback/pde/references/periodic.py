@@ -247,7 +247,7 @@ class KuramotoSivashinsky(Periodic):
     """u_t + 100ε u u_x + 100ε² u_xx + 100ε⁴ u_xxxx = 0 on [0, 2π], ε = 1/16.
 
     From cos x (1 + sin x). In x/ε and 100t the coefficients are 1. The equation is chaotic: from
-    t = ½ to 1 differences grow a hundredfold, those of this solution among them.
+    t = ½ to 1 differences grow some fiftyfold, those of this solution among them.
     """
 
     name = "kuramoto-sivashinsky"
