@@ -171,6 +171,26 @@ def test_factors_are_held_by_their_owners(world: World, name: str) -> None:
         torch.testing.assert_close(diagonal, gram, rtol=1e-8, atol=1e-10)
 
 
+def parted(rank: int, size: int, at: int) -> None:
+    """One of two replicas, in two pieces each, changes a gradient."""
+    net = sharded("dense", size)
+    every = {"statistics_every": 2, "workers": size}  # with fewer, directions come from owners
+    opt = pb.KFAC(net, 0.05, likelihood=pb.likelihoods.Categorical(), **every)
+    for step in range(5):
+        x, y = batch(10 * step + rank, 8, "dense")
+        opt.zero_grad()
+        F.cross_entropy(net(x), y).backward()
+        if rank == 1 and step == at:
+            net.two.weight.grad.to_local().mul_(2.0)
+        opt.step()
+
+
+@pytest.mark.parametrize(("at", "what"), [(2, "gradients"), (3, "parameters")])
+def test_replicas_of_shards_do_not_drift_apart(world: World, at: int, what: str) -> None:
+    for error in world.errors(parted, at):
+        assert f"The processes differ in their {what}: that of " in error
+
+
 def controlled(rank: int, size: int) -> None:
     pb.KFAC(sharded("dense", size), damping=pb.optim.kfac.Adaptive(1e-2))
 

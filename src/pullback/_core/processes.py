@@ -284,11 +284,14 @@ class Processes:
 
     # --- decisions ------------------------------------------------------------------------------
 
-    def least(self, numbers: Sequence[int], what: str = "decisions") -> list[int]:
-        """Return the least of each number over all processes."""
+    def least(
+        self, numbers: Sequence[int], more: Sequence[Tensor] = (), what: str = "decisions"
+    ) -> list[int]:
+        """Return the least of each number over all processes, and of those in `more` tensors."""
         if self.alone:
-            return list(numbers)
-        own = torch.tensor(numbers, dtype=torch.int64, device=self.device)
+            return [*numbers, *(int(number) for t in more for number in t)]
+        given = torch.tensor(numbers, dtype=torch.int64, device=self.device)
+        own = torch.cat([given, *(t.to(self.device) for t in more)])
         self._send(what, 0.0, lambda: self._reduce(own, "MIN"))
         return own.tolist()
 
@@ -320,13 +323,29 @@ class Processes:
         return held
 
     def compare(
-        self, values: Sequence[object], flags: Sequence[bool] = ()
+        self,
+        values: Sequence[object],
+        flags: Sequence[bool] = (),
+        checksums: Sequence[Tensor] = (),
     ) -> tuple[list[bool], list[bool]]:
-        """Return which values have one `repr` on all processes, and which flags are true on all."""
-        codes, count = [crc32(repr(value).encode()) for value in values], len(values)
-        found = self.least([*codes, *(-code for code in codes), *map(int, flags)])
-        pairs = zip(found[:count], found[count : 2 * count], strict=True)
-        return [low == -high for low, high in pairs], [bool(flag) for flag in found[2 * count :]]
+        """Return which values are the same on all processes, and which flags are true on all.
+
+        Values are compared by `repr`, and after them checksums: numbers on a device, or vectors of
+        which each process gives some entries, and a negative one elsewhere.
+        """
+        codes = [crc32(repr(value).encode()) for value in values]
+        numbers = [*map(int, flags), *codes, *(-code for code in codes)]
+        vectors = [t.reshape(-1) for t in checksums]
+        none = torch.iinfo(torch.int64).max
+        more = [torch.where(t < 0, none, one) for t in vectors for one in (t, -t)]
+        found = iter(self.least(numbers, more))
+        held = [bool(next(found)) for _ in flags]
+        low, high = ([next(found) for _ in codes] for _ in range(2))
+        alike = [a == -b for a, b in zip(low, high, strict=True)]
+        for t in vectors:
+            low, high = ([next(found) for _ in t] for _ in range(2))
+            alike.append(all(a in (-b, none) for a, b in zip(low, high, strict=True)))
+        return alike, held
 
     def same(self, what: str, values: Mapping[str, object], remedy: str) -> None:
         """Raise on all processes where they do not have the same values, naming those."""
