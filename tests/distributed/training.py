@@ -64,6 +64,16 @@ class Recurrence(nn.Module):
         return self.last(self.cell(x)[0][:, -1])
 
 
+class Waves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.filter, self.cell = nn.Conv1d(6, 5, 3, padding=1), nn.GRU(5, 4, batch_first=True)
+        self.last = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.cell(torch.tanh(self.filter(x)).mT)[0][:, -1])
+
+
 class Experts(nn.Module):
     """Samples whose first entry is positive go to one layer, the others to another one."""
 
@@ -103,6 +113,7 @@ MODELS: dict[str, Any] = {
     "convolutions": Convolutions,
     "attention": Attention,
     "recurrence": Recurrence,
+    "waves": Waves,
     "experts": Experts,
     "tied": Tied,
 }
