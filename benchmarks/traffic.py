@@ -71,10 +71,19 @@ def shape_of(t: Tensor) -> Tensor:
     return torch.empty(t.shape, dtype=t.dtype, device="meta")
 
 
+def held_on_a_gpu(name: str, t: Tensor, *, moments: bool) -> Tensor:
+    """Return the shape of an inverse's tensor: bases and roots are in float16 there."""
+    half = moments and name in ("left", "right") and t.ndim == 3 and t.dtype == torch.float32
+    return shape_of(t.half() if half else t)
+
+
 def count(
     model: nn.Module, options: dict[str, Any], size: int, workers: int
-) -> tuple[dict[str, float], float]:
-    """Return bytes per step by purpose, and calls, at the intervals that the rule has."""
+) -> tuple[dict[str, float], float, dict[str, float]]:
+    """Return bytes per step by purpose, calls, and bytes summed in single backward passes.
+
+    Intervals are those of the rule. Passes are those with statistics, and with inversions beside.
+    """
     opt = pb.KFAC(model, **options)
     state, paper, read = opt.blocks, Paper(size), opt.kl_clip is not None
     own = state.preconditioner
@@ -88,16 +97,21 @@ def count(
         shared = shared_sides(key, shapes, read=read)
         for f, t in value.items():
             (rare if f.side in shared else often).append(map_memory(shape_of, t))
-    factors = calls = 0.0
-    for sides, every in ((rare, opt.invert_every), (often, opt.statistics_every)):
+    factors = calls = whole = 0.0
+    passes: dict[str, float] = {}
+    kinds = {"statistics": (often, opt.statistics_every), "inversion": (rare, opt.invert_every)}
+    for kind, (sides, every) in kinds.items():
         sums = Paper(size)
         sum_sides(sides, sums)
-        factors += sum(own.bytes for own in sums.traffic().values()) / every
+        sent = sum(own.bytes for own in sums.traffic().values())
+        factors += sent / every
+        whole += sent
+        passes |= {kind: whole, f"{kind}_every": every}
         calls += sum(own.calls for own in sums.traffic().values()) / every
     for key in keys:
         held = own.inverses[key]
         for name, t in held.tensors().items():
-            setattr(held, name, shape_of(t))
+            setattr(held, name, held_on_a_gpu(name, t, moments=bool(own.rule.moments)))
     own.ready.update(keys)
     replicas.place(own, state.averages, {*keys})
     replicas.send(own, keys)
@@ -107,7 +121,7 @@ def count(
     steps = {"inverses": opt.invert_every, "directions": 1}
     sent = {what: own.bytes / steps[what] for what, own in paper.traffic().items()}
     calls += sum(own.calls / steps[what] for what, own in paper.traffic().items())
-    return {"factors": factors, **sent}, calls
+    return {"factors": factors, **sent}, calls, passes
 
 
 # --- measured -------------------------------------------------------------------------------------
@@ -196,10 +210,10 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
         for size, rule in itertools.product(options.processes, RULES):
             gradients = 2 * (size - 1) / size * weights
             for workers in (size, 1):
-                sent, calls = count(model, RULES[rule], size, workers)
+                sent, calls, passes = count(model, RULES[rule], size, workers)
                 total = sum(sent.values())
                 row = {"model": name, "rule": rule, "processes": size, "workers": workers}
-                more = {"gradients": gradients, **sent, "total": total, "calls": calls}
+                more = {"gradients": gradients, **sent, "total": total, "calls": calls, **passes}
                 results.append({**row, **more})
                 print(
                     f"{name:9} {size:4} processes, {workers:4} workers, {rule:17}"

@@ -196,7 +196,7 @@ def test_traffic(world: World) -> None:
     assert sent["counts"][0] == 3
     assert sent["inverses"][0] == 3  # the first, second and third statistics
     every: dict[str, Any] = {"statistics_every": 2, "invert_every": 2}
-    paper, _ = count(model_of("dense").float(), {"likelihood": CATEGORICAL, **every}, 3, 3)
+    paper, *_ = count(model_of("dense").float(), {"likelihood": CATEGORICAL, **every}, 3, 3)
     assert sent["factors"][1] == pytest.approx(3 * 2 * paper["factors"])
     assert sent["inverses"][1] == pytest.approx(3 * 2 * paper["inverses"])
 

@@ -239,17 +239,18 @@ class Processes:
             by_rank = [[tensors[i] for i in places if owners[i] == r] for r in range(self.size)]
             lengths = [sum(t.numel() for t in own) for own in by_rank]
             like = tensors[places[0]]
-            if (self.size - 1) * max(lengths) > sum(lengths):  # mostly padding
-                every = [like.new_empty(n) for n in lengths]
-                if lengths[self.rank]:
-                    every[self.rank] = _packed(by_rank[self.rank])
-                for rank in [rank for rank, n in enumerate(lengths) if n]:
-                    self._broadcast(every[rank], rank, what)
-            else:
-                flat = like.new_zeros(max(lengths))
-                if own := by_rank[self.rank]:
-                    flat[: lengths[self.rank]] = _packed(own)
+            mine = _packed(by_rank[self.rank]) if lengths[self.rank] else like.new_empty(0)
+            cut = _gathered_length(lengths, like.itemsize)
+            every = [like.new_empty(0)] * self.size
+            if cut:
+                flat = like.new_zeros(cut)
+                flat[: len(mine)] = mine[:cut]
                 every = list(self._gather(flat, what).view(self.size, -1))
+            for rank in [rank for rank, n in enumerate(lengths) if n > cut]:
+                here = rank == self.rank
+                rest = mine[cut:].clone() if here else like.new_empty(lengths[rank] - cut)
+                self._broadcast(rest, rank, what)
+                every[rank] = torch.cat([every[rank], rest])
             for rank, own in enumerate(by_rank):
                 if own and rank != self.rank:
                     torch._foreach_copy_(own, _split(every[rank], [t.shape for t in own]))
@@ -500,6 +501,22 @@ def _by_kind(tensors: Sequence[Tensor]) -> Iterable[list[int]]:
     for i, t in enumerate(tensors):
         kinds.setdefault((t.dtype, t.device), []).append(i)
     return kinds.values()
+
+
+_CALL = 2**22  # bytes that take about as long as one more call
+
+
+def _gathered_length(lengths: Sequence[int], size: int) -> int:
+    """Return how much of every process's entries, of this size, is gathered, and padded to it.
+
+    The rest of longer ones is sent by broadcasts, each a call.
+    """
+
+    def cost(cut: int) -> float:
+        rest = [n - cut for n in lengths if n > cut]
+        return (len(lengths) - 1) * cut * size + sum(n * size + _CALL for n in rest)
+
+    return min({0, *lengths}, key=cost)
 
 
 def _packed(tensors: Sequence[Tensor]) -> Tensor:

@@ -131,7 +131,7 @@ def launch_sides(
     sent: list[Side] = []
     packed: list[bool] = []  # whether they are so here
     for side in sides:
-        sent.append(_triangle(side))
+        sent.append(triangle(side))
         packed.append(isinstance(side, Packed))
     kinds = [(isinstance(t, Packed), held) for t, held in zip(sent, packed, strict=True)]
 
@@ -152,7 +152,8 @@ def sum_sides(sides: Sequence[Side], processes: Processes) -> list[Side]:
     return launch_sides(sides, processes).wait()
 
 
-def _triangle(side: Side) -> Side:
+def triangle(side: Side) -> Side:
+    """Return a symmetric side as it is sent: a matrix packed, unless it is small."""
     if isinstance(side, Packed) or side.ndim != 3 or side.shape[-1] < _LEAST_SENT:
         return side
     return Packed.of(side)

@@ -23,11 +23,13 @@ from ..._core.processes import Processes
 from ..._core.shards import Groups, Parameters
 from ...grams.kronecker.inverse import Inverse
 from ...grams.kronecker.packed import (
+    Packed,
     Side,
     launch_sides,
     map_memory,
     memory,
     sum_sides,
+    triangle,
     zeros_like,
 )
 from ..checks import refuse_sparse
@@ -423,14 +425,27 @@ class Replicas:
         self.send(own, keys)
 
     def send(self, own: Preconditioner, keys: Sequence[BlockKey]) -> None:
-        """Send what the owners of these blocks have renewed to the other members of their teams."""
+        """Send what the owners of these blocks have renewed to the other members of their teams.
+
+        Of symmetric matrices a triangle is sent, and all members mirror it.
+        """
+        if self.placement.workers == 1:
+            return
         sent: dict[BlockKey, list[Tensor]] = {}
+        mirrored: list[tuple[Tensor, Packed]] = []
         for key in [k for k in keys if k in own.ready and self.placement.holds(k)]:
-            held = own.inverses[key].tensors()
-            sent[key] = [t for name, t in held.items() if name not in own.untouched]
+            held, even = own.inverses[key].tensors(), own.symmetric(key)
+            some = sent[key] = []
+            for name in [name for name in held if name not in own.untouched]:
+                side = triangle(held[name]) if name in even else held[name]
+                some.append(memory(side))
+                if isinstance(side, Packed):
+                    mirrored.append((held[name], side))
             if key in own.spectra:  # carried to new bases
-                sent[key].append(memory(own.spectra[key].value[SPECTRUM]))
+                some.append(memory(own.spectra[key].value[SPECTRUM]))
         self.placement.send_within(sent, "inverses")
+        for t, side in mirrored:
+            t.copy_(side.whole())
 
     def collect(self, own: Preconditioner, blocks: Blocks) -> bool:
         """Bring the whole state here; return whether parts of other processes are among it.

@@ -132,6 +132,13 @@ class Preconditioner:
         """What a renewal leaves as it was: all moments, but those that turn with a basis."""
         return MOMENTS[1:] if self.rule.needs == "basis" else MOMENTS
 
+    def symmetric(self, key: BlockKey) -> tuple[str, ...]:
+        """Which tensors of a block's inverse are symmetric matrices."""
+        held = self.inverses[key]
+        if not key.kronecker or held.factors or held.rows is not None:  # columns are scaled
+            return ()
+        return {"inverse": ("left", "right"), "root": ("right",)}.get(self.rule.needs, ())
+
     def regroup(self) -> None:
         """Build stacks again when they are next needed: inverses were replaced."""
         self._groups = None
