@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import pullback as pb
+from pullback._core.flags import checksum
 from pullback._core.processes import Processes
 
 from . import test_exact, test_kfac, test_ntk, test_pde, test_sharded, test_slices
@@ -218,6 +219,7 @@ def _buffers(rank: int, size: int) -> None:
     tensors = [torch.arange(n + 3, dtype=kind, device=place()) for n, kind in enumerate(kinds)]
     for found in (
         processes.sum(tensors),
+        processes.sum_to(tensors, [0] * len(tensors)),
         processes.gather(tensors),
         [parts[0] for parts in processes.parts(tensors)],
     ):
@@ -227,6 +229,7 @@ def _buffers(rank: int, size: int) -> None:
     processes.adopt(tensors)
     assert all(torch.equal(a, b) for a, b in zip(before, tensors, strict=True))
     assert processes.least([3, -1]) == [3, -1]
+    assert processes.compare(["a"], [True], [checksum(tensors)]) == ([True, True], [True])
     assert processes.agree(True) is True
     assert not bool(processes.agree(torch.tensor(False, device=place())))
     assert processes.share({"a": 1}) == {"a": 1}

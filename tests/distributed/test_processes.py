@@ -1,0 +1,83 @@
+"""What processes send each other in flat buffers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from pullback._core.flags import checksum
+from pullback._core.processes import Processes
+
+from .checks import Checks, same_everywhere
+from .world import GROUPS, World
+
+CHECKS = Checks(__name__)
+
+
+def parts(rank: int, lengths: tuple[int, ...]) -> list[Tensor]:
+    """Return two tensors for each owner, which every process fills with its own numbers."""
+    sizes = [n for length in lengths for n in (length // 3, length - length // 3)]
+    return [torch.arange(float(n)) * (rank + 1) + i for i, n in enumerate(sizes)]
+
+
+def owners(lengths: tuple[int, ...]) -> list[int]:
+    return [owner for owner in range(len(lengths)) for _ in range(2)]
+
+
+#: alike; one long beside short ones, which is sent by itself; one alone
+LENGTHS = [(40, 50, 60), (1_500_000, 30, 0), (0, 2_000_000, 0)]
+
+
+@CHECKS.add
+def exchanged(rank: int, size: int) -> None:
+    processes = Processes(GROUPS[size])
+    for lengths in LENGTHS:
+        held, by = parts(rank, lengths), owners(lengths)
+        processes.exchange(held, by)
+        for i, (t, owner) in enumerate(zip(held, by, strict=True)):
+            torch.testing.assert_close(t, parts(owner, lengths)[i], rtol=0, atol=0)
+    calls = processes.traffic()["exchanged"].calls
+    assert calls == 1 + 2 + 1
+
+
+@CHECKS.add
+def summed_to_owners(rank: int, size: int) -> None:
+    processes = Processes(GROUPS[size])
+    for lengths in LENGTHS:
+        by = owners(lengths)
+        found = processes.sum_to(parts(rank, lengths), by)
+        for i, (t, owner) in enumerate(zip(found, by, strict=True)):
+            total = sum((parts(r, lengths)[i] for r in range(size)), torch.zeros(()))
+            want = total if owner == rank else parts(rank, lengths)[i]
+            torch.testing.assert_close(t, want, rtol=0, atol=0)
+
+
+@CHECKS.add
+def summed_later(rank: int, size: int) -> None:
+    processes = Processes(GROUPS[size])
+    t = torch.full((3,), rank + 1.0)
+    pending = processes.launch_sum([t]).then(lambda found: found[0] * 2)
+    t.zero_()  # it was copied
+    assert processes.traffic()["sums"].calls == 1
+    same_everywhere(pending.wait())
+    torch.testing.assert_close(pending.wait(), torch.full((3,), float(size * (size + 1))))
+
+
+@CHECKS.add
+def compared(rank: int, size: int) -> None:
+    processes = Processes(GROUPS[size])
+    own = torch.linspace(0, 1, 70_000)
+    piece = torch.tensor([rank if i == rank % 2 else -1 for i in range(2)])  # 0 and 2 have the same
+    alike, flags = processes.compare(["a", rank], [True, rank == 0], [checksum([own]), piece])
+    assert alike == [True, False, True, False]
+    assert flags == [True, False]
+    own[60_000] += 1e-16 * rank
+    own[:3] += 1e-9 * (rank == 1)
+    assert processes.compare([], [], [checksum([own, own[:5]])])[0] == [False]
+    assert processes.compare([], [], [piece[1 - rank % 2] - piece * 0])[0] == [True]
+
+
+@pytest.mark.parametrize("name", CHECKS.functions)
+def test_together(world: World, name: str) -> None:
+    CHECKS.run(world, name)
