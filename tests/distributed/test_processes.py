@@ -75,6 +75,7 @@ def compared(rank: int, size: int) -> None:
     own[60_000] += 1e-16 * rank
     own[:3] += 1e-9 * (rank == 1)
     assert processes.compare([], [], [checksum([own, own[:5]])])[0] == [False]
+    assert processes.compare([], [], [checksum([])])[0] == [True]
     assert processes.compare([], [], [piece[1 - rank % 2] - piece * 0])[0] == [True]
 
 

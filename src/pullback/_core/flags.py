@@ -35,7 +35,7 @@ def _largest_norm(tensors: list[Tensor], order: float) -> Tensor:
 
 _SMALL = 2**16  # entries of tensors whose bits are added up together
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-CHECKSUM = 2**62  # which checksums are less than
+_CHECKSUM = 2**62  # which checksums are less than
 
 
 def checksum(tensors: Sequence[Tensor]) -> Tensor:
@@ -43,6 +43,8 @@ def checksum(tensors: Sequence[Tensor]) -> Tensor:
 
     Integers are added, so that the order in which a machine does so is of no consequence.
     """
+    if not tensors:
+        return torch.zeros((), dtype=torch.int64)
     small: dict[object, list[Tensor]] = {}
     parts = []
     for t in tensors:
@@ -55,7 +57,7 @@ def checksum(tensors: Sequence[Tensor]) -> Tensor:
     parts += [torch.cat(some) for some in small.values()]
     codes = [bits.sum(dtype=torch.int64).to(tensors[0].device) for bits in parts]
     weights = torch.arange(1, 2 * len(codes), 2, device=tensors[0].device)  # they may be swapped
-    return (torch.stack(codes) * weights).sum() % CHECKSUM
+    return (torch.stack(codes) * weights).sum() % _CHECKSUM
 
 
 def lerp_unless(

@@ -40,6 +40,7 @@ from .statistics.capture import StatisticsCapture
 from .statistics.reduction import (
     BlockTensors,
     ComingAverages,
+    Counts,
     Layouts,
     SentSums,
     counts_of,
@@ -91,7 +92,7 @@ class Replicas:
         #: what all processes measured last, and what is under way
         self._layouts: Layouts | None = None
         self._counts: list[Tensor] = []
-        self._own: list[float] | None = None  # this process's part of these counts
+        self._own: Counts | None = None  # this process's part of these counts
         self._steady = False  # whether all parts were those of the time before
         self._sent: SentSums | None = None
         self._coming: ComingAverages | None = None
@@ -183,38 +184,19 @@ class Replicas:
         broken = is_broken(pool)
         keys = [] if broken else sorted(pool.sums, key=lambda key: key.names)
         layouts = {key: layout_of(tensors_of(pool.sums[key])) for key in keys}
-        partners, rates = sorted(structure.partners.items()), _rates(params, groups, schedule)
-        told = (layouts, partners), [*gradients], rates
-        before, self._own = self._own, counts_of(pool, keys)
+        before, self._own = self._own, counts_of(pool)
         flags = [not broken, pool.calls == 0, sent is not None and sent.calls == pool.calls]
         flags.append(self._own is not None and self._own == before)
-        bits = checksum([*gradients.values()]), params.checksum()
-        alike, (whole, idle, fresh, self._steady) = processes.compare(told, flags, bits)
-        if not alike[2]:
-            remedy = "Change param groups and load states in all of them alike"
-            processes.same("the options of KFAC", rates, remedy)
-        if not alike[1]:
-            chosen = params.of(groups)
-            given = {f"that of {n}": "there" if n in gradients else None for n in chosen}
-            remedy = "Wrap the model in DistributedDataParallel(find_unused_parameters=True)"
-            processes.same("their gradients", given, remedy)
-        if not alike[3]:
-            remedy = "Change them in all processes alike, or before they are averaged: in the loss"
-            processes.same("their gradients", _lengths(gradients), remedy)
-        if not alike[4]:
-            remedy = (
-                "Load the last checkpoint, and change gradients, parameters and rates in all "
-                "processes alike"
-            )
-            held = params.whole(params.by_name, "parameters")
-            processes.same("their parameters", _lengths(held), remedy)
+        told = layouts, sorted(structure.partners.items())
+        given = params, groups, gradients, schedule
+        alike, (whole, idle, fresh, self._steady) = self._compare(told, flags, *given)
         if idle:
             return
         pool.calls = max(pool.calls, 1)
         if not whole:
             pool.sums, pool.samples = {}, torch.nan
             return
-        if not alike[0]:
+        if not alike:
             every = processes.values((layouts, dict(structure.partners)))
             layouts = join_layouts([own for own, _ in every])
             structure.partners = {
@@ -232,6 +214,39 @@ class Replicas:
         self._layouts = layouts
         self._counts = sent.finish()
         pool.shared, pool.share = sent.shared, self._part
+
+    def _compare(
+        self,
+        told: object,
+        flags: Sequence[bool],
+        params: Parameters,
+        groups: Groups,
+        gradients: Mapping[str, Tensor],
+        schedule: Mapping[str, Any],
+    ) -> tuple[bool, list[bool]]:
+        """Return whether all processes have `told` the same, and which flags are true on all.
+
+        Raise on all where replicas would drift apart, in rates, gradients or parameters.
+        """
+        processes, rates = self.processes, _rates(params, groups, schedule)
+        bits = checksum([*gradients.values()]), params.checksum()
+        alike, found = processes.compare([told, rates, [*gradients]], flags, bits)
+        if not alike[1]:
+            remedy = "Change param groups and load states in all of them alike"
+            processes.same("the options of KFAC", rates, remedy)
+        if not alike[2]:
+            chosen = params.of(groups)
+            given = {f"that of {n}": "there" if n in gradients else None for n in chosen}
+            remedy = "Wrap the model in DistributedDataParallel(find_unused_parameters=True)"
+            processes.same("their gradients", given, remedy)
+        if not alike[3]:
+            remedy = "Change them in all processes alike, or before they are averaged: in the loss"
+            processes.same("their gradients", _lengths(gradients), remedy)
+        if not alike[4]:
+            remedy = "Load the last checkpoint, and change gradients in all processes alike"
+            held = params.whole(params.by_name, "parameters")
+            processes.same("their parameters", _lengths(held), remedy)
+        return alike[0], found
 
     @property
     def _part(self) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isnan
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -89,13 +90,17 @@ def is_broken(pool: Pool) -> bool:
     return isinstance(pool.samples, float) and isnan(pool.samples)
 
 
-def counts_of(pool: Pool, keys: Sequence[BlockKey]) -> list[float] | None:
+#: how many samples and places a process counted, by block and factor
+Counts = dict[tuple[BlockKey, Factor] | None, list[float]]
+
+
+def counts_of(pool: Pool) -> Counts | None:
     """Return this process's counts; None where a device has them."""
-    places = [m.places for key in keys for _, m in sorted(pool.sums[key].inputs.items())]
-    every = [pool.samples, *places]
-    if any(isinstance(t, Tensor) and t.device.type != "cpu" for t in every):
+    every: dict[Any, Any] = {None: pool.samples}
+    every |= {(k, f): m.places for k, own in pool.sums.items() for f, m in own.inputs.items()}
+    if any(isinstance(t, Tensor) and t.device.type != "cpu" for t in every.values()):
         return None
-    return [x for t in every for x in torch.as_tensor(t).flatten().tolist()]
+    return {at: torch.as_tensor(t).flatten().tolist() for at, t in every.items()}
 
 
 class SentSums:
