@@ -18,7 +18,6 @@ from torch.func import jacfwd
 from pullback import PullbackError, flow
 from pullback.likelihoods import Bernoulli
 from pullback.linear import DiagonalNetwork
-from pullback.linear.solutions import l1_max_margin, l2_max_margin
 from pullback_experiments import kerekes_2022, registry
 from pullback_experiments.kerekes_2022 import margins
 from pullback_experiments.kerekes_2022.common import (
@@ -39,6 +38,7 @@ from pullback_experiments.kerekes_2022.factorization import (
 from pullback_experiments.kerekes_2022.integrators import Explicit, Jacobian, Stiff, march, relative
 from pullback_experiments.kerekes_2022.margins import EuclideanFlow, Signed
 from pullback_experiments.kerekes_2022.planar import points
+from pullback_experiments.kerekes_2022.solutions import l1_max_margin, l2_max_margin
 
 DOUBLE = torch.float64
 CPU = torch.device("cpu")

@@ -1,6 +1,5 @@
-"""Linear networks with natural gradients in closed form, and the solutions to compare with."""
+"""Linear networks with natural gradients in closed form."""
 
-from . import solutions
 from .deep import DeepMatrix
 from .diagonal import DiagonalNetwork, LinearModel
 from .grams import kronecker_lstsq
@@ -20,6 +19,4 @@ __all__ = [
     "population_fisher",
     "PopulationFisher",
     "Population",
-    # what training is compared with
-    "solutions",
 ]
