@@ -2,7 +2,6 @@
 
 from .deep import DeepMatrix
 from .diagonal import DiagonalNetwork, LinearModel
-from .grams import kronecker_lstsq
 from .minimum_norm import split_obstacle
 from .population import Population, PopulationFisher, logistic_natural_gradient, population_fisher
 
@@ -13,7 +12,6 @@ __all__ = [
     "DeepMatrix",
     # natural gradients as functions
     "logistic_natural_gradient",
-    "kronecker_lstsq",
     "split_obstacle",
     # the Fisher information over N(0, 1) inputs
     "population_fisher",

@@ -22,7 +22,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import log, pi, sqrt
+from typing import Any
 
+import scipy
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -32,7 +34,6 @@ from .._core.factor import Factor, Whitened
 from .._core.space import compute_dtype
 from .._core.svd import Svd, svd
 from ..metrics import Metric
-from .grams import pivoted_qr
 from .parameters import (
     refuse_data,
     refuse_kind,
@@ -266,6 +267,19 @@ def _weights(u: Tensor) -> tuple[Tensor, Tensor]:
     return log_root.exp(), (log_root - F.logsigmoid(u)).exp()
 
 
+def _pivoted_qr(a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """A[:, order] = Q R by LAPACK, the largest remaining column first; on the CPU.
+
+    Columns that leave nothing are dropped: Q (m, r), R (r, n). With the rows of A sorted by size
+    this is stable row by row.
+    """
+    found: Any = scipy.linalg.qr(a.detach().cpu().numpy(), mode="economic", pivoting=True)
+    q, r, order = found
+    rank = int((abs(r.diagonal()) > 0).sum())
+    q, r = torch.as_tensor(q[:, :rank]).to(a), torch.as_tensor(r[:rank]).to(a)
+    return q, r, torch.as_tensor(order, device=a.device).long()
+
+
 def _weighted(basis: Tensor, u: Tensor) -> Tensor:
     """argmin Σ φ(u)φ(−u)(b_nᵀc − 1/φ(u))² for independent columns b.
 
@@ -279,7 +293,7 @@ def _weighted(basis: Tensor, u: Tensor) -> Tensor:
         q, r = torch.linalg.qr(rows)
         columns = torch.arange(len(r), device=r.device)
     else:
-        q, r, columns = pivoted_qr(rows, 0.0)
+        q, r, columns = _pivoted_qr(rows)
     if len(r) < basis.shape[1]:
         raise PullbackError(
             "The weights of the samples are out of range",
