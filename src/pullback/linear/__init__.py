@@ -3,7 +3,7 @@
 from .deep import DeepMatrix
 from .diagonal import DiagonalNetwork, LinearModel
 from .minimum_norm import split_obstacle
-from .population import Population, PopulationFisher, logistic_natural_gradient, population_fisher
+from .population import PopulationFisher, logistic_natural_gradient, population_fisher
 
 __all__ = [
     # models
@@ -16,5 +16,4 @@ __all__ = [
     # the Fisher information over N(0, 1) inputs
     "population_fisher",
     "PopulationFisher",
-    "Population",
 ]
