@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import pullback as pb
-from pullback import PullbackError, geometry
+from pullback import PullbackError
 from pullback.geometry import (
     Generalized,
     MoorePenrose,
@@ -239,11 +239,11 @@ def test_gram_and_gradient_with_a_metric_that_moves() -> None:
     phi, xi = overparametrized(), draw(8, seed=3)
     metric = lambda z: torch.diag(1 + z**2)  # noqa: E731
     j, m = jacobian(phi, xi), metric(phi(xi))
-    assert_close(geometry.gram(phi, xi, metric), j.T @ m @ j, 1e-13, "G")
-    assert_close(geometry.gram(phi, xi), j.T @ j, 1e-13, "G in the Euclidean metric")
+    assert_close(Point(phi, xi, metric).gram(), j.T @ m @ j, 1e-13, "G")
+    assert_close(Point(phi, xi).gram(), j.T @ j, 1e-13, "G in the Euclidean metric")
     given = j.T @ slope(phi(xi))
-    one = geometry.natural_parameter_gradient(phi, xi, given, metric)
-    two = geometry.natural_parameter_gradient(phi, xi, loss, metric)
+    one = Point(phi, xi, metric).natural_gradient(given)
+    two = Point(phi, xi, metric).natural_gradient(loss)
     assert isinstance(one, Tensor)
     assert isinstance(two, Tensor)
     assert_close(one, two, 1e-8, "∇_ξ L and L give the same")
@@ -311,12 +311,12 @@ def test_a_module_agrees_with_the_optimizer_and_the_oracle(metric: pb.metrics.Me
 def test_reduction_and_a_matrix_over_all_outputs_of_a_module() -> None:
     torch.manual_seed(0)
     model, x = nn.Linear(3, 2).double(), draw(4, 3)
-    mean = geometry.gram(model, None, pb.metrics.Euclidean(), inputs=x)
-    total = geometry.gram(model, None, pb.metrics.Euclidean(), inputs=x, reduction="sum")
+    mean = Point(model, None, pb.metrics.Euclidean(), inputs=x).gram()
+    total = Point(model, None, pb.metrics.Euclidean(), inputs=x, reduction="sum").gram()
     assert_close(total, 4 * mean, 1e-14, "sum and mean")
     g = spd(8)
     j = pb.testing.jacobian(model(x), list(model.parameters()))
-    assert_close(geometry.gram(model, None, g, inputs=x), j.T @ g @ j, 1e-12, "a matrix")
+    assert_close(Point(model, None, g, inputs=x).gram(), j.T @ g @ j, 1e-12, "a matrix")
 
 
 def test_other_parameters_of_a_module() -> None:

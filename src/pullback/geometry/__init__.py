@@ -24,29 +24,14 @@ from .charts.twin import sigmoid_twin, tanh_twin
 from .invariance.audit import audit
 from .invariance.table import Audit, Verdict
 from .invariance.trial import Contender
-from .local.functions import (
-    Occurrence,
-    SingularPoint,
-    gram,
-    natural_parameter_gradient,
-    occurrence,
-    project,
-    pushforward,
-    rank,
-    singular_points,
-)
 from .local.inverses import Generalized, RandomInverse, Rank, WeightedNorm
 from .local.point import Decomposition, Point
-from .local.proper import Properness, is_proper, properness
+from .local.proper import Properness, properness
 from .volume import Flatness, flatness
 
 __all__ = [
     # one point
     "Point",
-    "pushforward",
-    "gram",
-    "natural_parameter_gradient",
-    "project",
     "Decomposition",
     # generalized inverses
     "MoorePenrose",
@@ -54,15 +39,9 @@ __all__ = [
     "RandomInverse",
     "WeightedNorm",
     # rank and properness
-    "rank",
     "Rank",
-    "is_proper",
     "properness",
     "Properness",
-    "singular_points",
-    "SingularPoint",
-    "occurrence",
-    "Occurrence",
     # other coordinates for the same function
     "reparametrize",
     "Diffeomorphism",

@@ -114,13 +114,6 @@ def properness(
     return Properness(proper, here.rank, dimension, span, radius, len(ranks), reason)
 
 
-def is_proper(
-    phi: Phi, xi: Vector | None = None, metric: MetricLike = None, **options: Any
-) -> bool:
-    """`properness` as yes or no."""
-    return properness(phi, xi, metric, **options).proper
-
-
 def _ranks(
     phi: Phi,
     starts: list[Any],
