@@ -1,15 +1,7 @@
 """The geometry of a parametrized model φ: Ξ → (Z, g), overparametrized or not."""
 
 from ..solvers import PseudoInverse as MoorePenrose
-from .charts.diffeomorphism import (
-    Coupling,
-    Diffeomorphism,
-    Elementwise,
-    EntryPermutation,
-    Mixing,
-    cubic,
-    sinh,
-)
+from .charts.diffeomorphism import Diffeomorphism, Elementwise, EntryPermutation, cubic
 from .charts.reparametrize import reparametrize
 from .charts.transformations import (
     Affine,
@@ -46,11 +38,8 @@ __all__ = [
     "reparametrize",
     "Diffeomorphism",
     "Elementwise",
-    "sinh",
     "cubic",
-    "Mixing",
     "EntryPermutation",
-    "Coupling",
     "Transformation",
     "standard",
     "Affine",
