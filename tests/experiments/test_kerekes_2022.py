@@ -162,7 +162,7 @@ def test_the_rescaled_flow_agrees_with_the_librarys(depth: int) -> None:
         flow.Supervised(x, (1 + y) / 2, Bernoulli()),
         t=(0, 1e4),
         kind="euclidean",
-        events=[flow.Converged(loss=loss)],
+        events=[flow.Event(lambda s: math.log(loss) - math.log(s.loss))],
     )
     assert plain.status == "event"
     beta = plain.flat().view(depth, -1).prod(0)

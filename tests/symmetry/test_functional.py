@@ -230,11 +230,3 @@ def test_the_output_that_counts_is_chosen() -> None:
         pb.symmetry.find(model, x, output="logits").rank().independent == 4
     )  # 2 × 2 matrices between b and a
     assert pb.symmetry.find(model, x).rank().independent == 0  # the inner features are seen as well
-
-
-def test_products_of_transposed_weights_are_invariants() -> None:
-    model, x = Multiplied(), torch.randn(7, 3)
-    (product,) = (
-        t for n, t in pb.symmetry.find(model, x).invariants().items() if n.startswith("GL(5)")
-    )
-    assert_close(product, model.last.weight @ model.w.T, 1e-12, "the map of both layers")
