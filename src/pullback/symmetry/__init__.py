@@ -3,7 +3,6 @@
 from .actions.derived import Directed
 from .actions.scaling import Action, Leg, Mixing, Scaling
 from .actions.shifts import BiasShift, CommonShift, Folding, MeanShift, Shift
-from .descent.directions import polar_tangents
 from .find import find
 from .orbits.ranks import Rank
 from .orbits.verify import Rejected
@@ -36,7 +35,6 @@ __all__ = [
     "EqualNorm",
     "Retraction",
     "make_slice",
-    "polar_tangents",
     # descending on them
     "SliceSGD",
     "Sliced",
