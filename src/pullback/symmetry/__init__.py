@@ -1,8 +1,8 @@
 """Symmetries of networks: group actions on parameters that do not change the function."""
 
-from .actions.derived import Directed
+from .actions.charts import ChartAction
 from .actions.scaling import Action, Leg, Mixing, Scaling
-from .actions.shifts import BiasShift, CommonShift, Folding, MeanShift, Shift
+from .actions.shifts import Shift
 from .find import find
 from .orbits.ranks import Rank
 from .orbits.verify import Rejected
@@ -23,12 +23,8 @@ __all__ = [
     "Leg",
     "Scaling",
     "Mixing",
-    "Folding",
-    "Directed",
     "Shift",
-    "BiasShift",
-    "MeanShift",
-    "CommonShift",
+    "ChartAction",
     # slices
     "Slice",
     "Balanced",

@@ -22,6 +22,8 @@ class Action(ABC):
 
     #: what it is, for people
     about: str
+    #: whether it looks at parameters that it does not move
+    reads: bool = False
 
     @property
     @abstractmethod

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ..actions.charts import ChartAction, FixedNorm
 from ..actions.scaling import Action, Leg, Mixing, Scaling
-from ..actions.shifts import Folding, Norm
 from ..graph.ledger import Ledger, Producer, Readers, Reading, Row, source_of
 from ..graph.scales import Form
 from ..graph.walk import ParameterRegion, Walk
@@ -19,7 +19,7 @@ from ..graph.walk import ParameterRegion, Walk
 Units = dict[int, tuple[int, int]]  # atom -> (scaling, unit)
 
 
-def scalings(walk: Walk, norms: list[Norm]) -> list[Action]:
+def scalings(walk: Walk, norms: list[FixedNorm]) -> list[Action]:
     """One scaling for each layer whose outputs kept scales of their own."""
     arrays = [(name, r, _whole(r, array)) for name, r, array in _arrays(walk)]
     units = _units(walk, [array for _, _, array in arrays])
@@ -33,8 +33,9 @@ def scalings(walk: Walk, norms: list[Norm]) -> list[Action]:
     out: list[Action] = []
     for s, found in enumerate(legs):
         scaling = Scaling(sizes[s], _joined(found), _about(found))
-        mine = [norm for norm, those in zip(norms, reached, strict=True) if s in those]
-        out.append(Folding(scaling, mine) if mine else scaling)
+        mine = {n.shift: n for n, those in zip(norms, reached, strict=True) if s in those}
+        # x ← αx, g ← g/α leaves g x/σ alone, and the norm's constant stays if β changes with g
+        out.append(ChartAction(scaling, mine) if mine else scaling)
     return out
 
 
