@@ -15,9 +15,7 @@ from pullback.kernels import (
     Expansion,
     Projected,
     Tangent,
-    fisher_rao_gradient,
     functional_gradient,
-    gradient_norm,
     gtk,
     natural_ntk,
     ntk,
@@ -277,10 +275,5 @@ def test_no_tensors(model: nn.Module, x: Tensor) -> None:
         functional_gradient(lambda a, b: a @ b.T, x, cotangents)
     with refused("not usable"):
         rkhs_inner(torch.ones(3), kernel=torch.eye(3, dtype=torch.long))
-    resolution: Any = 2.5
-    with refused("no grid"):
-        gradient_norm(torch.zeros(1), torch.ones(1), resolution)
-    with refused("no density"):
-        fisher_rao_gradient(torch.ones(2) / 2, torch.zeros(1), torch.ones(1))
     with refused("cut-off"):
         project(model, x, gradient=model(x), rcond=-1.0)

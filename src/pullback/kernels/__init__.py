@@ -1,14 +1,7 @@
 """Tangent kernels and function-space views: how a model's function moves when its parameters do."""
 
 from .basis import GTK, Basis, ImplicitBasis, gtk
-from .change import (
-    Descent,
-    Expansion,
-    FunctionChange,
-    fisher_rao_gradient,
-    gradient_norm,
-    rkhs_descent,
-)
+from .change import Expansion, FunctionChange
 from .kernel import NTK, KernelOperator, TangentKernel, ntk, ntk_operator
 from .predict import Linearized, Prediction, linearize, predict
 from .projection import Combination, Projected, natural_ntk, project, projected_kernel, surject
@@ -43,10 +36,6 @@ __all__ = [
     "FunctionChange",
     "Expansion",
     "Combination",
-    "rkhs_descent",
-    "Descent",
-    "gradient_norm",
-    "fisher_rao_gradient",
     # the linearized model
     "linearize",
     "Linearized",
