@@ -20,7 +20,6 @@ from pullback.kernels import (
     natural_ntk,
     ntk,
     ntk_operator,
-    ntk_tiles,
     project,
     projected_kernel,
     rkhs_inner,
@@ -68,7 +67,7 @@ def test_inputs_that_do_not_match(model: nn.Module, x: Tensor) -> None:
 
 
 def test_no_inputs(model: nn.Module, x: Tensor) -> None:
-    for call in (ntk, ntk_operator, ntk_tiles, natural_ntk):
+    for call in (ntk, ntk_operator, natural_ntk):
         with refused("no common samples"):
             call(model, x[:0])
         with refused("inputs are not usable"):
@@ -161,8 +160,6 @@ def test_options(model: nn.Module, x: Tensor) -> None:
         ntk_operator(model, x, chunk=0)
     with refused("does not fit the kernel"):
         ntk_operator(model, x).matvec(draw(3))
-    with refused("does not fit the kernel"):
-        ntk_tiles(model, x, chunk=3).matvec(draw(3))
     sizes: list[dict[str, Any]] = [{"chunk": 0}, {"chunk": 1.5}, {"memory": 0}]
     for wrong in sizes:
         with refused("no size"):

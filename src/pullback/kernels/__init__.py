@@ -7,7 +7,6 @@ from .predict import Linearized, Prediction, linearize, predict
 from .projection import Combination, Projected, natural_ntk, project, projected_kernel, surject
 from .rkhs import functional_gradient, pushforward_metric, rkhs_inner
 from .tangent import Tangent
-from .tiles import SymmetricTiles, ntk_tiles
 
 __all__ = [
     # the tangent space, and kernels on it
@@ -25,8 +24,6 @@ __all__ = [
     "projected_kernel",
     "ntk_operator",
     "KernelOperator",
-    "ntk_tiles",
-    "SymmetricTiles",
     # functions: gradients, projections, inner products
     "functional_gradient",
     "project",
