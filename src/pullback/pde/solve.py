@@ -40,6 +40,7 @@ def solve(
     gram: str = "auto",
     memory: int = 2**32,
     single: int = 0,
+    causal: bool = False,
     slabs: int | str = 1,
     tol: float | None = None,
     patience: int | None = 50,
@@ -70,6 +71,7 @@ def solve(
         solver, step, gram, memory: stages of the `NaturalGradient` underneath; by default every
             damped solution from one factorization, and the largest good trust radius.
         single: steps in float32 first.
+        causal: let later times count once earlier ones are solved.
         slabs: time is cut into so many pieces that are solved one after the other. With "auto"
             these are as long as they converge, and have at most so many steps each.
         tol: stop when the error (the loss, where no solution is known) is at most this.
@@ -88,8 +90,8 @@ def solve(
             all; the first process shows progress and reads and writes the checkpoint.
     """
     settings = Settings(
-        steps, points, sampler, seed, resample, refine, solver, step, gram, memory,
-        single, tol, patience, budget, measure, callbacks, device, progress, optimizer, group,
+        steps, points, sampler, seed, resample, refine, solver, step, gram, memory, single, causal,
+        tol, patience, budget, measure, callbacks, device, progress, optimizer, group,
     )  # fmt: skip
     if slabs != "auto" and (not isinstance(slabs, int) or slabs < 1):
         got = f"got slabs={slabs!r}"
