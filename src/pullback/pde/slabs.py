@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .._core.errors import PullbackError
-from ..maps.jets import Jet, Scheme, Unsupported, nested
-from .conditions import Condition, Equation, Initial
+from .conditions import Equation, Initial
 from .domains import SpaceTime
 from .history import History
 from .networks import Slabs
@@ -21,10 +19,12 @@ from .run import Run
 from .settings import Settings
 from .solution import Solution
 from .verdict import Verdict
+from .windows import fitted, window
 
 _SHORTEST = 1 / 16  # of the whole time: slabs that are not halved any more
 _LOOK = 0.25  # of its steps and its budget, after which a slab is looked at
 _HOPELESS = 1e-2  # of their terms: residuals at which it is given up then
+_COLD = 2.0  # times the budget of a later slab: the first begins with random parameters
 
 
 def march(
@@ -79,9 +79,8 @@ class March:
         """So many slabs of equal length."""
         self._count = count
         edges = torch.linspace(*self._domain.time, count + 1, dtype=torch.float64).tolist()
-        for i, end in enumerate(edges[1:]):
-            # a checkpoint's run goes on when called again; another must get to the end now
-            run = self._begin(end, 1 if self._checkpoint is not None else 1 / (count - i))
+        for end in edges[1:]:
+            run = self._begin(end)
             if self._keep(run, run.go(), end):
                 break
 
@@ -93,7 +92,7 @@ class March:
         while (left := end - self._edges[-1]) > 0:
             length = min(length, left)
             until = end if length == left else self._edges[-1] + length
-            run = self._begin(until, 1 if self._checkpoint is not None else length / left)
+            run = self._begin(until)
             solved = run.go(_LOOK)
             looks.append(solved.verdict.relative if run.looked is None else run.looked)
             if len(looks) > 2 and looks[-1] > looks[-3] / 2:  # a shorter one is no easier
@@ -119,19 +118,20 @@ class March:
         ended = poor or bool(_ended(solved, self._checkpoint))
         return ended or verdict.name in ("converged", "") or verdict.reason.startswith("the tol")
 
-    def _begin(self, end: float, share: float) -> Run:
-        """A run over the next slab, with a share of what is left of the budget."""
-        before = self._networks[-1] if self._networks else None
-        conditions = [_continued(c, self._problem, before) for c in self._problem.conditions]
-        start = self._edges[-1]
-        part = self._problem.restricted(self._domain.slab(start, end), conditions)
-        part.name += f", t = {start:.4g} to {end:.4g}"
+    def _begin(self, end: float) -> Run:
+        """A run over the next slab, with its share of what is left of the budget."""
+        start, before = self._edges[-1], self._networks[-1] if self._networks else None
+        part = window(self._problem, start, end, before)
+        network = fitted(before or self._network, part, same=before is not None)
         path = None if self._checkpoint is None else Path(f"{self._checkpoint}.{self._attempts}")
         self._attempts += 1
         settings, budget = self._settings, self._settings.budget
         if budget is not None:
+            own = (end - start) * (_COLD if before is None else 1)
+            # a checkpoint's run goes on when called again; another must get to the end now
+            share = own / (own + self._domain.time[1] - end) if path is None else 1
             settings = replace(settings, budget=max(0.0, budget - self._spent) * share)
-        return Run(part, copy.deepcopy(before or self._network), settings, path)
+        return Run(part, network, settings, path)
 
     def _keep(self, run: Run, solved: Solution, end: float) -> bool:
         """Add a slab; whether the march ends here."""
@@ -232,29 +232,3 @@ def _refuse_repeated(problem: Problem, domain: SpaceTime) -> None:
                 "every slab would repeat it at its own beginning",
                 "State it by Initial(...), whose values are handed on from slab to slab",
             )
-
-
-def _continued(condition: Condition, problem: Problem, before: nn.Module | None) -> Condition:
-    """An initial condition whose values are those of the last slab at its end."""
-    if before is None or not isinstance(condition, Initial):
-        return condition
-    at = problem.fields.index(condition.field) if condition.field else 0
-    time = problem.domain.dim - 1
-    out = copy.copy(condition)
-
-    @torch.no_grad()
-    def ended(points: Tensor, order: int) -> Tensor:
-        x = points.to(next(before.parameters()))
-        if not order:
-            return before(x)[:, at]
-        scheme = Scheme.of([(time,)])
-        try:
-            found = before(Jet.input(x, scheme)).stacked()
-        except Unsupported:
-            found = nested(before, x, scheme)
-        return found[scheme.position[time,], :, at]
-
-    out.value = lambda points: ended(points, 0)
-    if condition.velocity is not None:
-        out.velocity = lambda points: ended(points, 1)
-    return out
