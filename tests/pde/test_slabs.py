@@ -168,9 +168,18 @@ def test_what_has_no_slabs() -> None:
     )
     with pytest.raises(PullbackError, match="as a function of the domain"):
         pde.solve(fixed, pde.mlp(2, 3, 1), slabs=2)
-    for slabs in (0, -1, 1.5):
-        with pytest.raises(PullbackError, match="number of slabs"):
+    for slabs in (0, -1, 1.5, ["a"], True):
+        with pytest.raises(PullbackError, match="slabs= is not usable"):
             run(slabs=slabs)
+    for times in ([0.5, 0.2], [0.0, 0.5], [1.0]):
+        with pytest.raises(PullbackError, match="not in order"):
+            run(slabs=times)
+
+
+def test_slabs_end_at_given_times() -> None:
+    network = run(slabs=[0.1, 0.4], steps=1).network
+    assert isinstance(network, Slabs)
+    assert network.edges.tolist() == pytest.approx([0, 0.1, 0.4, 1])
 
 
 def turning(time: float) -> pde.Problem:
