@@ -48,6 +48,7 @@ def colors(names: Iterable[str]) -> dict[str, str]:
     """The colors at these places."""
     return {name: PALETTE[place] for name, place in places(names).items()}
 
+
 #: Okabe and Ito's, which color-blind readers can tell apart
 PALETTE = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#000000")
 INK, _GRID = "#333333", "#E4E4E4"
