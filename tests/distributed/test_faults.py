@@ -108,7 +108,9 @@ def test_what_differs_is_said_on_all(world: World, what: str, words: tuple[str, 
 
 def changed(rank: int, size: int, at: int, what: str) -> Any:
     """Change a gradient or a parameter of one process, and go on to the next statistics."""
-    net, opt = wrapped(size)
+    model = model_of("dense")
+    given = [p for n, p in model.named_parameters() if what != "not given" or n != "two.weight"]
+    net, opt = wrapped(size, model, params=given)
     before = vector(net)
     try:
         for number in range(5):
@@ -140,6 +142,10 @@ def test_replicas_do_not_drift_apart(world: World, at: int, what: str, said: str
         assert said in error
         assert "process 1" in error
         assert same  # nothing has moved
+
+
+def test_parameters_of_others_may_differ(world: World) -> None:
+    assert world.run(changed, 3, "not given") == [None] * 3
 
 
 class Otherwise(nn.Module):

@@ -133,10 +133,13 @@ class Parameters:
         with torch.no_grad():
             return self.shards.gather(pieces, self.shapes, what)
 
-    def checksum(self) -> Tensor:
-        """Return numbers that replicas have in common; negative ones for others' pieces."""
-        (rank, size), held = self.shards.place, [local(p) for p in self.by_name.values()]
-        own = checksum(held)
+    def checksum(self, groups: Groups) -> Tensor:
+        """Return numbers that replicas of these groups have in common.
+
+        There is one for every piece, negative where another process has it.
+        """
+        rank, size = self.shards.place
+        own = checksum([local(p) for p in self.of(groups).values()])
         out = torch.full((size,), -1, device=own.device)
         out[rank] = own
         return out

@@ -229,7 +229,7 @@ class Replicas:
         Raise on all where replicas would drift apart, in rates, gradients or parameters.
         """
         processes, rates = self.processes, _rates(params, groups, schedule)
-        bits = checksum([*gradients.values()]), params.checksum()
+        bits = checksum([*gradients.values()]), params.checksum(groups)
         alike, found = processes.compare([told, rates, [*gradients]], flags, bits)
         if not alike[1]:
             remedy = "Change param groups and load states in all of them alike"
@@ -244,7 +244,7 @@ class Replicas:
             processes.same("their gradients", _lengths(gradients), remedy)
         if not alike[4]:
             remedy = "Load the last checkpoint, and change gradients in all processes alike"
-            held = params.whole(params.by_name, "parameters")
+            held = params.whole(params.of(groups), "parameters")
             processes.same("their parameters", _lengths(held), remedy)
         return alike[0], found
 
