@@ -5,7 +5,7 @@ from .change import Expansion, FunctionChange
 from .kernel import NTK, KernelOperator, TangentKernel, ntk, ntk_operator
 from .predict import Linearized, Prediction, linearize, predict
 from .projection import Combination, Projected, natural_ntk, project, projected_kernel, surject
-from .rkhs import functional_gradient, pushforward_metric, rkhs_inner
+from .rkhs import functional_gradient, rkhs_inner
 from .tangent import Tangent
 
 __all__ = [
@@ -29,7 +29,6 @@ __all__ = [
     "project",
     "surject",
     "rkhs_inner",
-    "pushforward_metric",
     "FunctionChange",
     "Expansion",
     "Combination",
