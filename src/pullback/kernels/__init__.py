@@ -1,6 +1,6 @@
 """Tangent kernels and function-space views: how a model's function moves when its parameters do."""
 
-from .basis import GTK, Basis, ImplicitBasis, gtk
+from .basis import GTK, gtk
 from .change import Expansion, FunctionChange
 from .kernel import NTK, KernelOperator, TangentKernel, ntk, ntk_operator
 from .predict import Linearized, Prediction, linearize, predict
@@ -15,8 +15,6 @@ __all__ = [
     "NTK",
     "GTK",
     "Projected",
-    "Basis",
-    "ImplicitBasis",
     # their matrices
     "ntk",
     "gtk",
