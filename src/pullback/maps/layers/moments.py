@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._core.products import moment
+from ..._core.products import half_moment_into, moment
 from ..._core.space import compute_dtype, tolerance
 
 _LEAK = 0.25  # of a covector that may reach other samples, by way of a batch normalization say
@@ -250,7 +250,10 @@ def stacked(uses: Sequence[Tensor], keep: Sequence[Tensor] | None = None) -> lis
         some = [x.reshape(1, -1, n) for x in uses[a : a + step]]
         rows = some[0] if len(some) == 1 else torch.cat(some)
         rows = rows if mask is None else rows * mask[a : a + step]
-        _batched_into(second[a : a + step, 0], rows.mT, rows)
+        if len(some) == 1 and rows.dtype != second.dtype:
+            half_moment_into(second[a, 0], rows[0])
+        else:
+            _batched_into(second[a : a + step, 0], rows.mT, rows)
         ones = _ones(rows.shape[1], rows.dtype, rows.device).expand(len(some), -1, -1)
         _batched_into(first[a : a + step], ones, rows)
     each = zip(second.unbind(), first.unbind(), places, strict=True)
