@@ -235,25 +235,24 @@ class Processes:
         """
         if self.alone:
             return
-        for places in _by_kind(tensors):
-            by_rank = [[tensors[i] for i in places if owners[i] == r] for r in range(self.size)]
-            lengths = [sum(t.numel() for t in own) for own in by_rank]
-            like = tensors[places[0]]
-            mine = _packed(by_rank[self.rank]) if lengths[self.rank] else like.new_empty(0)
-            cut = _gathered_length(lengths, like.itemsize)
-            every = [like.new_empty(0)] * self.size
+        for device in dict.fromkeys(t.device for t in tensors):
+            here = [(t, r) for t, r in zip(tensors, owners, strict=True) if t.device == device]
+            by_rank = [[t for t, owner in here if owner == rank] for rank in range(self.size)]
+            lengths = [sum(_aligned(t.nbytes) for t in own) for own in by_rank]
+            cut, mine = _gathered_length(lengths), _bytes(by_rank[self.rank], device)
+            every = [mine.new_empty(0)] * self.size
             if cut:
-                flat = like.new_zeros(cut)
+                flat = mine.new_zeros(cut)
                 flat[: len(mine)] = mine[:cut]
                 every = list(self._gather(flat, what).view(self.size, -1))
             for rank in [rank for rank, n in enumerate(lengths) if n > cut]:
-                here = rank == self.rank
-                rest = mine[cut:].clone() if here else like.new_empty(lengths[rank] - cut)
+                own = mine[cut:].clone() if rank == self.rank else None
+                rest = mine.new_empty(lengths[rank] - cut) if own is None else own
                 self._broadcast(rest, rank, what)
                 every[rank] = torch.cat([every[rank], rest])
             for rank, own in enumerate(by_rank):
                 if own and rank != self.rank:
-                    torch._foreach_copy_(own, _split(every[rank], [t.shape for t in own]))
+                    torch._foreach_copy_(own, _from_bytes(every[rank], own))
 
     def adopt(self, tensors: Sequence[Tensor], what: str = "adopted") -> None:
         """Copy the tensors of the first process to all others, in place."""
@@ -504,19 +503,43 @@ def _by_kind(tensors: Sequence[Tensor]) -> Iterable[list[int]]:
 
 
 _CALL = 2**22  # bytes that take about as long as one more call
+_ALIGNED = 16  # bytes
 
 
-def _gathered_length(lengths: Sequence[int], size: int) -> int:
-    """Return how much of every process's entries, of this size, is gathered, and padded to it.
+def _gathered_length(lengths: Sequence[int]) -> int:
+    """Return how many of every process's bytes are gathered, and padded to it.
 
     The rest of longer ones is sent by broadcasts, each a call.
     """
 
     def cost(cut: int) -> float:
         rest = [n - cut for n in lengths if n > cut]
-        return (len(lengths) - 1) * cut * size + sum(n * size + _CALL for n in rest)
+        return (len(lengths) - 1) * cut + sum(n + _CALL for n in rest)
 
     return min({0, *lengths}, key=cost)
+
+
+def _aligned(count: int) -> int:
+    """Return the bytes that a tensor takes in a buffer, where any dtype may follow."""
+    return -(-count // _ALIGNED) * _ALIGNED
+
+
+def _bytes(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Return the bytes of tensors of any dtypes, one after the other."""
+    parts = [torch.empty(0, dtype=torch.uint8, device=device)]
+    for t in tensors:
+        flat = t.detach().reshape(-1).view(torch.uint8)
+        parts += [flat, flat.new_zeros(_aligned(len(flat)) - len(flat))]
+    return torch.cat(parts)
+
+
+def _from_bytes(buffer: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Return tensors like these from their bytes, as views."""
+    out, at = [], 0
+    for t in like:
+        out.append(buffer[at : at + t.nbytes].view(t.dtype).view(t.shape))
+        at += _aligned(t.nbytes)
+    return out
 
 
 def _packed(tensors: Sequence[Tensor]) -> Tensor:
