@@ -12,7 +12,7 @@ from .._core.errors import PullbackError
 from .actions.charts import ChartAction, FixedNorm, in_parameters, with_values
 from .actions.scaling import Action, Scaling, two_sided
 from .candidates.mixings import mixings, scalings
-from .candidates.shifts import exchanges, shifts, streams
+from .candidates.shifts import shifts, streams
 from .graph.tracing import Example, guess_input, trace
 from .graph.walk import Walk
 from .orbits.verify import verify_actions
@@ -91,7 +91,6 @@ def candidates(walk: Walk, run: Example) -> list[Action]:
         *mixed,
         *shifts(walk, params, fixed),
         *streams(walk.ledger, params),
-        *exchanges(walk.ledger),
     ]
     return [in_parameters(action, walk.matrices) for action in found]
 
