@@ -72,7 +72,7 @@ def test_every_optimizer_of_torch_trains_with_its_state_transported(name: str) -
     assert opt.slice.contains()
 
 
-@pytest.mark.parametrize("slice", ["balanced", "layer-balanced", "equal-norm", "equal-weights"])
+@pytest.mark.parametrize("slice", ["balanced", "layer-balanced", "equal-norm"])
 def test_one_step_changes_the_function_as_the_inner_one_does(slice: str) -> None:
     model = mlp(3, 8, 6, 2)
     opt = sliced(model, torch.optim.Adam(model.parameters(), lr=0.01), slice=slice)
@@ -198,7 +198,7 @@ def natural(model: nn.Module, **options) -> pb.NaturalGradient:
     return pb.NaturalGradient(model, metric, pb.solvers.PseudoInverse(), **options)
 
 
-@pytest.mark.parametrize("kind", ["balanced", "equal-weights"])
+@pytest.mark.parametrize("kind", ["balanced", "equal-norm"])
 def test_the_natural_gradient_of_a_slice_moves_the_function_as_moore_penrose(kind: str) -> None:
     """Units are layers here, so that the slice has full rank where the net has no other kernel."""
     model = mlp(3, 1, 2)
@@ -218,10 +218,7 @@ def test_the_natural_gradient_of_a_slice_moves_the_function_as_moore_penrose(kin
     expected = basis @ (torch.linalg.pinv(restricted) @ residual)
     assert relative(mine, expected) < 1e-10
     assert relative(j @ mine, j @ plain) < 1e-10
-    if kind == "balanced":
-        assert relative(mine, plain) < 1e-10
-    else:
-        assert relative(mine, plain) > 1e-3
+    assert relative(mine, plain) < 1e-10  # one hidden layer: both slices are orthogonal to orbits
 
 
 def test_natural_gradient_steps_stay_on_the_slice() -> None:

@@ -32,8 +32,7 @@ class Sliced(Optimizer):
         optimizer: torch's or another, such as Adam.
         symmetry: what `symmetry.find(model, x)` returned, or the model itself. May be left out
             where the optimizer knows its model, as ours do.
-        slice: "balanced" (every unit takes in what it gives out), "layer-balanced", "equal-norm"
-            or "equal-weights".
+        slice: "balanced" (every unit takes in what it gives out), "layer-balanced" or "equal-norm".
         every: retract after every `every` steps.
         sweeps: for "balanced": None balances every other layer after each step, n balances all
             layers, n times.
