@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from pullback.symmetry import Balanced, Mixing, Scaling, Sliced, find
+from pullback.symmetry import Balanced, Scaling, Sliced, find
 from tests.symmetry.networks import Of, dense, in_kernel, nullity, randomized
 
 
@@ -82,7 +82,7 @@ FOUND: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...], int]] = {
     "no biases": (lambda: read_out(nn.RNN, nonlinearity="relu", bias=False), LONG, 4),
     "tanh RNN: biases that add up": (lambda: read_out(nn.RNN), LONG, 4),
     "LSTM: biases of gates": (lambda: read_out(nn.LSTM), LONG, 16),
-    "LSTM with projection": (lambda: read_out(nn.LSTM, 2, proj_size=2), LONG, 16 + 4),
+    "LSTM with projection": (lambda: read_out(nn.LSTM, 2, proj_size=2), LONG, 16 + 2),
     "GRU": (lambda: read_out(nn.GRU), LONG, 0),
     "by hand": (lambda: unrolled(F.leaky_relu), LONG, 4 + 4),
     "by hand, GELU": (lambda: unrolled(F.gelu), LONG, 4),
@@ -131,7 +131,7 @@ def test_the_kernel_of_j_is_what_was_found(name: str, seed: int) -> None:
     "name",
     [
         *("LSTM: biases of gates", "tanh RNN: biases that add up"),
-        *("LSTM with projection", "by hand, GELU", "from a given state"),
+        *("by hand, GELU", "from a given state"),
         *("no biases", "by hand", "one layer for two branches", "and its bias"),
     ],
 )
@@ -210,9 +210,3 @@ def test_a_layer_that_is_used_twice_in_a_row() -> None:
     moved = scaling.act(held, torch.ones(1).double())
     ratios = [float((moved[f"{n}.weight"] / held[f"{n}.weight"]).log().mean()) for n in "uw"]
     assert ratios[0] == pytest.approx(-2 * ratios[1])
-    model.function = lambda s, x: s.out(s.w(s.w(s.u(x))))
-    (mixing,) = [a for a in find(model, x).actions if isinstance(a, Mixing)]
-    params = {n: p.detach() for n, p in model.named_parameters()}
-    m = torch.linalg.matrix_exp(normal(2, 2))
-    w = mixing.act(params, normal(2, 2).flatten())
-    torch.testing.assert_close(w["w.weight"], m @ params["w.weight"] @ m.inverse())

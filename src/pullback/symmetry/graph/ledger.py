@@ -196,8 +196,6 @@ class Ledger:
     producers: list[Producer] = field(default_factory=list)
     events: list[Reading] = field(default_factory=list)
     touched: Counter[Row] = field(default_factory=Counter)
-    #: layers that read nothing but zeros, as a recurrent one does at first
-    blank: set[int] = field(default_factory=set)
     _units: list[tuple[Row, Any]] = field(default_factory=list)
     _number: dict[tuple[Row, Any], int] = field(default_factory=dict)
     _calls: int = 0
