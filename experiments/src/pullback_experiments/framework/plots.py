@@ -5,7 +5,7 @@ Matplotlib is slow to import, and imported by the functions that draw.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -18,7 +18,36 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["INK", "PALETTE", "band", "dress", "label", "new", "save"]
+__all__ = ["INK", "PALETTE", "band", "colors", "dress", "label", "new", "places", "save"]
+
+#: a method's place in the palette, the same in all figures
+_PLACES = {
+    "Natural gradient": 0, "Gauss–Newton": 0, "NGD": 0, "kfac-spectral": 0,
+    "Adam": 1, "AdamW": 1, "adamw": 1,
+    "L-BFGS": 2, "muon-0.9": 2,
+    "K-FAC": 3, "kfac-natural": 3,
+    "SGD": 4, "sgd": 4,
+    "muon": 5, "E-NGD": 5, "soap": 6, "E-NGD-OGA": 6, "NGD-OGA": 7, "kfac-eigenbasis": 7,
+}  # fmt: skip
+
+
+def places(names: Iterable[str]) -> dict[str, int]:
+    """A place in the palette for each method; those without one of their own take what is free.
+
+    >>> places(["SGD", "Nyström", "Gauss–Newton"])
+    {'SGD': 4, 'Nyström': 7, 'Gauss–Newton': 0}
+    """
+    names = list(names)
+    own = {name: _PLACES[name] for name in names if name in _PLACES}
+    free = [i for i in reversed(range(len(PALETTE))) if i not in own.values()]
+    rest = dict(zip([name for name in names if name not in own], free, strict=False))
+    return {name: {**own, **rest}[name] for name in names if name in own or name in rest}
+
+
+def colors(names: Iterable[str]) -> dict[str, str]:
+    """The colors at these places."""
+    return {name: PALETTE[place] for name, place in places(names).items()}
+
 
 #: Okabe and Ito's, which color-blind readers can tell apart
 PALETTE = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#000000")
