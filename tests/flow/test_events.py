@@ -349,15 +349,6 @@ BAD: dict[str, tuple[dict[str, object], str]] = {
         {"model": lambda x: x, "start": tensor(1, 2), "closure_or_objective": lambda z: z},
         "not one number",
     ),
-    "a class too many": (
-        {
-            "closure_or_objective": flow.Supervised(
-                draw(3, 5), torch.tensor([0, 1, 1]), Categorical()
-            ),
-            "metric": None,
-        },
-        "out of range",
-    ),
     "closure without a loss": ({"closure_or_objective": lambda: None}, "return the loss"),
     "a metric with residuals": (
         {"closure_or_objective": lambda params: params["weight"]},

@@ -13,7 +13,7 @@ from torch.func import functional_call, jacrev
 import pullback as pb
 from pullback import PullbackError
 from pullback.symmetry.descent.transport import powers_of
-from pullback.symmetry.sliced import Sliced, slice_direction
+from pullback.symmetry.sliced import Sliced
 from pullback.symmetry.slices.equal_norm import make_slice
 from pullback.symmetry.slices.slice import Balanced
 
@@ -72,7 +72,7 @@ def test_every_optimizer_of_torch_trains_with_its_state_transported(name: str) -
     assert opt.slice.contains()
 
 
-@pytest.mark.parametrize("slice", ["balanced", "layer-balanced", "equal-norm", "equal-weights"])
+@pytest.mark.parametrize("slice", ["balanced", "layer-balanced", "equal-norm"])
 def test_one_step_changes_the_function_as_the_inner_one_does(slice: str) -> None:
     model = mlp(3, 8, 6, 2)
     opt = sliced(model, torch.optim.Adam(model.parameters(), lr=0.01), slice=slice)
@@ -198,7 +198,7 @@ def natural(model: nn.Module, **options) -> pb.NaturalGradient:
     return pb.NaturalGradient(model, metric, pb.solvers.PseudoInverse(), **options)
 
 
-@pytest.mark.parametrize("kind", ["balanced", "equal-weights"])
+@pytest.mark.parametrize("kind", ["balanced", "equal-norm"])
 def test_the_natural_gradient_of_a_slice_moves_the_function_as_moore_penrose(kind: str) -> None:
     """Units are layers here, so that the slice has full rank where the net has no other kernel."""
     model = mlp(3, 1, 2)
@@ -209,7 +209,7 @@ def test_the_natural_gradient_of_a_slice_moves_the_function_as_moore_penrose(kin
     opt = natural(model)
     closure = closure_of(model, opt)
     plain = opt.direction(closure).x
-    mine = slice_direction(opt, found, closure)
+    mine = found.lift(opt.direction(closure).x)
     j, residual, _ = system(model)
     basis = found.tangent_basis()
     restricted = j @ basis
@@ -218,10 +218,7 @@ def test_the_natural_gradient_of_a_slice_moves_the_function_as_moore_penrose(kin
     expected = basis @ (torch.linalg.pinv(restricted) @ residual)
     assert relative(mine, expected) < 1e-10
     assert relative(j @ mine, j @ plain) < 1e-10
-    if kind == "balanced":
-        assert relative(mine, plain) < 1e-10
-    else:
-        assert relative(mine, plain) > 1e-3
+    assert relative(mine, plain) < 1e-10  # one hidden layer: both slices are orthogonal to orbits
 
 
 def test_natural_gradient_steps_stay_on_the_slice() -> None:

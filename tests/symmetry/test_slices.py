@@ -23,7 +23,6 @@ SLICES: dict[str, Callable[[nn.Sequential], Slice]] = {
     "balanced": lambda m: Balanced(scalings(m), m),
     "layer-balanced": lambda m: Balanced([s.merged() for s in scalings(m)], m),
     "equal-norm": lambda m: EqualNorm(scalings(m), m),
-    "equal-weights": lambda m: EqualNorm(scalings(m), m, biases=False),
 }
 NETS: dict[str, tuple[Callable[[], nn.Sequential], tuple[int, ...]]] = {
     "3-4-5-2": (lambda: mlp(3, 4, 5, 2), (3,)),

@@ -1,11 +1,8 @@
 """Natural and Euclidean gradient flow, θ' = −G⁺∇L and θ' = −∇L, by adaptive integrators.
 
-The integrators are scipy's, in float64. DOP853, of order 8 with dense output of order 7, is
-the default: on a logistic flow with a known solution it reached 3e-11 between its steps with 323
-evaluations, where torchdiffeq's dopri8 (dense output of order 4) reached 3e-7 with 249 and its
-dopri5 3e-9 with 344. Each evaluation, a Jacobian and its SVD, costs far more than the state's
-way from a GPU and back. The implicit methods are for Euclidean flows, which are stiff where the
-curvatures of the loss differ much.
+The integrators are scipy's, in float64. DOP853, of order 8 with dense output of order 7, is the
+default. The implicit methods are for Euclidean flows, which are stiff where the curvatures of the
+loss differ much.
 """
 
 from __future__ import annotations

@@ -1,14 +1,9 @@
 """Natural gradient flow of classification losses, also where logits diverge, in log domain.
 
 With g = ∂ℓ/∂z and the Fisher metric M, autograd's g = p − y rounds to zero from logits of about
-37 on, and M vanishes with it; their quotient v = M⁻¹g does not. A `Score` holds
-
-    v       with M v = g,
-    basis   Q, orthonormal columns that span the directions M sees,
-    pairs   columns S̃ and r̃ with S̃ S̃ᵀ = M e^(−2c), S̃ r̃ = g e^(−2c), e^c their largest entry.
-
-If QᵀJ has full row rank, the natural gradient is (QᵀJ)⁺Qᵀv whatever the weights in M; elsewhere it
-is the weighted least-squares solution (S̃ᵀJ)⁺r̃.
+37 on, and M vanishes with it; their quotient v = M⁻¹g does not. If J has full row rank, the natural
+gradient is J⁺v whatever the weights in M. Elsewhere it is the weighted least-squares solution
+(S̃J)⁺r̃ with S̃² = M e^(−2c) and S̃ r̃ = g e^(−2c), e^c the largest weight's root.
 """
 
 from __future__ import annotations
@@ -22,7 +17,7 @@ from torch import Tensor, nn
 
 from .._core.capture import Selector
 from .._core.errors import PullbackError
-from .._core.factor import Blocks, Diagonal, Factor
+from .._core.factor import Diagonal, Factor
 from ..grams import Part, assemble
 from ..likelihoods import Bernoulli, Categorical, Likelihood
 from ..maps import Call, Linearization, ModuleMap
@@ -33,12 +28,11 @@ from .field import ClosureField, FieldValue
 
 @dataclass(frozen=True)
 class Score:
-    """What the flow needs of one batch of logits z (N, *event)."""
+    """What the flow needs of one batch of logits: g, v, and the diagonals S̃ and r̃."""
 
     slope: Tensor
-    basis: Factor
-    basis_velocity: Tensor
-    pairs: Factor
+    velocity: Tensor
+    root: Tensor
     white: Tensor
 
 
@@ -53,50 +47,7 @@ def bernoulli(z: Tensor, y: Tensor) -> Score:
     slope = (1 - y) * z.sigmoid() - y * (-z).sigmoid()
     v = _times(1 - y, 1 + z.exp()) - _times(y, 1 + (-z).exp())
     white = _times(1 - y, (z / 2 - c).exp()) - _times(y, (-z / 2 - c).exp())
-    return Score(slope, Diagonal(torch.ones_like(z)), v, Diagonal((half - c).exp()), white)
-
-
-def categorical(z: Tensor, y: Tensor) -> Score:
-    r"""Cross-entropy of logits (N, K) and classes (N,).
-
-    v = −e_y/p_y, up to a multiple of 1 that M does not see. M is taken as
-    Σ_{k<l} p_k p_l (e_k − e_l)(e_k − e_l)ᵀ, which has no cancellation where one p is near 1.
-    """
-    if z.ndim != 2 or y.shape != z.shape[:1] or y.is_floating_point():
-        raise PullbackError(
-            "The classes do not fit the logits",
-            f"got {tuple(y.shape)} of {y.dtype} for {tuple(z.shape)}",
-            "Give one class index per row of logits",
-        )
-    n, k = z.shape
-    if not 0 <= int(y.min()) <= int(y.max()) < k:
-        raise PullbackError(
-            "A class is out of range",
-            f"found {int(y.min())} to {int(y.max())} for {k} logits",
-            f"Use classes from 0 to {k - 1}",
-        )
-    if k == 1:
-        raise PullbackError(
-            "There is only one class", "its probability is 1 at any logit", "Give two or more"
-        )
-    y = y.long()
-    log_p = z.log_softmax(1)
-    right = F.one_hot(y, k).bool()
-    others = log_p.masked_fill(right, -torch.inf).logsumexp(1, keepdim=True).exp()
-    slope = torch.where(right, -others, log_p.exp())
-    v = torch.where(right, -(-log_p).exp(), 0.0)
-    eye = torch.eye(k, dtype=z.dtype, device=z.device)
-    q = torch.linalg.qr(eye - 1 / k)[0][:, : k - 1]
-    a, b = torch.triu_indices(k, k, 1, device=z.device)
-    half = 0.5 * (log_p[:, a] + log_p[:, b])  # (N, pairs)
-    c = half.max()
-    columns = (half - c).exp()[:, None, :] * (eye[:, a] - eye[:, b])
-    # v_a − v_b is −1/p_a where a is the class, 1/p_b where b is
-    sign = right[:, b].to(z.dtype) - right[:, a].to(z.dtype)
-    log_v = -(log_p * right).sum(1, keepdim=True)
-    white = _times(sign, (half - c + log_v).exp())
-    basis = Blocks(q.expand(n, k, k - 1), (k,))
-    return Score(slope, basis, basis.transpose(v), Blocks(columns, (k,)), white)
+    return Score(slope, v, (half - c).exp(), white)
 
 
 def _times(y: Tensor, x: Tensor) -> Tensor:
@@ -126,9 +77,9 @@ _HIDDEN = (
 class Supervised:
     """L = Σ −log p(y | model(x)), or its mean, with the Fisher metric of p.
 
-    For `Bernoulli` and `Categorical` the natural flow works in log domain and follows logits of any
-    size; a closure's gradient p − y rounds to zero from logits of about 37 on. With more samples
-    than parameters the weights of samples count, and a flow ends with a reason where they differ by
+    For `Bernoulli` the natural flow works in log domain and follows logits of any size; a
+    closure's gradient p − y rounds to zero from logits of about 37 on. With more samples than
+    parameters the weights of samples count, and a flow ends with a reason where they differ by
     more than the digits of the numbers.
 
     Args:
@@ -182,7 +133,8 @@ class SupervisedField(ClosureField):
         super().__init__(model, self._total, kind, **options)
         own = isinstance(chosen, Fisher) and type(chosen.likelihood) is type(data.likelihood)
         plain = isinstance(solver, PseudoInverse)
-        self._solver = solver if kind == "natural" and own and plain else None
+        log = isinstance(data.likelihood, Bernoulli) and kind == "natural"
+        self._solver = solver if log and own and plain else None
 
     def _total(self) -> Tensor:
         z = self._map().value(self.host.model(*self._data.arguments))
@@ -207,9 +159,7 @@ class SupervisedField(ClosureField):
             return super().local(flat)
         with self.host.at(flat):
             linear = self._map().linearize(self.space.split(flat))
-            score = self._score(linear.value)
-            if score is None:
-                return super().local(flat)
+            score = bernoulli(linear.value, self._data.targets.to(linear.value.device))
             loss = float(self._reduced(linear.value))
             count = self._data.likelihood.samples(linear.value)
             mean = 1 / count if self._data.reduction == "mean" else 1.0
@@ -220,26 +170,18 @@ class SupervisedField(ClosureField):
                     return FieldValue.broken(flat, _HIDDEN.format(hidden))
                 return FieldValue.checked(loss, gradient, -x)
 
-    def _score(self, z: Tensor) -> Score | None:
-        likelihood, y = self._data.likelihood, self._data.targets.to(z.device)
-        if isinstance(likelihood, Bernoulli):
-            return bernoulli(z, y)
-        if not isinstance(likelihood, Categorical) or z.ndim != 2:
-            return None
-        return None if bool((y == likelihood.ignore_index).any()) else categorical(z, y)
-
     def _natural(self, linear: Linearization, score: Score) -> tuple[Tensor, int]:
-        """(QᵀJ)⁺Qᵀv if its rows are independent, else (S̃ᵀJ)⁺r̃.
+        """J⁺v if its rows are independent, else (S̃J)⁺r̃.
 
-        And how many directions that clearly move the logits are lost in S̃ᵀJ, whose weights may
+        And how many directions that clearly move the logits are lost in S̃J, whose weights may
         differ by more than the digits of the numbers.
         """
-        v = score.basis_velocity
-        finite = torch.isfinite(v)
-        x, rank, clear = self._solved(linear, score.basis, torch.where(finite, v, 0.0))
+        v = score.velocity
+        finite, one = torch.isfinite(v), Diagonal(torch.ones_like(v))
+        x, rank, clear = self._solved(linear, one, torch.where(finite, v, 0.0))
         if rank == v.numel() and bool(finite.all()):
             return x, 0
-        x, seen, _ = self._solved(linear, score.pairs, score.white)
+        x, seen, _ = self._solved(linear, Diagonal(score.root), score.white)
         return x, max(0, clear - seen)
 
     def _solved(self, linear: Linearization, factor: Factor, r: Tensor) -> tuple[Tensor, int, int]:

@@ -16,7 +16,7 @@ from .charts.twin import sigmoid_twin, tanh_twin
 from .invariance.audit import audit
 from .invariance.table import Audit, Verdict
 from .invariance.trial import Contender
-from .local.inverses import Generalized, RandomInverse, Rank, WeightedNorm
+from .local.inverses import RandomInverse, Rank, WeightedNorm
 from .local.point import Decomposition, Point
 from .local.proper import Properness, properness
 from .volume import Flatness, flatness
@@ -27,7 +27,6 @@ __all__ = [
     "Decomposition",
     # generalized inverses
     "MoorePenrose",
-    "Generalized",
     "RandomInverse",
     "WeightedNorm",
     # rank and properness

@@ -12,7 +12,7 @@ from .._core.errors import PullbackError
 from .._core.factor import Factor
 from ..grams import FactoredGram
 from ..maps import Linearization
-from .grams import Sides, TangentGram, agrees_with_autograd, isotropic, tangent_gram
+from .grams import Sides, agrees_with_autograd, tangent_gram
 from .minimum_norm import minimum_norm, split
 from .parameters import (
     FactoredModule,
@@ -28,7 +28,6 @@ from .tangents import (
     FactorTerm,
     MatrixTangent,
     around,
-    commuting,
     level_factors,
 )
 
@@ -147,8 +146,8 @@ class DeepMatrix(FactoredModule):
     ) -> tuple[Tensor, ...]:
         r"""J⁺∇_β: of all moves with J x closest to ∇_β the shortest, one tensor per factor.
 
-        X_i = A_iᵀ Λ B_iᵀ with Σ_i A_iA_iᵀ Λ B_iᵀB_i = ∇_β: for two factors a Sylvester equation,
-        solved by their singular values. Factors may be rank-deficient, and narrow ones give the
+        X_i = A_iᵀ Λ B_iᵀ with Σ_i A_iA_iᵀ Λ B_iᵀB_i = ∇_β: for two factors a Sylvester equation.
+        Factors may be rank-deficient, and narrow ones give the
         projection of ∇_β onto the tangent space. With damping λ it is Jᵀ(JJᵀ + λ)⁻¹∇_β.
 
         Args:
@@ -171,11 +170,9 @@ class DeepMatrix(FactoredModule):
             refuse_nonfinite("A factor", w)
         if damping == 0:
             factors, unit = level_factors(factors)
-        everyone = list(range(self.depth))
-        tangent = _tangent(factors, everyone, None, entries)
-        spectrum = self._commuting(tangent, everyone, 1.0, whole=entries is None)
+        tangent = _tangent(factors, range(self.depth), None, entries)
         r = grad.detach().to(dtype).flatten() * unit
-        found = minimum_norm(tangent, spectrum, r, damping=damping, rcond=rcond)
+        found = minimum_norm(tangent, r, damping=damping, rcond=rcond)
         refuse_nonfinite("The natural gradient", found)
         return self.like_factors(tangent.split(found))
 
@@ -194,11 +191,7 @@ class DeepMatrix(FactoredModule):
         return self.like_factors(split(self.values(dtype), grad.detach().to(dtype)))
 
     def pullback_gram(self, linear: Linearization, factor: Factor) -> FactoredGram | None:
-        """G = JᵀMJ in closed form for calls of `forward`; None for anything else.
-
-        For a metric that is a multiple of the identity and at most two factors G comes with its
-        spectrum.
-        """
+        """G = JᵀMJ in closed form for calls of `forward`; None for anything else."""
         found = self.linearized(linear)
         x, columns = self.arguments(linear)
         if found is None or (x is not None and columns is None and x.ndim != 2):
@@ -208,25 +201,8 @@ class DeepMatrix(FactoredModule):
         inputs = x.to(linear.space.dtype) if x is not None and entries is None else None
         tangent = _tangent(factors, chosen, inputs, entries)
         sides = Sides(factor, tuple(linear.value.shape))
-        scale = isotropic(factor, linear.value)
-        spectrum = None
-        if scale is not None:
-            spectrum = self._commuting(tangent, chosen, scale, whole=x is None)
-        if spectrum is not None:
-            gram: FactoredGram = TangentGram(tangent, sides, spectrum)
-        else:
-            gram = tangent_gram(tangent, sides)
+        gram = tangent_gram(tangent, sides)
         return gram if agrees_with_autograd(gram, linear, factor) else None
-
-    def _commuting(self, tangent: FactorTangent, chosen: list[int], scale: float, *, whole: bool):
-        """The spectrum, where the terms of the tangent have common singular vectors."""
-        pair = whole and self.depth == 2 and chosen == [0, 1]
-        if not isinstance(tangent, MatrixTangent) or not (pair or len(chosen) == 1):
-            return None
-        sides = [t.left for t in tangent.terms], [t.right for t in tangent.terms]
-        if not all(bool(torch.isfinite(side).all()) for side in (*sides[0], *sides[1])):
-            return None
-        return commuting(*sides, scale)
 
 
 def _tangent(

@@ -13,7 +13,7 @@ from .._core.svd import svd
 from ..grams import FactoredGram
 from ..grams.base import Structure
 from ..maps import Linearization
-from .tangents import Commuting, FactorTangent, Isometric
+from .tangents import FactorTangent, Isometric
 
 _CORE_SIDE = 1024  # the smaller side of C up to which its SVD costs less than a few seconds
 _CORE_ENTRIES = 2**25
@@ -96,19 +96,13 @@ class Sides:
 class TangentGram(FactoredGram):
     """G = JᵀMJ by products with the factors; JJᵀ = Σ LLᵀ ⊗ RᵀR where a matrix is asked for."""
 
-    def __init__(
-        self, tangent: FactorTangent, sides: Sides, spectrum: Commuting | None = None
-    ) -> None:
-        self._tangent, self._sides, self._spectrum = tangent, sides, spectrum
+    def __init__(self, tangent: FactorTangent, sides: Sides) -> None:
+        self._tangent, self._sides = tangent, sides
         self.count, self.size = sides.count(tangent.count), tangent.size
         sample = tangent.terms[0].left
         self.dtype, self.device = sample.dtype, sample.device
         self.structure = Structure(
-            "operator",
-            factored=True,
-            low_rank=self.count < self.size,
-            closed=True,
-            spectral=spectrum is not None,
+            "operator", factored=True, low_rank=self.count < self.size, closed=True
         )
 
     def project(self, v: Tensor) -> Tensor:
@@ -120,18 +114,8 @@ class TangentGram(FactoredGram):
     def kernel(self) -> Tensor:
         return self._sides.transpose(self._sides.transpose(self._tangent.kernel()).T)
 
-    def row_norms(self) -> Tensor | None:
-        """From the factors, where S is a multiple of the identity."""
-        if self._spectrum is None:
-            return None
-        return self._spectrum.scale * self._tangent.squares().sqrt()
-
     def trace(self) -> Tensor:
-        norms = self.row_norms()
-        return self.kernel().diagonal().sum() if norms is None else norms.square().sum()
-
-    def spectrum(self) -> Commuting | None:
-        return self._spectrum
+        return self.kernel().diagonal().sum()
 
 
 def tangent_gram(
@@ -143,20 +127,6 @@ def tangent_gram(
         return TangentGram(tangent, sides)
     core = sides.transpose(tangent.core().T).T
     return CoreGram(core.contiguous(), tangent.size, tangent.reduce, tangent.expand)
-
-
-def isotropic(factor: Factor, value: Tensor) -> float | None:
-    """The s with S = s·1, or None, from S applied to one random vector.
-
-    A factor that couples samples is never taken for one.
-    """
-    if factor.couples_samples or tuple(factor.white) != tuple(value.shape[1:]):
-        return None
-    c = _probe(value.shape, value)
-    image = factor.apply(c)
-    s = float((c * image).sum() / c.square().sum())
-    wrong = (image - s * c).abs().max()
-    return s if bool(wrong <= 4 * torch.finfo(value.dtype).eps * image.abs().max()) else None
 
 
 def agrees_with_autograd(gram: FactoredGram, linear: Linearization, factor: Factor) -> bool:

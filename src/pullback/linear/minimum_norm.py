@@ -4,7 +4,8 @@ Where an SVD of the tangent is too large, by conjugate gradients. The ranges of 
 shrink with i and those of R_iᵀ = (W_{i+1}⋯W_L)ᵀ grow. So orthonormal bases U and H are adapted to
 all of them, in which the range of JJᵀ is a set of coordinate pairs (a, b): what r has outside is
 dropped first, and a singular system becomes a consistent one. The diagonal of JJᵀ in these bases
-preconditions the iteration; it is exact where the factors are balanced, since all terms commute.
+preconditions the iteration; it is exact for one or two factors and where the factors are balanced,
+since all terms commute.
 
 The per-layer split (1/L) A_i⁺ ∇_β B_i⁺ solves it in some cases. The paper prints B⁺ and A⁺ on the
 other sides; since vec(A X B) = (Bᵀ ⊗ A) vec X, A_i X B_i = ∇_β/L has the solution A_i⁺∇_βB_i⁺/L.
@@ -21,9 +22,9 @@ from .._core.errors import PullbackError
 from ..grams import FactoredGram, Gram
 from ..grams.base import Structure
 from ..solvers import ConjugateGradient, PseudoInverse
-from .grams import Sides, TangentGram, tangent_gram
+from .grams import Sides, tangent_gram
 from .parameters import refuse_nonfinite, refuse_shape, refuse_zero_tangent
-from .tangents import Commuting, FactorTangent, MatrixTangent, around
+from .tangents import FactorTangent, MatrixTangent, around
 
 
 class _Kernel(Gram):
@@ -83,11 +84,13 @@ def _adapted(sides: Sequence[Tensor], rcond: float | None) -> tuple[Tensor, Tens
     """
     ranges = [torch.linalg.svd(m, full_matrices=False) for m in sides]
     eps = torch.finfo(sides[0].dtype).eps
-    spans = []
+    spans, sizes = [], []
     for m, (basis, sigma, _) in zip(sides, ranges, strict=True):
-        cut = max(m.shape) * eps if rcond is None else rcond
-        spans.append(basis[:, sigma > cut * sigma.max()])
-    smallest = min(range(len(sides)), key=lambda i: spans[i].shape[1])
+        kept = sigma > (max(m.shape) * eps if rcond is None else rcond) * sigma.max()
+        spans.append(basis[:, kept])
+        # of ranges with the same dimension that of the side furthest from an isometry
+        sizes.append((int(kept.sum()), float(sigma[kept].min() / sigma.max()) if kept.any() else 0))
+    smallest = min(range(len(sides)), key=sizes.__getitem__)
     total = torch.stack([s @ s.T for s in spans]).sum(0)
     # within the smallest range its own singular vectors, so that balanced factors commute
     first = spans[smallest]
@@ -106,7 +109,6 @@ _LARGEST = 2**27  # entries of the tangent that may be decomposed where the iter
 
 def minimum_norm(
     tangent: FactorTangent,
-    spectrum: Commuting | None,
     r: Tensor,
     *,
     damping: float = 0.0,
@@ -119,14 +121,8 @@ def minimum_norm(
     they converge.
     """
     refuse_zero_tangent(tangent.squares().sum())
-    if spectrum is not None:
-        return _solved(TangentGram(tangent, Sides(), spectrum), r, damping, rcond)
     gram = tangent_gram(tangent, Sides())
-    if (
-        gram.structure.holds == "operator"
-        and isinstance(tangent, MatrixTangent)
-        and gram.spectrum() is None
-    ):
+    if gram.structure.holds == "operator" and isinstance(tangent, MatrixTangent):
         try:
             return solve_iteratively(tangent, r, damping, rcond)
         except PullbackError:

@@ -146,16 +146,14 @@ def natural_logit_move(
     u = y * logits
     refuse_rcond(rcond)
     floor = max(rows.shape) * torch.finfo(rows.dtype).eps if rcond is None else rcond
-    move = _direct(y[:, None] * rows, u, floor)
-    if move is None:
-        basis, solve = _factored(rows, floor)
-        if basis.shape[1] == 0:
-            return torch.zeros_like(rows[0])
-        if basis.shape[1] == len(rows):
-            coordinates = basis.T @ (y * (1 + (-u).exp()))
-        else:
-            coordinates = _weighted(y[:, None] * basis, u)
-        move = -solve(coordinates)
+    basis, solve = _factored(rows, floor)
+    if basis.shape[1] == 0:
+        return torch.zeros_like(rows[0])
+    if basis.shape[1] == len(rows):
+        coordinates = basis.T @ (y * (1 + (-u).exp()))
+    else:
+        coordinates = _weighted(y[:, None] * basis, u)
+    move = -solve(coordinates)
     if not bool(torch.isfinite(move).all()):
         raise PullbackError(
             "The natural gradient overflows",
@@ -164,17 +162,6 @@ def natural_logit_move(
             "Start from smaller logits, or add damping (NaturalGradient with a damped solver)",
         )
     return move
-
-
-def _direct(signed: Tensor, u: Tensor, floor: float) -> Tensor | None:
-    """−Δ by one QR without its Q, where N > D, X is of full rank and weights are of like size."""
-    root, target = _weights(u)
-    n, dim = signed.shape
-    if n <= dim or not bool(root.min() > _LIKE):
-        return None
-    r = torch.linalg.qr(torch.cat([root[:, None] * signed, target[:, None]], 1), mode="r").R
-    square = r[:dim, :dim]
-    return -_triangular(square, r[:dim, dim], upper=True) if _regular(square, floor) else None
 
 
 def _factored(rows: Tensor, floor: float) -> tuple[Tensor, Callable[[Tensor], Tensor]]:

@@ -7,7 +7,7 @@ from .find import find
 from .orbits.ranks import Rank
 from .orbits.verify import Rejected
 from .slice_sgd import SliceSGD
-from .sliced import Sliced, slice_direction
+from .sliced import Sliced
 from .slices.equal_norm import EqualNorm, make_slice
 from .slices.slice import Balanced, Retraction, Slice
 from .symmetry import Symmetry
@@ -34,5 +34,4 @@ __all__ = [
     # descending on them
     "SliceSGD",
     "Sliced",
-    "slice_direction",
 ]

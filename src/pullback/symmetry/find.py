@@ -12,7 +12,7 @@ from .._core.errors import PullbackError
 from .actions.charts import ChartAction, FixedNorm, in_parameters, with_values
 from .actions.scaling import Action, Scaling, two_sided
 from .candidates.mixings import mixings, scalings
-from .candidates.shifts import exchanges, shifts, streams
+from .candidates.shifts import shifts, streams
 from .graph.tracing import Example, guess_input, trace
 from .graph.walk import Walk
 from .orbits.verify import verify_actions
@@ -84,19 +84,15 @@ def candidates(walk: Walk, run: Example) -> list[Action]:
         FixedNorm(f.gain, f.shift, run.fixed[f.mean], (run.fixed[f.variance] + f.eps).rsqrt())
         for f in walk.folds
     ]
-    known, views = walk.directions, walk.matrices
-    params = with_values(with_values(run.params, known), views)
+    params = with_values(run.params, walk.matrices)
     mixed = mixings(walk)  # first: their scales are not counted again
     found = [
         *scalings(walk, fixed),
         *mixed,
         *shifts(walk, params, fixed),
         *streams(walk.ledger, params),
-        *exchanges(walk.ledger),
     ]
-    radial = [direction.radial(run.params) for direction in known.values()]
-    own = (in_parameters(in_parameters(action, views), known) for action in found)
-    return [*own, *radial]
+    return [in_parameters(action, walk.matrices) for action in found]
 
 
 def _verified(run: Example, actions: Sequence[Action], group: Group, notes: list[str]) -> Symmetry:

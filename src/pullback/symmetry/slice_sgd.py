@@ -35,23 +35,14 @@ class SliceSGD(Optimizer):
     function is the same to round-off, whatever its weights' scales were.
 
     `gradient="riemannian"` is the paper's approach I, the Euclidean gradient projected onto the
-    slice. **Without biases it is SGD plus a retraction**: by homogeneity ⟨w_k, ∂L/∂w_k⟩ is the same
-    for all layers, the projection does nothing, and one step changes the function exactly as one
-    step of SGD from the same point. What remains is where the next gradient is taken. On the
-    balanced slice that holds with biases and uniform weight decay too; on the slice of equal norms
-    biases make a real difference. Projections are computed where they are needed: there, and where
-    layers decay differently. Elsewhere the gradient of a loss is tangent already, and what a
-    regularizer in the loss adds along an orbit is undone by the retraction.
-
-    `"gtk-orthonormal"` is approach II as the paper computes it: the tangent kernel of
-    {r, unit ∂_ψ}, whose radial part is ℓ times as long. `"gtk-polar"` is the kernel of the polar
-    basis as it is stated, {r, ∂_ψ}; it depends on the order of the weights. Layers count as blocks
-    (A_k, b_k) in both, on either slice.
+    slice. **Without biases it is SGD plus a retraction**, since the projection does nothing; on the
+    balanced slice with biases and uniform weight decay too. `"gtk-orthonormal"` is approach II as
+    the paper computes it: the tangent kernel of {r, unit ∂_ψ}, whose radial part is ℓ times as
+    long. `"gtk-polar"` is the kernel of the polar basis as it is stated, {r, ∂_ψ}.
 
     The momentum buffer is an average of gradients, and is transported as they are: w ← αw,
     buffer ← buffer/α. Weight decay is part of the gradient, g + weight_decay·w. A gradient that is
-    not finite is written as torch's SGD writes it; units that it reaches are rescaled no more, and
-    no others are harmed (the polar kernel couples the weights of a layer, and loses that layer).
+    not finite is written as torch's SGD writes it; units that it reaches are rescaled no more.
     Parameters in no orbit take plain SGD steps; a scaling that touches a frozen parameter is left
     out.
 

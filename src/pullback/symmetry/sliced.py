@@ -1,4 +1,4 @@
-"""Any torch optimizer on a slice, and the natural gradient there."""
+"""Any torch optimizer on a slice."""
 
 from __future__ import annotations
 
@@ -10,10 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .._core.capture import plain
 from .._core.errors import PullbackError
-from .._core.space import ParameterSpace
-from ..optim import NaturalGradient
 from ..steps.memory import shared_numbers
 from .descent.keeper import Keeper, idle
 from .descent.transport import CurvatureFollower, followers, powers_of
@@ -35,8 +32,7 @@ class Sliced(Optimizer):
         optimizer: torch's or another, such as Adam.
         symmetry: what `symmetry.find(model, x)` returned, or the model itself. May be left out
             where the optimizer knows its model, as ours do.
-        slice: "balanced" (every unit takes in what it gives out), "layer-balanced", "equal-norm"
-            or "equal-weights".
+        slice: "balanced" (every unit takes in what it gives out), "layer-balanced" or "equal-norm".
         every: retract after every `every` steps.
         sweeps: for "balanced": None balances every other layer after each step, n balances all
             layers, n times.
@@ -183,41 +179,6 @@ class Sliced(Optimizer):
             if p in self.optimizer.state:
                 out[name] = followers(self.optimizer.state[p], p, self._powers)
         return out
-
-
-def slice_direction(
-    optimizer: NaturalGradient,
-    slice: Slice,
-    closure: Callable[[], Any] | None = None,
-    *,
-    objective: Any = None,
-) -> Tensor:
-    r"""The natural gradient in T_wS that moves the function as G⁺∇L does: (p,).
-
-    The Gram G = AᵀA is singular along orbits. Its Moore–Penrose solution A⁺r and the one of T_wS
-    differ by a move along the orbit; on the balanced slice they are the same.
-
-    Exact for undamped solvers; with damping λ it is (G + λ)⁻¹∇L that is lifted. The parameters
-    stay where they are and should lie on the slice. To step on it, give the optimizer
-    `retract=slice.retract`.
-
-    Args:
-        optimizer: whose `direction` is lifted; the answer has its order of parameters.
-        slice: in the optimizer's model.
-        closure: as for `NaturalGradient.direction`.
-        objective: likewise.
-    """
-    solution = optimizer.direction(closure, objective=objective)
-    names = {id(p): n for n, p in plain(optimizer.model).named_parameters()}
-    space = ParameterSpace(
-        {
-            names[id(p)]: p
-            for group in optimizer.param_groups
-            for p in group["params"]
-            if p.requires_grad
-        }
-    )
-    return space.flatten(slice.lift(space.split(solution.x)))
 
 
 def _refuse(optimizer: Any) -> None:

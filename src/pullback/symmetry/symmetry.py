@@ -128,9 +128,7 @@ class Symmetry:
         return self._orbits().vertical(v)
 
     def slice(self, kind: str = "balanced") -> Slice:
-        """A slice of the scalings' orbits: "balanced", "layer-balanced", "equal-norm" or
-        "equal-weights".
-        """
+        """A slice of the scalings' orbits: "balanced", "layer-balanced" or "equal-norm"."""
         return make_slice(kind, two_sided(self.actions), self.example.model)
 
     def retract_(self, kind: str = "balanced") -> Retraction:

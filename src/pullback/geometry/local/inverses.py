@@ -6,7 +6,6 @@ the map does not see. Every one of them is a solver that `NaturalGradient` takes
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,57 +97,6 @@ class _Undamped(Solver):
         raise NotImplementedError
 
 
-class Generalized(_Undamped):
-    """x = G⁻g for a user's G⁻, symmetric or not, after G G⁻ G = G was verified.
-
-    G is formed, (p, p): this is for looking at small models.
-
-    Args:
-        inverse: a matrix (p, p), or a function of G that gives one.
-        tol: how far G G⁻ G may be from G, relative to ‖G‖; by default the round-off of that
-            product, 100·ε·(p + ‖G‖‖G⁻‖).
-    """
-
-    def __init__(
-        self, inverse: Tensor | Callable[[Tensor], Tensor], tol: float | None = None
-    ) -> None:
-        if not isinstance(inverse, Tensor) and not callable(inverse):
-            raise PullbackError(
-                "The generalized inverse is not usable",
-                f"got {type(inverse).__name__}",
-                "Pass a matrix, or a function G -> matrix",
-            )
-        self._given, self.tol = inverse, tol
-
-    def init(self, gram: Gram) -> tuple[Gram, Tensor]:
-        g = gram.dense()
-        given = self._matrix(g)
-        if not isinstance(given, Tensor) or given.shape != g.shape:
-            raise PullbackError(
-                "The generalized inverse does not fit the Gram",
-                f"got {tuple(getattr(given, 'shape', ()))} for {tuple(g.shape)}",
-                "Return a matrix of the shape of G",
-            )
-        inverse = given.detach().to(g)
-        wrong = float((g @ inverse @ g - g).norm())
-        scale, tol = float(g.norm()), self.tol
-        if tol is None:
-            tol = 100 * torch.finfo(g.dtype).eps * (len(g) + scale * float(inverse.norm()))
-        if not wrong <= tol * scale:
-            raise PullbackError(
-                "This is not a generalized inverse of the Gram",
-                f"‖G G⁻ G − G‖ = {wrong:.3g} for ‖G‖ = {scale:.3g}",
-                "Use solvers.Cholesky(damping) for damped inverses, which are none, or raise tol",
-            )
-        return gram, inverse
-
-    def _matrix(self, g: Tensor) -> Tensor:
-        return self._given if isinstance(self._given, Tensor) else self._given(g)
-
-    def _inverted(self, own: Tensor, rhs: Tensor, whitened: Tensor | None) -> Solution:
-        return Solution(own @ rhs, 0.0)
-
-
 class RandomInverse(_Undamped):
     r"""G⁻ = G⁺ + (I − G⁺G)U + V(I − GG⁺) with Gaussian U, V: every {1}-inverse is of this form.
 
@@ -174,12 +122,6 @@ class RandomInverse(_Undamped):
         drawn = torch.randn(shape, generator=generator, dtype=torch.float64)
         u, v = (self.scale * size / gram.size**0.5 * drawn).to(gram.device, gram.dtype)
         return gram, (state, basis, u, v)
-
-    def matrix(self, gram: Gram) -> Tensor:
-        """G⁻, (p, p)."""
-        state = self.init(gram)
-        eye = torch.eye(gram.size, dtype=gram.dtype, device=gram.device)
-        return torch.stack([self.solve(state, e).x for e in eye], 1)
 
     def _inverted(self, own: Any, rhs: Tensor, whitened: Tensor | None) -> Solution:
         state, basis, u, v = own
@@ -255,17 +197,3 @@ class WeightedNorm(_Undamped):
 
 def _solve(triangle: Tensor, rhs: Tensor, *, upper: bool = False) -> Tensor:
     return torch.linalg.solve_triangular(triangle, rhs, upper=upper)
-
-
-Inverse = Solver | Tensor | Callable[[Tensor], Tensor]
-
-
-def as_inverse(inverse: Inverse | None, rcond: float | None) -> Solver:
-    """Return a solver unchanged, and a matrix or a function G ↦ G⁻ as `Generalized`."""
-    if inverse is None:
-        return PseudoInverse(rcond)
-    if isinstance(inverse, type):
-        raise PullbackError(
-            "The inverse is a class", f"got {inverse.__name__}", f"Pass {inverse.__name__}()"
-        )
-    return inverse if isinstance(inverse, Solver) else Generalized(inverse)

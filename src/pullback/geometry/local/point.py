@@ -19,9 +19,9 @@ from torch import Tensor
 
 from ..._core.errors import PullbackError
 from ...grams import Gram, Part, assemble
-from ...solvers import PseudoInverse
+from ...solvers import PseudoInverse, Solver
 from .ambient import Ambient, MetricLike, NamedCoordinates, Phi, Vector
-from .inverses import Inverse, Rank, as_inverse, default_rcond
+from .inverses import Rank, default_rcond
 
 Loss = Callable[[Tensor], Tensor]
 
@@ -195,20 +195,23 @@ class Point:
         return self._coordinates.like(self._gradient(loss)[0])
 
     def natural_gradient(
-        self, loss: Loss | Vector, inverse: Inverse | None = None
+        self, loss: Loss | Vector, inverse: Solver | None = None
     ) -> Tensor | dict[str, Tensor]:
         r"""The natural parameter gradient G⁻∇_ξ L, an ascent direction in the form of ξ.
 
         Args:
             loss: L on Z, a function of φ(ξ); or ∇_ξ L itself, in the form of ξ. From L the solve
                 starts at r with S r = dL and keeps the digits that forming ∇_ξ L would lose.
-            inverse: a solver: `MoorePenrose` (default), `RandomInverse`, `Generalized`,
-                `WeightedNorm`; or a matrix or function G ↦ G⁻, which is verified. A damped solver
-                such as `Cholesky` gives (G + λ)⁻¹∇_ξ L: no generalized inverse, so that its
+            inverse: a solver: `MoorePenrose` (default), `RandomInverse`, `WeightedNorm`. A damped
+                solver such as `Cholesky` gives (G + λ)⁻¹∇_ξ L: no generalized inverse, so that its
                 pushforward is not the projected gradient and depends on the parametrization.
         """
         g, r = self._gradient(loss)
-        solver = as_inverse(inverse, self.rcond)
+        solver = PseudoInverse(self.rcond) if inverse is None else inverse
+        if not isinstance(solver, Solver):
+            raise PullbackError(
+                "The inverse is no solver", f"got {inverse!r}", "Pass one such as RandomInverse()"
+            )
         state = self._state if inverse is None else solver.init(self.operator)
         if not bool(g.any()) and (r is None or not bool(r.any())):
             return self._coordinates.like(torch.zeros_like(g))

@@ -1,8 +1,8 @@
 """Actions on what is computed from parameters, in terms of the parameters.
 
-A chart computes a value from parameters and puts a new one back: a normalized weight, a matrix that
-a parameter holds in another shape, the constant of a batch norm with fixed statistics. What acts on
-the values acts on the parameters, w ← write(act(read(w))), and tangents follow by differentiation.
+A chart computes a value from parameters and puts a new one back: a matrix that a parameter holds in
+another shape, the constant of a batch norm with fixed statistics. What acts on the values acts on
+the parameters, w ← write(act(read(w))), and tangents follow by differentiation.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.func import jvp
 
-from .scaling import Action, Leg, Parameters, Scaling
+from .scaling import Action, Parameters
 
 
 class Chart(Protocol):
@@ -34,47 +34,6 @@ class Chart(Protocol):
     def write(self, params: Parameters, value: Tensor) -> dict[str, Tensor]:
         """The parameters that have this value, from others nearby."""
         ...
-
-
-@dataclass(frozen=True)
-class NormalizedWeight:
-    """W = g v/‖v‖, with norms over all axes but `dim`; g has size 1 along those."""
-
-    gain: str
-    vector: str
-    dim: int
-
-    @property
-    def own(self) -> tuple[str, ...]:
-        return self.gain, self.vector
-
-    def _length(self, v: Tensor) -> Tensor:
-        """‖v‖, of the shape of g."""
-        axes = [d for d in range(v.ndim) if d != self.dim]
-        return torch.linalg.vector_norm(v, 2, axes, keepdim=True)
-
-    def read(self, params: Parameters) -> Tensor:
-        g, v = params[self.gain].detach(), params[self.vector].detach()
-        return v * (g.view(self._length(v).shape) / self._length(v))
-
-    def write(self, params: Parameters, value: Tensor) -> dict[str, Tensor]:
-        """v ← W'‖v‖/g and g ← g‖W'‖/‖W‖, which keeps g's sign; where g is zero both stay."""
-        g, v = params[self.gain].detach(), params[self.vector].detach()
-        size = self._length(v)
-        wide = g.view(size.shape)
-        safe = torch.where(wide != 0, wide, 1.0)
-        length = torch.where(wide != 0, self._length(value), 0.0)
-        return {
-            self.vector: torch.where(wide != 0, value * (size / safe), v),
-            self.gain: (wide.sign() * length).view(g.shape),
-        }
-
-    def radial(self, params: Parameters) -> Scaling:
-        """The length of v, which does nothing: a number for each place of `dim`."""
-        n = params[self.vector].shape[self.dim]
-        shape = [n if d == self.dim else 1 for d in range(params[self.vector].ndim)]
-        about = f"length of {self.vector}, which a weight normalization takes away"
-        return Scaling(n, [Leg(self.vector, torch.arange(n).view(shape), 1)], about)
 
 
 @dataclass(frozen=True)
@@ -184,27 +143,5 @@ def with_values(params: Parameters, charts: Mapping[str, Chart]) -> dict[str, Te
 
 def in_parameters(action: Action, charts: Mapping[str, Chart]) -> Action:
     """The action without names that stand for values of charts."""
-    if isinstance(action, Scaling):
-        action = _on_gains(action, charts)
     used = {n: c for n, c in charts.items() if action.reads or n in action.names}
     return ChartAction(action, used) if used else action
-
-
-def _on_gains(action: Scaling, charts: Mapping[str, Chart]) -> Scaling:
-    """The scaling with g in place of each normalized W whose vectors it leaves in directions.
-
-    A scaling that multiplies whole vectors of W multiplies g; else v has to turn.
-    """
-    known = {n: c for n, c in charts.items() if isinstance(c, NormalizedWeight)}
-    turned = {leg.name for leg in action.legs if leg.name in known and _turns(leg, known[leg.name])}
-    legs = [
-        Leg(known[leg.name].gain, leg.unit, leg.power)
-        if leg.name in known and leg.name not in turned
-        else leg
-        for leg in action.legs
-    ]
-    return Scaling(action.units, legs, action.about)
-
-
-def _turns(leg: Leg, weight: NormalizedWeight) -> bool:
-    return any(n != 1 for d, n in enumerate(leg.unit.shape) if d != weight.dim)

@@ -202,7 +202,7 @@ class Mixing(Action):
     r"""A ← M A and B ← B M⁻¹ for an invertible M: what lies between two linear maps.
 
     A head's values against the output projection, or its queries against its keys
-    (q ← M q, k ← M⁻ᵀ k). A recurrent layer that reads itself has both: W ← M W M⁻¹.
+    (q ← M q, k ← M⁻ᵀ k).
 
     Attributes:
         size: of M, (size, size).

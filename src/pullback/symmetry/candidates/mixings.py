@@ -138,9 +138,6 @@ def _listed(names: list[str]) -> str:
 
 Rows = tuple[Row, ...]
 
-#: events in which outputs are read linearly, by columns of a weight
-READ = ("linear", "lines")
-
 
 def mixings(walk: Walk) -> list[Mixing]:
     """One for each set of outputs that only linear layers read."""
@@ -150,7 +147,7 @@ def mixings(walk: Walk) -> list[Mixing]:
     for event in walk.ledger.events:
         if event.rows in done or len(event.rows) < 2:
             continue
-        if event.kind in READ:
+        if event.kind == "linear":
             members = _class(walk.ledger, readers, event.rows)
             found = None if members is None else _between(walk.ledger, readers, members)
         elif event.kind == "pair":
@@ -168,7 +165,7 @@ def mixings(walk: Walk) -> list[Mixing]:
 
 
 def _class(ledger: Ledger, readers: Readers, rows: Rows) -> list[Rows] | None:
-    """All outputs that one matrix must mix: a layer's that is used again, and those of sums."""
+    """All outputs that one matrix must mix, since sums connect them."""
     found: dict[Rows, None] = {}
     waiting = [rows]
     while waiting:
@@ -193,53 +190,19 @@ def _partners(ledger: Ledger, readers: Readers, rows: Rows) -> list[Rows] | None
         return None
     if made.kind not in ("linear", "conv", "embedding", "sum"):
         return None
-    more: list[Rows] = []
-    whole = outputs == list(range(len(made.rows)))
-    if any(e.kind not in (*READ, "sum") for e, _ in events):
+    if any(e.kind not in ("linear", "sum") for e, _ in events):
         return None
-    if made.terms or any(e.kind == "sum" for e, _ in events):
-        if not whole:
-            return None
-        sums = [q for q, other in enumerate(ledger.producers) if p in other.terms]
-        ends = [*sums, *(t for t in made.terms if t is not None)]
-        more += [tuple((q, i) for i in outputs) for q in ends]
-    again = [] if made.weight is None else _again(ledger, made, outputs)
-    others = [_beside(ledger, event) for event, _ in events if event.kind != "sum"]
-    if again is None or None in others:
+    weights = [ledger.producers[e.where["reader"]].weight for e, _ in events if e.kind == "linear"]
+    uses = Counter(other.weight for other in ledger.producers)
+    if any(uses[w] > 1 for w in weights) or (made.weight and readers.shared(made, outputs)):
+        return None  # one matrix would have to do for several uses
+    if not made.terms and not any(e.kind == "sum" for e, _ in events):
+        return []
+    if outputs != list(range(len(made.rows))):
         return None
-    return [*more, *again, *(rows for found in others for rows in found or ())]
-
-
-def _again(ledger: Ledger, made: Producer, outputs: list[int]) -> list[Rows] | None:
-    """The same rows of a weight wherever it is used; None where only some of them are."""
-    wanted = made.rows[outputs].tolist()
-    out: list[Rows] = []
-    for q, other in enumerate(ledger.producers):
-        if other.weight != made.weight:
-            continue
-        place = {int(r): i for i, r in enumerate(other.rows)}
-        common = [place[r] for r in wanted if r in place]
-        if not common:
-            continue
-        if len(common) != len(wanted) or other.kind != made.kind:
-            return None
-        out.append(tuple((q, i) for i in common))
-    return out
-
-
-def _beside(ledger: Ledger, event: Reading) -> list[Rows] | None:
-    """What the same columns of a weight read wherever it is used; None if no layer's outputs."""
-    reader = ledger.producers[event.where["reader"]]
-    out: list[Rows] = []
-    for q, other in enumerate(ledger.producers):
-        if other.weight != reader.weight or q in ledger.blank:
-            continue
-        mine = [e for e in ledger.events if e.kind in READ and e.where["reader"] == q]
-        found = [e.rows for e in mine if e.where["at"] == event.where["at"]]
-        if not found:
-            return None
-        out += found
-    return out
+    sums = [q for q, other in enumerate(ledger.producers) if p in other.terms]
+    ends = [*sums, *(t for t in made.terms if t is not None)]
+    return [tuple((q, i) for i in outputs) for q in ends]
 
 
 def _between(ledger: Ledger, readers: Readers, members: list[Rows]) -> Mixing | None:

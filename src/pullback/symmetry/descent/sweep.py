@@ -227,8 +227,7 @@ class LayerSweep:
         first = params[self.names[0]]
         self._chords = 0 if linear else 2 if first.dtype == torch.float64 else 1
         #: whether the slice is orthogonal to orbits: equal norms are balanced without biases
-        counted = bool((self._adds.sum(0) > 0).all())
-        self.orthogonal = not isinstance(slice, EqualNorm) or (linear and counted)
+        self.orthogonal = not isinstance(slice, EqualNorm) or linear
         # of the Jacobian at the last retraction: the start of the next
         self._inverse = self._powers.new_zeros(slice.units.total, slice.units.total)
         if self._inverse.is_cuda:

@@ -196,10 +196,6 @@ class Ledger:
     producers: list[Producer] = field(default_factory=list)
     events: list[Reading] = field(default_factory=list)
     touched: Counter[Row] = field(default_factory=Counter)
-    #: layers that read nothing but zeros, as a recurrent one does at first
-    blank: set[int] = field(default_factory=set)
-    #: outputs of two layers that are added one by one, and then read by something else
-    added: list[tuple[tuple[Row, ...], tuple[Row, ...]]] = field(default_factory=list)
     _units: list[tuple[Row, Any]] = field(default_factory=list)
     _number: dict[tuple[Row, Any], int] = field(default_factory=dict)
     _calls: int = 0
@@ -282,12 +278,6 @@ class Ledger:
                 outputs = tuple((term, i) for i in range(len(left)))
                 self.events.append(Reading("sum", outputs, {"at": rows.tolist()}))
         return made
-
-    def exchange(self, left: Tensor, right: Tensor) -> None:
-        """Parts (n,) of two layers' outputs are added: a constant may go from one to the other."""
-        if self.one_producer(left) is not None and self.one_producer(right) is not None:
-            rows = [tuple(self.row(u) for u in side.tolist()) for side in (left, right)]
-            self.added.append((rows[0], rows[1]))
 
     def one_producer(self, units: Tensor) -> tuple[Producer, list[int]] | None:
         """The producer and outputs of units that come from one and went through nothing."""

@@ -53,7 +53,6 @@ class Walk:
         held: the parameters that were met, by name.
         notes: what was given up, and why.
         folds: batch norms with fixed statistics.
-        directions: weights g v/‖v‖ of weight normalization, by the names that stand for them.
         matrices: weights held in another shape than (out, in), by the names that stand for them.
         names: of the constants behind the graph's placeholders.
     """
@@ -63,7 +62,6 @@ class Walk:
     held: dict[str, list[ParameterRegion]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     folds: list[Any] = field(default_factory=list)
-    directions: dict[str, Any] = field(default_factory=dict)
     matrices: dict[str, MatrixView] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
     _axes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)

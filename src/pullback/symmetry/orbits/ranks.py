@@ -85,11 +85,11 @@ def _independent(orbits: Orbits) -> tuple[int | None, list[str]]:
     """The numerical rank of the generators, component by component."""
     total = 0
     for component in orbits.components:
-        if not orbits.blocked(component):
+        basis = orbits.basis(component, _RTOL)
+        if basis is None:
             k = sum(a.dimension for a in component)
             return None, [f"skipped: {k} generators that overlap are too many to decompose"]
-        sigma = torch.linalg.svdvals(orbits.triangle(component)[0])
-        total += int((sigma > _RTOL * sigma.amax()).sum()) if len(sigma) else 0
+        total += len(basis)
     return total, []
 
 

@@ -13,16 +13,14 @@ from ...grams import Gram
 from ...solvers import ConjugateGradient
 from ..actions.scaling import Action
 
-_BLOCKS = 2**27  # entries of the generators of a component whose triangle is formed
-_WIDE = 4096  # and how many of them
+_LARGEST = 2**25  # entries of a component's generators that are decomposed
 
 
 class Orbits:
     """Zᵀ of some actions at w: products with it, and the projection onto its range.
 
     Actions that move different parameters are orthogonal, so each component is treated by itself:
-    from a triangle R with RᵀR = ZZᵀ, put together parameter by parameter, where that is small; by
-    conjugate gradients on ZZᵀ elsewhere.
+    by a singular value decomposition where it is small, by conjugate gradients on ZZᵀ elsewhere.
     """
 
     def __init__(self, actions: Sequence[Action], params: Mapping[str, Tensor]) -> None:
@@ -40,8 +38,13 @@ class Orbits:
         pieces = self.space.split(self._flat(v))
         out = {n: torch.zeros_like(x) for n, x in pieces.items()}
         for actions in self.components:
-            solve = self._solved if self.blocked(actions) else self._iterated
-            out.update(solve(actions, pieces))
+            names, basis = _names(actions), self.basis(actions)
+            if basis is None:
+                out.update(self._iterated(actions, pieces))
+                continue
+            flat = torch.cat([pieces[n].flatten() for n in names])
+            along = (basis.mT @ (basis @ flat)).split([pieces[n].numel() for n in names])
+            out.update({n: x.view_as(pieces[n]) for n, x in zip(names, along, strict=True)})
         return self.space.flatten(out)
 
     def _flat(self, v: Tensor | Mapping[str, Tensor]) -> Tensor:
@@ -54,45 +57,27 @@ class Orbits:
             )
         return flat.to(device=self.space.device, dtype=self.space.dtype)
 
-    def blocked(self, actions: Sequence[Action]) -> bool:
-        """Whether the triangle of a component can be formed."""
-        entries = [a.dimension * sum(self.params[n].numel() for n in a.names) for a in actions]
-        return sum(entries) <= _BLOCKS and sum(a.dimension for a in actions) <= _WIDE
+    def basis(self, actions: Sequence[Action], rtol: float | None = None) -> Tensor | None:
+        """Orthonormal rows that span the tangents of a component; None where that is too large.
 
-    def triangle(self, actions: Sequence[Action]) -> tuple[Tensor, Tensor]:
-        """R (·, k) with RᵀR = DZZᵀD, and D (k,): generators of length 1."""
-        k = sum(a.dimension for a in actions)
-        blocks: dict[str, list[tuple[int, Tensor]]] = {}
-        start, squares = 0, self.space.zeros(k)
+        Generators of length 1 with singular values below rtol·σ_max count as dependent.
+        """
+        names, k = _names(actions), sum(a.dimension for a in actions)
+        sizes = [self.params[n].numel() for n in names]
+        if k * sum(sizes) > _LARGEST:
+            return None
+        rows = self.space.zeros(k, sum(sizes))
+        pieces, start = dict(zip(names, rows.split(sizes, 1), strict=True)), 0
         for action in actions:
             for n, z in action.generators(self.params).items():
-                flat = z.reshape(action.dimension, -1)
-                squares[start : start + action.dimension] += flat.square().sum(1)
-                blocks.setdefault(n, []).append((start, flat))
+                pieces[n][start : start + action.dimension] = z.reshape(action.dimension, -1)
             start += action.dimension
-        inverse = torch.where(squares > 0, squares, 1.0).rsqrt()
-        rows = []
-        for found in blocks.values():
-            z = torch.cat([flat for _, flat in found])
-            at = torch.cat([torch.arange(s, s + len(f), device=z.device) for s, f in found])
-            r = torch.linalg.qr(z.mT * inverse[at], mode="r")[1]
-            rows.append(self.space.zeros(len(r), k).index_copy_(1, at, r))
-        return torch.linalg.qr(torch.cat(rows), mode="r")[1], inverse
-
-    def _solved(self, actions: Sequence[Action], v: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """ZᵀD(DZZᵀD)⁺DZ v; a second time on what is left, since ZZᵀ squares the condition."""
-        r, inverse = self.triangle(actions)
-        _, sigma, vt = torch.linalg.svd(r, full_matrices=False)
-        vt = vt[sigma > max(r.shape) * torch.finfo(r.dtype).eps * sigma[0]]
-        weights = sigma[: len(vt)].square().reciprocal()
-        names = _names(actions)
-        left, part = {n: v[n] for n in names}, {n: torch.zeros_like(v[n]) for n in names}
-        for _ in range(2):
-            c = vt.mT @ (weights * (vt @ (inverse * self.pair(actions, left))))
-            move = self.move(actions, inverse * c)
-            part = {n: part[n] + move[n] for n in names}
-            left = {n: v[n] - part[n] for n in names}
-        return part
+        length = rows.norm(dim=1, keepdim=True)
+        _, sigma, basis = torch.linalg.svd(
+            rows / torch.where(length > 0, length, 1.0), full_matrices=False
+        )
+        cut = max(rows.shape) * torch.finfo(rows.dtype).eps if rtol is None else rtol
+        return basis[sigma > cut * sigma[0]]
 
     def _iterated(self, actions: Sequence[Action], v: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Zᵀc with ZZᵀc = Z v by preconditioned conjugate gradients; consistent, so c exists."""

@@ -85,13 +85,10 @@ def linear(walk: Walk, x: Act, weight: Ref) -> Act:
     atoms = walk.scales.fresh(count * m, walk.ledger.call()).view(count, 1, m)
     if bool((incoming != ZERO).any()):  # else the weight is not seen
         walk.hold(weight, atoms, walk.scales.power(incoming.mT, -1))
-    first = len(walk.ledger.producers)
     units = [
         _reader(walk, part, weight.moved(lambda t, k=k: t[k]), atoms[k, 0])
         for k, part in enumerate(x.unit.split(b // count))
     ]
-    if bool((incoming == ZERO).all()):
-        walk.ledger.blank.update(range(first, len(walk.ledger.producers)))
     return Act.of(atoms, (b, n, m), torch.stack(units)[:, None])
 
 
@@ -108,9 +105,10 @@ def _reader(walk: Walk, units: Tensor, weight: Ref, atoms: Tensor) -> Tensor:
     reader = len(walk.ledger.producers) - 1
     flat = units.expand(*units.shape[:2], weight.view[0])
     lines = flat.reshape(-1, weight.view[0]).unique(dim=0)
-    for line in lines:  # several where a recurrent layer's outputs of all times are read at once
-        kind = "linear" if len(lines) == 1 else "lines"
-        walk.ledger.read(kind, line, columns.tolist(), reader=reader)
+    if len(lines) == 1:
+        walk.ledger.read("linear", lines[0], columns.tolist(), reader=reader)
+    else:  # outputs of a recurrent layer at all times
+        walk.ledger.touch(units)
     return made
 
 

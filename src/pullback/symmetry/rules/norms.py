@@ -1,9 +1,4 @@
-"""Rules for normalization, of activations and of weights.
-
-What goes into a norm loses its scale; gain and shift are a linear layer. For weights,
-W = g v/‖v‖ with norms over all axes but one, (g, v) ↦ W is onto: whatever may be done to W can be
-done to g and v. W is a parameter of its own for the walk, and the length of v means nothing.
-"""
+"""Rules for normalization: what goes in loses its scale; gain and shift are a linear layer."""
 
 from __future__ import annotations
 
@@ -14,10 +9,9 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from ..actions.charts import NormalizedWeight
 from ..graph.ledger import NONE, Act, Producer, Ref
 from ..graph.scales import FIXED, collapse
-from ..graph.walk import Walk, rule, shapes
+from ..graph.walk import Walk, rule
 from .pointwise import added, gained
 
 
@@ -139,19 +133,3 @@ def _outputs(node: Node, out: Act) -> Any:
     if not isinstance(value, (list, tuple)):
         return out
     return [out, *(Act.constant(tuple(v.shape)) for v in value[1:])]
-
-
-@rule("_weight_norm_interface", "_weight_norm")
-def weight_norm(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """Of v and g; also the norms of v."""
-    v, g = args[:2]
-    dim = int(args[2] if len(args) > 2 else kwargs.get("dim", 0))
-    shape, *others = shapes(node)
-    whole = isinstance(v, Ref) and isinstance(g, Ref) and v.view == v.sizes and g.view == g.sizes
-    if not whole or not 0 <= dim % len(shape) < len(shape):
-        return NotImplemented
-    name = f"{v.name}, normalized"
-    walk.directions[name] = NormalizedWeight(g.name, v.name, dim % len(shape))
-    out = Ref.whole(name, shape)
-    several = isinstance(node.meta.get("val"), (list, tuple))
-    return [out, *(Act.constant(other) for other in others)] if several else out

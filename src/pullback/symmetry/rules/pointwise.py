@@ -69,16 +69,13 @@ def _summed(walk: Walk, x: Act, y: Act, shape: torch.Size) -> Tensor:
         lines = [s.flatten() for s in sides]
         if (made := walk.ledger.add(*lines)) is not None:
             return made.expand(shape)
-        walk.ledger.exchange(*lines)
     sides = _of_features(walk, (x, y), sides)
     axes = {_axis(s) for s in sides if bool((s != NONE).any())}
     if len(axes) == 1 and (axis := axes.pop()) is not None:
         n = shape[axis]
         lines = [s.flatten().expand(n) for s in sides if s.numel() in (1, n)]
-        if len(lines) == 2:
-            if (made := walk.ledger.add(*lines)) is not None:
-                return made.view(n, *[1] * (-axis - 1)).expand(shape)
-            walk.ledger.exchange(*lines)
+        if len(lines) == 2 and (made := walk.ledger.add(*lines)) is not None:
+            return made.view(n, *[1] * (-axis - 1)).expand(shape)
     walk.touch(x, y)
     return torch.tensor(NONE)
 

@@ -19,7 +19,7 @@ from .retraction import energies
 from .slice import Balanced, Slice
 from .units import ScalingUnits
 
-SLICES = ("balanced", "layer-balanced", "equal-norm", "equal-weights")
+SLICES = ("balanced", "layer-balanced", "equal-norm")
 
 
 def make_slice(
@@ -30,8 +30,8 @@ def make_slice(
         return Balanced(scalings, model)
     if kind == "layer-balanced":
         return Balanced([s.merged() for s in scalings], model)
-    if kind in ("equal-norm", "equal-weights"):
-        return EqualNorm(scalings, model, biases=kind == "equal-norm")
+    if kind == "equal-norm":
+        return EqualNorm(scalings, model)
     raise PullbackError(f"There is no slice {kind!r}", "it is not known", f"Use one of {SLICES}")
 
 
@@ -111,12 +111,6 @@ def _sides(
     return into, out
 
 
-def _weights(names: Sequence[str], params: Mapping[str, Tensor]) -> tuple[str, ...]:
-    """A layer's matrices; without any, its parameters that are not called bias."""
-    matrices = tuple(n for n in names if params[n].ndim > 1)
-    return matrices or tuple(n for n in names if not n.endswith("bias")) or tuple(names)
-
-
 class BlockNorms:
     r"""Norms of blocks of whole parameters along an orbit: imbalance −D log(R exp(log q + 2Bt)).
 
@@ -182,26 +176,20 @@ class EqualNorm(Slice):
     Args:
         scalings: of units or of layers; units of a layer are merged.
         model: the module, or parameters by name.
-        biases: whether biases count in the norms. Without them |A_1| = … = |A_ℓ|.
     """
 
     def __init__(
-        self,
-        scalings: Sequence[Scaling],
-        model: nn.Module | Mapping[str, Tensor],
-        biases: bool = True,
+        self, scalings: Sequence[Scaling], model: nn.Module | Mapping[str, Tensor]
     ) -> None:
         super().__init__([s if s.units == 1 else s.merged() for s in scalings], model)
-        self.biases = biases
         self.chains = [self._chain(part) for part in components(self.scalings)]
-        layers = [names for links in self.chains for names in links.layers]
         #: the parameters that count in each norm
-        self.blocks = layers if biases else [_weights(names, self.params) for names in layers]
+        self.blocks = [names for links in self.chains for names in links.layers]
         powers = self.units.powers
-        self.adds = powers.new_zeros(len(layers), len(powers))
+        self.adds = powers.new_zeros(len(self.blocks), len(powers))
         for k, names in enumerate(self.blocks):
             self.adds[k, [self.units.names.index(n) for n in names]] = 1
-        self.differences = powers.new_zeros(self.units.total, len(layers))
+        self.differences = powers.new_zeros(self.units.total, len(self.blocks))
         k = 0
         for links in self.chains:
             for i in links.scalings:
