@@ -1,5 +1,5 @@
-"""What acts on weights that are computed from parameters: normalized weights, and matrices that
-parameters hold in other shapes.
+"""What acts on weights that are computed from parameters: normalized weights, and matrices and
+vectors that parameters hold in other shapes, or times a number.
 """
 
 from __future__ import annotations
@@ -152,23 +152,47 @@ class MatrixView:
         own: the parameter.
         outputs, inputs: its axes that are merged to the matrix's rows and to its columns.
         at: the place along its other axes, as of one expert in a stack.
+        factor: what the entries are multiplied by.
     """
 
     own: str
     outputs: tuple[int, ...]
     inputs: tuple[int, ...]
     at: tuple[int, ...] = ()
+    factor: float = 1.0
 
     def of(self, w: Tensor) -> Tensor:
         """The matrix."""
+        return self.factor * self._chosen(w)
+
+    def put(self, w: Tensor, matrix: Tensor) -> Tensor:
+        """The parameter with this matrix in it."""
+        places = self._chosen(torch.arange(w.numel(), device=w.device).view(w.shape)).flatten()
+        return w.flatten().index_copy(0, places, matrix.flatten() / self.factor).view(w.shape)
+
+    def _chosen(self, w: Tensor) -> Tensor:
         rest = [d for d in range(w.ndim) if d not in (*self.outputs, *self.inputs)]
         chosen = w.permute(*rest, *self.outputs, *self.inputs)[self.at]
         return chosen.reshape(prod(chosen.shape[: len(self.outputs)]), -1)
 
-    def put(self, w: Tensor, matrix: Tensor) -> Tensor:
-        """The parameter with this matrix in it."""
-        places = self.of(torch.arange(w.numel(), device=w.device).view(w.shape))
-        return w.flatten().index_copy(0, places.flatten(), matrix.flatten()).view(w.shape)
+
+@dataclass(frozen=True)
+class VectorView:
+    """All entries of a parameter as one vector, times a number: the biases of several layers."""
+
+    own: str
+    factor: float = 1.0
+
+    def of(self, w: Tensor) -> Tensor:
+        """The vector."""
+        return self.factor * w.flatten()
+
+    def put(self, w: Tensor, vector: Tensor) -> Tensor:
+        """The parameter with this vector in it."""
+        return vector.view(w.shape) / self.factor
+
+
+View = MatrixView | VectorView
 
 
 @dataclass(frozen=True)
@@ -181,7 +205,7 @@ class OnMatrices(Action):
     """
 
     inner: Action
-    views: Mapping[str, MatrixView]
+    views: Mapping[str, View]
 
     @property
     def about(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -215,12 +239,12 @@ class OnMatrices(Action):
         return out
 
 
-def with_matrices(params: Parameters, views: Mapping[str, MatrixView]) -> dict[str, Tensor]:
+def with_matrices(params: Parameters, views: Mapping[str, View]) -> dict[str, Tensor]:
     """The parameters, and the matrices that they hold in other shapes."""
     return {**params, **{name: view.of(params[view.own]) for name, view in views.items()}}
 
 
-def in_own_shapes(action: Action, views: Mapping[str, MatrixView]) -> Action:
+def in_own_shapes(action: Action, views: Mapping[str, View]) -> Action:
     """The action without names that stand for matrices; scalings have none."""
     if isinstance(action, (Scaling, Folding)) or not views:
         return action
