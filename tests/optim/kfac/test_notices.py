@@ -259,7 +259,7 @@ def test_what_adam_takes_is_named_by_its_kind() -> None:
     opt.step()
     why = {r.name: r.reason for r in opt.coverage() if r.rule == "adam"}
     assert why == {
-        "0.weight": "Embedding: not every side of it is held as a matrix",
+        "0.weight": "Embedding: it holds vectors, not matrices",
         "1.weight": "a gain of LayerNorm",
         "1.bias": "a bias of LayerNorm",
         "2.bias": "a bias of Linear",

@@ -596,7 +596,8 @@ class KFAC(Optimizer):
             return {}
         apart = self._params.of(group for group in self.param_groups if group.get("rule"))
         expected = forecast(self.model, self._params.by_name, self._options)
-        return report.left_to_adam(expected, self._chosen, self._measured, apart)
+        longest = self._options.sharing.longest
+        return report.left_to_adam(expected, self._chosen, self._measured, apart, longest)
 
     def _tell(self) -> None:
         """Warn once of what has no block, or what AdamW takes although it is in no known layer."""

@@ -130,9 +130,13 @@ def coverage_of(
 
 
 def left_to_adam(
-    expected: Forecast, given: Tensors, measured: Collection[str], apart: Collection[str]
-) -> dict[str, str]:
-    """Return why the rule is not for some of the `given` parameters; groups keep those `apart`."""
+    expected: Forecast, given: Tensors, measured: Collection[str], apart: Collection[str],
+    longest: int,
+) -> dict[str, str]:  # fmt: skip
+    """Return why the rule is not for some of the `given` parameters; groups keep those `apart`.
+
+    Sides up to `longest` are held as matrices.
+    """
     found = {}
     for name, p in given.items():
         curvature, kind = expected.kinds.get(name, ("", ""))
@@ -146,8 +150,10 @@ def left_to_adam(
             found[name] = f"a gain of {kind}"
         elif name == expected.last:
             found[name] = f"the output layer, {kind}"
+        elif curvature and "Embedding" not in kind and max(len(p), p[0].numel()) > longest:
+            found[name] = f"{kind}: one of its sides is longer than max_factor={longest}"
         elif curvature:
-            found[name] = f"{kind}: not every side of it is held as a matrix"
+            found[name] = f"{kind}: it holds vectors, not matrices"
         else:
             found[name] = NO_MATRIX
     return found
