@@ -238,7 +238,9 @@ CASES = {
         turned_stack,
     ),
     "einsum over a stack": Case(
-        lambda: By(lambda x, w: torch.einsum("bik,iok->bo", x, w), (T, H, D)), lambda: Added(), stack
+        lambda: By(lambda x, w: torch.einsum("bik,iok->bo", x, w), (T, H, D)),
+        lambda: Added(),
+        stack,
     ),
     "experts in a loop": Case(
         lambda: By(looped, (E, H, D)), lambda: Experts(), stack

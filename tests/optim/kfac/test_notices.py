@@ -289,8 +289,12 @@ def test_a_matrix_without_its_eigenbases_is_said_to_follow_adam() -> None:
             nn.utils.spectral_norm],
 )  # fmt: skip
 def test_a_weight_that_is_computed_has_the_parametrization_for_a_reason(how: Any) -> None:
-    model, (x, y) = nn.Sequential(how(nn.Linear(3, 5)), nn.Tanh(), nn.Linear(5, 4)).double(), batch()
-    for options in ({}, {"likelihood": nn.CrossEntropyLoss()}):
+    model, (x, y) = (
+        nn.Sequential(how(nn.Linear(3, 5)), nn.Tanh(), nn.Linear(5, 4)).double(),
+        batch(),
+    )
+    every: tuple[dict[str, Any], ...] = ({}, {"likelihood": nn.CrossEntropyLoss()})
+    for options in every:
         opt = pb.KFAC(model, **options)
         F.cross_entropy(model(x), y).backward()
         with pytest.warns(RuntimeWarning, match="is computed from it"):
