@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from pullback import PullbackError, pde
-from pullback.pde.slabs import Slabs, _continued, overall
+from pullback.pde.slabs import Slabs, overall
 from pullback.pde.verdict import Verdict
+from pullback.pde.windows import continued, fitted, window
 
 pi = math.pi
 
@@ -69,7 +70,7 @@ def test_slabs_together_solve_the_whole(problem: Any) -> None:
 def test_a_slab_starts_where_the_last_one_ended() -> None:
     problem = wave()
     for before in (pde.mlp(2, 5, 1, seed=3), pde.mlp(2, 5, 1, seed=3, activation=nn.ELU)):
-        later = _continued(problem.conditions[2], problem, before)
+        later = continued(problem.conditions[2], problem, before)
         assert isinstance(later, pde.Initial)
         x = torch.rand(6, 2).double()
         y = x.clone().requires_grad_()
@@ -80,8 +81,8 @@ def test_a_slab_starts_where_the_last_one_ended() -> None:
         torch.testing.assert_close(value(points=x), before(x)[:, 0].detach())
         torch.testing.assert_close(velocity(points=x), g[:, 1])
         torch.testing.assert_close(velocity(points=x.float()), g[:, 1], rtol=1e-4, atol=1e-5)
-    assert _continued(problem.conditions[1], problem, before) is problem.conditions[1]
-    assert _continued(problem.conditions[2], problem, None) is problem.conditions[2]
+    assert continued(problem.conditions[1], problem, before) is problem.conditions[1]
+    assert continued(problem.conditions[2], problem, None) is problem.conditions[2]
 
 
 def test_fields_go_on_each_by_itself() -> None:
@@ -98,7 +99,7 @@ def test_fields_go_on_each_by_itself() -> None:
     network = pde.mlp(2, 4, 2, seed=0)
     x = torch.rand(3, 2).double()
     for i, condition in enumerate(problem.conditions[1:]):
-        later = _continued(condition, problem, network)
+        later = continued(condition, problem, network)
         assert torch.equal(later.value(points=x), network(x)[:, i].detach())  # pyright: ignore[reportAttributeAccessIssue]
     solution = pde.solve(
         problem, pde.mlp(2, 8, 2, seed=0), slabs=3, points=36, steps=150, tol=1e-2, progress=False
@@ -167,9 +168,18 @@ def test_what_has_no_slabs() -> None:
     )
     with pytest.raises(PullbackError, match="as a function of the domain"):
         pde.solve(fixed, pde.mlp(2, 3, 1), slabs=2)
-    for slabs in (0, -1, 1.5):
-        with pytest.raises(PullbackError, match="number of slabs"):
+    for slabs in (0, -1, 1.5, ["a"], True):
+        with pytest.raises(PullbackError, match="slabs= is not usable"):
             run(slabs=slabs)
+    for times in ([0.5, 0.2], [0.0, 0.5], [1.0]):
+        with pytest.raises(PullbackError, match="not in order"):
+            run(slabs=times)
+
+
+def test_slabs_end_at_given_times() -> None:
+    network = run(slabs=[0.1, 0.4], steps=1).network
+    assert isinstance(network, Slabs)
+    assert network.edges.tolist() == pytest.approx([0, 0.1, 0.4, 1])
 
 
 def turning(time: float) -> pde.Problem:
@@ -245,3 +255,44 @@ def test_the_worst_slab_is_told_where_budgets_ended_all() -> None:
     assert found.name == "unfinished"
     assert found.alarming
     assert found.reason == f"{ended} in slab 2 of 3"
+
+
+def test_a_network_for_later_times_is_the_same_function() -> None:
+    """Its time goes from −1 to 1 again."""
+    domain = heat().domain
+    plain = nn.Sequential(pde.PeriodicEmbedding(2, 0, 2.0, 2), *pde.mlp(5, 6, 1, seed=0))
+    first = pde.Rescaled(pde.Symmetric(plain, 0, 1), pde.SpaceTime(pde.Interval(0, 1), (0, 0.25)))
+    part = window(heat(), 0.5, 0.75, first)
+    later = fitted(first, part, same=True)
+    x = part.domain.sample(20, "uniform", seed=1).x
+    torch.testing.assert_close(later(x), first(x), rtol=1e-12, atol=1e-12)
+    assert (later.low[1], later.high[1]) == (0.5, 0.75)  # pyright: ignore[reportArgumentType]
+    fresh = fitted(first, part, same=False)
+    x0 = x - torch.tensor([0, 0.5])
+    torch.testing.assert_close(fresh(x), first(x0))
+    assert float(first.high[1]) == 0.25
+    squared = pde.Rescaled(nn.Sequential(Squared(), *pde.mlp(2, 6, 1, seed=0)), domain)
+    torch.testing.assert_close(fitted(squared, part, same=True)(x), squared(x))
+
+
+class Squared(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x**2
+
+
+@pytest.mark.parametrize("problem", [heat, wave])
+def test_error_estimates_of_slabs(problem: Any) -> None:
+    """Errors of the first slab are those of the second, however well that is solved."""
+    solution = pde.solve(
+        problem(), pde.mlp(2, 10, 1, seed=0), slabs=2, points=100, steps=40, progress=False
+    )
+    found = solution.check().estimate
+    assert found is not None
+    assert solution.error / 2 < found.error < 20 * solution.error
+    assert isinstance(solution.network, Slabs)
+    with torch.no_grad():  # spoil the first slab alone
+        next(solution.network.networks[0].parameters()).mul_(1.02)
+    spoiled = solution.check().estimate
+    assert spoiled is not None
+    assert solution.error > 3e-3
+    assert solution.error / 2 < spoiled.error < 20 * solution.error

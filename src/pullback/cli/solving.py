@@ -84,6 +84,7 @@ def setups(width: int) -> RenderableType:
     for name in pde.SETUPS:
         found = pde.setup(name)
         network, slabs = found.network(0), found.options.get("slabs", 1)
+        slabs = slabs if isinstance(slabs, int) else len(slabs) + 1
         words = f"{slabs} × {described(network)}" if slabs > 1 else described(network)
         equation = getattr(found.problem, "equation", "")
         rows += [(name, equation, words, f"{slabs * parameters(network):,}")]

@@ -1,20 +1,12 @@
 """Tangent kernels and function-space views: how a model's function moves when its parameters do."""
 
-from .basis import GTK, Basis, ImplicitBasis, gtk
-from .change import (
-    Descent,
-    Expansion,
-    FunctionChange,
-    fisher_rao_gradient,
-    gradient_norm,
-    rkhs_descent,
-)
+from .basis import GTK, gtk
+from .change import Expansion, FunctionChange
 from .kernel import NTK, KernelOperator, TangentKernel, ntk, ntk_operator
 from .predict import Linearized, Prediction, linearize, predict
 from .projection import Combination, Projected, natural_ntk, project, projected_kernel, surject
-from .rkhs import functional_gradient, pushforward_metric, rkhs_inner
+from .rkhs import functional_gradient, rkhs_inner
 from .tangent import Tangent
-from .tiles import SymmetricTiles, ntk_tiles
 
 __all__ = [
     # the tangent space, and kernels on it
@@ -23,8 +15,6 @@ __all__ = [
     "NTK",
     "GTK",
     "Projected",
-    "Basis",
-    "ImplicitBasis",
     # their matrices
     "ntk",
     "gtk",
@@ -32,21 +22,14 @@ __all__ = [
     "projected_kernel",
     "ntk_operator",
     "KernelOperator",
-    "ntk_tiles",
-    "SymmetricTiles",
     # functions: gradients, projections, inner products
     "functional_gradient",
     "project",
     "surject",
     "rkhs_inner",
-    "pushforward_metric",
     "FunctionChange",
     "Expansion",
     "Combination",
-    "rkhs_descent",
-    "Descent",
-    "gradient_norm",
-    "fisher_rao_gradient",
     # the linearized model
     "linearize",
     "Linearized",

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._core.errors import PullbackError
+from .._core.errors import PullbackError, refuse_unknown
 from .._core.factor import Scaled
 from .._core.products import full_precision
 from ..grams import Part, assemble
@@ -183,40 +183,20 @@ def natural_ntk(
     x2: Any = None,
     *,
     likelihood: Likelihood | None = None,
-    support: Any = None,
-    layout: str = "full",
-    params: Mapping[str, Tensor] | None = None,
-    damping: float = 0.0,
-    rcond: float | None = None,
-    reduction: str = "sum",
-    memory: int = MEMORY,
+    **options: Any,
 ) -> Tensor:
     """The natural NTK J F⁺ J'ᵀ, F the Fisher matrix of a likelihood: how natural gradients move f.
 
     Without a likelihood F = JᵀJ, the Fisher matrix of a unit Gaussian: where J has full row rank on
-    the support, the natural NTK there is the identity whatever the parametrization.
+    the support, the natural NTK there is the identity whatever the parametrization. Further options
+    are those of `projected_kernel`.
     """
     metric: Metric = Euclidean() if likelihood is None else Fisher(likelihood)
-    return projected_kernel(
-        model,
-        x,
-        x2,
-        metric=metric,
-        support=support,
-        layout=layout,
-        params=params,
-        damping=damping,
-        rcond=rcond,
-        reduction=reduction,
-        memory=memory,
-    )
+    return projected_kernel(model, x, x2, metric=metric, **options)
 
 
 def _count(reduction: str, metric: Metric, z: Tensor) -> int:
-    if reduction not in ("sum", "mean"):
-        raise PullbackError(
-            f"Unknown reduction {reduction!r}", "G is a sum or a mean", 'Use "sum" or "mean"'
-        )
+    refuse_unknown("reduction", reduction, ("sum", "mean"))
     return metric.samples(z) if reduction == "mean" else 1
 
 
@@ -269,10 +249,7 @@ def project(
     tensor([[2.],
             [4.]])
     """
-    if form not in FORMS:
-        raise PullbackError(
-            f"Unknown form {form!r}", "it is not one of the forms", f"Use one of {FORMS}"
-        )
+    refuse_unknown("form", form, FORMS)
     kernel = Projected(as_tangent(model), x, metric, rcond=rcond)
     given = check_cotangents(_one_of(gradient, values), kernel.linear)
     c = given if values is None else kernel.part.factor.matvec(given)

@@ -68,11 +68,15 @@ class OperatorMap(Map):
         self, network: Network, x: Tensor, scheme: Scheme, operator: Operator, weights: Tensor
     ) -> None:
         self.network, self.x, self.scheme, self.operator = network, x, scheme, operator
-        self._root = weights.sqrt()[:, None]
+        self._weights, self._root = weights, weights.sqrt()[:, None]
         self._coordinates = Jet.input(x.flatten(0, 1), scheme)
         self._checked = False
         #: why the derivatives are nested instead of carried forward, or empty
         self.nested_because = ""
+
+    def scale(self, factors: Tensor) -> None:
+        """Multiply the given weights by factors (N,) from now on."""
+        self._root = (self._weights * factors).sqrt()[:, None]
 
     def channels(self, params: dict[str, Tensor], tape: Tape | None = None) -> Tensor | Channels:
         """The network's jet, (T, S, N, m), each channel computed when it is taken."""

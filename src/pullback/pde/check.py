@@ -4,17 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from .._core.space import ParameterSpace
+from ..maps.jets import Unsupported
 from .conditions import Dirichlet, Energy
 from .discretize import Trial, term
+from .networks import Slabs
 from .problem import Problem
 from .validation import Residual, Validation
+from .windows import window
 
 _LARGEST = 2000  # parameters up to which the error equation is solved
 _CUT = 1e-10  # singular values below this share of the largest are left out
+_FEWEST, _SEED = 500, 104_729  # points of a condition, and their seed
 _SAMPLES = 2000  # points at which an error is measured
 
 
@@ -81,49 +88,98 @@ class Check:
     __repr__ = __str__
 
 
-def estimate(
-    problem: Problem,
-    trial: Trial,
-    validation: Validation,
-    residuals: Mapping[str, Residual],
-) -> Estimate | None:
+class ErrorField:
     """The error e from A δ = r at fresh points, e = T δ, where T are the fields' tangents.
 
     For a linear equation L u = f the error solves L e = r, with r the residual. What no tangent
     explains, r − A δ, adds at most its norm times max ‖T δ‖/‖A δ‖, the equation's stability as far
-    as the tangents see it. None for energies and above 2000 parameters.
+    as the tangents see it.
+
+    Attributes:
+        explained: the mean square of T δ over the domain, all fields together.
+        rest: that of what the unexplained residual may add.
+        size: that of the solution.
+        spread: standard errors of the unknown coefficients, by name.
+        corrected: the solution without T δ.
     """
-    params: dict[str, Tensor] = {n: p for n, p in trial.named_parameters() if p.requires_grad}
-    size = sum(p.numel() for p in params.values())
-    if size > _LARGEST or any(isinstance(c, Energy) for c in problem.conditions):
+
+    def __init__(self, problem: Problem, trial: Trial, weights: Mapping[str, float]) -> None:
+        params = {n: p for n, p in trial.named_parameters() if p.requires_grad}
+        count = max(2 * sum(p.numel() for p in params.values()), _FEWEST)
+        counts = {c.name: count for c in problem.conditions}
+        validation = Validation(problem, trial, counts, weights, _SEED)
+        with torch.enable_grad():
+            linears = []
+            for c in problem.conditions:
+                sites = validation.points(c, 1, count)
+                found = term(problem, c, trial, sites, weights[c.name])
+                linears.append(found.map.linearize(params))
+            a = torch.cat([x.rows() for x in linears]).double()
+            r = torch.cat([x.value.flatten() for x in linears]).double()
+            tangents, values = _tangents(problem, trial, params)
+        u, s, vh = torch.linalg.svd(a, full_matrices=False)
+        kept = s > _CUT * s[0]
+        u, s, v = u[:, kept], s[kept], vh[kept].T
+        reach = tangents @ v / s  # the field of each singular direction
+        coefficients = u.T @ r
+        stability = torch.linalg.matrix_norm(reach, 2)
+        self.explained = float((reach @ coefficients).square().sum())
+        self.rest = float((stability * (r - u @ coefficients).norm()).square())
+        self.size = float(values.square().sum())
+        self.spread = _spread(params, v, s, u, r)
+        space = ParameterSpace(params)
+        self.corrected = Corrected(trial, space.split((v @ (coefficients / s)).to(space.dtype)))
+
+
+class Corrected(nn.Module):
+    """u − T δ: the solution without an error that its tangents explain."""
+
+    def __init__(self, trial: Trial, move: dict[str, Tensor]) -> None:
+        super().__init__()
+        self.trial, self._move = trial, move
+
+    def forward(self, x: Any) -> Tensor:
+        if not isinstance(x, Tensor):
+            raise Unsupported("a tangent")
+
+        def fields(params: dict[str, Tensor]) -> Tensor:
+            return self.trial.apply_to(params, x)
+
+        named = dict(self.trial.named_parameters())
+        point = {n: named[n].detach() for n in self._move}
+        value, error = torch.func.jvp(fields, (point,), (self._move,))
+        return value - error
+
+
+def estimate(
+    problem: Problem, trial: Trial, weights: Mapping[str, float], affine: bool
+) -> Estimate | None:
+    """The error by the network's own tangents; None for energies and above 2000 parameters.
+
+    With slabs of time each one's error begins with the last one's at its end.
+    """
+    network = trial.network
+    pieces = network.networks if isinstance(network, Slabs) else [network]
+    most = max(sum(p.numel() for p in piece.parameters()) for piece in pieces)
+    if most > _LARGEST or any(isinstance(c, Energy) for c in problem.conditions):
         return None
-    with torch.enable_grad():
-        linears = [
-            term(
-                problem, c, trial, validation.points(c, 1, max(2 * size, 500)),
-                validation.weights[c.name],
-            ).map.linearize(params)
-            for c in problem.conditions
-        ]  # fmt: skip
-        a = torch.cat([x.rows() for x in linears]).double()
-        r = torch.cat([x.value.flatten() for x in linears]).double()
-        tangents, values = _tangents(problem, trial, params, validation)
-    u, s, vh = torch.linalg.svd(a, full_matrices=False)
-    kept = s > _CUT * s[0]
-    u, s, v = u[:, kept], s[kept], vh[kept].T
-    reach = tangents @ v / s  # the field of each singular direction
-    coefficients = u.T @ r
-    explained = (reach @ coefficients).norm()
-    rest = (r - u @ coefficients).norm()
-    stability = torch.linalg.matrix_norm(reach, 2)
-    error = float((explained + stability * rest) / values.norm())
-    affine = all(x.affine for x in residuals.values())
-    return Estimate(error, _spread(trial, params, v, s, u, r), affine)
+    if not isinstance(network, Slabs):
+        found = ErrorField(problem, trial, weights)
+        error = (found.explained**0.5 + found.rest**0.5) / found.size**0.5
+        return Estimate(error, found.spread, affine)
+    unknowns = {n: p.item() for n, p in trial.unknowns.items()}
+    before, carried, total, size, spread = None, 0.0, 0.0, 0.0, {}
+    for piece, (start, end) in zip(network.networks, pairwise(network.edges.tolist()), strict=True):
+        part = window(problem, start, end, before)
+        found = ErrorField(part, Trial(piece, unknowns, next(piece.parameters())), weights)
+        carried += found.rest**0.5
+        total += (end - start) * (found.explained**0.5 + carried) ** 2
+        size += (end - start) * found.size
+        before, spread = found.corrected, found.spread
+    return Estimate((total / size) ** 0.5, spread, affine)
 
 
-def _tangents(
-    problem: Problem, trial: Trial, params: dict[str, Tensor], validation: Validation
-) -> tuple[Tensor, Tensor]:
+def _tangents(problem: Problem, trial: Trial, params: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """∂u/∂w and u of all fields over the domain; constants of free fields are left out."""
     rows, values = [], []
     for name in problem.fields:
@@ -142,7 +198,7 @@ def _tangents(
 
 
 def _spread(
-    trial: Trial, params: dict[str, Tensor], v: Tensor, s: Tensor, u: Tensor, r: Tensor
+    params: dict[str, Tensor], v: Tensor, s: Tensor, u: Tensor, r: Tensor
 ) -> dict[str, float]:
     """Standard errors of the unknowns: √Σ (A⁺)²ᵢ rᵢ², with n/(n − rank) for what was fitted."""
     at, out = 0, {}

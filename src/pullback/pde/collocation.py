@@ -12,7 +12,9 @@ from torch import Tensor
 from .._core.errors import PullbackError
 from .._core.processes import Processes
 from .._core.space import ParameterSpace
+from ..maps import OperatorMap
 from ..optim import Objective, Term
+from .causal import Causal
 from .checks import refuse_infinite
 from .conditions import Condition, Data, Energy, Equation, Prior
 from .discretize import (
@@ -46,6 +48,7 @@ class Collocation:
         plan: which points at which step.
         like: precision and device of the solve.
         single: steps in float32 first.
+        causal: whether later times wait for earlier ones.
         processes: among which the points are shared.
 
     Attributes:
@@ -62,6 +65,7 @@ class Collocation:
         plan: Plan,
         like: Tensor,
         single: int,
+        causal: bool,
         processes: Processes,
     ) -> None:
         self._problem, self._trial, self._plan = problem, trial, plan
@@ -74,6 +78,8 @@ class Collocation:
         refuse_unused(problem, self.sites)
         self.objective: Objective | None = None
         self._drawn, self._refined = plan.at(0), None
+        self._since = 0  # the step from which on losses compare
+        self._causal = Causal(problem) if causal else None
         self.weights = processes.share(balanced(problem, self.sites))
         if self._priors:  # data first: an equation alone is solved by coefficients of either sign
             self.weights |= {c.name: _LATER * c.weight for c in self._equations}
@@ -98,12 +104,36 @@ class Collocation:
             new = True
         if new:
             self.objective = self._build(dtype)
+        if self._causal is not None and self._causal.due(step):
+            self._weigh_times(self._causal, step)
         assert self.objective is not None
         return self.objective
 
+    def _weigh_times(self, causal: Causal, step: int) -> None:
+        """Let times count by what is left before them."""
+        params = {n: p.detach() for n, p in self._trial.named_parameters()}
+        losses = torch.zeros_like(causal.weights, device=self._device)
+        with torch.no_grad():
+            for x, item in self._timed:
+                losses += causal.losses(x, item(params).square().sum(1) / causal(x))
+        causal.update(self._processes.sum([losses])[0], step)
+        self._scale_times(causal)
+        if causal.open:
+            self.unsettle(step)
+
+    def _scale_times(self, causal: Causal) -> None:
+        for x, item in self._timed:
+            item.scale(causal(x))
+
+    @property
+    def _timed(self) -> list[tuple[Tensor, OperatorMap]]:
+        """Points and residuals of the equations."""
+        found = [(sites[0].x, t.map) for c, sites, t in self._terms if isinstance(c, Equation)]
+        return [(x, item) for x, item in found if isinstance(item, OperatorMap)]
+
     def concentrate(self, step: int) -> None:
         """Move points of the equations to where their residuals are large."""
-        self.sites = self._refined_sites(step)
+        self.sites, self._since = self._refined_sites(step), step
         self._refined, self.objective = step, self._build(next(self._trial.parameters()).dtype)
 
     def _refined_sites(self, step: int) -> dict[str, Sites]:
@@ -143,13 +173,13 @@ class Collocation:
         return [c for c in self._problem.conditions if isinstance(c, Equation)]
 
     def unsettle(self, step: int) -> None:
-        """Let losses compare from this step on alone: the parameters were moved."""
-        self._refined = step
+        """Let losses compare from this step on alone: parameters or weights changed."""
+        self._since = step
 
     def settled(self, step: int) -> bool:
         """Whether losses from this step on compare: same points, same precision, squares."""
         refine = self._plan.refine
-        still = refine.over(step) if refine is not None else step >= (self._refined or 0)
+        still = step >= self._since and (refine is None or refine.over(step))
         # an energy does not go to zero: a share of it says nothing about what is left
         return step >= self._single and self._plan.resample is None and still and self.squares
 
@@ -170,11 +200,16 @@ class Collocation:
 
     @torch.no_grad()
     def loss(self) -> float:
-        """The loss of the network as it is now."""
+        """The loss of the network as it is now; all times count alike."""
         if self.objective is None:
             return float("nan")
         params = {n: p.detach() for n, p in self._trial.named_parameters()}
-        own = sum(float(t.loss(t.map(params))) for t in self.objective.terms)
+        own = 0.0
+        for c, sites, item in self._terms:
+            z = item.map(params)
+            if self._causal is not None and isinstance(c, Equation):
+                z = z / self._causal(sites[0].x).sqrt()[:, None]
+            own += float(item.loss(z))
         return self._processes.total([own])[0]
 
     def refuse_broken(self, reason: str) -> None:
@@ -210,14 +245,18 @@ class Collocation:
         return {
             "drawn": self._drawn,
             "refined": self._refined,
+            "since": self._since,
             "sites": sites,
             "weights": self.weights,
+            "causal": None if self._causal is None else self._causal.state(),
         }
 
     def restore(self, state: Mapping[str, Any], steps: int) -> None:
         """The points of a `state`, after so many steps."""
         self._drawn, self._refined = state["drawn"], state["refined"]
-        self.weights = dict(state["weights"])
+        self._since, self.weights = state["since"], dict(state["weights"])
+        if self._causal is not None:
+            self._causal.restore(state["causal"])
         self.sites = {
             name: tuple(Points(*parts) for parts in sites) for name, sites in state["sites"].items()
         }
@@ -233,6 +272,8 @@ class Collocation:
             if len(sites[0]):
                 item = term(self._problem, c, self._trial, sites, self.weights[c.name], total)
                 self._terms.append((c, sites, item))
+        if self._causal is not None:
+            self._scale_times(self._causal)
         return Objective([item for *_, item in self._terms], shared=not processes.alone)
 
 

@@ -84,7 +84,7 @@ class Run:
         )
         self._processes.adopt([*self._trial.parameters(), *self._trial.buffers()])
         self._points = Collocation(
-            problem, self._trial, plan, like, settings.single, self._processes
+            problem, self._trial, plan, like, settings.single, settings.causal, self._processes
         )
         if problem.domain.dim <= _FEW:
             refuse_flat(problem, network, self._points.sites)
@@ -110,6 +110,7 @@ class Run:
         self._part, self._started = 1.0, False
         #: relative residuals after a first part of the steps, where there was one
         self.looked: float | None = None
+        schedule = settings.resample, settings.refine, settings.single, settings.causal
         self._identity = {
             "problem": repr(problem),
             "conditions": self._points.fingerprints(),
@@ -117,7 +118,7 @@ class Run:
             "dtype": str(like.dtype),
             "counts": plan.counts,
             "sampler": repr(plan.sampler),
-            "schedule": repr((settings.seed, settings.resample, settings.refine, settings.single)),
+            "schedule": repr([settings.seed, *schedule]),
         }
         self._processes.same("what they solve", self._identity, "Call solve alike on all processes")
 

@@ -37,6 +37,7 @@ class Settings:
     gram: str
     memory: int
     single: int
+    causal: bool
     tol: float | None
     patience: int | None
     budget: float | None
@@ -81,6 +82,7 @@ class Settings:
                     f"got {found!r}",
                     f"Pass an instance of {kind.__name__}, or None for the default",
                 )
+        require(isinstance(self.causal, bool), "causal=", self.causal, "Use True or False")
         usable = self.refine in ("auto", None) or isinstance(self.refine, Refine)
         require(usable, "The refinement", self.refine, 'Use Refine(…), "auto" or None')
         if self.optimizer is not None and (self.solver is not None or self.step is not None):

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .._core.errors import PullbackError
-from ..maps.jets import Jet, Scheme, Unsupported, nested
-from .conditions import Condition, Equation, Initial
+from .conditions import Equation, Initial
 from .domains import SpaceTime
 from .history import History
 from .networks import Slabs
@@ -21,31 +21,34 @@ from .run import Run
 from .settings import Settings
 from .solution import Solution
 from .verdict import Verdict
+from .windows import fitted, window
 
 _SHORTEST = 1 / 16  # of the whole time: slabs that are not halved any more
 _LOOK = 0.25  # of its steps and its budget, after which a slab is looked at
 _HOPELESS = 1e-2  # of their terms: residuals at which it is given up then
+_COLD = 2.0  # times the budget of a later slab: the first begins with random parameters
 
 
 def march(
     problem: Problem,
     network: nn.Module,
-    slabs: int | str,
+    slabs: int | str | Sequence[float],
     checkpoint: str | Path | None,
     settings: Settings,
 ) -> Solution:
     """Solve slab after slab; each network starts from the last one.
 
-    A number of slabs are equally long. "auto" controls their lengths as integrators of ordinary
-    differential equations do theirs. The first slab is the whole time. One that does not converge
-    is halved, as long as two halvings halve its residuals. It is given up after a quarter of its
-    steps where these are above 1 % of their terms. After a quick slab the next is twice as long.
+    A number of slabs are equally long, and inner times say where others end. "auto" controls their
+    lengths as integrators of ordinary differential equations do theirs. The first slab is the whole
+    time. One that does not converge is halved, as long as two halvings halve its residuals. It is
+    given up after a quarter of its steps where these are above 1 % of their terms. After a quick
+    slab the next is twice as long.
     """
     found = March(problem, network, checkpoint, settings)
-    if isinstance(slabs, int):
-        found.fixed(slabs)
-    else:
+    if slabs == "auto":
         found.adaptive()
+    else:
+        found.fixed(_edges(slabs, *found.domain.time))
     return found.solution()
 
 
@@ -65,35 +68,33 @@ class March:
         checkpoint: str | Path | None,
         settings: Settings,
     ) -> None:
-        self._domain = _checked(problem)
+        self.domain = _checked(problem)
         self._problem, self._network = problem, network
         self._checkpoint, self._settings = checkpoint, settings
-        self._edges = [self._domain.time[0]]
+        self._edges = [self.domain.time[0]]
         self._networks: list[nn.Module] = []
         self._verdicts: list[Verdict] = []
         self._last: Solution | None = None
         self._count = 0
         self._history, self._spent, self._attempts = History(), 0.0, 0
 
-    def fixed(self, count: int) -> None:
-        """So many slabs of equal length."""
-        self._count = count
-        edges = torch.linspace(*self._domain.time, count + 1, dtype=torch.float64).tolist()
-        for i, end in enumerate(edges[1:]):
-            # a checkpoint's run goes on when called again; another must get to the end now
-            run = self._begin(end, 1 if self._checkpoint is not None else 1 / (count - i))
+    def fixed(self, edges: list[float]) -> None:
+        """Slabs that end at these times."""
+        self._count = len(edges)
+        for i, end in enumerate(edges):
+            run = self._begin(end, len(edges) - 1 - i)
             if self._keep(run, run.go(), end):
                 break
 
     def adaptive(self) -> None:
         """Slabs as long as they converge."""
-        start, end = self._domain.time
+        start, end = self.domain.time
         length, shortest = end - start, _SHORTEST * (end - start)
         looks: list[float] = []  # residuals of the attempts at this slab
         while (left := end - self._edges[-1]) > 0:
             length = min(length, left)
             until = end if length == left else self._edges[-1] + length
-            run = self._begin(until, 1 if self._checkpoint is not None else length / left)
+            run = self._begin(until, left / length - 1)
             solved = run.go(_LOOK)
             looks.append(solved.verdict.relative if run.looked is None else run.looked)
             if len(looks) > 2 and looks[-1] > looks[-3] / 2:  # a shorter one is no easier
@@ -119,19 +120,20 @@ class March:
         ended = poor or bool(_ended(solved, self._checkpoint))
         return ended or verdict.name in ("converged", "") or verdict.reason.startswith("the tol")
 
-    def _begin(self, end: float, share: float) -> Run:
-        """A run over the next slab, with a share of what is left of the budget."""
-        before = self._networks[-1] if self._networks else None
-        conditions = [_continued(c, self._problem, before) for c in self._problem.conditions]
-        start = self._edges[-1]
-        part = self._problem.restricted(self._domain.slab(start, end), conditions)
-        part.name += f", t = {start:.4g} to {end:.4g}"
+    def _begin(self, end: float, later: float) -> Run:
+        """A run over the next slab, which shares what is left of the budget with so many later."""
+        start, before = self._edges[-1], self._networks[-1] if self._networks else None
+        part = window(self._problem, start, end, before)
+        network = fitted(before or self._network, part, same=before is not None)
         path = None if self._checkpoint is None else Path(f"{self._checkpoint}.{self._attempts}")
         self._attempts += 1
         settings, budget = self._settings, self._settings.budget
         if budget is not None:
+            own = _COLD if before is None else 1
+            # a checkpoint's run goes on when called again; another must get to the end now
+            share = own / (own + later) if path is None else 1
             settings = replace(settings, budget=max(0.0, budget - self._spent) * share)
-        return Run(part, copy.deepcopy(before or self._network), settings, path)
+        return Run(part, network, settings, path)
 
     def _keep(self, run: Run, solved: Solution, end: float) -> bool:
         """Add a slab; whether the march ends here."""
@@ -141,14 +143,14 @@ class March:
         self._spent += run.history.spent - run.begun
         self._history, self._last = self._history.joined(solved.history), solved
         why = _ended(solved, self._checkpoint)
-        if not why or end >= self._domain.time[1]:
+        if not why or end >= self.domain.time[1]:
             return False
         said = f"{self._problem.name} is solved up to t = {end:.4g} alone"
         if why == "budget":
             said += ", and extrapolated beyond. Call again to go on from the checkpoint"
         if run.first:
             warnings.warn(said, stacklevel=5)
-        self._edges[-1] = self._domain.time[1]
+        self._edges[-1] = self.domain.time[1]
         return True
 
     def solution(self) -> Solution:
@@ -168,6 +170,20 @@ class March:
             loss=solved.loss,
             nested=solved.nested,
         )
+
+
+def _edges(slabs: int | str | Sequence[float], start: float, end: float) -> list[float]:
+    """The times at which slabs end."""
+    if isinstance(slabs, int):
+        return torch.linspace(start, end, slabs + 1, dtype=torch.float64).tolist()[1:]
+    edges = [*map(float, slabs), end]
+    if not all(a < b for a, b in pairwise([start, *edges])):
+        raise PullbackError(
+            "The slabs are not in order",
+            f"they end at {edges} in the time from {start:g} to {end:g}",
+            "Give increasing times within the domain's, its ends not among them",
+        )
+    return edges
 
 
 def _ended(solved: Solution, checkpoint: str | Path | None) -> str:
@@ -232,29 +248,3 @@ def _refuse_repeated(problem: Problem, domain: SpaceTime) -> None:
                 "every slab would repeat it at its own beginning",
                 "State it by Initial(...), whose values are handed on from slab to slab",
             )
-
-
-def _continued(condition: Condition, problem: Problem, before: nn.Module | None) -> Condition:
-    """An initial condition whose values are those of the last slab at its end."""
-    if before is None or not isinstance(condition, Initial):
-        return condition
-    at = problem.fields.index(condition.field) if condition.field else 0
-    time = problem.domain.dim - 1
-    out = copy.copy(condition)
-
-    @torch.no_grad()
-    def ended(points: Tensor, order: int) -> Tensor:
-        x = points.to(next(before.parameters()))
-        if not order:
-            return before(x)[:, at]
-        scheme = Scheme.of([(time,)])
-        try:
-            found = before(Jet.input(x, scheme)).stacked()
-        except Unsupported:
-            found = nested(before, x, scheme)
-        return found[scheme.position[time,], :, at]
-
-    out.value = lambda points: ended(points, 0)
-    if condition.velocity is not None:
-        out.velocity = lambda points: ended(points, 1)
-    return out

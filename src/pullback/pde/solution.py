@@ -135,11 +135,13 @@ class Solution:
     def estimated(self) -> float | None:
         """The relative error that the residuals allow, where that takes about as long as a step.
 
-        None above 1000 parameters, for slabs, nested derivatives and energies, and where there are
-        data, whose noise is no error.
+        None above 1000 parameters (of a slab), for nested derivatives and energies, and where there
+        are data, whose noise is no error.
         """
         noisy = any(isinstance(c, (Data, Prior)) for c in self.problem.conditions)
-        if noisy or self.nested or sum(p.numel() for p in self.network.parameters()) > _QUICK:
+        slabs = len(self.network.networks) if isinstance(self.network, Slabs) else 1
+        count = sum(p.numel() for p in self.network.parameters()) // slabs
+        if noisy or self.nested or count > _QUICK:
             return None
         try:
             found = self._estimate(self.residual)
@@ -148,9 +150,8 @@ class Solution:
         return None if found is None or not math.isfinite(found.error) else found.error
 
     def _estimate(self, residuals: Mapping[str, Residual]) -> Estimate | None:
-        if isinstance(self.network, Slabs):  # whose pieces do not share tangents
-            return None
-        return estimate(self.problem, self._trial, self._validation, residuals)
+        affine = all(r.affine for r in residuals.values())
+        return estimate(self.problem, self._trial, self.weights, affine)
 
     def _difference(self, other: Solution) -> float:
         x = self.problem.domain.sample(_FRESH, "sobol", seed=_SEED).x

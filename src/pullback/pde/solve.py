@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from .._core.errors import PullbackError
 from ..solvers import Solver
 from ..steps import Step
 from .checks import warn_unwrapped
+from .kinds import is_integer, is_number, require
 from .plan import Refine
 from .problem import Problem
 from .run import Run, processes
@@ -40,7 +40,8 @@ def solve(
     gram: str = "auto",
     memory: int = 2**32,
     single: int = 0,
-    slabs: int | str = 1,
+    causal: bool = False,
+    slabs: int | str | Sequence[float] = 1,
     tol: float | None = None,
     patience: int | None = 50,
     budget: float | None = None,
@@ -70,8 +71,9 @@ def solve(
         solver, step, gram, memory: stages of the `NaturalGradient` underneath; by default every
             damped solution from one factorization, and the largest good trust radius.
         single: steps in float32 first.
-        slabs: time is cut into so many pieces that are solved one after the other. With "auto"
-            these are as long as they converge, and have at most so many steps each.
+        causal: let later times count once earlier ones are solved.
+        slabs: time is cut into so many pieces, or at these times, that are solved one after the
+            other. With "auto" they are as long as they converge. Each has at most so many steps.
         tol: stop when the error (the loss, where no solution is known) is at most this.
         patience: stop when the loss fell by less than 1 % in so many steps.
         budget: seconds; a run with a checkpoint goes on from there when called again.
@@ -88,14 +90,12 @@ def solve(
             all; the first process shows progress and reads and writes the checkpoint.
     """
     settings = Settings(
-        steps, points, sampler, seed, resample, refine, solver, step, gram, memory,
-        single, tol, patience, budget, measure, callbacks, device, progress, optimizer, group,
+        steps, points, sampler, seed, resample, refine, solver, step, gram, memory, single, causal,
+        tol, patience, budget, measure, callbacks, device, progress, optimizer, group,
     )  # fmt: skip
-    if slabs != "auto" and (not isinstance(slabs, int) or slabs < 1):
-        got = f"got slabs={slabs!r}"
-        raise PullbackError(
-            "The number of slabs is not usable", got, 'Use an integer ≥ 1, or "auto"'
-        )
+    times = isinstance(slabs, (list, tuple)) and all(map(is_number, slabs))
+    usable = times or slabs == "auto" or is_integer(slabs, 1)
+    require(usable, "slabs=", slabs, 'Use an integer ≥ 1, a list of times, or "auto"')
     warn_unwrapped(problem, network, stacklevel=2)
     if slabs == 1 or (slabs == "auto" and not problem.evolves):
         solution = Run(problem, network, settings, checkpoint).go()

@@ -162,11 +162,7 @@ class PseudoInverse(Solver):
         kernel = gram.kernel()
         if not finite(kernel):
             return _broken(gram)
-        values, u = torch.linalg.eigh(kernel)
-        sigma = values.clamp(min=0).sqrt()
-        floor = (gram.count * torch.finfo(gram.dtype).eps) ** 0.5
-        keep = self._keep(sigma, floor, squared=True)
-        u, sigma = u[:, keep], sigma[keep]
+        sigma, u = self._eigen(kernel)
 
         def combine(c: Tensor) -> Tensor:
             y = (c / sigma) @ u.T
@@ -180,12 +176,16 @@ class PseudoInverse(Solver):
         dense = gram.dense()
         if not finite(dense):
             return _broken(gram)
-        values, v = torch.linalg.eigh(dense)
-        sigma = values.clamp(min=0).sqrt()
-        floor = (gram.size * torch.finfo(gram.dtype).eps) ** 0.5
-        keep = self._keep(sigma, floor, squared=True)
-        v, sigma = v[:, keep], sigma[keep]
+        sigma, v = self._eigen(dense)
         return Spectrum(gram, sigma, None, lambda g: v.T @ g, lambda c: c @ v.T)
+
+    def _eigen(self, square: Tensor) -> tuple[Tensor, Tensor]:
+        """σ and singular vectors of A that count, from AᵀA or AAᵀ."""
+        values, vectors = torch.linalg.eigh(square)
+        sigma = values.clamp(min=0).sqrt()
+        floor = (len(square) * torch.finfo(square.dtype).eps) ** 0.5
+        keep = self._keep(sigma, floor, squared=True)
+        return sigma[keep], vectors[:, keep]
 
 
 def finite(a: Tensor) -> bool:

@@ -8,27 +8,23 @@ from itertools import repeat
 from math import prod
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from .affine import AffineBlock
-from .correlated import (
-    by_lines,
+from .correlated import correlated_moments, correlates
+from .moments import Moments, Sharing, counted, shared_moments, shared_second_moment
+from .patches import (
     channel_bytes,
     channel_moment,
     channel_moments,
-    correlated_moments,
-    correlates,
-    left_out,
+    patch_moment,
     patch_sum,
+    patches,
     pointwise,
 )
-from .moments import Moments, Sharing, counted, means, moments, second_moment
-from .patches import patch_moment, patches
 from .registry import Block, Layer, Seen, Use, joined, register
 
 _TOGETHER = 2**27  # bytes of moments that are formed at once
-_NARROW = 256  # channels up to which half of a symmetric product is not worth a copy
 
 
 @register(nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -57,13 +53,9 @@ class Conv(Layer):
         x = x if x.ndim == 2 + len(module.kernel_size) else x[None]
         width = module.in_channels // module.groups * prod(module.kernel_size)
         if sharing.reduce:
-            seen = patches(module, x).transpose(1, 2)  # (B, places, G, I)
-            if keep is not None:
-                keep = keep.reshape(len(keep), -1).expand(seen.shape[:2])
-                keep = sharing.by_sample(keep).flatten(1)
-            seen, kept = means(sharing.by_sample(seen, 3).flatten(1, 2), keep)
-            return moments(seen.transpose(0, 1), sharing, kept)
-        if width > sharing.longest or (keep is not None and keep.ndim > 1):
+            return shared_moments(patches(module, x), sharing, keep)
+        apart = module.groups > 1 or width > sharing.longest
+        if apart or (keep is not None and keep.ndim > 1):
             return _gathered(module, x, sharing, keep)
         places = prod(_places(module, x))
         if keep is None:
@@ -84,27 +76,16 @@ class Conv(Layer):
             step = max(1, _TOGETHER // _BYTES[way](uses[own[0]][1]))
             for some in (own[a : a + step] for a in range(0, len(own), step)):
                 second = way([uses[i][1] for i in some])
-                none = left_out(second)
                 for i, one in zip(some, second.split(1), strict=True):
-                    first = patch_sum(*uses[i][:2], none)
+                    first = patch_sum(*uses[i][:2], one)
                     found[i] = Moments(one, first, shape[0] * prod(shape[2:]))
         return [found[i] for i in range(len(uses))]
 
     def outputs(self, module: Any, x: Tensor, delta: Tensor, sharing: Sharing) -> Tensor:
-        dims = len(module.kernel_size)
-        d = delta if delta.ndim == 2 + dims else delta[None]
-        if by_lines(d, module.groups) and not sharing.reduce and d.shape[1] <= sharing.longest:
+        d = delta if delta.ndim == 2 + len(module.kernel_size) else delta[None]
+        if module.groups == 1 and not sharing.reduce and d.shape[1] <= sharing.longest:
             return channel_moment(d)
-        if _by_samples(d, module.groups) and not sharing.reduce and d.shape[1] <= sharing.longest:
-            d = d.flatten(2)
-            # its transpose: torch's kernels for rows are slow on ARM, and inexact in long sums
-            out = d.new_empty(c := d.shape[1], c)
-            torch.addbmm(d.new_zeros(1, 1), d, d.mT, beta=0, out=out.T)
-            return out[None]
-        d = d.unflatten(1, (module.groups, -1)).flatten(3)  # (B, G, O, places)
-        if sharing.reduce:
-            return second_moment(sharing.by_sample(d.sum(3), 2).sum(1).transpose(0, 1), sharing)
-        return second_moment(d.permute(1, 0, 3, 2).flatten(1, 2), sharing)
+        return shared_second_moment(d.unflatten(1, (module.groups, -1)).flatten(3).mT, sharing)
 
 
 def _gathered(module: Any, x: Tensor, sharing: Sharing, keep: Tensor | None) -> Moments:
@@ -112,12 +93,9 @@ def _gathered(module: Any, x: Tensor, sharing: Sharing, keep: Tensor | None) -> 
     places = prod(_places(module, x))
     each = places * x.shape[1] * prod(module.kernel_size) * x.element_size()
     step, found = max(1, _TOGETHER // max(1, each)), None
-    if keep is not None and keep.ndim == 1:
-        keep = keep[:, None].expand(-1, places)
     masks = repeat(None) if keep is None else keep.split(step)
     for some, mask in zip(x.split(step), masks, strict=False):
-        seen = patches(module, some).transpose(0, 1).flatten(1, 2)  # (G, B·places, I)
-        more = moments(seen, sharing, None if mask is None else mask.flatten())
+        more = shared_moments(patches(module, some), sharing, mask)
         found = more if found is None else found + more
     assert found is not None
     return found
@@ -125,9 +103,10 @@ def _gathered(module: Any, x: Tensor, sharing: Sharing, keep: Tensor | None) -> 
 
 def _way(module: Any, x: Tensor, sharing: Sharing) -> Any:
     """What forms the moments of several inputs like this one at once, or None."""
-    if sharing.reduce or not by_lines(x, module.groups):
+    if sharing.reduce or module.groups > 1:
         return None
-    if 9 * x.shape[1] <= sharing.longest and correlates(module, x):
+    # on a CPU a correlation is no faster, and its sums are less exact
+    if x.is_cuda and 9 * x.shape[1] <= sharing.longest and correlates(module, x):
         return correlated_moments
     return channel_moments if x.shape[1] <= sharing.longest and pointwise(module, x) else None
 
@@ -137,12 +116,6 @@ _BYTES = {
     correlated_moments: lambda x: (9 * x.shape[1]) ** 2 * x.element_size(),
     channel_moments: channel_bytes,
 }
-
-
-def _by_samples(d: Tensor, groups: int) -> bool:
-    """Whether one product per sample, which copies nothing, beats one of all places turned over."""
-    exact = d.dtype in (torch.float32, torch.float64)
-    return groups == 1 and d.device.type == "cpu" and exact and d.shape[1] <= _NARROW and len(d) > 0
 
 
 def _places(module: Any, x: Tensor) -> list[int]:

@@ -13,7 +13,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
-from ..actions.derived import VectorView, View
+from ..actions.charts import Chart, VectorView
 from .ledger import NONE, Act, Ledger, Ref, Value, read_matrix
 from .scales import FIXED, Scales, collapse, equate_uses
 from .tracing import Traced
@@ -65,7 +65,7 @@ class Walk:
     notes: list[str] = field(default_factory=list)
     folds: list[Any] = field(default_factory=list)
     directions: dict[str, Any] = field(default_factory=dict)
-    matrices: dict[str, View] = field(default_factory=dict)
+    matrices: dict[str, Chart] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
     _axes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
 
