@@ -13,8 +13,11 @@ import torch
 from torch import Tensor
 
 from .._core.errors import PullbackError
+from .._core.products import cross
 
 _POINTS = 2048  # whose pairs tell the median distance
+_WIDE, _PRODUCTS = 64, 2**20  # from where on inner products are faster than differences
+_CANCELS = 1e-4  # squared distances, of the points' squared lengths, that lose too many digits
 
 
 class ReproducingKernel(ABC):
@@ -96,8 +99,32 @@ def positive(scale: Any) -> float:
 
 def distances(x: Tensor, y: Tensor) -> Tensor:
     """‖x_i − y_j‖ of samples (N, ...) and (M, ...), without cancellation between near points."""
+    same = x is y
     x, y = x.reshape(len(x), -1), y.reshape(len(y), -1)
+    large = x.shape[1] >= _WIDE and len(x) * len(y) * x.shape[1] >= _PRODUCTS
+    if large and not (x.requires_grad or y.requires_grad) and x.device.type != "mps":
+        return _expanded(x, x if same else y)
+    return _direct(x, y)
+
+
+def _direct(x: Tensor, y: Tensor) -> Tensor:
     return torch.cdist(x, y, compute_mode="donot_use_mm_for_euclid_dist")
+
+
+def _expanded(x: Tensor, y: Tensor) -> Tensor:
+    """√(|x|² + |y|² − 2x·y) in float64, a tenth of the time; near pairs are subtracted first."""
+    center = x.mean(0, dtype=torch.float64)
+    one = x - center
+    two = one if y is x else y - center
+    sizes = one.square().sum(1)[:, None] + two.square().sum(1)
+    squares = torch.addcmul(sizes, cross(one, two), sizes.new_tensor(-2.0))
+    near = squares <= _CANCELS * sizes
+    i, j = near.nonzero(as_tuple=True)
+    if len(i) > near.numel() // 8:
+        return _direct(x, y)
+    out = squares.clamp_(min=0).sqrt_()
+    out[i, j] = (one[i] - two[j]).norm(dim=1)
+    return out.to(x.dtype)
 
 
 def median_distance(x: Tensor) -> float:

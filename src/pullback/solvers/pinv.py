@@ -97,11 +97,7 @@ class PseudoInverse(Solver):
         if state.rank == 0:
             x = rhs / value if value > 0 else torch.zeros_like(rhs)
             return Solution(x, value, 0, status=Status.OK if value > 0 else Status.SINGULAR)
-        path = self.path(state, rhs, whitened)
-        if value == 0:
-            x = path.combine(path.gamma / path.eigenvalues)
-        else:
-            x = path.at(torch.full_like(path.gamma[0], value))
+        x = self.path(state, rhs, whitened).solution(value)
         found = Solution(x.to(rhs.dtype), value, state.rank)
         blind = state.gram.structure.holds in ("kernel", "operator") and whitened is None
         if blind and value > 0 and delicate(value, state.top.square(), rhs.dtype):

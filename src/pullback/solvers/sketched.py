@@ -191,11 +191,7 @@ class Sketched(Solver):
         spectrum = state.spectrum
         if not spectrum.finite or (spectrum.rank == 0 and value == 0):
             return Solution(torch.zeros_like(rhs), value, 0, status=Status.SINGULAR)
-        path = self.path(state, rhs, whitened)
-        if value == 0:
-            x = path.combine(path.gamma / path.eigenvalues)
-        else:
-            x = path.at(torch.tensor(value, dtype=rhs.dtype, device=rhs.device))
+        x = self.path(state, rhs, whitened).solution(value)
         return Solution(x, value, spectrum.rank)
 
     def seek(self, draw: int) -> None:
