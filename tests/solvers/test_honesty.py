@@ -63,6 +63,31 @@ def test_with_r_nothing_is_lost_and_nothing_is_asked() -> None:
     assert found.status is Status.OK
 
 
+@pytest.mark.parametrize("shape", [(40, 12), (12, 40)], ids=["parameters", "samples"])
+@pytest.mark.parametrize("damping", [1e-16, 1e-15, 1e-14, 1e-10])
+@pytest.mark.parametrize("known", [True, False], ids=["r", "g"])
+def test_a_damping_below_the_round_off_of_a_singular_gram_is_named(
+    shape: tuple[int, int], damping: float, known: bool
+) -> None:
+    """Where the factorization succeeds by luck, x may be anything: that is no solution."""
+    for seed in range(8):
+        torch.manual_seed(seed)
+        one, two = (torch.randn(n, 6, dtype=torch.float64) for n in shape)
+        a, r = one @ two.T, torch.randn(shape[0], dtype=torch.float64)
+        solver = pb.solvers.Cholesky(pb.solvers.Relative(damping))
+        found = solver.solve(solver.init(pb.grams.Rows(a)), a.T @ r, whitened=r if known else None)
+        u, s, v = torch.linalg.svd(a, full_matrices=False)
+        u, s, v = u[:, :6], s[:6], v[:6]
+        want = v.T @ (s / (s * s + found.damping) * (u.T @ r))
+        off = float((found.x - want).norm() / want.norm())
+        if off > 0.1:
+            assert found.status is not Status.OK
+        if found.status is Status.INACCURATE:
+            assert found.residual is not None
+        if damping == 1e-10 and known:
+            assert found.status is Status.OK
+
+
 @pytest.mark.parametrize("small", [1e-6, 1e-9, 1e-11])
 @pytest.mark.parametrize("damping", [1e-6, 1e-10, 1e-12, 1e-14, 1e-16])
 @pytest.mark.parametrize("known", [True, False], ids=["r", "g"])

@@ -76,6 +76,9 @@ FORMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "bmm": lambda x, w: torch.bmm(x[None], w[None])[0],
     "baddbmm": lambda x, w: torch.baddbmm(x.new_zeros(1, 1, 1), x[None], w[None])[0],
     "addmm": lambda x, w: torch.addmm(x.new_zeros(w.shape[1]), x, w),
+    "addmm, times a number": lambda x, w: torch.addmm(x.new_zeros(5), x, w, beta=2, alpha=3),
+    "times a number": lambda x, w: x @ (w * 2),
+    "over a number": lambda x, w: x @ (w / 3).mT.contiguous().mT,
     "from the left": lambda x, w: (w.T @ x.T).T,
     "tensordot": lambda x, w: torch.tensordot(x, w, 1),
     "inner": lambda x, w: torch.inner(x, w.T),
@@ -123,6 +126,93 @@ def test_every_matrix_of_a_stack_is_a_layer(first: bool) -> None:
     found = pb.symmetry.find(Experts(first), torch.randn(9, 4))
     assert len(found.generators()) == found.rank().independent == 3 * 2**2
     assert not found.rejected
+
+
+class BiasedExperts(nn.Module):
+    """Two layers of three matrices each, with biases (E, out), the first times a number."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(3, 4, 2)), nn.Parameter(torch.randn(3, 2, 5))
+        self.one, self.two = nn.Parameter(torch.randn(3, 2)), nn.Parameter(torch.randn(3, 5))
+        self.form = form
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, two, x = self.one[:, None], self.two[:, None], x.expand(3, -1, -1)
+        if self.form == "baddbmm":
+            h = torch.baddbmm(one, x, self.up, beta=2, alpha=3)
+            return torch.baddbmm(two, h, self.down)
+        if self.form == "einsum":
+            h = torch.einsum("ebi,eio->ebo", x, self.up) + one / 2
+            return torch.einsum("ebi,eio->ebo", h, self.down) + two
+        h = [y @ w + 2 * b for y, w, b in zip(x, self.up, self.one, strict=True)]
+        every = zip(h, self.down, self.two, strict=True)
+        return torch.stack([torch.addmm(b, y, w) for y, w, b in every])
+
+
+@pytest.mark.parametrize("form", ["baddbmm", "einsum", "loop"])
+def test_biases_of_a_stack_are_mixed_and_shifted_with_its_matrices(form: str) -> None:
+    model, x = BiasedExperts(form), torch.randn(9, 4)
+    found = pb.symmetry.find(model, x)
+    # invertible 2 × 2 matrices between the maps, and constants from one bias to the next
+    assert len(found.generators()) == found.rank().independent == 3 * (2**2 + 2)
+    assert not found.rejected
+    params = {n: p.detach() for n, p in model.named_parameters()}
+    for action in found.actions:
+        moved = action.act(params, 0.1 * torch.randn(action.dimension))
+        out = torch.func.functional_call(model, {**params, **moved}, (x,))
+        assert_close(out, model(x), 1e-11, action.about)
+
+
+class Leaky(torch.autograd.Function):
+    """A leaky ReLU that saves what its own backward pass needs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return torch.where(x > 0, x, 0.1 * x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return torch.where(x > 0, grads[0], 0.1 * grads[0])
+
+
+def test_a_function_with_its_own_backward_pass_is_what_it_computes() -> None:
+    class Activated(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return Leaky.apply(x)  # pyright: ignore[reportReturnType]
+
+    model = nn.Sequential(nn.Linear(3, 5), Activated(), nn.Linear(5, 2))
+    x = torch.randn(7, 3)
+    found = pb.symmetry.find(model, x)
+    assert len(found.generators()) == 5
+    model(x).sum().backward()  # torch's own way is back
+    assert model[0].weight.grad is not None
+
+
+class Routed(nn.Module):
+    """Experts for sorted rows, by torch's grouped product or with gathered weights."""
+
+    def __init__(self, grouped: bool) -> None:
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(3, 4, 8)), nn.Parameter(torch.randn(3, 8, 4))
+        self.grouped = grouped
+
+    def forward(self, x: Tensor) -> Tensor:
+        ends = torch.tensor([2, 5, 8], dtype=torch.int32)
+        index = torch.tensor([0, 0, 1, 1, 1, 2, 2, 2])
+        for w in (self.up, self.down):
+            y = F.grouped_mm(x, w, offs=ends) if self.grouped else torch.bmm(x[:, None], w[index])
+            x = torch.relu(y if self.grouped else y[:, 0])
+        return x
+
+
+@pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="torch has no grouped product")
+def test_grouped_products_of_a_float32_model_are_those_of_gathered_weights() -> None:
+    found = [pb.symmetry.find(Routed(way).float(), torch.randn(8, 4)) for way in (True, False)]
+    assert [f.rank().independent for f in found] == [8, 8]
+    assert any("up is used depends on values" in note for note in found[0].notes)
 
 
 class Heads(nn.Module):

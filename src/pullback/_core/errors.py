@@ -38,9 +38,9 @@ class Status(Enum):
         "raise max_iterations, the damping, or pass a preconditioner"
     )
     INACCURATE = (
-        "(G + damping) x differs from g by more than so small a damping lets pass: digits were "
-        "lost, or the tolerance is too large; raise the damping, lower the tolerance, pass the "
-        "whitened gradient, or hold rows"
+        "so small a damping lets no digits of x pass: those of G + damping or of g were lost in "
+        "round-off, or the tolerance is too large; raise the damping, lower the tolerance, pass "
+        "the whitened gradient, or hold rows"
     )
     SINGULAR = (
         "the Gram is zero or not finite, so no direction could be found; "

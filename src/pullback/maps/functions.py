@@ -261,7 +261,14 @@ class Multiplication:
         picked = sorted((a for a in axes if a in x and a in z), key=lambda a: -axes[a][1])
         outer = sorted((a for a in axes if a not in x), key=lambda a: -axes[a][1])
         inner = sorted((a for a in axes if a not in z), key=lambda a: -axes[a][1])
-        found = _matrices(entries, *([axes[a] for a in some] for some in (picked, outer, inner)))
+        many, found = len(picked), None
+        for k in range(len(inner) if inner and not picked and index is None else 1):
+            # Σ_k W_k x_k with matrices that lie apart: all of them have the same output
+            parts = [*picked, *inner[:k]], outer, inner[k:]
+            found = _matrices(entries, *([axes[a] for a in some] for some in parts))
+            if found is not None:
+                picked, _, inner = parts
+                break
         if found is None:
             return None
         form, first, used, turned = found
@@ -273,7 +280,7 @@ class Multiplication:
         rest = [a for a in z[lead:] if a not in axes]
         if any(a not in x for a in rest):  # the weight was expanded along it
             return None
-        tail = [*rest, *picked, *outer]
+        tail = [*rest, *picked[:many], *outer]
         order = tuple(z.index(a) - len(z) for a in tail)
         x_order = tuple(x.index(a) for a in [*z[:lead], *rest, *picked, *inner])
         summed = tuple(i for i, a in enumerate(x) if a not in z and a not in axes)
@@ -282,7 +289,7 @@ class Multiplication:
         plain = plain and order == (-1,) and x_order == tuple(range(len(x)))
         if index is not None and len(rest) + lead > 1:
             index = index.view(-1, *[1] * (len(rest) + lead - 1))
-        return cls(form, first, used, turned, order, (len(picked), len(outer)), index, summed,
+        return cls(form, first, used, turned, order, (many, len(outer)), index, summed,
                    x_order, counts, plain)  # fmt: skip
 
     def arranged(self, x: Tensor) -> Tensor:

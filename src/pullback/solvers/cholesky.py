@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from .base import Damping, Solution, Solver, delicate, measure_residual, resolve
 from .pinv import PseudoInverse, Spectrum
 
 _GROWTH, _TRIES = 10.0, 20
+_LOST = 30.0  # pivots below so many units of G's round-off leave no digit of x
 
 
 @dataclass
@@ -30,7 +31,8 @@ class Cholesky(Solver):
 
     In sample space x = Aᵀ(AAᵀ + λ)⁻¹r where r is known, else (g − Aᵀ(AAᵀ + λ)⁻¹A g)/λ. Every
     new λ costs one factorization (use `PseudoInverse` for a whole path of dampings). If the
-    matrix is not positive definite λ grows tenfold until it is, and the solution says so.
+    matrix is not positive definite λ grows tenfold until it is, and the solution says so. Where
+    a pivot is of the size of round-off, x has no digits left, and the status is `INACCURATE`.
 
     Args:
         damping: absolute, or `Relative(c)` for c·tr(G)/p.
@@ -77,7 +79,12 @@ class Cholesky(Solver):
         status = Status.OK if used == wanted else Status.GREW_DAMPING
         found = Solution(x, used, min(gram.count, gram.size), status=status)
         top = torch.linalg.matrix_norm(state.matrix)  # the largest eigenvalue is not above it
-        if state.in_samples and whitened is None and delicate(used, top, rhs.dtype):
+        least = float(lower.diagonal().square().min())
+        lost = least <= _LOST * torch.finfo(lower.dtype).eps * float(top)
+        if lost and status is Status.OK:
+            found = replace(found, status=Status.INACCURATE)
+        blind = state.in_samples and whitened is None
+        if lost or (blind and delicate(used, top, rhs.dtype)):
             return measure_residual(found, gram, rhs)
         return found
 

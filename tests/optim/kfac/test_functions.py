@@ -237,6 +237,11 @@ CASES = {
         lambda: Beside(2),
         turned_stack,
     ),
+    "einsum over a stack": Case(
+        lambda: By(lambda x, w: torch.einsum("bik,iok->bo", x, w), (T, H, D)),
+        lambda: Added(),
+        stack,
+    ),
     "experts in a loop": Case(
         lambda: By(looped, (E, H, D)), lambda: Experts(), stack
     ),
@@ -265,6 +270,13 @@ class Axis(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.stack([m(x[:, t]) for t, m in enumerate(self.maps)], 1)
+
+
+class Added(Axis):
+    """The sum of the maps of all places."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).sum(1)
 
 
 def head(z: Tensor) -> Tensor:

@@ -223,3 +223,83 @@ def test_the_clip_holds_the_kl_divergence_of_a_step() -> None:
         old, new = before.detach().log_softmax(1), model(x).detach().log_softmax(1)
         found.append(float(F.kl_div(new, old, log_target=True, reduction="batchmean")))
     assert sorted(found)[15] < 5e-2  # ½δ by the quadratic model of averages; it was above 1
+
+
+class Scaled(nn.Module):
+    """A frozen layer and trained factors of its outputs, as in IA³."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.base = nn.Linear(inputs, outputs).requires_grad_(False)
+        self.factors = nn.Parameter(torch.ones(outputs, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) * self.factors.flatten()
+
+
+def test_vectors_of_no_known_layer_follow_adam_for_a_true_reason_and_not_silently() -> None:
+    model, (x, y) = nn.Sequential(Scaled(3, 5), nn.Tanh(), Scaled(5, 4)).double(), batch()
+    opt = pb.KFAC(model)
+    for i in range(2):
+        opt.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            opt.step()
+        assert ["100 % of the trained" in str(w.message) for w in seen] == [True] * (i == 0)
+    rows = {r.name: r for r in opt.coverage() if r.rule != "none"}
+    assert rows.keys() == {"0.factors", "2.factors"}
+    assert all(r.rule == "adam" and "no matrix" in r.reason for r in rows.values())
+
+
+def test_what_adam_takes_is_named_by_its_kind() -> None:
+    parts = [nn.Embedding(7, 4), nn.LayerNorm(4), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3)]
+    opt = pb.KFAC(model := nn.Sequential(*parts))
+    F.cross_entropy(model(torch.randint(0, 7, (6,))), torch.randint(0, 3, (6,))).backward()
+    opt.step()
+    why = {r.name: r.reason for r in opt.coverage() if r.rule == "adam"}
+    assert why == {
+        "0.weight": "Embedding: it holds vectors, not matrices",
+        "1.weight": "a gain of LayerNorm",
+        "1.bias": "a bias of LayerNorm",
+        "2.bias": "a bias of Linear",
+        "4.weight": "the output layer, Linear",
+        "4.bias": "a bias of Linear",
+    }
+    apart = [{"params": model[2].parameters(), "rule": "adam"}, {"params": model[4].parameters()}]
+    rows = {r.name: r.reason for r in pb.KFAC(model, params=apart).coverage()}
+    assert rows["2.weight"] == "its param group asks for it"
+
+
+def test_a_matrix_without_its_eigenbases_is_said_to_follow_adam() -> None:
+    torch.manual_seed(0)
+    wide = 1100  # two sides of it are more than one step begins
+    model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, wide), nn.Linear(wide, wide))
+    opt = pb.KFAC(nn.Sequential(model, nn.Linear(wide, 2)), lr=1e-4)
+    F.cross_entropy(opt.model(torch.randn(4, 3)), torch.tensor([0, 1, 1, 0])).backward()
+    opt.step()
+    rows = {r.name: r for r in opt.coverage()}
+    assert rows["0.0.weight"].rule == "eigenbasis"
+    assert rows["0.3.weight"].rule == "adam"
+    assert "not there yet" in rows["0.3.weight"].reason
+
+
+@pytest.mark.parametrize(
+    "how", [nn.utils.parametrizations.spectral_norm, nn.utils.parametrizations.orthogonal,
+            nn.utils.spectral_norm],
+)  # fmt: skip
+def test_a_weight_that_is_computed_has_the_parametrization_for_a_reason(how: Any) -> None:
+    model, (x, y) = (
+        nn.Sequential(how(nn.Linear(3, 5)), nn.Tanh(), nn.Linear(5, 4)).double(),
+        batch(),
+    )
+    every: tuple[dict[str, Any], ...] = ({}, {"likelihood": nn.CrossEntropyLoss()})
+    for options in every:
+        opt = pb.KFAC(model, **options)
+        F.cross_entropy(model(x), y).backward()
+        with pytest.warns(RuntimeWarning, match="is computed from it"):
+            opt.step()
+        (row,) = (r for r in opt.coverage() if "orig" in r.name)
+        assert "is computed from it" in row.reason
+        assert row.block == ("diagonal" if options else "none")
+        opt.close()

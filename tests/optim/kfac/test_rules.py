@@ -113,6 +113,8 @@ class EigenAdam:
             new = [turned(side, basis) for side, basis in zip(means, self.bases, strict=True)]
             left, right = (e.T @ n for e, (n, _) in zip(self.bases, new, strict=True))
             self.first = left.T @ self.first @ right
+            squares = left**2, right**2  # the variances of turned coordinates
+            self.second = torch.einsum("ki,lj,kl->ij", *squares, self.second)
             self.bases = [n for n, _ in new]
             self.angle = max(self.angle, *(angle for _, angle in new))
         u, w = self.bases
@@ -698,3 +700,29 @@ def test_first_bases_are_divided_over_steps(monkeypatch: pytest.MonkeyPatch) -> 
     assert all(map(torch.equal, model.parameters(), twin.parameters()))
     for layer in layers:  # AdamW's moments are gone
         assert not {"first", "second"} & {*opt.state[layer.weight]}
+
+
+@pytest.mark.parametrize("rule", ["eigenbasis", "spectral"])
+def test_filters_of_single_channels_follow_adam(rule: str) -> None:
+    """A depthwise convolution holds vectors, whoever calls it."""
+
+    class Depthwise(nn.Conv1d):
+        def forward(self, input: Tensor) -> Tensor:
+            return F.conv1d(input, self.weight, groups=4)
+
+    for kind in (nn.Conv1d, Depthwise):
+        inner = [kind(4, 4, 3, groups=4, bias=False), nn.Tanh(), nn.Conv1d(4, 4, 1, bias=False)]
+        last = nn.Linear(24, 2, bias=False)
+        model = nn.Sequential(*inner, nn.Flatten(), last)
+        opt = pb.KFAC(model, rule=rule, lr=0.02)
+        filters: Any = model[0].weight
+        adam = AdamW(twin := nn.Parameter(filters.detach().clone()), opt.defaults["betas"], 0.0)
+        for _ in range(3):
+            opt.zero_grad()
+            model(torch.randn(5, 4, 8)).square().mean().backward()
+            twin.grad = filters.grad.clone()
+            opt.step()
+            adam.step(0.02 * (0.5 if rule == "spectral" else 1.0))
+            assert_close(filters, twin, 1e-10)
+        rows = {r.name: r for r in opt.coverage()}
+        assert (rows["0.weight"].rule, rows["2.weight"].rule) == ("adam", rule)

@@ -30,7 +30,8 @@ class ProductUse(nn.Module):
         form: G, O, I.
         first, used: which of the matrices, one after the other: one for all places, or one each.
         order: the trailing axes of the output, brought to places, matrices and features.
-        axes: how many of these axes are matrices, and how many features.
+        axes: how many of these axes are matrices, none where their products are added up, and how
+            many features.
         index: instead, the matrix of each place.
     """
 
@@ -56,7 +57,9 @@ class ProductUse(nn.Module):
         z = z.permute(*range(lead), *(z.ndim + axis for axis in self.order))
         sizes, stop = z.shape, z.ndim - wide
         shape = sizes[:lead], sizes[lead : stop - many], sizes[stop - many : stop], sizes[stop:]
-        return z.reshape(*shape[0], *(torch.Size(s).numel() for s in shape[1:]))
+        z = z.reshape(*shape[0], *(torch.Size(s).numel() for s in shape[1:]))
+        together = not many and self.used > 1  # Σ_k W_k a_k
+        return z.expand(*z.shape[:-2], self.used, -1) if together else z
 
 
 class TurnedProduct(ProductUse):

@@ -475,7 +475,11 @@ class KFAC(Optimizer):
     def _due(self) -> bool:
         if self._closed or self._held.schedule["step"] % self.statistics_every:
             return False
-        # where no matrix follows the rule, there is nothing to measure
+        return self._measuring
+
+    @property
+    def _measuring(self) -> bool:
+        """Whether there is anything to measure: not where no matrix follows the rule."""
         params = self._params.by_name
         return not self._rule.matrices or any(params[n].requires_grad for n in self._measured)
 
@@ -487,6 +491,8 @@ class KFAC(Optimizer):
                 return {}
             generator = capture.generator(parts[0].linear.value.device)
             return averaged_parts(parts, self._options, generator)
+        if not self._told and not self._measuring:
+            self._tell()
         if not capture.pool.calls:
             if self._due() and not owing:
                 raise PullbackError(
@@ -498,9 +504,8 @@ class KFAC(Optimizer):
             return {}
         found = capture.take(self._loss_scale)
         self._skipped = found is None
-        if found is not None and not self._told and not self._held.schedule["taken"]:
-            self._told = True
-            report.warn_diagonal(self._chosen, capture.structure.plain, self._rule)
+        if found is not None and not self._held.schedule["taken"]:
+            self._tell()
         return {k: own for k, own in (found or {}).items() if follows(self._options, k, own)}
 
     def _learn(self, found: Found, gradients: Tensors, guard: Guard) -> bool:
@@ -607,8 +612,27 @@ class KFAC(Optimizer):
     def coverage(self) -> Coverage:
         """What every parameter's block is, and why; before any statistics, what is expected."""
         held, params = self.blocks, dict(plain(self.model).named_parameters())
-        known = self._forecast().kinds, self._capture.structure.reasons
+        reasons = report.name_parametrizations(self.model, self._capture.structure.reasons)
+        known = self._forecast().kinds, reasons, self._others()
         return report.coverage_of(held, params, self._chosen, self._measured, *known, self._rule)
+
+    def _others(self) -> dict[str, str]:
+        """Why the rule is not for some of the parameters; all are measured for the natural one."""
+        if not self._rule.matrices:
+            return {}
+        apart = self._params.of(group for group in self.param_groups if group.get("rule"))
+        expected = forecast(self.model, self._params.by_name, self._options)
+        longest = self._options.sharing.longest
+        return report.left_to_adam(expected, self._chosen, self._measured, apart, longest)
+
+    def _tell(self) -> None:
+        """Warn once of what has no block, or what AdamW takes although it is in no known layer."""
+        if self._told:
+            return
+        self._told = True
+        every = {n: why for n, why in self._others().items() if why == report.NO_MATRIX}
+        every |= report.name_parametrizations(self.model, self._capture.structure.plain)
+        report.warn_diagonal(self._chosen, every, self._rule)
 
     def gram(self) -> Kronecker:
         """F̂ without damping, over the parameters that have a block, in the model's order."""

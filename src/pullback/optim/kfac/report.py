@@ -8,15 +8,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from ..._core.errors import PullbackError
 from ...grams.kronecker import GramBlock, Kronecker, Pair, Units, sides
+from ...maps.proof import NO_LAYER
 from ..checks import warn_growth
 from .factors.average import block_of
 from .factors.factor import BlockKey, block_shape, describe, to_block
 from .rules.rule import Rule
 from .state import KFACState
+from .statistics.plan import Forecast
 from .update import Tensors
 
 _DIAGONAL = 0.1  # of the parameters that may go without a layer's block
@@ -85,11 +88,13 @@ def coverage_of(
     measured: Collection[str],
     kinds: Mapping[str, tuple[str, str]],
     reasons: Mapping[str, str],
+    others: Mapping[str, str],
     rule: Rule,
 ) -> Coverage:
     """Return the rows of all parameters, of which those `given` are optimized.
 
-    `kinds` are what is expected of the `measured` ones, and `reasons` what statistics have shown.
+    `kinds` are what is expected of the `measured` ones, and `reasons` what statistics have shown;
+    `others` are why the rule is not for the rest.
     """
     blocks, taken = {n: k for k in state.learned for n in k.names}, state.schedule["taken"]
     notes, rows = state.preconditioner.notes, []
@@ -107,9 +112,12 @@ def coverage_of(
             block = describe(key, state.averages[key].value)
             reason = reasons.get(name) or reason
             reason += f"; {notes[key]}" if key in notes else ""
+            if rule.needs == "basis" and key not in state.preconditioner.ready:
+                follows = "adam"
+                reason += "; its eigenbases are not there yet, and until then it follows AdamW"
         elif rule.matrices and (name not in measured or taken or name in reasons):
             block, follows = "none", "adam"
-            reason = reasons.get(name) or "an embedding, an output layer, a gain or a bias"
+            reason = reasons.get(name) or others.get(name) or "it has no dense side to whiten by"
         elif taken:
             block = "gradient"
             reason = "no output seen so far depended on it; its gradient is followed as it is"
@@ -119,6 +127,59 @@ def coverage_of(
     out = Coverage(rows)
     out.forecast = not state.learned
     return out
+
+
+def left_to_adam(
+    expected: Forecast, given: Tensors, measured: Collection[str], apart: Collection[str],
+    longest: int,
+) -> dict[str, str]:  # fmt: skip
+    """Return why the rule is not for some of the `given` parameters; groups keep those `apart`.
+
+    Sides up to `longest` are held as matrices.
+    """
+    found = {}
+    for name, p in given.items():
+        curvature, kind = expected.kinds.get(name, ("", ""))
+        if name in measured:
+            continue
+        if name in apart:
+            found[name] = "its param group asks for it"
+        elif name in expected.biases:
+            found[name] = f"a bias of {kind}"
+        elif curvature == "units":
+            found[name] = f"a gain of {kind}"
+        elif name == expected.last:
+            found[name] = f"the output layer, {kind}"
+        elif curvature and "Embedding" not in kind and max(len(p), p[0].numel()) > longest:
+            found[name] = f"{kind}: one of its sides is longer than max_factor={longest}"
+        elif curvature:
+            found[name] = f"{kind}: it holds vectors, not matrices"
+        else:
+            found[name] = NO_MATRIX
+    return found
+
+
+#: why the rule leaves a parameter of no known layer alone
+NO_MATRIX = "it is no matrix, and in no layer of a known kind"
+
+
+def name_parametrizations(model: nn.Module, reasons: Mapping[str, str]) -> dict[str, str]:
+    """Return the reasons, where a parametrization hides what a parameter does with its name."""
+    made: dict[str, str] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, ParametrizationList):
+            kinds = ", ".join(type(m).__name__ for m in module)
+            made |= {f"{path}.{n}": kinds for n in module._parameters}
+        for hook in module._forward_pre_hooks.values():  # the older way
+            own = f"{getattr(hook, 'name', None)}_orig"
+            if own in module._parameters:
+                made[f"{path}.{own}" if path else own] = type(hook).__name__
+    return {
+        n: f"the layer's weight is computed from it ({made[n]}): no block is proven for that"
+        if why == NO_LAYER and n in made
+        else why
+        for n, why in reasons.items()
+    }
 
 
 def gram_of(state: KFACState, params: Tensors) -> Kronecker:

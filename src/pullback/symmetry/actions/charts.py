@@ -44,12 +44,14 @@ class MatrixView:
         name: the parameter.
         outputs, inputs: its axes that are merged to the matrix's rows and to its columns.
         at: the place along its other axes, as of one expert in a stack.
+        factor: what the entries are multiplied by.
     """
 
     name: str
     outputs: tuple[int, ...]
     inputs: tuple[int, ...]
     at: tuple[int, ...] = ()
+    factor: float = 1.0
 
     @property
     def own(self) -> tuple[str, ...]:
@@ -61,13 +63,31 @@ class MatrixView:
         return chosen.reshape(prod(chosen.shape[: len(self.outputs)]), -1)
 
     def read(self, params: Parameters) -> Tensor:
-        return self._matrix(params[self.name])
+        return self.factor * self._matrix(params[self.name])
 
     def write(self, params: Parameters, value: Tensor) -> dict[str, Tensor]:
         w = params[self.name]
         places = self._matrix(torch.arange(w.numel(), device=w.device).view(w.shape))
-        new = w.flatten().index_copy(0, places.flatten(), value.flatten())
+        new = w.flatten().index_copy(0, places.flatten(), value.flatten() / self.factor)
         return {self.name: new.view(w.shape)}
+
+
+@dataclass(frozen=True)
+class VectorView:
+    """All entries of a parameter as one vector, times a number: the biases of several layers."""
+
+    name: str
+    factor: float = 1.0
+
+    @property
+    def own(self) -> tuple[str, ...]:
+        return (self.name,)
+
+    def read(self, params: Parameters) -> Tensor:
+        return self.factor * params[self.name].flatten()
+
+    def write(self, params: Parameters, value: Tensor) -> dict[str, Tensor]:
+        return {self.name: value.view(params[self.name].shape) / self.factor}
 
 
 @dataclass(frozen=True)

@@ -64,12 +64,14 @@ class Ref:
         sizes: its shape.
         coords: one tensor of the view's shape for each axis of the parameter.
         view: the view's shape.
+        factor: the number by which its entries are multiplied.
     """
 
     name: str
     sizes: tuple[int, ...]
     coords: tuple[Tensor, ...]
     view: tuple[int, ...]
+    factor: float = 1.0
 
     @classmethod
     def whole(cls, name: str, sizes: Sequence[int]) -> Ref:
@@ -91,6 +93,17 @@ class Ref:
         coords = tuple(move(c) for c in self.coords)
         view = coords[0].shape if coords else move(torch.zeros(self.view)).shape
         return replace(self, coords=coords, view=tuple(view))
+
+    def times(self, number: float) -> Ref:
+        """The entries multiplied by a number other than 0."""
+        return replace(self, factor=self.factor * number)
+
+    def places(self) -> Tensor:
+        """The place of each entry in the flattened parameter, size 1 where unchanging."""
+        out = torch.zeros([1] * len(self.view), dtype=torch.long)
+        for n, c in zip(self.sizes, self.coords, strict=True):
+            out = out * n + collapse(c)
+        return out
 
     def placed(self, labels: Tensor) -> Tensor:
         """Labels of the view's entries as an array on the parameter, size 1 where unchanging.
@@ -332,7 +345,8 @@ def read_matrix(ref: Ref) -> tuple[MatrixView, Tensor, Tensor] | None:
         for d in some:  # several axes are counted as one
             place = place * ref.sizes[d] + small[d].flatten()
         places.append(place.expand(ref.view[axis]))
-    return MatrixView(ref.name, tuple(outs), tuple(ins), at), places[0], places[1]
+    view = MatrixView(ref.name, tuple(outs), tuple(ins), at, ref.factor)
+    return view, places[0], places[1]
 
 
 class Readers:

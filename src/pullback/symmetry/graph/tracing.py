@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
 from torch.func import functional_call, functionalize
 from torch.fx import Graph
 from torch.fx.experimental.proxy_tensor import (
@@ -19,6 +20,7 @@ from torch.fx.experimental.proxy_tensor import (
     make_fx,
 )
 from torch.nn.modules import transformer
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -64,7 +66,7 @@ class Example:
         args, kwargs = inputs or (self.args, self.kwargs)
         fixed = {n: b.clone() for n, b in self.fixed.items()}
         tensors = in_every_slot(self.model, {**fixed, **params})
-        with _attributes_kept(self.model):
+        with _attributes_kept(self.model), _differentiable():
             out = functional_call(
                 self.model, tensors, args, kwargs, tie_weights=False, strict=False
             )
@@ -142,7 +144,7 @@ def _trace(example: Example, inputs: tuple[Any, Any]) -> Traced:
     def call(params: list[Tensor], buffers: list[Tensor], inputs: Any) -> list[Tensor]:
         tensors = dict(zip(fixed, buffers, strict=True)) | dict(zip(names, params, strict=True))
         slots = in_every_slot(example.model, tensors)
-        with reading:
+        with reading, _differentiable():
             out = functional_call(
                 example.model, slots, inputs[0], inputs[1], tie_weights=False, strict=False
             )
@@ -195,6 +197,49 @@ class _Reading(TorchDispatchMode):
         node = slot.proxy.node
         placed = [n for n in node.graph.nodes if n.op == "placeholder"]
         return not walk(node, lambda n: n.all_input_nodes).isdisjoint(placed[: self.count])
+
+
+class _Grouped(TorchFunctionMode):
+    """Grouped products in float64, for which torch has no kernel: each row by its own matrix."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") in ("grouped_mm", "_grouped_mm"):
+            x, w, offsets = args[0], args[1], kwargs.get("offs", args[2] if args[2:] else None)
+            if x.dtype == torch.float64 and (x.ndim, w.ndim) == (2, 3) and offsets is not None:
+                rows = torch.arange(len(x), device=x.device, dtype=offsets.dtype)
+                index = (rows[:, None] >= offsets).sum(1).clamp(max=len(w) - 1)
+                return torch.bmm(x[:, None], w[index])[:, 0]
+        return func(*args, **kwargs)
+
+
+class _Context:
+    """What an `autograd.Function` takes notes on for its backward pass, which is not used."""
+
+    needs_input_grad = ()
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **kwargs: None
+
+
+@contextlib.contextmanager
+def _differentiable() -> Iterator[None]:
+    """Derivatives are those of what is computed: an `autograd.Function` is its forward pass."""
+
+    def forward(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        apart = cls.setup_context is not Function.setup_context
+        return cls.forward(*args, **kwargs) if apart else cls.forward(_Context(), *args, **kwargs)
+
+    owner: Any = Function
+    before = owner.__dict__["apply"]
+    owner.apply = classmethod(forward)
+    try:
+        with _Grouped():
+            yield
+    finally:
+        owner.apply = before
 
 
 def _refuse(model: Any) -> None:

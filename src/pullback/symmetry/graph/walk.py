@@ -13,7 +13,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
-from ..actions.charts import MatrixView
+from ..actions.charts import Chart, VectorView
 from .ledger import NONE, Act, Ledger, Ref, Value, read_matrix
 from .scales import FIXED, Scales, collapse, equate_uses
 from .tracing import Traced
@@ -53,7 +53,8 @@ class Walk:
         held: the parameters that were met, by name.
         notes: what was given up, and why.
         folds: batch norms with fixed statistics.
-        matrices: weights held in another shape than (out, in), by the names that stand for them.
+        matrices: weights and biases held in another shape, or used times a number, by the names
+            that stand for them.
         names: of the constants behind the graph's placeholders.
     """
 
@@ -62,7 +63,7 @@ class Walk:
     held: dict[str, list[ParameterRegion]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     folds: list[Any] = field(default_factory=list)
-    matrices: dict[str, MatrixView] = field(default_factory=dict)
+    matrices: dict[str, Chart] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
     _axes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
 
@@ -163,11 +164,20 @@ class Walk:
         axes = view.outputs, view.inputs
         if self._axes.setdefault(weight.name, axes) != axes:
             return None
-        if axes == ((0,), (1,)) and len(weight.sizes) == 2:
+        if axes == ((0,), (1,)) and len(weight.sizes) == 2 and weight.factor == 1:
             return weight.name, rows, columns
         name = f"{weight.name}, axes {view.outputs} by {view.inputs} at {view.at}"
+        name += "" if weight.factor == 1 else f", times {weight.factor}"
         self.matrices[name] = view
         return name, rows, columns
+
+    def vector(self, bias: Ref) -> str:
+        """A name for the vector of all entries of a parameter, as they are used."""
+        if len(bias.sizes) == 1 and bias.factor == 1:
+            return bias.name
+        name = f"{bias.name}, times {bias.factor}"
+        self.matrices[name] = VectorView(bias.name, bias.factor)
+        return name
 
     # --- activations -----------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from torch.fx import Node
 from ..graph.ledger import NONE, Act, Producer, Ref, Value, view_rows
 from ..graph.scales import ZERO, collapse
 from ..graph.walk import Walk, rule, shapes
-from .pointwise import added
+from .pointwise import added, scaled
 
 
 @rule("mm")
@@ -51,13 +51,18 @@ def bmm(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Act:
 
 @rule("addmm", "baddbmm")
 def addmm(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Act:
-    """b + x y."""
+    """β b + α x y."""
     bias, x, y = args[:3]
+    beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", 1)
+    if isinstance(y, Ref):
+        y = scaled(walk, y, alpha)
+    else:
+        x = scaled(walk, x, alpha)
     out = mm(walk, node, [x, y], {}) if len(x.shape) == 2 else product(walk, x, y)
     zero = isinstance(bias, Act) and bool((collapse(bias.scale) == ZERO).all())
-    if zero or kwargs.get("beta", 1) == 0:
+    if zero or beta == 0:
         return out
-    return added(walk, out, bias)
+    return added(walk, out, scaled(walk, bias, beta))
 
 
 def _lifted(value: Value) -> Value:

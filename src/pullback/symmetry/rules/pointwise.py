@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from math import isfinite, prod
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Node
 
-from ..graph.ledger import NONE, Act, Producer, Ref, Value, view_rows
+from ..graph.ledger import NONE, Act, Producer, Ref, Value
 from ..graph.scales import FIXED, collapse
 from ..graph.walk import Walk, result, rule, shapes
 
@@ -116,22 +117,23 @@ def _table(walk: Walk, x: Act, y: Ref) -> Value:
 
 
 def _is_bias(walk: Walk, x: Act, y: Ref) -> bool:
-    """Whether y is a vector that is added to all outputs of the layer that made x."""
-    wide = [a for a, n in enumerate(y.view) if n > 1] or [len(y.view) - 1]
-    if len(y.sizes) != 1 or len(wide) != 1:
+    """Whether y holds a number for each output of the layer, or of the layers, that made x."""
+    units, places = torch.broadcast_tensors(collapse(x.unit), y.places())
+    pairs = sorted(zip(units.flatten().tolist(), places.flatten().tolist(), strict=True))
+    if pairs[0][0] == NONE or any(len({*some}) < len(pairs) for some in zip(*pairs, strict=True)):
         return False
-    axis = wide[0] - len(y.view)
-    units = collapse(x.unit)
-    if units.numel() != units.shape[axis]:
-        return False
-    found = walk.ledger.one_producer(units.flatten().expand(x.shape[axis]))
-    rows = view_rows(y, axis % len(y.view), 0)
-    if found is None or rows is None or found[0].bias is not None:
-        return False
-    producer, outputs = found
-    if outputs != list(range(len(producer.rows))) or len(rows[1]) != len(outputs):
-        return False
-    producer.bias, producer.bias_rows, producer.bias_size = y.name, rows[1], y.sizes[0]
+    layers: dict[int, list[tuple[int, int]]] = {}
+    for unit, place in pairs:
+        layers.setdefault(walk.ledger.row(unit)[0], []).append((unit, place))
+    found = []
+    for some in layers.values():
+        made = walk.ledger.one_producer(torch.tensor([unit for unit, _ in some]))
+        if made is None or made[0].bias is not None or made[1] != list(range(len(made[0].rows))):
+            return False
+        found.append((made[0], torch.tensor([place for _, place in some])))
+    name = walk.vector(y)
+    for made, rows in found:
+        made.bias, made.bias_rows, made.bias_size = name, rows, prod(y.sizes)
     return True
 
 
@@ -143,10 +145,12 @@ def mul(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
     if kwargs.get("rounding_mode") is not None:
         return NotImplemented
     if not isinstance(y, (Act, Ref)):
-        return walk.act(x)  # by a number
+        return scaled(walk, x, y if sign > 0 or not y else 1 / y)
     if not isinstance(x, (Act, Ref)):
+        if sign > 0:
+            return scaled(walk, y, x)
         act = walk.act(y)
-        return act if sign > 0 else Act.of(walk.scales.power(act.scale, -1), act.shape)
+        return Act.of(walk.scales.power(act.scale, -1), act.shape)
     if sign > 0 and isinstance(x, Ref) and isinstance(y, Act):
         x, y = y, x
     if sign > 0 and isinstance(x, Act) and isinstance(y, Ref):
@@ -155,6 +159,12 @@ def mul(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
     walk.touch(one, two)
     shape = torch.broadcast_shapes(one.shape, two.shape)
     return Act.of(walk.scales.product(one.scale, two.scale, sign), shape)
+
+
+def scaled(walk: Walk, value: Value, number: Any) -> Value:
+    """A value times a number; a parameter stays one that may be read as a weight."""
+    real = isinstance(number, (int, float)) and number and isfinite(number)
+    return value.times(number) if isinstance(value, Ref) and real else walk.act(value)
 
 
 def gained(walk: Walk, x: Act, gain: Ref, kind: str) -> Act:

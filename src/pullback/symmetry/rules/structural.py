@@ -149,6 +149,9 @@ def picked(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> A
     """Entries picked by an index that is not looked at: one scale along the axes it runs over."""
     act, shape, name = walk.act(args[0]), shapes(node)[0], str(node.target)
     walk.touch(act)
+    if isinstance(args[0], Ref) and len(args[0].sizes) > 2:
+        note = f"which matrix of {args[0].name} is used depends on values: all are scaled alike"
+        walk.notes += [note] if note not in walk.notes else []
     if "index_select" in name or "gather" in name:
         dim = args[1] % len(act.shape)
         return Act.of(walk.scales.merge(act.scale, [dim]), shape)

@@ -130,7 +130,7 @@ class Preconditioner:
     @property
     def untouched(self) -> tuple[str, ...]:
         """What a renewal leaves as it was: all moments, but those that turn with a basis."""
-        return MOMENTS[1:] if self.rule.needs == "basis" else MOMENTS
+        return MOMENTS[2:] if self.rule.needs == "basis" else MOMENTS
 
     def symmetric(self, key: BlockKey) -> tuple[str, ...]:
         """Which tensors of a block's inverse are symmetric matrices."""
@@ -305,7 +305,10 @@ class Preconditioner:
         return {}
 
     def _turn(self, averages: Averages, keys: Sequence[BlockKey], value: float) -> Prepared:
-        """Turn eigenbases after their sides, and first moments with them; the first by `eigh`."""
+        """Turn eigenbases after their sides, and moments with them; the first by `eigh`.
+
+        Coordinates g' = Tᵀg have the second moments (T ∘ T)ᵀv, if those of g are uncorrelated.
+        """
         for ready in (True, False):
             own = [k for k in keys if (k in self.ready) is ready]
             for some in self._alike(averages, own, apart=False):
@@ -324,8 +327,14 @@ class Preconditioner:
                         self._note(key, f"its eigenbases were not found; {self._kept(key)}")
                     continue
                 if turns:
-                    first = torch.cat([self.inverses[k].tensors()["first"] for k in some])
-                    new["first"] = rotate(first, turns.get("left"), turns.get("right"))
+                    first, second = (
+                        torch.cat([self.inverses[k].tensors()[name] for k in some])
+                        for name in MOMENTS[:2]
+                    )
+                    both = [turns.get(side) for side in ("left", "right")]
+                    new["first"] = rotate(first, *both)
+                    squares = [None if t is None else t.square() for t in both]
+                    new["second"] = rotate(second, *squares).clamp_(min=0)
                 self._put(some, new)
         return {}
 

@@ -20,7 +20,8 @@ class Eigenbasis(Rule):
         g = Uᵀ G W,   m ← β₁m + (1 − β₁)g,   v ← β₂v + (1 − β₂)g²,   Δ = U (m̂/√v̂) Wᵀ,
 
     with U, W the eigenbases of R = mean δδᵀ, of the loss's own cotangents, and C = mean aaᵀ. When
-    they turn, m turns with them. Rotations of a layer's inputs and outputs are not noticed. To √v̂
+    they turn, m turns with them, and v by the squares of the turns, as if coordinates were
+    uncorrelated. Rotations of a layer's inputs and outputs are not noticed. To √v̂
     the round-off of a coordinate is added, so that directions without a gradient stay at rest.
     First bases of large sides are divided over the first steps; until then AdamW moves a matrix.
 

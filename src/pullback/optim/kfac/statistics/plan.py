@@ -187,6 +187,7 @@ def measured_names(
     if recipe.inputs:  # theirs is the side of columns; that of outputs is not read
         read = {n: [(f.side, own[f].ndim) for f in [*own][::2]] for n, own in weights.items()}
         dense = [n for n, sides in read.items() if {*sides} == {("right", 3)}]
+    dense = [n for n in dense if not _of_vectors(weights[n])]
     # what no module of a known kind holds may turn out to be one, by what is done with it
     unknown = {n: p for n, p in params.items() if n not in every.kinds}
     dense += [n for n, p in unknown.items() if p.ndim > 1 and min(p.shape[-2:]) > 1]
@@ -199,7 +200,14 @@ def follows(recipe: Recipe, key: BlockKey, factors: Factors) -> bool:
     if not recipe.matrices:
         return True
     read = [t for f, t in factors.items() if f.side == "right" or not recipe.inputs]
-    return key.kronecker and not key.bias and all(len(t.shape) == 3 for t in read)
+    dense = all(len(t.shape) == 3 for t in read)
+    return key.kronecker and not key.bias and dense and not _of_vectors(factors)
+
+
+def _of_vectors(factors: Factors) -> bool:
+    """Whether a block is a stack of single rows, as the filters of a depthwise convolution are."""
+    shapes = [t.shape for t in factors.values()]
+    return shapes[0][0] > 1 and any(shape[-1] == 1 for shape in shapes)
 
 
 def _uses(
