@@ -27,9 +27,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import pullback as pb
-from pullback._core.processes import Processes, Traffic
+from pullback._core.processes import Pending, Processes, Traffic
 from pullback.grams.kronecker.packed import map_memory, sum_sides
-from pullback.optim.kfac.replicas import Replicas, shared_sides
+from pullback.optim.kfac.replicas import Replicas
+from pullback.optim.kfac.statistics.reduction import shared_sides
 
 from .kfac_models import GPT, convnet, resnet50
 from .timing import environment
@@ -55,8 +56,8 @@ class Paper(Processes):
     def divide(self, parts: Sequence[Sequence[int]]) -> Paper:
         return Paper(len(parts[0]), self._traffic)
 
-    def _reduce(self, t: Tensor, operation: str = "SUM") -> None:
-        pass
+    def _reduce(self, t: Tensor, operation: str = "SUM", *, later: bool = False) -> Any:
+        return Pending(lambda: None)
 
     def _broadcast(self, t: Tensor, rank: int, what: str) -> None:
         self._send(what, t.nbytes, lambda: None)
@@ -90,7 +91,7 @@ def count(
     factors = calls = 0.0
     for sides, every in ((rare, opt.invert_every), (often, opt.statistics_every)):
         sums = Paper(size)
-        sum_sides(sides, sums, [True] * len(sides))
+        sum_sides(sides, sums)
         factors += sum(own.bytes for own in sums.traffic().values()) / every
         calls += sum(own.calls for own in sums.traffic().values()) / every
     for key in keys:
@@ -98,7 +99,7 @@ def count(
         for name, t in held.tensors().items():
             setattr(held, name, shape_of(t))
     own.ready.update(keys)
-    replicas.place(own, {*keys})
+    replicas.place(own, state.averages, {*keys})
     replicas.send(own, keys)
     gradients = {n: shape_of(p) for n, p in model.named_parameters()}
     replicas.complete(own, gradients, [], gradients)

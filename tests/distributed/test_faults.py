@@ -106,6 +106,42 @@ def test_what_differs_is_said_on_all(world: World, what: str, words: tuple[str, 
         assert all(word in error for word in ("PullbackError", *words)), error
 
 
+def changed(rank: int, size: int, at: int, what: str) -> Any:
+    """Change a gradient or a parameter of one process, and go on to the next statistics."""
+    net, opt = wrapped(size)
+    before = vector(net)
+    try:
+        for number in range(5):
+            before = vector(net)
+            x, y = batch(10 * number + rank, 8, "dense")
+            opt.zero_grad()
+            F.cross_entropy(net(x), y).backward()
+            if number == at and rank == 1:
+                held = net.module.two.weight
+                (held.grad if what == "gradient" else held.data)[3, 4] *= 1 + 1e-15
+            opt.step()
+    except pb.PullbackError as error:
+        return number, str(error), torch.equal(before, vector(net))
+    return None
+
+
+@pytest.mark.parametrize(
+    ("at", "what", "said"),
+    [
+        (2, "gradient", "differ in their gradients: that of two.weight"),
+        (3, "gradient", "differ in their parameters: that of "),
+        (3, "parameter", "differ in their parameters: that of "),
+    ],
+)
+def test_replicas_do_not_drift_apart(world: World, at: int, what: str, said: str) -> None:
+    """A change of one process alone, be it of the last bit, is known at the next statistics."""
+    for number, error, same in world.run(changed, at, what):
+        assert number == 2 * -(-at // 2)
+        assert said in error
+        assert "process 1" in error
+        assert same  # nothing has moved
+
+
 class Otherwise(nn.Module):
     """A linear layer whose weight this process may use outside of it as well."""
 

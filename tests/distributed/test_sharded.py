@@ -130,6 +130,67 @@ def test_checkpoints(world: World, tmp_path: Path, name: str) -> None:
             torch.testing.assert_close(other[parameter], p, rtol=1e-10, atol=1e-10)
 
 
+def held(rank: int, size: int, name: str) -> Any:
+    """Return what is held before and after a checkpoint, the bytes of that, and F̂'s diagonal."""
+    net: Any = sharded("dense", size) if size > 1 else model_of("dense")
+    opt = pb.KFAC(net, **{"lr": 0.05, "statistics_every": 2, "invert_every": 4, **OPTIONS[name]})
+    for step in range(3):
+        x, y = batch(step, sum(COUNTS), "dense")
+        rows = share(COUNTS, rank) if size > 1 else slice(None)
+        opt.zero_grad()
+        loss = F.cross_entropy(net(x[rows]), y[rows], reduction="sum")
+        (loss * size / sum(COUNTS)).backward()
+        opt.step()
+    before, saved = opt.memory(), opt.state_dict()["state"]
+    factors = sum(t.nbytes for own in saved.values() for t in _tensors(own["average"]))
+    return before, opt.memory(), factors, opt.gram().diagonal().cpu()
+
+
+def _tensors(nested: Any) -> Iterator[Tensor]:
+    if isinstance(nested, Tensor):
+        yield nested
+    for part in nested.values() if isinstance(nested, dict) else ():
+        yield from _tensors(part)
+
+
+@pytest.mark.parametrize("name", ["clip", "eigenbasis", "ekfac", "invariant damping"])
+def test_factors_are_held_by_their_owners(world: World, name: str) -> None:
+    """All processes together hold what one process does; masses are held by all."""
+    alone, _, saved, gram = held(0, 1, name)
+    found = world.run(held, name, size=3)
+    masses = 2 * 8 * 12  # in two other processes
+    total = sum(before["averages"] for before, *_ in found)
+    if name == "ekfac":  # all measure in the same bases
+        assert all(before["averages"] < alone["averages"] for before, *_ in found)
+    else:
+        assert alone["averages"] <= total <= alone["averages"] + masses
+        assert sum(before["inverses"] for before, *_ in found) == alone["inverses"]
+    for before, after, factors, diagonal in found:
+        assert before == after
+        assert factors == saved  # a checkpoint is whole everywhere
+        torch.testing.assert_close(diagonal, gram, rtol=1e-8, atol=1e-10)
+
+
+def parted(rank: int, size: int, at: int) -> None:
+    """One of two replicas, in two pieces each, changes a gradient."""
+    net = sharded("dense", size)
+    every = {"statistics_every": 2, "workers": size}  # with fewer, directions come from owners
+    opt = pb.KFAC(net, 0.05, likelihood=pb.likelihoods.Categorical(), **every)
+    for step in range(5):
+        x, y = batch(10 * step + rank, 8, "dense")
+        opt.zero_grad()
+        F.cross_entropy(net(x), y).backward()
+        if rank == 1 and step == at:
+            net.two.weight.grad.to_local().mul_(2.0)
+        opt.step()
+
+
+@pytest.mark.parametrize(("at", "what"), [(2, "gradients"), (3, "parameters")])
+def test_replicas_of_shards_do_not_drift_apart(world: World, at: int, what: str) -> None:
+    for error in world.errors(parted, at):
+        assert f"The processes differ in their {what}: that of " in error
+
+
 def controlled(rank: int, size: int) -> None:
     pb.KFAC(sharded("dense", size), damping=pb.optim.kfac.Adaptive(1e-2))
 

@@ -35,8 +35,8 @@ def test_one_seed(tmp_path: Path) -> None:
 
 
 def test_an_item_and_the_grid() -> None:
-    from pullback.geometry.invariance.table import grid
     from pullback_experiments.invariance_audit.experiment import worst
+    from pullback_experiments.invariance_audit.figure import grid
 
     (experiment,) = EXPERIMENTS
     item = experiment.items(True)[0]

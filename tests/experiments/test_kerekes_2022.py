@@ -18,7 +18,6 @@ from torch.func import jacfwd
 from pullback import PullbackError, flow
 from pullback.likelihoods import Bernoulli
 from pullback.linear import DiagonalNetwork
-from pullback.linear.solutions import l1_max_margin, l2_max_margin
 from pullback_experiments import kerekes_2022, registry
 from pullback_experiments.kerekes_2022 import margins
 from pullback_experiments.kerekes_2022.common import (
@@ -39,6 +38,7 @@ from pullback_experiments.kerekes_2022.factorization import (
 from pullback_experiments.kerekes_2022.integrators import Explicit, Jacobian, Stiff, march, relative
 from pullback_experiments.kerekes_2022.margins import EuclideanFlow, Signed
 from pullback_experiments.kerekes_2022.planar import points
+from pullback_experiments.kerekes_2022.solutions import l1_max_margin, l2_max_margin
 
 DOUBLE = torch.float64
 CPU = torch.device("cpu")
@@ -162,7 +162,7 @@ def test_the_rescaled_flow_agrees_with_the_librarys(depth: int) -> None:
         flow.Supervised(x, (1 + y) / 2, Bernoulli()),
         t=(0, 1e4),
         kind="euclidean",
-        events=[flow.Converged(loss=loss)],
+        events=[flow.Event(lambda s: math.log(loss) - math.log(s.loss))],
     )
     assert plain.status == "event"
     beta = plain.flat().view(depth, -1).prod(0)

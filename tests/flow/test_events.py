@@ -35,6 +35,14 @@ def problem() -> tuple[nn.Module, Tensor, Callable[[], Tensor]]:
     return model, x, lambda: F.softplus(-Y * model(x)[:, 0]).mean()
 
 
+def separated(stop: bool = False) -> flow.Event:
+    return flow.Event(lambda s: float((Y * s.values[:, 0]).min()), "separated", stop)
+
+
+def converged(limit: float) -> flow.Event:
+    return flow.Event(lambda s: log(limit) - log(s.loss), "converged")
+
+
 def grows(z: Tensor) -> Tensor:
     return -(z**3).sum() / 3
 
@@ -42,7 +50,7 @@ def grows(z: Tensor) -> Tensor:
 def test_separation_and_convergence_at_their_exact_times() -> None:
     model, x, closure = problem()
     c = torch.log1p(torch.exp(Y * model(x)[:, 0].detach()))
-    events = [flow.Separated(Y), flow.Converged(loss=1e-1)]
+    events = [separated(), converged(1e-1)]
     found = flow.integrate(model, closure, Fisher(Bernoulli()), (0, 50), events=events)
     assert found.status == "event"
     assert "converged" in found.reason
@@ -58,28 +66,11 @@ def test_separation_and_convergence_at_their_exact_times() -> None:
 
 def test_an_event_that_holds_at_the_start() -> None:
     model, _, closure = problem()
-    found = flow.integrate(
-        model, closure, Fisher(Bernoulli()), (0, 5), events=[flow.Converged(loss=100.0)]
-    )
+    found = flow.integrate(model, closure, Fisher(Bernoulli()), (0, 5), events=[converged(100.0)])
     assert found.status == "event"
     assert found.end == 0
     assert found.steps == 0
     assert found.t.tolist() == [0.0]
-
-
-def test_classes_are_separated_too() -> None:
-    torch.manual_seed(0)
-    model, x, y = nn.Linear(6, 3).double(), draw(4, 6), torch.tensor([0, 1, 2, 1])
-    found = flow.integrate(
-        model,
-        flow.Supervised(x, y, Categorical()),
-        t=(0, 30),
-        events=[flow.Separated(y, stop=True)],
-    )
-    assert found.status == "event"
-    z = found.values()
-    others = z.scatter(1, y[:, None], -torch.inf).amax(1)
-    assert abs(float((z.gather(1, y[:, None])[:, 0] - others).min())) < 1e-7
 
 
 def test_an_event_of_ones_own() -> None:
@@ -286,7 +277,7 @@ def test_kept_times() -> None:
         Fisher(Bernoulli()),
         (0, 30),
         at=[0.0, 1.0, 29.0],
-        events=[flow.Converged(loss=0.1)],
+        events=[converged(0.1)],
         **rough,
     )
     assert early.t.tolist() == [0.0, 1.0]
@@ -387,8 +378,6 @@ BAD: dict[str, tuple[dict[str, object], str]] = {
         {"closure_or_objective": flow.Supervised(draw(3, 5), Y, "bernoulli")},  # pyright: ignore
         "likelihood",
     ),
-    "labels of another size": ({"events": [flow.Separated(tensor(1, 1))]}, "do not fit"),
-    "labels that are no signs": ({"events": [flow.Separated(tensor(0, 1, 1))]}, "signs"),
     "an event of several numbers": ({"events": [flow.Event(lambda s: s.flat)]}, "not one number"),
     "targets that are no tensor": (
         {"closure_or_objective": flow.Supervised(draw(3, 5), [0.0, 1.0, 1.0], Bernoulli())},
@@ -404,18 +393,9 @@ def test_bad_input(changes: dict[str, object], match: str) -> None:
         run(**changes)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: flow.Converged(),
-        lambda: flow.Converged(gradient=0.0),
-        lambda: flow.BlowUp(0.0),
-        lambda: flow.Event(3),  # pyright: ignore
-    ],
-)
-def test_bad_events(make: Callable[[], object]) -> None:
+def test_an_event_that_is_no_function() -> None:
     with pytest.raises(PullbackError):
-        make()
+        flow.Event(3)  # pyright: ignore
 
 
 def test_a_stochastic_loss_is_refused() -> None:

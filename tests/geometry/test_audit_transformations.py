@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from pullback import PullbackError
-from pullback.geometry.charts.diffeomorphism import Coupling
 from pullback.geometry.charts.reparametrize import Reparametrized
 from pullback.geometry.charts.transformations import (
     Affine,
@@ -34,6 +33,7 @@ from pullback.geometry.charts.twin import (
     twin,
     whitening,
 )
+from tests.geometry.charts import shear
 from tests.pairs import all_pairs
 
 
@@ -230,6 +230,6 @@ def test_shared_weights_are_refused() -> None:
     for kind in (Affine(), NeuronRescaling(), NeuronPermutation()):
         with pytest.raises(PullbackError, match="shared"):
             kind.twin(model, torch.randn(9, 3))
-    found = Parameters(Coupling(), "flow").twin(model, torch.randn(9, 3)).model
+    found = Parameters(shear(), "shear").twin(model, torch.randn(9, 3)).model
     x = torch.randn(5, 3)
     torch.testing.assert_close(found(x), model(x), rtol=1e-4, atol=1e-5)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import asinh, gamma, inf, lgamma, log, pi, sqrt
+from math import asinh, gamma, inf, pi, sqrt
 
 import pytest
 import torch
@@ -38,34 +38,10 @@ def chart(theta: Tensor) -> Tensor:
 def test_volume_of_a_surface_in_two_charts():
     one, two = (flatness(phi, squared, zeros(2), epsilon=1.0) for phi in (paraboloid, chart))
     for found in (one, two):
-        assert found.method == "grid"
         assert found.volume == pytest.approx(SADDLE, rel=1e-4)
         assert abs(found.volume - SADDLE) <= 2 * found.error + 1e-4
     assert one.euclidean == pytest.approx(pi, rel=1e-4)
     assert two.euclidean < 0.7 * one.euclidean
-
-
-@pytest.mark.parametrize("phi", [paraboloid, pytest.param(chart, marks=pytest.mark.slow)])
-def test_chains_agree_with_the_closed_form(phi):
-    found = flatness(phi, squared, zeros(2), epsilon=1.0, method="hit-and-run", chains=16, moves=8)
-    assert 0 < found.error < 0.3 * found.volume
-    assert abs(found.volume - SADDLE) < 4 * found.error
-
-
-@pytest.mark.slow
-def test_a_stretched_ball_in_many_dimensions():
-    # rescaling parameters by 10^±2 stretches the set, and the function's volume stays
-    d, stretch = 4, torch.logspace(-2, 2, 4, dtype=torch.float64)
-    found = flatness(
-        lambda w: stretch * w,
-        lambda z: z.square().sum(),
-        zeros(d),
-        epsilon=1.0,
-        chains=24,
-        moves=16,
-    )
-    assert found.method == "hit-and-run"
-    assert abs(found.volume - pi ** (d / 2) / gamma(d / 2 + 1)) < 4 * found.error
 
 
 def parabola(w: Tensor) -> Tensor:
@@ -116,10 +92,6 @@ def test_unbounded_sets_are_reported():
     assert found.volume == inf
     strip = flatness(lambda w: w, lambda z: z[0] ** 2, zeros(2), epsilon=0.25)
     assert not strip.bounded
-    far = flatness(
-        lambda w: w, lambda z: z[0] ** 2, zeros(2), epsilon=0.25, method="hit-and-run", moves=4
-    )
-    assert not far.bounded
 
 
 def test_only_the_component_of_the_minimum_counts():
@@ -171,8 +143,11 @@ def test_a_relu_network_needs_a_slice():
 
     with pytest.raises(PullbackError, match="slice"):
         flatness(model, loss, inputs=x, epsilon=1e-4)
-    found = flatness(model, loss, inputs=x, epsilon=1e-4, basis="tangent", chains=8, moves=4)
-    assert found.dimension == found.rank == 4
+    with pytest.raises(PullbackError, match="4 dimensions"):
+        flatness(model, loss, inputs=x, epsilon=1e-4, basis="tangent")
+    across = torch.eye(6, dtype=torch.float64)[:, :3]
+    found = flatness(model, loss, inputs=x, epsilon=1e-4, basis=across)
+    assert (found.dimension, found.rank) == (3, 4)
     assert found.bounded
     assert found.volume > 0
 
@@ -195,12 +170,8 @@ def test_fisher_metric_of_the_library():
 def test_bad_input():
     with pytest.raises(PullbackError, match="epsilon"):
         flatness(paraboloid, squared, zeros(2), epsilon=0.0)
-    with pytest.raises(PullbackError, match="method"):
-        flatness(paraboloid, squared, zeros(2), epsilon=1.0, method="guess")
     with pytest.raises(PullbackError, match="basis"):
         flatness(paraboloid, squared, zeros(2), epsilon=1.0, basis=torch.ones(3, 1))
-    with pytest.raises(PullbackError, match="chains"):
-        flatness(paraboloid, squared, zeros(2), epsilon=1.0, chains=1)
     with pytest.raises(PullbackError, match="number"):
         flatness(paraboloid, lambda z: z, zeros(2), epsilon=1.0)
     with pytest.raises(PullbackError, match="number"):
@@ -214,11 +185,10 @@ def test_bad_input():
     with pytest.raises(PullbackError, match="finite"):
         flatness(paraboloid, lambda z: z.sum() * torch.nan, zeros(2), epsilon=1.0)
     with pytest.raises(PullbackError, match="dimensions"):
-        flatness(lambda w: w, lambda z: z.square().sum(), zeros(4), epsilon=1.0, method="grid")
+        flatness(lambda w: w, lambda z: z.square().sum(), zeros(4), epsilon=1.0)
 
 
-@pytest.mark.parametrize("method", ["grid", "hit-and-run"])
-def test_points_that_are_no_minimum(method):
+def test_points_that_are_no_minimum():
     """The set of the definition lies above F(w₀): below it is another point's set."""
 
     def saddle(z: Tensor) -> Tensor:
@@ -226,9 +196,9 @@ def test_points_that_are_no_minimum(method):
 
     for loss in (lambda z: (z - 3).square().sum(), lambda z: z.sum(), saddle):
         with pytest.raises(PullbackError, match="no minimum"):
-            flatness(lambda w: w, loss, zeros(2), epsilon=1.0, method=method)
+            flatness(lambda w: w, loss, zeros(2), epsilon=1.0)
     near = torch.full((2,), 0.01, dtype=torch.float64)
-    found = flatness(lambda w: w, norm, near, epsilon=1.0, method="grid")
+    found = flatness(lambda w: w, norm, near, epsilon=1.0)
     assert found.volume == pytest.approx(pi, rel=1e-2)
 
 
@@ -314,16 +284,6 @@ def test_a_minimum_far_off_the_center():
     assert found.volume == pytest.approx((1e4 + 1e-4) ** 2 / 2, rel=1e-2)
 
 
-@pytest.mark.slow
-def test_few_moves_widen_the_error_bar_and_do_not_shift_the_volume():
-    d = 8
-    found = flatness(lambda w: w, norm, zeros(d), epsilon=1.0, chains=16, moves=4)
-    exact = d / 2 * log(pi) - lgamma(d / 2 + 1)
-    assert abs(log(found.volume) - exact) < 4 * found.error / found.volume
-
-
 def test_a_loss_that_cannot_be_batched_is_refused():
     with pytest.raises(PullbackError, match="at once"):
         flatness(lambda w: w, lambda z: float(norm(z)) * z.sum(), zeros(2), epsilon=1.0)
-    with pytest.raises(PullbackError, match="whole numbers"):
-        flatness(paraboloid, squared, zeros(2), epsilon=1.0, chains=2.5)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Rank, properness, singular points, and how much of the model they are."""
+"""Rank, properness, and how much of the model is not proper."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pullback import PullbackError, geometry
-from pullback.geometry import Point, is_proper, occurrence, properness, singular_points
+from pullback import PullbackError
+from pullback.geometry import Point, properness
 
 DTYPE = torch.float64
 
@@ -31,7 +31,7 @@ def figure_eight(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_rank_of_a_linear_map(rank: int, dtype: torch.dtype) -> None:
     a = (draw(6, rank) @ draw(rank, 9, seed=1)).to(dtype)
-    found = geometry.rank(lambda x: a @ x, draw(9).to(dtype))
+    found = Point(lambda x: a @ x, draw(9).to(dtype)).rank
     assert found.rank == int(found) == rank
     assert found.deficiency == 9 - rank
     assert found.spectrum.shape == (6,)
@@ -44,17 +44,17 @@ def test_rank_of_a_linear_map(rank: int, dtype: torch.dtype) -> None:
 
 def test_rank_tolerance_is_the_users() -> None:
     a = torch.diag(tensor(1, 1e-3, 1e-6))
-    assert geometry.rank(lambda x: a @ x, draw(3)).rank == 3
-    assert geometry.rank(lambda x: a @ x, draw(3), rcond=1e-4).rank == 2
-    assert geometry.rank(lambda x: a @ x, draw(3), rcond=1e-4).gap == pytest.approx(1e3)
+    assert Point(lambda x: a @ x, draw(3)).rank.rank == 3
+    assert Point(lambda x: a @ x, draw(3), rcond=1e-4).rank.rank == 2
+    assert Point(lambda x: a @ x, draw(3), rcond=1e-4).rank.gap == pytest.approx(1e3)
 
 
 def test_rank_of_a_wide_model_is_that_of_its_outputs() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 40), nn.Tanh(), nn.Linear(40, 2)).double()
-    assert geometry.rank(model, inputs=draw(7, 3)).rank == 14
+    assert Point(model, inputs=draw(7, 3)).rank.rank == 14
     twice = torch.cat([draw(7, 3), draw(7, 3)])
-    assert geometry.rank(model, inputs=twice).rank == 14
+    assert Point(model, inputs=twice).rank.rank == 14
 
 
 def cusp(x: Tensor) -> Tensor:
@@ -86,11 +86,10 @@ def test_properness(
 ) -> None:
     found = properness(phi, xi)
     assert bool(found) is found.proper is proper
-    assert is_proper(phi, xi) is proper
     assert found.dimension == dimension
     assert not found.singular
     metric = torch.diag(torch.arange(1, phi(xi).numel() + 1).to(DTYPE))
-    assert is_proper(phi, xi, metric) is proper
+    assert properness(phi, xi, metric).proper is proper
 
 
 def test_other_parameters_show_a_crossing() -> None:
@@ -116,9 +115,9 @@ def test_a_reparametrization_that_is_no_diffeomorphism_is_not_proper() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)).double()
     x = draw(4, 2)
-    assert is_proper(model, inputs=x)
+    assert properness(model, inputs=x)
     zero = {n: torch.zeros_like(p) for n, p in model.named_parameters()}
-    assert not is_proper(model, zero, inputs=x)  # dead hidden units: only the bias moves
+    assert not properness(model, zero, inputs=x)  # dead hidden units: only the bias moves
     w = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
     names = {n: p.shape for n, p in model.named_parameters()}
 
@@ -127,7 +126,7 @@ def test_a_reparametrization_that_is_no_diffeomorphism_is_not_proper() -> None:
         params = {n: v.view(s) for (n, s), v in zip(names.items(), pieces, strict=True)}
         return torch.func.functional_call(model, params, (x,))
 
-    assert not is_proper(psi, torch.zeros_like(w), radius=0.1)
+    assert not properness(psi, torch.zeros_like(w), radius=0.1)
 
 
 def test_properness_outside_the_domain() -> None:
@@ -135,69 +134,28 @@ def test_properness_outside_the_domain() -> None:
     assert 0 < found.tried < 20
     assert found.proper
     with pytest.raises(PullbackError, match="dimension could not be found"):
-        properness(lambda x: torch.where(x == 1, x, torch.nan), tensor(1.0), check=False)
-
-
-def test_singular_points_on_a_grid() -> None:
-    grid = torch.cartesian_prod(torch.linspace(-1, 1, 5), torch.linspace(-1, 1, 5)).to(DTYPE)
-    found = singular_points(lambda x: torch.stack([x[0], x[1] ** 3]), grid)
-    assert len(found) == 5
-    assert all(p.rank == 1 and float(p.xi[1]) == 0 for p in found)
-    assert singular_points(lambda x: x, grid) == []
-    assert singular_points(lambda x: 0 * x, grid) == []
-
-
-def test_singular_points_on_a_path_are_found_between_its_points() -> None:
-    path = torch.stack([torch.linspace(-1, 1, 12), torch.linspace(-1.1, 1.2, 12)], 1).to(DTYPE)
-    found = singular_points(lambda x: torch.stack([x[0], x[1] ** 3 - x[1]]), path, path=True)
-    assert [round(float(p.xi[1]), 5) for p in found] == [-0.57735, 0.57735]
-    assert all(p.rank == 1 and p.smallest < 1e-6 for p in found)
-    curve = torch.linspace(-1, 2, 8, dtype=DTYPE)[:, None]
-    (point,) = singular_points(cusp, curve, path=True)
-    assert abs(float(point.xi)) < 1e-6
-    assert point.rank == 0
-    assert singular_points(figure_eight, curve, path=True) == []
-    dicts = [{"a": a} for a in curve]
-    (point,) = singular_points(lambda w: cusp(w["a"]), dicts, path=True)
-    assert abs(float(point.xi["a"])) < 1e-6
+        properness(lambda x: torch.where(x == 1, x, torch.nan), tensor(1.0))
 
 
 def test_proposition_1_non_proper_points_have_measure_zero_in_the_model() -> None:
-    """Half of these parameters are not proper, and all of them stand for one point."""
-    found = occurrence(
-        lambda x: torch.relu(x) ** 3,
-        lambda g: torch.rand(1, generator=g, dtype=DTYPE) * 2 - 1,
-        count=300,
-        thresholds=(1e-1, 1e-2, 1e-3, 0.0),
-    )
-    assert abs(found.parameters[-1] - 0.5) < 0.05
-    assert found.model[-1] == 0
-    # σ = 3ξ² ≤ 3τ on ξ ≤ √τ, whose image has the length τ^(3/2) of 1
-    for tau, share in zip(found.thresholds, found.model, strict=True):
+    """Half of these parameters are not proper, and all of them stand for one point.
+
+    By the coarea formula ∫ σ dξ over parameters is the length of their image.
+    """
+    draws = 2 * torch.rand(300, 1, generator=torch.Generator().manual_seed(0)).to(DTYPE) - 1
+    points = [Point(lambda x: torch.relu(x) ** 3, xi) for xi in draws]
+    sigma = torch.stack([p.rank.spectrum[0] for p in points])
+    assert abs(float((sigma == 0).double().mean()) - 0.5) < 0.05
+    for tau in (1e-1, 1e-2, 1e-3, 0.0):
+        share = float(sigma[sigma <= tau * sigma.max()].sum() / sigma.sum())
+        # σ = 3ξ² ≤ 3τ on ξ ≤ √τ, whose image has the length τ^(3/2) of 1
         assert abs(share - tau**1.5) < 0.3 * tau**1.5 + 1e-3
-
-
-def test_occurrence_of_a_fold_with_multiplicity() -> None:
-    """φ = (x, y²): σ₂ = 2|y| ≤ 2τ on a share τ of the parameters and τ² of the image."""
-    found = occurrence(
-        lambda x: torch.stack([2 * x[0], x[1] ** 2]),
-        lambda g: torch.rand(2, generator=g, dtype=DTYPE) * 2 - 1,
-        count=300,
-        thresholds=(0.5, 0.1),
-    )
-    assert found.dimension == 2
-    for tau, share, image in zip(found.thresholds, found.parameters, found.model, strict=True):
-        assert abs(share - tau) < 0.05
-        assert abs(image - tau**2) < 0.05
 
 
 BAD = {
     "radius": (lambda: properness(lambda x: x, tensor(1), radius=0), "nowhere"),
     "tries": (lambda: properness(lambda x: x, tensor(1), tries=0), "nowhere"),
     "another point": (lambda: properness(lambda x: x, tensor(1), others=[tensor(2)]), "another"),
-    "kink": (lambda: properness(lambda x: x.abs(), tensor(0)), "no derivative"),
-    "empty scan": (lambda: singular_points(lambda x: x, []), "empty"),
-    "nothing drawn": (lambda: occurrence(lambda x: x, lambda g: tensor(1), count=0), "drawn"),
 }
 
 

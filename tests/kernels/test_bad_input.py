@@ -15,14 +15,11 @@ from pullback.kernels import (
     Expansion,
     Projected,
     Tangent,
-    fisher_rao_gradient,
     functional_gradient,
-    gradient_norm,
     gtk,
     natural_ntk,
     ntk,
     ntk_operator,
-    ntk_tiles,
     project,
     projected_kernel,
     rkhs_inner,
@@ -70,7 +67,7 @@ def test_inputs_that_do_not_match(model: nn.Module, x: Tensor) -> None:
 
 
 def test_no_inputs(model: nn.Module, x: Tensor) -> None:
-    for call in (ntk, ntk_operator, ntk_tiles, natural_ntk):
+    for call in (ntk, ntk_operator, natural_ntk):
         with refused("no common samples"):
             call(model, x[:0])
         with refused("inputs are not usable"):
@@ -163,8 +160,6 @@ def test_options(model: nn.Module, x: Tensor) -> None:
         ntk_operator(model, x, chunk=0)
     with refused("does not fit the kernel"):
         ntk_operator(model, x).matvec(draw(3))
-    with refused("does not fit the kernel"):
-        ntk_tiles(model, x, chunk=3).matvec(draw(3))
     sizes: list[dict[str, Any]] = [{"chunk": 0}, {"chunk": 1.5}, {"memory": 0}]
     for wrong in sizes:
         with refused("no size"):
@@ -277,10 +272,5 @@ def test_no_tensors(model: nn.Module, x: Tensor) -> None:
         functional_gradient(lambda a, b: a @ b.T, x, cotangents)
     with refused("not usable"):
         rkhs_inner(torch.ones(3), kernel=torch.eye(3, dtype=torch.long))
-    resolution: Any = 2.5
-    with refused("no grid"):
-        gradient_norm(torch.zeros(1), torch.ones(1), resolution)
-    with refused("no density"):
-        fisher_rao_gradient(torch.ones(2) / 2, torch.zeros(1), torch.ones(1))
     with refused("cut-off"):
         project(model, x, gradient=model(x), rcond=-1.0)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from pullback.kernels import NTK, Tangent, ntk, ntk_operator, ntk_tiles
+from pullback.kernels import NTK, Tangent, ntk, ntk_operator
 from pullback.maps import FunctionLinearization, ModuleMap
 from pullback.testing import assert_close
 from tests.kernels.nets import NETS, blocks, build, dense, draw, inputs
@@ -86,17 +86,6 @@ def test_no_jacobian_is_formed_for_wide_layers() -> None:
     x = torch.randn(2, 4000)
     k = ntk(model, x, layout="trace")
     assert_close(k, 4000 * x @ x.T, 1e-5, "m x·x'")
-
-
-def test_tiles_hold_half() -> None:
-    model, x = build("conv2d"), inputs("conv2d", 6)
-    k = ntk(model, x)
-    held = ntk_tiles(model, x, chunk=2)
-    assert len(held.tiles) == 6
-    assert held.nbytes == k.nbytes * 6 // 9
-    assert_close(held.dense(), k, 1e-13, "dense")
-    v = draw(12)
-    assert_close(held.matvec(v), k.transpose(1, 2).reshape(12, 12) @ v, 1e-13, "K v")
 
 
 @pytest.mark.parametrize("net", ["mlp", "grid", "scalars", "conv2d", "torch attention", "tied"])

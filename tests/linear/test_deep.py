@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pullback import PullbackError
-from pullback.linear import DeepMatrix, kronecker_lstsq, split_obstacle
+from pullback.linear import DeepMatrix, split_obstacle
 from pullback.linear.deep import _tangent
-from pullback.linear.grams import complete
 from pullback.linear.minimum_norm import solve_iteratively
 from pullback.linear.tangents import MatrixTangent
 from pullback.testing import relative_error
@@ -80,10 +79,9 @@ def test_tiny_numbers() -> None:
     one, two = model.natural_gradient(grad)
     torch.testing.assert_close(29 * one, torch.tensor([[5.0, -1.0], [0.0, 0.0]]))
     torch.testing.assert_close(29 * two, torch.tensor([[12.0, -2.0], [0.0, 0.0]]))
-    for method in ("pinv", "qr"):
-        one, two = model.split_natural_gradient(grad, method=method)
-        torch.testing.assert_close(one, torch.tensor([[0.5, -0.5], [0.0, 0.0]]))
-        torch.testing.assert_close(two, torch.tensor([[0.25, 0.0], [0.0, 0.0]]))
+    one, two = model.split_natural_gradient(grad)
+    torch.testing.assert_close(one, torch.tensor([[0.5, -0.5], [0.0, 0.0]]))
+    torch.testing.assert_close(two, torch.tensor([[0.25, 0.0], [0.0, 0.0]]))
     # the sides as the paper prints them reach another matrix
     a, b = (w.detach() for w in model.factors)
     reached = (torch.linalg.pinv(b).T @ grad / 2) @ b + a @ (grad @ torch.linalg.pinv(a) / 2)
@@ -129,10 +127,9 @@ def test_split_solves_where_it_exists_but_is_longer() -> None:
     model, grad = net([3, 6, 5, 4]), draw(3, 4)
     j = jacobian(product, list(model.factors))
     shortest = flat(model.natural_gradient(grad))
-    for method in ("pinv", "qr"):
-        split = flat(model.split_natural_gradient(grad, method=method))
-        assert error(j @ split, grad.flatten()) < 1e-12
-        assert split.norm() > 1.01 * shortest.norm()
+    split = flat(model.split_natural_gradient(grad))
+    assert error(j @ split, grad.flatten()) < 1e-12
+    assert split.norm() > 1.01 * shortest.norm()
     q = [torch.linalg.qr(draw(4, 4, seed=i)).Q for i in range(3)]
     orthogonal, grad = DeepMatrix.of(q), draw(4, 4)
     split = flat(orthogonal.split_natural_gradient(grad))
@@ -150,8 +147,6 @@ def test_split_is_refused_where_it_is_no_solution() -> None:
     zero = DeepMatrix.of([torch.zeros(2, 2), torch.eye(2)])
     with pytest.raises(PullbackError, match="rank 0 of 2 rows"):
         zero.split_natural_gradient(torch.eye(2))
-    with pytest.raises(PullbackError, match="Unknown method"):
-        net([2, 2]).split_natural_gradient(draw(2, 2), method="lu")
 
 
 @pytest.mark.parametrize(
@@ -182,22 +177,6 @@ def test_large_matrices_are_solved_by_iteration() -> None:
     lam = torch.linalg.lstsq(before[0], moves[0]).solution @ torch.linalg.pinv(after[0].T)
     for a, m, b in zip(before, moves, after, strict=True):
         assert error(a.T @ lam @ b.T, m) < 1e-7
-
-
-def test_kronecker_least_squares_at_any_rank() -> None:
-    for m, n, k, l, ra, rc in ((5, 3, 4, 6, 3, 4), (3, 5, 6, 4, 2, 2), (4, 4, 4, 4, 1, 4)):  # noqa: E741
-        a, c = draw(m, ra) @ draw(ra, n, seed=1), draw(k, rc, seed=2) @ draw(rc, l, seed=3)
-        t = draw(m, l, seed=4)
-        want = torch.linalg.pinv(a, rtol=1e-12) @ t @ torch.linalg.pinv(c, rtol=1e-12)
-        assert error(kronecker_lstsq(a, c, t), want) < 1e-12
-        assert complete(a).rank == ra
-        big = torch.linalg.pinv(torch.kron(c.T.contiguous(), a), rtol=1e-12)
-        assert error(want.T.flatten(), big @ t.T.flatten()) < 1e-10  # vec(AXC) = (Cᵀ ⊗ A) vec X
-    with pytest.raises(PullbackError, match="right-hand side"):
-        kronecker_lstsq(draw(2, 2), draw(3, 3), draw(3, 2))
-    with pytest.raises(PullbackError, match="not matrices"):
-        kronecker_lstsq(draw(2), draw(3, 3), draw(2, 3))
-    assert not kronecker_lstsq(torch.zeros(2, 2), draw(2, 2).float(), torch.ones(2, 2)).any()
 
 
 def test_forward_is_the_product_the_map_and_the_entries() -> None:

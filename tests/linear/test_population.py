@@ -8,11 +8,10 @@ import torch
 from scipy.integrate import quad
 from scipy.special import expit
 
-import pullback as pb
 from pullback import PullbackError
-from pullback.linear import DiagonalNetwork, LinearModel, Population, population_fisher
+from pullback.linear import DiagonalNetwork, population_fisher
 from pullback.linear.population import curvatures
-from pullback.testing import check_factor, relative_error
+from pullback.testing import relative_error
 from tests.linear.oracles import flat, hadamard, jacobian
 
 DOUBLE = torch.float64
@@ -82,29 +81,7 @@ def test_natural_gradient_of_diagonal_networks(depth: int, zero: bool) -> None:
     assert error(flat(model.population_natural_gradient(grad)), want) < 1e-10
 
 
-def test_as_a_metric_of_the_optimizer() -> None:
-    x, y = draw(30, 4), draw(30, seed=1).sign()
-    for model in (DiagonalNetwork(4, 3, seed=2, dtype=DOUBLE), LinearModel(4, dtype=DOUBLE)):
-        opt = pb.NaturalGradient(
-            model, Population(), pb.solvers.PseudoInverse(), metric_batch=(), lr=1.0
-        )
-
-        def closure(opt=opt, model=model) -> torch.Tensor:
-            opt.zero_grad()
-            loss = torch.nn.functional.softplus(-y * model(x)).mean()
-            loss.backward()
-            return loss
-
-        got = opt.direction(closure).x
-        s = model(x).detach()
-        grad = -(x.T @ (y * torch.sigmoid(-y * s))) / 30
-        assert error(got, flat(model.population_natural_gradient(grad))) < 1e-10
-        assert opt.step(closure).gram == "closed form"
-
-
-def test_laws_and_bad_input() -> None:
-    z = draw(4, 1)
-    check_factor(Population().factor(z), z)
+def test_bad_input() -> None:
     with pytest.raises(PullbackError, match="β does not fit"):
         population_fisher(draw(2, 2))
     with pytest.raises(PullbackError, match="not finite"):

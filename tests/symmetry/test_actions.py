@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pullback.symmetry import BiasShift, CommonShift, Leg, MeanShift, Mixing, Scaling
+from pullback.symmetry import Leg, Mixing, Scaling
 from pullback.symmetry.actions.scaling import Action
-from pullback.symmetry.actions.shifts import Reader
+from pullback.symmetry.actions.shifts import Reader, bias_shift, common_shift, mean_shift
 from pullback.symmetry.graph.scales import FIXED, ZERO, Scales
 
 
@@ -97,24 +97,25 @@ def test_mixings() -> None:
 
 def test_shifts() -> None:
     reader = Reader("d", torch.arange(4), "c", torch.arange(4), UNITS)
-    shift = BiasShift(3, [Leg("b", UNITS, 1)], [(reader, 1)])
+    shift = bias_shift(3, [Leg("b", UNITS, 1)], [(reader, 1)])
     check(shift, PARAMS)
     moved = shift.act(PARAMS, normal(3, seed=7))
     before, after = (p["c"] @ p["b"] + p["d"] for p in (PARAMS, {**PARAMS, **moved}))
     assert torch.allclose(before, after)
-    check(BiasShift(2, [Leg("b", torch.tensor([0, -1, 1]), 1)]), PARAMS)
-    check(CommonShift("a", UNITS[:2], "b", UNITS[:2], 3), PARAMS)
-    check(CommonShift(None, UNITS, "b", UNITS, 1), PARAMS)
+    check(bias_shift(2, [Leg("b", torch.tensor([0, -1, 1]), 1)]), PARAMS)
+    check(common_shift(("a", UNITS[:2]), ("b", UNITS[:2]), 3), PARAMS)
+    check(common_shift(None, ("b", UNITS), 1), PARAMS)
     check(
-        BiasShift(3, [Leg("b", UNITS, 1), Leg("e", UNITS[None], -1)]),
+        bias_shift(3, [Leg("b", UNITS, 1), Leg("e", UNITS[None], -1)]),
         {**PARAMS, "e": normal(5, 3)},
     )
-    check(BiasShift(3, [Leg("b", UNITS, 1)], [(reader, 1)], uniform=True), PARAMS)
+    check(bias_shift(3, [Leg("b", UNITS, 1)], [(reader, 1)], uniform=True), PARAMS)
 
 
 def test_mean_direction_of_a_layer_norm() -> None:
     params = {**PARAMS, "g": normal(3, seed=8), "s": normal(3, seed=9)}
-    mean = MeanShift("c", torch.arange(4), UNITS, "d", torch.arange(4), "g", "s")
+    reader = Reader("d", torch.arange(4), "c", torch.arange(4), UNITS)
+    mean = mean_shift(reader, "g", "s")
     check(mean, params)
     moved = {**params, **mean.act(params, normal(4, seed=2))}
     n = normal(6, 3)

@@ -1,4 +1,4 @@
-"""Recurrent, bilinear and normalized layers, patches and tables: found is what J does not see."""
+"""Recurrent layers, layers used twice, normalized weights: found is what J does not see."""
 
 from __future__ import annotations
 
@@ -51,45 +51,6 @@ def unrolled(act: Callable[[Tensor], Tensor], start: bool = False) -> nn.Module:
     return Of(forward, into=nn.Linear(3, 4), again=nn.Linear(4, 4), out=nn.Linear(4, 2))
 
 
-def patches(act: Callable[[Tensor], Tensor] = F.leaky_relu) -> nn.Module:
-    """Unfold, a linear layer on patches, fold."""
-
-    def forward(s: Any, x: Tensor) -> Tensor:
-        columns = F.unfold(act(s.conv(x)), 2, padding=1).transpose(1, 2)
-        y = act(s.patch(columns)).transpose(1, 2)  # (N, 8, 16) to (N, 2, 5, 5)
-        return s.out(F.fold(y, (5, 5), 2))
-
-    return Of(
-        forward, conv=nn.Conv2d(1, 3, 2), patch=nn.Linear(12, 8), out=nn.Conv2d(2, 2, 1, bias=False)
-    )
-
-
-def bag(mode: str, act: Callable[[Tensor], Tensor]) -> nn.Module:
-    return Of(
-        lambda s, i, at: s.out(act(s.table(i, at))),
-        table=nn.EmbeddingBag(6, 3, mode=mode),
-        out=nn.Linear(3, 4),
-    )
-
-
-def weighted_bag() -> nn.Module:
-    return Of(
-        lambda s, i, w: s.out(F.leaky_relu(s.table(i, per_sample_weights=w))),
-        table=nn.EmbeddingBag(6, 3, mode="sum"),
-        out=nn.Linear(3, 2),
-    )
-
-
-def bilinear(act: Callable[[Tensor], Tensor]) -> nn.Module:
-    return Of(
-        lambda s, x, z: s.out(act(s.both(act(s.one(x)), act(s.two(z))))),
-        one=nn.Linear(3, 2),
-        two=nn.Linear(4, 3),
-        both=nn.Bilinear(2, 3, 4),
-        out=nn.Linear(4, 2),
-    )
-
-
 def twice(bias: bool) -> nn.Module:
     """Two branches through one and the same layer."""
 
@@ -128,10 +89,8 @@ def leaky() -> nn.Module:
 
 
 new, old = parametrizations.weight_norm, nn.utils.weight_norm
-IDS = torch.randint(6, (150,), generator=torch.Generator().manual_seed(0))
-STARTS = torch.tensor([0, 2, 3, 7, *range(8, 150, 3)])
 TWO = (normal(150, 3), normal(150, 3, seed=6))
-LONG, PAIR = (normal(90, 3, 3),), (normal(200, 3), normal(200, 4, seed=5))
+LONG = (normal(90, 3, 3),)
 
 #: name -> (model, example, generators)
 FOUND: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...], int]] = {
@@ -158,24 +117,6 @@ FOUND: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...], int]] = {
     ),
     "one layer for two branches": (lambda: twice(False), TWO, 2 + 3 + 1),
     "and its bias": (lambda: twice(True), TWO, 2 + 3),
-    "bilinear": (lambda: bilinear(lambda x: F.leaky_relu(x, 0.3)), PAIR, 2 + 3 + 4),
-    "bilinear, GELU": (lambda: bilinear(F.gelu), PAIR, 0),
-    "bilinear, shifted": (lambda: bilinear(lambda x: F.leaky_relu(x + 0.5, 0.3)), PAIR, 0),
-    "bilinear of linear layers": (
-        lambda: Of(
-            lambda s, x, z: s.out(F.gelu(s.both(s.one(x), s.two(z)))),
-            **dict(bilinear(F.gelu).named_children()),
-        ),
-        PAIR,
-        4 + 9,
-    ),
-    "bag, sum": (lambda: bag("sum", F.leaky_relu), (IDS, STARTS), 3),
-    "bag, mean": (lambda: bag("mean", F.leaky_relu), (IDS, STARTS), 3),
-    "bag, GELU": (lambda: bag("sum", F.gelu), (IDS, STARTS), 0),
-    "bag into a linear layer": (lambda: bag("sum", lambda x: x), (IDS, STARTS), 9),
-    "means into a linear layer": (lambda: bag("mean", lambda x: x), (IDS, STARTS), 9 + 3),
-    "maxima into a linear layer": (lambda: bag("max", lambda x: x), (IDS, STARTS), 3 + 3),
-    "bag with weights": (weighted_bag, (IDS.view(50, 3), normal(50, 3)), 3),
     "weight norm": (lambda: normed(new, leaky), (normal(150, 3),), 4 + 4 + 2),
     "by hooks": (lambda: normed(old, leaky), (normal(150, 3),), 4 + 4 + 2),
     "of columns": (lambda: normed(new, leaky, 1), (normal(150, 3),), 4 + 3 + 4),
@@ -194,8 +135,7 @@ FOUND: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...], int]] = {
 #: variants of their neighbors
 VARIANTS = {
     *("two layers", "no biases", "GRU without biases", "by hand, GELU", "by hand, shifted"),
-    *("and its bias", "bilinear, GELU", "bilinear, shifted", "bag, mean", "bag, GELU"),
-    *("by hooks", "before GELU", "convolutions, by hooks", "from a given state"),
+    *("and its bias", "by hooks", "before GELU", "convolutions, by hooks", "from a given state"),
 }
 
 
@@ -226,26 +166,14 @@ def test_the_kernel_of_j_is_what_was_found(name: str, seed: int) -> None:
     "name",
     [
         *("LSTM: biases of gates", "GRU: biases of two gates", "tanh RNN: biases that add up"),
-        *("LSTM with projection", "by hand, GELU", "from a given state", "bilinear, GELU"),
-        *("bilinear of linear layers", "bag, GELU", "bag into a linear layer", "before GELU"),
-        *("with nothing between", "of columns", "convolutions", "no biases", "by hand", "bag, sum"),
-        *("one layer for two branches", "and its bias", "recurrent", "bag with weights"),
+        *("LSTM with projection", "by hand, GELU", "from a given state", "before GELU"),
+        *("with nothing between", "of columns", "convolutions", "no biases", "by hand"),
+        *("one layer for two branches", "and its bias", "recurrent"),
     ],
 )
 def test_nothing_is_missed(name: str) -> None:
     make, x, count = FOUND[name]
     assert nullity(dense(small_biases(make(), 3), *x)) == count
-
-
-def test_patches_keep_the_scales_of_channels() -> None:
-    model, x = small_biases(patches(), 5), normal(60, 1, 4, 4)
-    found = find(model, x)
-    # three channels read by patches; two channels of four entries each, which a fold adds up
-    assert sorted(a.dimension for a in found.actions) == [2, 3]
-    assert in_kernel(dense(model, x), found.generators()) < 1e-14
-    assert not find(small_biases(patches(F.gelu), 5), x).actions
-    linear = find(small_biases(patches(lambda y: y), 5), x).actions
-    assert [a.size for a in linear if isinstance(a, Mixing)] == [3]
 
 
 def test_the_recurrent_weight_is_conjugated() -> None:
@@ -313,7 +241,7 @@ def test_a_plain_reader_of_a_normalized_layer_has_a_slice() -> None:
 
 
 def test_whole_layers_of_these_kinds() -> None:
-    for name, count in (("ReLU RNN", 1 + 4), ("weight norm", 1 + 1 + 1), ("bilinear", 3)):
+    for name, count in (("ReLU RNN", 1 + 4), ("weight norm", 1 + 1 + 1)):
         make, x, _ = FOUND[name]
         model = small_biases(make(), 3)
         z = find(model, x, group="layer").generators()
@@ -342,17 +270,6 @@ def test_hooks_leave_the_model_as_it_was() -> None:
     find(model, x)
     assert model[0].weight is held
     copy.deepcopy(model)
-
-
-def test_empty_bags_and_padding_never_give_a_wrong_generator() -> None:
-    starts = torch.tensor([0, 0, 2, 5, 5, *range(6, 150, 4)])
-    for mode in ("sum", "mean", "max"):
-        for act in (lambda x: x, F.leaky_relu, torch.tanh):
-            model = small_biases(bag(mode, act), 3)
-            model.table.padding_idx = 1  # pyright: ignore[reportAttributeAccessIssue]
-            found = find(model, (IDS, starts))
-            if found.dimension:
-                assert in_kernel(dense(model, IDS, starts), found.generators()) < 1e-14
 
 
 def test_a_layer_that_is_used_twice_in_a_row() -> None:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import pullback as pb
-from pullback.symmetry.actions.derived import OnMatrices
+from pullback.symmetry import ChartAction
 from pullback.symmetry.find import SPECIALIZED
 from pullback.testing import assert_close
 
@@ -167,9 +167,9 @@ def test_a_transformer_of_transposed_weights_has_as_many_as_its_twin() -> None:
 def test_an_action_on_transposes_moves_along_a_fibre_and_its_tangent_is_the_derivative() -> None:
     model, x = Multiplied(), torch.randn(7, 3)
     params = {n: p.detach() for n, p in model.named_parameters()}
-    (action,) = (a for a in pb.symmetry.find(model, x).actions if isinstance(a, OnMatrices))
+    (action,) = (a for a in pb.symmetry.find(model, x).actions if isinstance(a, ChartAction))
     assert {*action.names} == {"w", "last.weight"}
-    assert all(name not in action.about for name in action.views)
+    assert all(name not in action.about for name in action.charts)
     element = 0.1 * torch.randn(action.dimension)
     moved = action.act(params, element)
     assert all(moved[n].shape == params[n].shape for n in moved)
@@ -230,11 +230,3 @@ def test_the_output_that_counts_is_chosen() -> None:
         pb.symmetry.find(model, x, output="logits").rank().independent == 4
     )  # 2 × 2 matrices between b and a
     assert pb.symmetry.find(model, x).rank().independent == 0  # the inner features are seen as well
-
-
-def test_products_of_transposed_weights_are_invariants() -> None:
-    model, x = Multiplied(), torch.randn(7, 3)
-    (product,) = (
-        t for n, t in pb.symmetry.find(model, x).invariants().items() if n.startswith("GL(5)")
-    )
-    assert_close(product, model.last.weight @ model.w.T, 1e-12, "the map of both layers")

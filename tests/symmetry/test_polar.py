@@ -7,16 +7,25 @@ import torch
 from torch import Tensor
 from torch.func import jacrev
 
-from pullback import PullbackError
-from pullback.symmetry.descent.directions import (
-    direction,
-    polar_basis,
-    polar_tangential,
-    polar_tangents,
-)
-from pullback.symmetry.slices.equal_norm import EqualNorm
+from pullback.symmetry import EqualNorm
+from pullback.symmetry.descent.directions import direction, polar_direction
 
 from .chain import mlp, scalings
+
+
+def polar_basis(w: Tensor) -> Tensor:
+    """The tangents ∂_{ψ^l} = (w_1, …, w_l)·w_{l+1}/a_l − a_l e_{l+1}, (n − 1, n)."""
+    n = w.numel()
+    a = w.square().cumsum(0)[:-1].sqrt()
+    basis = ((w[1:] / a)[:, None] * w).tril()[:, :n]
+    basis[range(n - 1), range(1, n)] = -a
+    return basis
+
+
+def polar_tangential(w: Tensor, g: Tensor) -> Tensor:
+    """Σ_l ⟨g, ∂_{ψ^l}⟩ ∂_{ψ^l}: the direction of one layer without its radial part."""
+    radial = torch.where(w.norm() > 0, (w @ g) / (w @ w), 0.0)
+    return polar_direction(w, g, [len(w)]) - radial * w
 
 
 def embed(coordinates: Tensor) -> Tensor:
@@ -123,15 +132,20 @@ def test_a_layer_may_be_several_parameters_and_zero() -> None:
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_the_tangents_of_the_slice_and_their_metric(bias: bool) -> None:
+    """r = Σ_k ŵ_k and the ∂_ψ of each layer span T_wS, with h = diag(ℓ, w_1² + … + w_{l+1}²)."""
     model = mlp(2, 3, 2, 2, bias=bias)
     found = EqualNorm(scalings(model), model)
     found.retract_()
-    basis, h = polar_tangents(found)
-    p = sum(w.numel() for w in model.parameters())
-    assert basis.shape == (p - 2, p)
-    assert torch.allclose(basis @ basis.mT, h.diag(), atol=1e-13)
-    assert h.tolist().count(pytest.approx(3.0)) >= 1  # |r|² = ℓ
-    orthonormal = found.tangent_basis()
-    assert torch.allclose(basis @ orthonormal @ orthonormal.mT, basis, atol=1e-12)
-    with pytest.raises(PullbackError, match="biases"):
-        polar_tangents(EqualNorm(scalings(model), model, biases=False))
+    (links,) = found.chains
+    names = [n for layer in links.layers for n in layer]
+    layers = [torch.cat([found.params[n].detach().flatten() for n in ns]) for ns in links.layers]
+    radial = torch.cat([w / w.norm() for w in layers])
+    rows = torch.cat([radial[None], torch.block_diag(*(polar_basis(w) for w in layers))])
+    h = torch.cat([torch.tensor([3.0]).double(), *(w.square().cumsum(0)[1:] for w in layers)])
+    assert torch.allclose(rows @ rows.mT, h.diag(), atol=1e-13)
+    for row in rows:
+        pieces = row.split([found.params[n].numel() for n in names])
+        v = {n: x.view(found.params[n].shape) for n, x in zip(names, pieces, strict=True)}
+        moved = found.project(v)
+        assert all(torch.allclose(moved[n], v[n], atol=1e-12) for n in names)
+    assert len(rows) == sum(w.numel() for w in layers) - 2

@@ -1,4 +1,4 @@
-"""Flags on a device: whether tensors are finite, and reading such flags without waiting."""
+"""Flags on a device: whether tensors are finite, which bits they have, and when flags are read."""
 
 from __future__ import annotations
 
@@ -31,6 +31,31 @@ def _largest_norm(tensors: list[Tensor], order: float) -> Tensor:
     if len({(n.dtype, n.device) for n in norms}) > 1:
         norms = [n.to(norms[0].device, torch.float64) for n in norms]
     return torch.stack(list(norms)).amax()
+
+
+_SMALL = 2**16  # entries of tensors whose bits are added up together
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+CHECKSUM = 2**62  # which checksums are less than
+
+
+def checksum(tensors: Sequence[Tensor]) -> Tensor:
+    """Return a number that other bits in any entry change, on the device of the first tensor.
+
+    Integers are added, so that the order in which a machine does so is of no consequence.
+    """
+    small: dict[object, list[Tensor]] = {}
+    parts = []
+    for t in tensors:
+        own = torch.view_as_real(t.detach()) if t.is_complex() else t.detach()
+        bits = own.view(_BITS[own.itemsize])
+        if bits.numel() < _SMALL:
+            small.setdefault((bits.dtype, bits.device), []).append(bits.flatten())
+        else:
+            parts.append(bits)
+    parts += [torch.cat(some) for some in small.values()]
+    codes = [bits.sum(dtype=torch.int64).to(tensors[0].device) for bits in parts]
+    weights = torch.arange(1, 2 * len(codes), 2, device=tensors[0].device)  # they may be swapped
+    return (torch.stack(codes) * weights).sum() % CHECKSUM
 
 
 def lerp_unless(

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from time import perf_counter
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
+from weakref import WeakKeyDictionary
 from zlib import crc32
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from .errors import PullbackError
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 
@@ -33,6 +35,33 @@ class Traffic:
     calls: int = 0
     bytes: float = 0.0
     seconds: float = 0.0
+
+
+class Pending(Generic[T]):
+    """A result that is under way between processes; `wait` returns it when it is there."""
+
+    def __init__(
+        self, result: Callable[[], T], works: Sequence[Any] = (), sent: Traffic | None = None
+    ) -> None:
+        self._result, self._works, self._sent = result, works, sent
+
+    def wait(self) -> T:
+        """Return the result; on CUDA the device waits, and the host goes on."""
+        start = perf_counter()
+        for work in self._works:
+            work.wait()
+        if self._sent is not None:
+            self._sent.seconds += perf_counter() - start
+        self._works, self._sent = (), None
+        return self._result()
+
+    def then(self, change: Callable[[T], S]) -> Pending[S]:
+        """Return what is made of the result when it is there."""
+        return Pending(lambda: change(self._result()), self._works, self._sent)
+
+
+#: by group, another one of the same processes
+_APART: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 
 class Processes:
@@ -99,20 +128,72 @@ class Processes:
         group: Any = made[tuple(own)]
         return self.within(group)
 
+    def apart(self) -> Processes | None:
+        """Return a group of the same processes, in which order does not depend on this one's.
+
+        All processes of the program take part where it has to be made. There is none for a part of
+        them, since the others would not know.
+        """
+        if self.alone or self.group is None or self.size != dist.get_world_size():
+            return None
+        if self.group not in _APART:
+            limit, backend = _time_limit(self.group, self.device), dist.get_backend(self.group)
+            _APART[self.group] = dist.new_group(timeout=limit, backend=backend)
+        return self.within(_APART[self.group])
+
     # --- tensors --------------------------------------------------------------------------------
 
     def sum(self, tensors: Sequence[Tensor], what: str = "sums") -> list[Tensor]:
         """Return the sums of the tensors over all processes, the same bits everywhere."""
-        if self.alone:
-            return list(tensors)
+        return self.launch_sum(tensors, what).wait()
+
+    def launch_sum(self, tensors: Sequence[Tensor], what: str = "sums") -> Pending[list[Tensor]]:
+        """Begin to `sum` the tensors, which may be changed meanwhile."""
+        if self.alone or not tensors:
+            return Pending(lambda: list(tensors))
         out: list[Any] = [None] * len(tensors)
+        works = []
         for places in _by_kind(tensors):
             some = [tensors[i] for i in places]
             flat = _packed(some)
             share = 2 * (self.size - 1) / self.size
-            self._send(what, share * flat.nbytes, lambda t=flat: self._reduce(t))
+            call = lambda t=flat: self._reduce(t, later=True)  # noqa: E731
+            works.append(self._send(what, share * flat.nbytes, call))
             for i, t in zip(places, _unpacked(flat, some), strict=True):
                 out[i] = t
+        return Pending(lambda: out, works, self._traffic[what])
+
+    def sum_to(
+        self, tensors: Sequence[Tensor], owners: Sequence[int], what: str = "sums"
+    ) -> list[Tensor]:
+        """Return the tensors, of which each owner has the sum over all processes.
+
+        Shapes, dtypes and owners are the same everywhere.
+        """
+        out = list(tensors)
+        if self.alone:
+            return out
+        for places in _by_kind(tensors):
+            by_rank = [[i for i in places if owners[i] == r] for r in range(self.size)]
+            flats = [_packed([tensors[i] for i in own]) if own else None for own in by_rank]
+            longest = max(0 if flat is None else len(flat) for flat in flats)
+            total = sum(0 if flat is None else len(flat) for flat in flats)
+            if self.size * longest > 2 * total:  # mostly padding
+                for rank, flat in enumerate(flats):
+                    if flat is not None:
+                        self._reduce_to(flat, rank, what)
+                found = flats[self.rank]
+            else:
+                every = tensors[places[0]].new_zeros(self.size, longest)
+                for row, flat in zip(every, flats, strict=True):
+                    if flat is not None:
+                        row[: len(flat)] = flat
+                found = self._scatter(every, what)
+            own = by_rank[self.rank]
+            if own and found is not None:
+                sums = _split(found, [tensors[i].shape for i in own])
+                for i, t in zip(own, sums, strict=True):
+                    out[i] = t
         return out
 
     def gather(self, tensors: Sequence[Tensor], what: str = "gathered") -> list[Tensor]:
@@ -203,11 +284,14 @@ class Processes:
 
     # --- decisions ------------------------------------------------------------------------------
 
-    def least(self, numbers: Sequence[int], what: str = "decisions") -> list[int]:
-        """Return the least of each number over all processes."""
+    def least(
+        self, numbers: Sequence[int], more: Sequence[Tensor] = (), what: str = "decisions"
+    ) -> list[int]:
+        """Return the least of each number over all processes, and of those in `more` tensors."""
         if self.alone:
-            return list(numbers)
-        own = torch.tensor(numbers, dtype=torch.int64, device=self.device)
+            return [*numbers, *(int(number) for t in more for number in t)]
+        given = torch.tensor(numbers, dtype=torch.int64, device=self.device)
+        own = torch.cat([given, *(t.to(self.device) for t in more)])
         self._send(what, 0.0, lambda: self._reduce(own, "MIN"))
         return own.tolist()
 
@@ -239,13 +323,29 @@ class Processes:
         return held
 
     def compare(
-        self, values: Sequence[object], flags: Sequence[bool] = ()
+        self,
+        values: Sequence[object],
+        flags: Sequence[bool] = (),
+        checksums: Sequence[Tensor] = (),
     ) -> tuple[list[bool], list[bool]]:
-        """Return which values have one `repr` on all processes, and which flags are true on all."""
-        codes, count = [crc32(repr(value).encode()) for value in values], len(values)
-        found = self.least([*codes, *(-code for code in codes), *map(int, flags)])
-        pairs = zip(found[:count], found[count : 2 * count], strict=True)
-        return [low == -high for low, high in pairs], [bool(flag) for flag in found[2 * count :]]
+        """Return which values are the same on all processes, and which flags are true on all.
+
+        Values are compared by `repr`, and after them checksums: numbers on a device, or vectors of
+        which each process gives some entries, and a negative one elsewhere.
+        """
+        codes = [crc32(repr(value).encode()) for value in values]
+        numbers = [*map(int, flags), *codes, *(-code for code in codes)]
+        vectors = [t.reshape(-1) for t in checksums]
+        none = torch.iinfo(torch.int64).max
+        more = [torch.where(t < 0, none, one) for t in vectors for one in (t, -t)]
+        found = iter(self.least(numbers, more))
+        held = [bool(next(found)) for _ in flags]
+        low, high = ([next(found) for _ in codes] for _ in range(2))
+        alike = [a == -b for a, b in zip(low, high, strict=True)]
+        for t in vectors:
+            low, high = ([next(found) for _ in t] for _ in range(2))
+            alike.append(all(a in (-b, none) for a, b in zip(low, high, strict=True)))
+        return alike, held
 
     def same(self, what: str, values: Mapping[str, object], remedy: str) -> None:
         """Raise on all processes where they do not have the same values, naming those."""
@@ -290,8 +390,19 @@ class Processes:
 
     # --- the group ------------------------------------------------------------------------------
 
-    def _reduce(self, t: Tensor, operation: str = "SUM") -> None:
-        dist.all_reduce(t, getattr(dist.ReduceOp, operation), self.group)
+    def _reduce(self, t: Tensor, operation: str = "SUM", *, later: bool = False) -> Any:
+        return dist.all_reduce(t, getattr(dist.ReduceOp, operation), self.group, async_op=later)
+
+    def _reduce_to(self, t: Tensor, rank: int, what: str) -> None:
+        given = {"group": self.group, "group_dst": rank}
+        self._send(what, t.nbytes, lambda: dist.reduce(t, **given))
+
+    def _scatter(self, every: Tensor, what: str) -> Tensor:
+        """Return the sum of this process's row over all processes."""
+        out, sent = torch.empty_like(every[0]), (self.size - 1) / self.size * every.nbytes
+        flat = every.view(-1)
+        self._send(what, sent, lambda: dist.reduce_scatter_tensor(out, flat, group=self.group))
+        return out
 
     def _broadcast(self, t: Tensor, rank: int, what: str) -> None:
         given = {"group": self.group, "group_src": rank}
@@ -304,12 +415,19 @@ class Processes:
         self._send(what, sent, lambda: dist.all_gather(parts, t.reshape(-1), self.group))
         return out
 
-    def _send(self, what: str, sent: float, call: Callable[[], Any]) -> None:
+    def _send(self, what: str, sent: float, call: Callable[[], Any]) -> Any:
         own, start = self._traffic.setdefault(what, Traffic()), perf_counter()
-        call()
+        work = call()
         own.calls += 1
         own.bytes += sent
         own.seconds += perf_counter() - start
+        return work
+
+
+def _time_limit(group: Any, device: torch.device) -> Any:
+    """Return how long a group waits for its processes; None is torch's own limit."""
+    options = getattr(group._get_backend(device), "options", None)
+    return getattr(options, "_timeout", None)
 
 
 def _default(several: bool) -> Processes:

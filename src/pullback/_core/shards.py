@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from .capture import plain
 from .errors import PullbackError
+from .flags import checksum
 from .processes import Processes
 
 #: an optimizer's param groups
@@ -56,6 +57,12 @@ class Shards:
 
     def __contains__(self, name: str) -> bool:
         return name in self._cuts
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Which of how many pieces this process has; replicas have the same."""
+        some = next((own for _, own in self._cuts.values()), None)
+        return (0, 1) if some is None else (some.rank, some.size)
 
     def cut(self, name: str, whole: Tensor) -> Tensor:
         """Return this process's piece of a parameter's gradient or direction."""
@@ -125,6 +132,14 @@ class Parameters:
         pieces = {n: local(t) for n, t in held.items()}
         with torch.no_grad():
             return self.shards.gather(pieces, self.shapes, what)
+
+    def checksum(self) -> Tensor:
+        """Return numbers that replicas have in common; negative ones for others' pieces."""
+        (rank, size), held = self.shards.place, [local(p) for p in self.by_name.values()]
+        own = checksum(held)
+        out = torch.full((size,), -1, device=own.device)
+        out[rank] = own
+        return out
 
     def leaves(self) -> dict[str, Tensor]:
         """Return whole parameters, as leaves of a graph of their own."""

@@ -2,7 +2,7 @@
 
 from .integrate import METHODS, integrate
 from .supervised import Supervised
-from .trajectory import BlowUp, Converged, Event, Separated, State, Trajectory
+from .trajectory import Event, State, Trajectory
 
 __all__ = [
     "integrate",
@@ -10,9 +10,6 @@ __all__ = [
     "Supervised",
     # what may happen on the way
     "Event",
-    "Separated",
-    "Converged",
-    "BlowUp",
     "State",
     "METHODS",
 ]

@@ -25,7 +25,7 @@ from ..solvers import PseudoInverse, Solver
 from .field import KINDS, ClosureField, ObjectiveField, VectorField
 from .march import March
 from .supervised import Supervised, SupervisedField
-from .trajectory import BlowUp, Event, Trajectory
+from .trajectory import Event, Trajectory, blow_up
 
 Start = Tensor | Mapping[str, Tensor]
 
@@ -167,8 +167,8 @@ def integrate(
         method: one of "DOP853", "RK45", "LSODA", "Radau", "BDF".
         rtol: the error of one step, relative to θ.
         atol: and absolute.
-        events: what to look for, such as `Separated(y)` and `Converged(gradient=1e-8)`; a flow
-            whose parameters reach 10¹² ends in any case.
+        events: what to look for, such as `Event(lambda state: 1e-8 - state.loss)`; a flow whose
+            parameters reach 10¹² ends in any case.
         at: the times to keep; without it the flow is known at every time, which keeps several
             copies of the parameters per step.
         max_evaluations: of the velocity, before it gives up.
@@ -203,7 +203,7 @@ def integrate(
     if isinstance(events, Event):
         events = [events]
     field = _field(model, closure_or_objective, metric, kind, start, reduction, options)
-    march = March(field, [*events, BlowUp()], at=times[2], budget=max_evaluations)
+    march = March(field, [*events, blow_up()], at=times[2], budget=max_evaluations)
     scheme = getattr(scipy.integrate, method)
     return march.run(scheme, times[0], times[1], rtol=rtol, atol=atol, max_step=max_step)
 

@@ -41,7 +41,7 @@ class March:
                 raise PullbackError(
                     "An event is not usable",
                     f"got {event!r}",
-                    "Pass flow.Event(function) or one of the ready ones",
+                    "Pass flow.Event(function)",
                 )
         self._field, self._events, self._at, self._budget = field, list(events), at, budget
         self._evaluations = 0

@@ -76,87 +76,13 @@ class Event:
         return value
 
 
-class Separated(Event):
-    """All samples are on the right side: min over samples of the margin becomes positive.
-
-    Args:
-        y: signs ±1, shaped like the function values s up to axes of length 1, with the margin
-            y·s; or class indices (N,) for logits (N, K), with the margin over the best other class.
-        stop: whether the flow ends there; by default the time is only recorded.
-    """
-
-    def __init__(self, y: Tensor, stop: bool = False) -> None:
-        super().__init__(lambda state: float(self.margins(state.values).min()), "separated", stop)
-        self._y = y
-
-    def margins(self, values: Tensor) -> Tensor:
-        """One margin per sample."""
-        y = self._y.to(values.device)
-        if y.numel() == values.numel():
-            signs = y.reshape(-1).to(values)
-            if not bool((signs.abs() == 1).all()):
-                raise PullbackError(
-                    "The labels are not signs",
-                    f"found {sorted(set(signs.tolist()))[:4]}",
-                    "Pass ±1 for single outputs (2y − 1 of labels 0 and 1)",
-                )
-            return signs * values.reshape(-1)
-        classes = values.ndim == 2 and y.shape == values.shape[:1] and not y.is_floating_point()
-        if not classes:
-            raise PullbackError(
-                "The labels do not fit the function values",
-                f"got {tuple(y.shape)} of {y.dtype} for {tuple(values.shape)}",
-                "Pass one sign per output, or one class index per sample",
-            )
-        right = values.gather(1, y[:, None].long())
-        others = values.scatter(1, y[:, None].long(), -torch.inf)
-        return right[:, 0] - others.amax(1)
-
-
-class Converged(Event):
-    """‖∇L‖ or L falls to a threshold; with both given, both must.
-
-    Args:
-        gradient: the threshold of ‖∇L‖.
-        loss: the threshold of L.
-        stop: whether the flow ends there.
-    """
-
-    def __init__(
-        self, gradient: float | None = None, loss: float | None = None, stop: bool = True
-    ) -> None:
-        limits = [x for x in (gradient, loss) if x is not None]
-        if not limits or not all(x > 0 for x in limits):
-            raise PullbackError(
-                "The threshold is not usable",
-                f"got gradient={gradient}, loss={loss}",
-                "Give a positive number to one of them",
-            )
-
-        def function(state: State) -> float:
-            margins = []
-            if gradient is not None:
-                margins.append(_log(gradient) - _log(float(state.gradient.norm())))
-            if loss is not None:
-                margins.append(_log(loss) - _log(state.loss))
-            return min(margins)
-
-        super().__init__(function, "converged", stop)
-
-
-class BlowUp(Event):
+def blow_up(limit: float = 1e12) -> Event:
     """max|θ| grows to a limit: the flow leaves in finite time, or will not return."""
 
-    def __init__(self, limit: float = 1e12) -> None:
-        if not limit > 0:
-            raise PullbackError("The limit is not usable", f"got {limit}", "Use a number > 0")
-        super().__init__(
-            lambda state: _log(float(state.flat.abs().max())) - _log(limit), "blow-up", stop=True
-        )
+    def margin(state: State) -> float:
+        return log(max(float(state.flat.abs().max()), float_info.min)) - log(limit)
 
-
-def _log(x: float) -> float:
-    return log(max(x, float_info.min))
+    return Event(margin, "blow-up")
 
 
 @dataclass(frozen=True)

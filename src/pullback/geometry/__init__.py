@@ -1,15 +1,7 @@
 """The geometry of a parametrized model φ: Ξ → (Z, g), overparametrized or not."""
 
 from ..solvers import PseudoInverse as MoorePenrose
-from .charts.diffeomorphism import (
-    Coupling,
-    Diffeomorphism,
-    Elementwise,
-    EntryPermutation,
-    Mixing,
-    cubic,
-    sinh,
-)
+from .charts.diffeomorphism import Diffeomorphism, Elementwise, EntryPermutation, cubic
 from .charts.reparametrize import reparametrize
 from .charts.transformations import (
     Affine,
@@ -24,29 +16,14 @@ from .charts.twin import sigmoid_twin, tanh_twin
 from .invariance.audit import audit
 from .invariance.table import Audit, Verdict
 from .invariance.trial import Contender
-from .local.functions import (
-    Occurrence,
-    SingularPoint,
-    gram,
-    natural_parameter_gradient,
-    occurrence,
-    project,
-    pushforward,
-    rank,
-    singular_points,
-)
 from .local.inverses import Generalized, RandomInverse, Rank, WeightedNorm
 from .local.point import Decomposition, Point
-from .local.proper import Properness, is_proper, properness
+from .local.proper import Properness, properness
 from .volume import Flatness, flatness
 
 __all__ = [
     # one point
     "Point",
-    "pushforward",
-    "gram",
-    "natural_parameter_gradient",
-    "project",
     "Decomposition",
     # generalized inverses
     "MoorePenrose",
@@ -54,24 +31,15 @@ __all__ = [
     "RandomInverse",
     "WeightedNorm",
     # rank and properness
-    "rank",
     "Rank",
-    "is_proper",
     "properness",
     "Properness",
-    "singular_points",
-    "SingularPoint",
-    "occurrence",
-    "Occurrence",
     # other coordinates for the same function
     "reparametrize",
     "Diffeomorphism",
     "Elementwise",
-    "sinh",
     "cubic",
-    "Mixing",
     "EntryPermutation",
-    "Coupling",
     "Transformation",
     "standard",
     "Affine",

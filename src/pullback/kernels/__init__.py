@@ -1,20 +1,12 @@
 """Tangent kernels and function-space views: how a model's function moves when its parameters do."""
 
 from .basis import GTK, Basis, ImplicitBasis, gtk
-from .change import (
-    Descent,
-    Expansion,
-    FunctionChange,
-    fisher_rao_gradient,
-    gradient_norm,
-    rkhs_descent,
-)
+from .change import Expansion, FunctionChange
 from .kernel import NTK, KernelOperator, TangentKernel, ntk, ntk_operator
 from .predict import Linearized, Prediction, linearize, predict
 from .projection import Combination, Projected, natural_ntk, project, projected_kernel, surject
 from .rkhs import functional_gradient, pushforward_metric, rkhs_inner
 from .tangent import Tangent
-from .tiles import SymmetricTiles, ntk_tiles
 
 __all__ = [
     # the tangent space, and kernels on it
@@ -32,8 +24,6 @@ __all__ = [
     "projected_kernel",
     "ntk_operator",
     "KernelOperator",
-    "ntk_tiles",
-    "SymmetricTiles",
     # functions: gradients, projections, inner products
     "functional_gradient",
     "project",
@@ -43,10 +33,6 @@ __all__ = [
     "FunctionChange",
     "Expansion",
     "Combination",
-    "rkhs_descent",
-    "Descent",
-    "gradient_norm",
-    "fisher_rao_gradient",
     # the linearized model
     "linearize",
     "Linearized",

@@ -183,33 +183,16 @@ def natural_ntk(
     x2: Any = None,
     *,
     likelihood: Likelihood | None = None,
-    support: Any = None,
-    layout: str = "full",
-    params: Mapping[str, Tensor] | None = None,
-    damping: float = 0.0,
-    rcond: float | None = None,
-    reduction: str = "sum",
-    memory: int = MEMORY,
+    **options: Any,
 ) -> Tensor:
     """The natural NTK J F⁺ J'ᵀ, F the Fisher matrix of a likelihood: how natural gradients move f.
 
     Without a likelihood F = JᵀJ, the Fisher matrix of a unit Gaussian: where J has full row rank on
-    the support, the natural NTK there is the identity whatever the parametrization.
+    the support, the natural NTK there is the identity whatever the parametrization. Further options
+    are those of `projected_kernel`.
     """
     metric: Metric = Euclidean() if likelihood is None else Fisher(likelihood)
-    return projected_kernel(
-        model,
-        x,
-        x2,
-        metric=metric,
-        support=support,
-        layout=layout,
-        params=params,
-        damping=damping,
-        rcond=rcond,
-        reduction=reduction,
-        memory=memory,
-    )
+    return projected_kernel(model, x, x2, metric=metric, **options)
 
 
 def _count(reduction: str, metric: Metric, z: Tensor) -> int:

@@ -13,7 +13,7 @@ from .._core.errors import PullbackError
 from .._core.processes import Processes
 from .._core.products import SPLIT_ABOVE, full_precision
 from ..maps import Pulled
-from .layouts import Full, KernelLayout
+from .layouts import KernelLayout
 from .tangent import Tangent, arguments
 
 MEMORY = 2**30  # bytes for what is pulled back and for temporaries; the kernel itself is beside it
@@ -216,58 +216,3 @@ def assemble_tiles(
             out[some, rows] = layout.flip(tile)
     assert out is not None
     return out
-
-
-class SymmetricTiles:
-    """K(x, x) in the full layout by its tiles on and below the diagonal: half of the memory.
-
-    >>> from torch import nn
-    >>> k = ntk_tiles(nn.Linear(2, 1), torch.ones(3, 2), chunk=1)
-    >>> len(k.tiles), k.matvec(torch.ones(3))
-    (6, tensor([9., 9., 9.]))
-    """
-
-    def __init__(self, tiles: dict[tuple[int, int], tuple[slice, slice, Tensor]]) -> None:
-        self.tiles = tiles
-        _, _, last = list(tiles.values())[-1]
-        self.samples = max(rows.stop for rows, _, _ in tiles.values())
-        self.outputs = last.shape[-1]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held."""
-        return sum(tile.nbytes for _, _, tile in self.tiles.values())
-
-    def matvec(self, v: Tensor) -> Tensor:
-        """K v for v of shape (N·m,)."""
-        if v.numel() != self.samples * self.outputs:
-            raise PullbackError(
-                "The vector does not fit the kernel",
-                f"{tuple(v.shape)} for {self.samples} samples of {self.outputs} outputs",
-                f"Pass {self.samples * self.outputs} entries",
-            )
-        v = v.reshape(self.samples, self.outputs)
-        out = torch.zeros_like(v)
-        for rows, some, tile in self.tiles.values():
-            out[rows] += torch.einsum("ijab,jb->ia", tile, v[some])
-            if rows != some:
-                out[some] += torch.einsum("ijab,ia->jb", tile, v[rows])
-        return out.flatten()
-
-    def dense(self) -> Tensor:
-        """K as (N, N, m, m)."""
-        _, _, like = next(iter(self.tiles.values()))
-        out = Full().empty(self.samples, self.samples, self.outputs, like)
-        for rows, some, tile in self.tiles.values():
-            out[rows, some] = tile
-            out[some, rows] = Full().flip(tile)
-        return out
-
-
-def ntk_tiles(
-    model: Any, x: Any, *, params: Any = None, chunk: int | None = None, memory: int | None = None
-) -> SymmetricTiles:
-    """The NTK Θ(x, x) as tiles on and below the diagonal, in half the memory."""
-    tangent = model if isinstance(model, Tangent) else Tangent(model, params)
-    found = tiles(tangent, x, None, Full(), chunk, memory)
-    return SymmetricTiles({(a.start, b.start): (a, b, tile) for a, b, tile in found})

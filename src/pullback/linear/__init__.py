@@ -1,11 +1,9 @@
-"""Linear networks with natural gradients in closed form, and the solutions to compare with."""
+"""Linear networks with natural gradients in closed form."""
 
-from . import solutions
 from .deep import DeepMatrix
 from .diagonal import DiagonalNetwork, LinearModel
-from .grams import kronecker_lstsq
 from .minimum_norm import split_obstacle
-from .population import Population, PopulationFisher, logistic_natural_gradient, population_fisher
+from .population import PopulationFisher, logistic_natural_gradient, population_fisher
 
 __all__ = [
     # models
@@ -14,12 +12,8 @@ __all__ = [
     "DeepMatrix",
     # natural gradients as functions
     "logistic_natural_gradient",
-    "kronecker_lstsq",
     "split_obstacle",
     # the Fisher information over N(0, 1) inputs
     "population_fisher",
     "PopulationFisher",
-    "Population",
-    # what training is compared with
-    "solutions",
 ]

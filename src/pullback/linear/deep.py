@@ -179,7 +179,7 @@ class DeepMatrix(FactoredModule):
         refuse_nonfinite("The natural gradient", found)
         return self.like_factors(tangent.split(found))
 
-    def split_natural_gradient(self, grad: Tensor, *, method: str = "pinv") -> tuple[Tensor, ...]:
+    def split_natural_gradient(self, grad: Tensor) -> tuple[Tensor, ...]:
         r"""(1/L) A_i⁺ ∇_β B_i⁺ per factor: each factor moves β by ∇_β/L.
 
         A solution of J x = ∇_β, longer in general than the shortest one (`natural_gradient`); equal
@@ -188,12 +188,10 @@ class DeepMatrix(FactoredModule):
 
         Args:
             grad: ∇_β, (d₀, d_L).
-            method: "pinv", or "qr" for the least-squares solution of A_i X B_i = ∇_β/L from
-                pivoted QR factorizations of A_i and B_iᵀ.
         """
         refuse_shape("The gradient", grad, (self.dims[0], self.dims[-1]))
         dtype = torch.promote_types(self.compute_dtype, grad.dtype)
-        return self.like_factors(split(self.values(dtype), grad.detach().to(dtype), method))
+        return self.like_factors(split(self.values(dtype), grad.detach().to(dtype)))
 
     def pullback_gram(self, linear: Linearization, factor: Factor) -> FactoredGram | None:
         """G = JᵀMJ in closed form for calls of `forward`; None for anything else.

@@ -21,7 +21,7 @@ from .._core.errors import PullbackError
 from ..grams import FactoredGram, Gram
 from ..grams.base import Structure
 from ..solvers import ConjugateGradient, PseudoInverse
-from .grams import Sides, TangentGram, kronecker_lstsq, tangent_gram
+from .grams import Sides, TangentGram, tangent_gram
 from .parameters import refuse_nonfinite, refuse_shape, refuse_zero_tangent
 from .tangents import Commuting, FactorTangent, MatrixTangent, around
 
@@ -169,12 +169,8 @@ def _rank(a: Tensor) -> int:
     return int(torch.linalg.matrix_rank(a))
 
 
-def split(factors: Sequence[Tensor], grad: Tensor, method: str = "pinv") -> list[Tensor]:
-    """(1/L) A_i⁺ ∇ B_i⁺ for every i, by "pinv" or "qr"; refused where it is no solution."""
-    if method not in ("pinv", "qr"):
-        raise PullbackError(
-            f"Unknown method {method!r}", "it is not one of the choices", 'Use "pinv" or "qr"'
-        )
+def split(factors: Sequence[Tensor], grad: Tensor) -> list[Tensor]:
+    """(1/L) A_i⁺ ∇ B_i⁺ for every i; refused where it is no solution."""
     refuse_nonfinite("The gradient", grad)
     reason = split_obstacle(factors)
     if reason:
@@ -184,8 +180,5 @@ def split(factors: Sequence[Tensor], grad: Tensor, method: str = "pinv") -> list
             "Use natural_gradient, which is the shortest solution at any rank, or make every "
             "inner dimension at least max(d₀, d_L)",
         )
-    target = grad / len(factors)
-    if method == "qr":
-        return [kronecker_lstsq(a, b, target) for a, b in zip(*around(factors), strict=True)]
-    sides = zip(*around(factors), strict=True)
+    target, sides = grad / len(factors), zip(*around(factors), strict=True)
     return [torch.linalg.pinv(a) @ target @ torch.linalg.pinv(b) for a, b in sides]

@@ -22,17 +22,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import log, pi, sqrt
+from typing import Any
 
+import scipy
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .._core.errors import PullbackError
-from .._core.factor import Factor, Whitened
 from .._core.space import compute_dtype
 from .._core.svd import Svd, svd
-from ..metrics import Metric
-from .grams import pivoted_qr
 from .parameters import (
     refuse_data,
     refuse_kind,
@@ -58,18 +57,16 @@ class PopulationFisher:
     along: Tensor
     unit: Tensor
 
-    def power(self, v: Tensor, exponent: float) -> Tensor:
-        """F^exponent v along the last axis."""
-        a, c = self.across**exponent, self.along**exponent
-        return a * v + (c - a) * (v @ self.unit)[..., None] * self.unit
-
     def matvec(self, v: Tensor) -> Tensor:
-        """F v."""
-        return self.power(v, 1.0)
+        """F v along the last axis."""
+        return self._apply(self.across, self.along, v)
 
     def solve(self, g: Tensor) -> Tensor:
         """F⁻¹g."""
-        return self.power(g, -1.0)
+        return self._apply(1 / self.across, 1 / self.along, g)
+
+    def _apply(self, a: Tensor, c: Tensor, v: Tensor) -> Tensor:
+        return a * v + (c - a) * (v @ self.unit)[..., None] * self.unit
 
     def dense(self) -> Tensor:
         """F, (D, D)."""
@@ -105,43 +102,6 @@ def curvatures(size: Tensor) -> tuple[Tensor, Tensor]:
     unit = _STEP / (wide * sqrt(2 * pi))
     a, c = unit * bell.sum(), unit * (z.square() * bell).sum()
     return a.to(size.dtype), c.to(size.dtype)
-
-
-class _Roots(Factor):
-    """S = F^½ over all coordinates of β, which stand in the place of samples."""
-
-    couples_samples = True
-
-    def __init__(self, fisher: PopulationFisher, event: tuple[int, ...]) -> None:
-        self._fisher, self.white = fisher, event
-
-    def _power(self, r: Tensor, exponent: float) -> Tensor:
-        flat = r.flatten(r.ndim - 1 - len(self.white))
-        return self._fisher.power(flat, exponent).view(r.shape)
-
-    def apply(self, r: Tensor) -> Tensor:
-        return self._power(r, 0.5)
-
-    def transpose(self, v: Tensor) -> Tensor:
-        return self._power(v, 0.5)
-
-    def whiten(self, g: Tensor, eps: float | None = None) -> Whitened:
-        return Whitened.checked(self._power(g, -0.5))
-
-
-class Population(Metric):
-    """The population Fisher metric on β itself, for models whose `model()` is β.
-
-    Give the optimizer an empty call as its metric's batch, so that the metric sees β and the loss
-    its data: NaturalGradient(model, metric=Population(), metric_batch=()).
-    """
-
-    def factor(self, z: Tensor, *, inputs: Tensor | None = None) -> Factor:
-        return _Roots(population_fisher(z.flatten()), tuple(z.shape[1:]))
-
-    def samples(self, z: Tensor) -> int:
-        """One: the mean over inputs is already taken."""
-        return 1
 
 
 _MODERATE = 5.0  # wrong by so much at most: 1/φ(u) < 150
@@ -266,6 +226,19 @@ def _weights(u: Tensor) -> tuple[Tensor, Tensor]:
     return log_root.exp(), (log_root - F.logsigmoid(u)).exp()
 
 
+def _pivoted_qr(a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """A[:, order] = Q R by LAPACK, the largest remaining column first; on the CPU.
+
+    Columns that leave nothing are dropped: Q (m, r), R (r, n). With the rows of A sorted by size
+    this is stable row by row.
+    """
+    found: Any = scipy.linalg.qr(a.detach().cpu().numpy(), mode="economic", pivoting=True)
+    q, r, order = found
+    rank = int((abs(r.diagonal()) > 0).sum())
+    q, r = torch.as_tensor(q[:, :rank]).to(a), torch.as_tensor(r[:rank]).to(a)
+    return q, r, torch.as_tensor(order, device=a.device).long()
+
+
 def _weighted(basis: Tensor, u: Tensor) -> Tensor:
     """argmin Σ φ(u)φ(−u)(b_nᵀc − 1/φ(u))² for independent columns b.
 
@@ -279,7 +252,7 @@ def _weighted(basis: Tensor, u: Tensor) -> Tensor:
         q, r = torch.linalg.qr(rows)
         columns = torch.arange(len(r), device=r.device)
     else:
-        q, r, columns = pivoted_qr(rows, 0.0)
+        q, r, columns = _pivoted_qr(rows)
     if len(r) < basis.shape[1]:
         raise PullbackError(
             "The weights of the samples are out of range",

@@ -42,6 +42,8 @@ class Entry:
     input: Tensor
     edge: GradientEdge
     shape: tuple[int, ...]
+    #: mean and 1/σ of a batch normalization, where the graph keeps them
+    kept: tuple[Tensor, Tensor] | None = None
 
     @property
     def path(self) -> str:

@@ -1,9 +1,8 @@
 """Symmetries of networks: group actions on parameters that do not change the function."""
 
-from .actions.derived import Directed
+from .actions.charts import ChartAction
 from .actions.scaling import Action, Leg, Mixing, Scaling
-from .actions.shifts import BiasShift, CommonShift, Folding, MeanShift, Shift
-from .descent.directions import polar_tangents
+from .actions.shifts import Shift
 from .find import find
 from .orbits.ranks import Rank
 from .orbits.verify import Rejected
@@ -24,19 +23,14 @@ __all__ = [
     "Leg",
     "Scaling",
     "Mixing",
-    "Folding",
-    "Directed",
     "Shift",
-    "BiasShift",
-    "MeanShift",
-    "CommonShift",
+    "ChartAction",
     # slices
     "Slice",
     "Balanced",
     "EqualNorm",
     "Retraction",
     "make_slice",
-    "polar_tangents",
     # descending on them
     "SliceSGD",
     "Sliced",

@@ -9,9 +9,8 @@ from torch import nn
 
 from .._core.capture import Selector, plain
 from .._core.errors import PullbackError
-from .actions.derived import Directed, in_own_shapes, in_parameters, with_matrices, with_weights
+from .actions.charts import ChartAction, FixedNorm, in_parameters, with_values
 from .actions.scaling import Action, Scaling, two_sided
-from .actions.shifts import Folding, Norm
 from .candidates.mixings import mixings, scalings
 from .candidates.shifts import exchanges, shifts, streams
 from .graph.tracing import Example, guess_input, trace
@@ -82,11 +81,11 @@ def find(
 def candidates(walk: Walk, run: Example) -> list[Action]:
     """What the graph suggests."""
     fixed = [
-        Norm(f.gain, f.shift, run.fixed[f.mean], (run.fixed[f.variance] + f.eps).rsqrt())
+        FixedNorm(f.gain, f.shift, run.fixed[f.mean], (run.fixed[f.variance] + f.eps).rsqrt())
         for f in walk.folds
     ]
     known, views = walk.directions, walk.matrices
-    params = with_matrices(with_weights(run.params, known), views)
+    params = with_values(with_values(run.params, known), views)
     mixed = mixings(walk)  # first: their scales are not counted again
     found = [
         *scalings(walk, fixed),
@@ -96,7 +95,7 @@ def candidates(walk: Walk, run: Example) -> list[Action]:
         *exchanges(walk.ledger),
     ]
     radial = [direction.radial(run.params) for direction in known.values()]
-    own = (in_parameters(in_own_shapes(action, views), known) for action in found)
+    own = (in_parameters(in_parameters(action, views), known) for action in found)
     return [*own, *radial]
 
 
@@ -113,10 +112,8 @@ def _verified(run: Example, actions: Sequence[Action], group: Group, notes: list
 
 
 def _merged(action: Action) -> Action:
-    if isinstance(action, Folding):
-        return Folding(action.scaling.merged(), action.norms)
-    if isinstance(action, Directed):
-        return Directed(_merged(action.inner), action.directions)
+    if isinstance(action, ChartAction):
+        return ChartAction(_merged(action.inner), action.charts)
     return action.merged() if isinstance(action, Scaling) else action
 
 

@@ -12,7 +12,7 @@ from .._core.space import ParameterSpace
 from .actions.scaling import Action, Scaling, two_sided
 from .graph.tracing import Example
 from .orbits.ranks import Rank, rank
-from .orbits.tangents import Orbits, invariants
+from .orbits.tangents import Orbits
 from .orbits.verify import Rejected, Verified, summarize_rejections
 from .slices.equal_norm import make_slice
 from .slices.slice import Retraction, Slice
@@ -143,13 +143,6 @@ class Symmetry:
 
     def _orbits(self) -> Orbits:
         return Orbits(self.actions, self.params)
-
-    def invariants(self) -> dict[str, Tensor]:
-        """Functions of w that are constant on orbits, by name (see `symmetry.invariants`)."""
-        with torch.no_grad():
-            wide = {n: w.detach().double() for n, w in self.params.items()}
-            values = {"outputs": self.example(wide)[0]} if wide else {}
-        return {**invariants(self.actions, self.params), **values}
 
     def rank(self) -> Rank:
         """Independent generators, and the numerical nullity of J on the example."""

@@ -1,18 +1,20 @@
-"""Moments of convolution patches, against the patches themselves."""
+"""Moments of convolution patches and of channels, against the patches themselves."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from pullback.maps.layers import conv, find
 from pullback.maps.layers import patches as module_under_test
-from pullback.maps.layers.patches import patch_moment, patches
+from pullback.maps.layers.moments import Sharing
+from pullback.maps.layers.patches import channel_moment, channel_moments, patches
 
 Make = Callable[[], nn.Module]
+DOUBLE = torch.float64
 
 CASES: dict[str, tuple[Make, tuple[int, ...]]] = {
     "1×1": (lambda: nn.Conv2d(5, 2, 1), (3, 5, 4, 6)),
@@ -48,6 +50,10 @@ CASES: dict[str, tuple[Make, tuple[int, ...]]] = {
         lambda: nn.Conv3d(4, 2, (3, 2, 3), stride=(2, 1, 1), dilation=(1, 2, 1), groups=2),
         (2, 4, 5, 6, 5),
     ),
+    "1d circular": (
+        lambda: nn.Conv1d(2, 3, 3, padding=2, padding_mode="circular"),
+        (4, 2, 9),
+    ),
     "3d thin": (lambda: nn.Conv3d(2, 2, (3, 1, 3), stride=(1, 2, 1)), (2, 2, 5, 5, 5)),
 }
 
@@ -57,90 +63,130 @@ def dense(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
     return torch.einsum("bgpi,bgpj->gij", a, a), a.sum((0, 2))
 
 
-@pytest.fixture(params=["by size", "slide", "fold"])
-def route(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    gain = {"by size": module_under_test._GAIN, "slide": 0.0, "fold": float("inf")}
-    monkeypatch.setattr(module_under_test, "_GAIN", gain[request.param])
-    return request.param
+def moments(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    found = find(module).inputs(module, x, Sharing(), None)
+    assert found.places == len(x) * patches(module, x).shape[2]
+    return found.second, found.first
 
 
+def draw(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=DOUBLE, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+@pytest.mark.parametrize("memory", [1, 2**24])
 @pytest.mark.parametrize("case", CASES)
-def test_moments_are_those_of_the_patches(case: str, route: str) -> None:
+def test_moments_are_those_of_the_patches(
+    case: str, memory: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module_under_test, "_MEMORY", memory)
     make, shape = CASES[case]
-    module, x = make().double(), torch.randn(shape, dtype=torch.float64)
-    for got, want in zip(patch_moment(module, x), dense(module, x), strict=True):
+    module, x = make().double(), torch.randn(shape, dtype=DOUBLE)
+    for got, want in zip(moments(module, x), dense(module, x), strict=True):
         assert got.shape == want.shape
         torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-11)
 
 
 def test_few_samples_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module_under_test, "_CACHE", 1)
-    module, x = nn.Conv2d(1, 2, 2).double(), torch.randn(50, 1, 6, 6, dtype=torch.float64)
-    seen: list[int] = []
-    folded = module_under_test._folded
-
-    def spy(some: Tensor, *rest: Any) -> Tensor:
-        seen.append(len(some))
-        return folded(some, *rest)
-
-    monkeypatch.setattr(module_under_test, "_folded", spy)
-    for got, want in zip(patch_moment(module, x), dense(module, x), strict=True):
+    monkeypatch.setattr(module_under_test, "_MEMORY", 1)
+    module, x = nn.Conv2d(1, 2, 2).double(), torch.randn(50, 1, 6, 6, dtype=DOUBLE)
+    for got, want in zip(moments(module, x), dense(module, x), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-11)
-    assert len(seen) > 1
-    assert sum(seen) == 50
-
-
-def test_the_moment_is_a_statistic() -> None:
-    second, first = patch_moment(nn.Conv2d(2, 3, 3), torch.randn(2, 2, 8, 8, requires_grad=True))
-    assert not second.requires_grad
-    assert not first.requires_grad
 
 
 def test_no_samples_have_no_moment() -> None:
-    second, first = patch_moment(nn.Conv2d(2, 3, 3, padding=1), torch.randn(0, 2, 8, 8))
+    second, first = moments(nn.Conv2d(2, 3, 3, padding=1), torch.randn(0, 2, 8, 8))
     assert second.shape == (1, 18, 18)
     assert not bool(second.any())
     assert not bool(first.any())
 
 
+@pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-def test_memory_layouts(layout: torch.memory_format) -> None:
-    module = nn.Conv2d(4, 2, 3, padding=1).double()
-    x = torch.randn(3, 4, 8, 8, dtype=torch.float64).contiguous(memory_format=layout)
-    for got, want in zip(patch_moment(module, x), dense(module, x), strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-11)
+def test_memory_layouts(layout: torch.memory_format, stride: int) -> None:
+    x = torch.randn(3, 4, 8, 8, dtype=DOUBLE).contiguous(memory_format=layout)
+    for kernel in (1, 3):
+        module = nn.Conv2d(4, 2, kernel, stride, padding=kernel // 2).double()
+        for some in (x, x[::2, :, 1:7, 2:]):
+            for got, want in zip(moments(module, some), dense(module, some), strict=True):
+                torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-11)
+
+
+def test_the_first_moment_is_left_out_without_a_bias() -> None:
+    module, x = nn.Conv2d(3, 2, 3, bias=False).double(), draw(2, 3, 6, 6)
+    second, first = moments(module, x)
+    torch.testing.assert_close(second, dense(module, x)[0])
+    assert first.shape == (1, 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("groups", [1, 2])
-def test_half_precision_is_summed_in_float32(dtype: torch.dtype, groups: int, route: str) -> None:
+def test_half_precision_is_summed_in_float32(dtype: torch.dtype, groups: int) -> None:
     module = nn.Conv2d(4, 2, 3, padding=1, groups=groups)
     x = (1 + torch.randn(8, 4, 12, 12)).to(dtype)
-    for got, want in zip(patch_moment(module, x), dense(module, x.double()), strict=True):
+    for got, want in zip(moments(module, x), dense(module, x.double()), strict=True):
         assert got.dtype == torch.float32
         assert float((got - want).norm() / want.norm()) < 1e-6
 
 
-def test_float32_loses_nothing_by_sliding(route: str) -> None:
-    """Edges are subtracted: an image that is large at its edge must not spoil the rest."""
-    torch.manual_seed(0)
-    module, x = nn.Conv2d(8, 2, 5, padding=0), torch.randn(16, 8, 16, 16)
-    x[..., 0] *= 100
-    (second, first), wants = patch_moment(module, x), dense(module, x.double())
-    assert second.dtype == torch.float32
-    assert float((second - wants[0]).norm() / wants[0].norm()) < 1e-6
-    assert float((first - wants[1]).norm() / wants[1].norm()) < 3e-6
-    assert float(torch.linalg.eigvalsh(second).min()) > -1e-5 * float(
-        second.diagonal(0, 1, 2).max()
-    )
-
-
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [DOUBLE, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("groups", [1, 2, 64])
-def test_on_cuda(dtype: torch.dtype, groups: int, route: str) -> None:
+def test_on_cuda(dtype: torch.dtype, groups: int) -> None:
     module = nn.Conv2d(64, 64, 3, padding=1, groups=groups)
     x = torch.randn(16, 64, 12, 12).to(dtype)
-    for got, want in zip(patch_moment(module, x.cuda()), dense(module, x.double()), strict=True):
+    for got, want in zip(moments(module, x.cuda()), dense(module, x.double()), strict=True):
         assert float((got.cpu() - want).norm() / want.norm()) < 1e-5
+
+
+@pytest.mark.parametrize("shape", [(4, 3, 5, 6), (4, 9, 2, 2), (1, 3, 5, 6), (5, 3, 8), (0, 3, 2)])
+@pytest.mark.parametrize("dtype", [DOUBLE, torch.float32, torch.bfloat16])
+def test_channels(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x = draw(*shape).to(dtype)
+    want = torch.einsum("ncp,ndp->cd", x.double().flatten(2), x.double().flatten(2))
+    for same in (x, x.movedim(1, -1).contiguous().movedim(-1, 1)):
+        got = channel_moment(same)
+        assert got.dtype == (DOUBLE if dtype == DOUBLE else torch.float32)
+        torch.testing.assert_close(got[0].double(), want, rtol=1e-5, atol=1e-5)
+    some = [x, 2 * x, -3 * x] if len(x) else []
+    for count in range(1, len(some) + 1):
+        got = channel_moments(some[:count])
+        assert got.dtype == (DOUBLE if dtype == DOUBLE else torch.float32)
+        for one, factor in zip(got, (1, 4, 9), strict=False):
+            torch.testing.assert_close(one.double(), factor * want, rtol=2e-2, atol=1e-5)
+            if dtype != torch.bfloat16:
+                torch.testing.assert_close(one.double(), factor * want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("together", [1, 2**28])
+def test_all_inputs_of_a_network(monkeypatch: pytest.MonkeyPatch, together: int) -> None:
+    """Whatever is formed at once: the same moments as one by one, in the order of the uses."""
+    monkeypatch.setattr(conv, "_TOGETHER", together)
+    modules = [
+        nn.Conv2d(3, 4, 3, padding=1),
+        nn.Conv2d(3, 4, 3, padding=1, bias=False),
+        nn.Conv2d(3, 4, 3, padding=1, stride=2),
+        nn.Conv2d(3, 4, 1),
+        nn.Conv2d(3, 6, 3, padding=1, groups=3),
+    ]
+    shapes = [(2, 3, 6, 6), (2, 3, 6, 6), (2, 3, 6, 6), (2, 3, 6, 6), (2, 3, 6, 6)]
+    uses = [(m, draw(*s) * (i + 1)) for i, (m, s) in enumerate(zip(modules, shapes, strict=True))]
+    uses += [(modules[0], draw(2, 3, 5, 6)), (modules[0], 7 * draw(2, 3, 6, 6))]
+    wide, plain = nn.Conv2d(7, 4, 1), nn.Conv2d(7, 4, 1, bias=False)
+    uses += [
+        (modules[3], 5 * draw(2, 3, 6, 6)),
+        (wide, draw(2, 7, 2, 3)),
+        (plain, draw(2, 7, 2, 3)),
+    ]
+    uses += [(wide, 2 * draw(2, 7, 2, 3)), (wide, draw(7, 2, 3)), (modules[3], draw(3, 6, 6))]
+    uses += [(wide, draw(2, 2, 3, 7).movedim(3, 1)), (nn.Conv2d(7, 4, 1, 2), draw(2, 7, 2, 3))]
+    layer = find(modules[0])
+    assert layer is not None
+    for sharing in (Sharing(), Sharing(reduce=True), Sharing(longest=5)):
+        found = layer.inputs_of([(m, x, None) for m, x in uses], sharing)
+        for (module, x), got in zip(uses, found, strict=True):
+            want = layer.inputs(module, x, sharing, None)
+            torch.testing.assert_close(got.second, want.second)
+            assert got.places == want.places
+            if module.bias is not None:
+                torch.testing.assert_close(got.first, want.first)

@@ -4,14 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
 from pullback.maps.layers import moments
-
-
-def single(out: Tensor, x: Tensor) -> None:
-    """In place of the product that a GPU alone has."""
-    torch.mm(x.T, x, out=out)
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -22,7 +16,6 @@ def test_in_pieces(monkeypatch: pytest.MonkeyPatch, together: int, masked: bool)
     uses[1] = uses[1].transpose(0, 1).contiguous().transpose(0, 1)  # not row by row in memory
     keep = [torch.arange(10) % k > 0 for k in (3, 2, 5, 4)] if masked else None
     monkeypatch.setattr(moments, "_TOGETHER", together * uses[0].nbytes)
-    monkeypatch.setattr(moments, "product_into", single)
     found = moments.stacked(uses, keep)
     for i, (x, m) in enumerate(zip(uses, found, strict=True)):
         rows = x.reshape(-1, 3).double()
@@ -41,13 +34,10 @@ def test_without_places() -> None:
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("n", [16, 2040, 2048, 2304, 3072])
-def test_large_products_by_halves(n: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("n", [16, 2040, 2304])
+def test_half_precision_on_a_gpu(n: int, dtype: torch.dtype) -> None:
     x = torch.randn(513, n, device="cuda").to(dtype)
-    out = torch.full((n, n), torch.nan, device="cuda")
-    moments.product_into(out, x)
     want = x.double().T @ x.double()
-    torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-3)
     found = moments.stacked([x, x + 1])
     torch.testing.assert_close(
         found[1].first[0].double(), (x + 1).double().sum(0), rtol=1e-5, atol=1e-3

@@ -8,9 +8,8 @@ from torch import Tensor, nn
 
 import pullback as pb
 from pullback.maps import Call, ModuleMap, identity_covectors
-from pullback.maps.layers import Use
+from pullback.maps.layers import Use, find
 from pullback.maps.layers.affine import AffineBlock
-from pullback.maps.layers.transposed import TransposedBlock
 from pullback.testing import assert_close, jacobian
 
 CASES = {
@@ -79,8 +78,9 @@ def test_the_reported_route_is_the_one_taken(wide: bool) -> None:
     module = nn.ConvTranspose1d(200, 100, 3, stride=2) if wide else nn.ConvTranspose1d(1, 2, 3)
     x = torch.randn(2, module.in_channels, 2 if wide else 40)
     delta = torch.randn_like(module(x))[:, None]
-    block = TransposedBlock("weight", "bias", [Use(module, x, delta, 2)] * 2)
-    assert block.route == block._affine().route == ("hadamard" if wide else "materialized")
+    names = {"weight": "weight", "bias": "bias"}
+    block = find(module).block(names, [Use(module, x, delta, 2)] * 2)
+    assert block.route == ("hadamard" if wide else "materialized")
 
 
 def test_the_natural_gradient_knows_the_layer() -> None:

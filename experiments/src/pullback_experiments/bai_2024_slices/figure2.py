@@ -189,8 +189,7 @@ ROWS: Mapping[str, tuple[str, ...]] = {
     "beside them": (SGD, START, FIRST, UNITS, POLAR),
     "Adam": (SGD, ADAM, SLICED),
 }
-#: their places in the palette
-ORDER = (SGD, FIRST, SECOND, UNITS, POLAR, ADAM, SLICED, START)
+_PLACES = plots.places((SGD, FIRST, SECOND, UNITS, POLAR, ADAM, SLICED, START))
 _STYLES: Mapping[str, Style] = {START: "dashed", UNITS: "dotted"}
 _ALONG = {"epoch": "epochs", "seconds": "seconds of training", "step": "steps"}
 
@@ -216,10 +215,9 @@ def _series(name: str, runs: Sequence[Record], what: str) -> Series | None:
     if not runs:
         return None
     lines = {key: averages([r[key] for r in runs], [r[what] for r in runs]) for key in _ALONG}
-    return Series(name, lines, ORDER.index(name), _STYLES.get(name, "solid"))
+    return Series(name, lines, _PLACES[name], _STYLES.get(name, "solid"))
 
 
-_COLORS: dict[str, str] = dict(zip(ORDER, plots.PALETTE, strict=True))
 #: what theory says another one equals
 _DASHED = {START: "--", UNITS: ":"}
 
@@ -249,5 +247,6 @@ def curves(found: Mapping[str, Sequence[Record]], title: str) -> Figure:
 def mean_band(axes: Axes, runs: Sequence[Record], along: str, what: str, name: str) -> None:
     """Mean ± standard deviation at every epoch that all seeds reached."""
     line = averages([r[along] for r in runs], [r[what] for r in runs])
-    axes.plot(line.x, line.y, _DASHED.get(name, "-"), color=_COLORS[name], lw=1.7, label=name)
-    axes.fill_between(line.x, line.low, line.high, color=_COLORS[name], alpha=0.15, lw=0)
+    color = plots.PALETTE[_PLACES[name]]
+    axes.plot(line.x, line.y, _DASHED.get(name, "-"), color=color, lw=1.7, label=name)
+    axes.fill_between(line.x, line.low, line.high, color=color, alpha=0.15, lw=0)

@@ -294,6 +294,8 @@ def table(start: str, found: Mapping[str, Mapping[int, Sequence[Record]]]) -> Ta
 
 _TOP = 30.0  # losses beyond are drawn here: lost
 _MARKS = "os^D"
+#: places in the palette; a method and the same on the slice share one
+_COLORS = list(plots.places(m.name for m in METHODS[:4]).values())
 
 
 def draw(found: Ends, seeds: int) -> Figure:
@@ -304,7 +306,7 @@ def draw(found: Ends, seeds: int) -> Figure:
     for axes, (name, methods) in zip(grid, found.items(), strict=True):
         sizes = list(methods[METHODS[0].name])
         for i, m in enumerate(METHODS):
-            color = plots.PALETTE[i % 4]  # a method and the same on the slice share one
+            color = plots.PALETTE[_COLORS[i % 4]]
             ends = [[min(finite(r["train loss"][-1]), _TOP) for r in methods[m.name][s]]
                     for s in sizes]  # fmt: skip
             # side by side, since sliced ones lie on top of each other
@@ -332,7 +334,7 @@ def rescaled(found: Ends) -> list[Chart]:
             name.capitalize().replace("mlp", "MLP"),
             "training loss",
             [
-                _ends(m.name, methods[m.name], i % 4, "solid" if m.sliced else "dashed")
+                _ends(m.name, methods[m.name], _COLORS[i % 4], "solid" if m.sliced else "dashed")
                 for i, m in enumerate(METHODS)
             ],
             x={"size": "size s of the rescaling by 10^±s"},

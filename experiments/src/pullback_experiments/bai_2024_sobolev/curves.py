@@ -117,7 +117,8 @@ def panel(axes: Axes, found: Mapping[str, Sequence[Record]], measure: str) -> No
     """A measure of every method."""
     from matplotlib.ticker import FormatStrFormatter, LogLocator
 
-    for color, (name, runs) in zip(plots.PALETTE, found.items(), strict=False):
+    for name, color in plots.colors(found).items():
+        runs = found[name]
         plots.band(axes, [r["epoch"] for r in runs], [r[measure] for r in runs], color, name)
     plots.dress(axes, logx=False, logy="loss" in measure)
     if "loss" in measure:  # of which a panel may show less than a decade

@@ -1,12 +1,15 @@
-"""What the figures share: the library's palette and axes, bands over seeds, how they are saved."""
+"""What the figures share: a palette, axes, bands over seeds, how they are saved.
+
+Matplotlib is slow to import, and imported by the functions that draw.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from pullback._core.plots import INK, PALETTE, dress, label, new
+from pullback._core.extras import extra
 from pullback.cli import files
 
 from .curves import quartiles
@@ -15,7 +18,80 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["INK", "PALETTE", "band", "dress", "label", "new", "save"]
+__all__ = ["INK", "PALETTE", "band", "colors", "dress", "label", "new", "places", "save"]
+
+#: a method's place in the palette, the same in all figures
+_PLACES = {
+    "Natural gradient": 0, "Gauss–Newton": 0, "NGD": 0, "kfac-spectral": 0,
+    "Adam": 1, "AdamW": 1, "adamw": 1,
+    "L-BFGS": 2, "muon-0.9": 2,
+    "K-FAC": 3, "kfac-natural": 3,
+    "SGD": 4, "sgd": 4,
+    "muon": 5, "E-NGD": 5, "soap": 6, "E-NGD-OGA": 6, "NGD-OGA": 7, "kfac-eigenbasis": 7,
+}  # fmt: skip
+
+
+def places(names: Iterable[str]) -> dict[str, int]:
+    """A place in the palette for each method; those without one of their own take what is free.
+
+    >>> places(["SGD", "Nyström", "Gauss–Newton"])
+    {'SGD': 4, 'Nyström': 7, 'Gauss–Newton': 0}
+    """
+    names = list(names)
+    own = {name: _PLACES[name] for name in names if name in _PLACES}
+    free = [i for i in reversed(range(len(PALETTE))) if i not in own.values()]
+    rest = dict(zip([name for name in names if name not in own], free, strict=False))
+    return {name: {**own, **rest}[name] for name in names if name in own or name in rest}
+
+
+def colors(names: Iterable[str]) -> dict[str, str]:
+    """The colors at these places."""
+    return {name: PALETTE[place] for name, place in places(names).items()}
+
+
+#: Okabe and Ito's, which color-blind readers can tell apart
+PALETTE = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#000000")
+INK, _GRID = "#333333", "#E4E4E4"
+
+
+def new(width: float, height: float, title: str = "", dpi: int = 120) -> Figure:
+    """An empty figure, of no window."""
+    with extra("plots"):
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), dpi=dpi, layout="constrained")
+    FigureCanvasAgg(figure)
+    if title:
+        figure.suptitle(title, color=INK, size=12, x=0.01, ha="left")
+    return figure
+
+
+def dress(axes: Axes, *, logx: bool = True, logy: bool = True) -> None:
+    """Few ticks, a light grid, no box; logarithmic unless said otherwise."""
+    from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
+
+    axes.set(xscale="log" if logx else "linear", yscale="log" if logy else "linear")
+    if logx:
+        axes.xaxis.set_minor_formatter(NullFormatter())
+    if logy:
+        axes.yaxis.set_major_locator(LogLocator(numticks=8))
+        axes.yaxis.set_minor_locator(NullLocator())
+    axes.grid(True, which="major", color=_GRID, lw=0.7)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(INK)
+    axes.tick_params(colors=INK, which="both")
+
+
+def label(axes: Axes, x: str = "", y: str = "", title: str = "") -> None:
+    """Name the axes and the panel."""
+    if x:
+        axes.set_xlabel(x, color=INK)
+    if y:
+        axes.set_ylabel(y, color=INK)
+    if title:
+        axes.set_title(title, loc="left", color=INK, weight="bold", size=10)
 
 
 def band(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pullback.geometry.charts.transformations import standard
 from pullback.geometry.invariance.audit import audit
-from pullback.geometry.invariance.table import SLACK, Verdict, format_mismatch, grid
+from pullback.geometry.invariance.table import SLACK, Verdict, format_mismatch
 from pullback.geometry.invariance.trial import Contender
 from pullback.symmetry import SliceSGD
 
@@ -21,6 +21,7 @@ from ..framework.experiment import Context, Experiment, Item
 from ..framework.store import Results
 from ..framework.tabular import Table
 from .contenders import optimizers
+from .figure import grid
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from pullback import PullbackError
 from pullback.linear import DeepMatrix
-from pullback.linear.solutions import nuclear_norm_completion
 
 from ..framework.check import Check, Claim, recorded
 from ..framework.curves import Chart
@@ -24,6 +23,7 @@ from ..framework.tabular import Table
 from . import figures
 from .common import Repeated, generator, normal
 from .factorization import FISHERS, Observed, descend, effective_rank, product, search
+from .solutions import nuclear_norm_completion
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

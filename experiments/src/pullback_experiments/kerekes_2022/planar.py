@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor
 
-from pullback.linear.solutions import lp_max_margin
-
 from ..framework.check import Check, Claim, recorded
 from ..framework.curves import Chart
 from ..framework.experiment import Context, Item
@@ -30,6 +28,7 @@ from .common import (
     sample_descent,
 )
 from .margins import EuclideanFlow, Signed
+from .solutions import lp_max_margin
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from pullback import PullbackError
-from pullback.linear.solutions import ridgeless
 
 from ..framework.check import Check, Claim, recorded
 from ..framework.curves import Chart
@@ -32,6 +31,7 @@ from .common import (
     sparse,
 )
 from .margins import EuclideanFlow, Signed
+from .solutions import ridgeless
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

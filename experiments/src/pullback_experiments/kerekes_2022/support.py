@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pullback.linear import logistic_natural_gradient
-from pullback.linear.solutions import l2_max_margin
 
 from ..framework.check import Check, recorded
 from ..framework.curves import Chart
@@ -21,6 +20,7 @@ from ..framework.store import Results
 from ..framework.tabular import Table
 from . import figures
 from .common import DTYPE, Repeated, angle, generator, normal
+from .solutions import l2_max_margin
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

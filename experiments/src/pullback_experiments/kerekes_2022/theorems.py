@@ -13,12 +13,6 @@ from torch import Tensor, nn
 from pullback.flow import Supervised, Trajectory, integrate
 from pullback.likelihoods import Bernoulli
 from pullback.linear import DiagonalNetwork, LinearModel
-from pullback.linear.solutions import (
-    l1_max_margin,
-    l2_max_margin,
-    ordinary_least_squares,
-    ridgeless,
-)
 
 from ..framework.check import Check, recorded
 from ..framework.experiment import Context, Item
@@ -26,6 +20,12 @@ from ..framework.records import Record
 from ..framework.store import Results
 from ..framework.tabular import Table
 from .common import DTYPE, Repeated, generator, normal
+from .solutions import (
+    l1_max_margin,
+    l2_max_margin,
+    ordinary_least_squares,
+    ridgeless,
+)
 
 TIMES = (0.3, 1.0, 3.0, 10.0)
 

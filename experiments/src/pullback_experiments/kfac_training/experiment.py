@@ -260,10 +260,11 @@ def draw(found: Found, title: str) -> Figure:
     """Medians and quartiles over seeds; a line at the best loss of the first-order methods."""
     figure = plots.new(13, 4.2, f"{title}: medians and quartiles")
     panels = figure.subplots(1, len(_PANELS))
+    colors = plots.colors(found)
     for axes, (measure, along) in zip(panels, _PANELS, strict=True):
-        for color, (name, runs) in zip(plots.PALETTE, found.items(), strict=False):
+        for name, runs in found.items():
             xs, ys = [r[along] for r in runs], [r[measure] for r in runs]
-            plots.band(axes, xs, ys, color, name, spaced=along == "seconds")
+            plots.band(axes, xs, ys, colors[name], name, spaced=along == "seconds")
         if measure == "train loss":
             axes.axhline(mark(found), color=plots.INK, lw=0.8, ls=":")
         ends = [v for runs in found.values() for r in runs for v in r[measure] if v > 0]

@@ -214,9 +214,10 @@ def draw(found: Found, targets: Mapping[str, float]) -> Figure:
     figure = plots.new(1.5 + 3.6 * columns, 0.9 + 3.0 * rows, "Relative L² error against seconds")
     grid = figure.subplots(rows, columns, squeeze=False)
     for axes, (problem, by) in zip(grid.flat, found.items(), strict=False):
-        for color, (method, runs) in zip(plots.PALETTE, by.items(), strict=False):
+        colors = plots.colors(by)
+        for method, runs in by.items():
             xs, ys = [r["seconds"] for r in runs], [r["error"] for r in runs]
-            plots.band(axes, xs, ys, color, method, spaced=True)
+            plots.band(axes, xs, ys, colors[method], method, spaced=True)
         if problem in targets:
             axes.axhline(targets[problem], color=plots.INK, lw=0.8, ls=":")
         plots.dress(axes)

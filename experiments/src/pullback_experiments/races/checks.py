@@ -112,9 +112,6 @@ def _shown(value: float) -> str:
 
 
 _ALONG = {"step": "steps", "seconds": "seconds of training"}
-#: one color for an optimizer, in all races; Muon's two are never drawn with SGD
-_PLACES = {"sgd": 2, "adamw": 0, "muon": 1, "muon-0.9": 2, "soap": 3, "kfac-spectral": 4,
-           "kfac-eigenbasis": 5, "kfac-natural": 6}  # fmt: skip
 _FAR = 3  # times the least loss: ends above are not shown
 
 
@@ -123,7 +120,7 @@ def draw(races: Mapping[str, Found], title: str) -> Figure:
     figure = plots.new(12, 0.4 + 4 * len(races), title)
     panels = figure.subplots(len(races), 2, squeeze=False)
     for row, (name, found) in zip(panels, races.items(), strict=True):
-        colors = {n: plots.PALETTE[_PLACES[n]] for n in found if not _shorter(n)}
+        colors = plots.colors(n for n in found if not _shorter(n))
         for axes, along in zip(row, _ALONG, strict=True):
             for method, runs in found.items():
                 xs, ys = _places(runs, along), [r["held-out loss"] for r in runs]

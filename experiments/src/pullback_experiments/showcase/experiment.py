@@ -32,7 +32,6 @@ _QUICK = 0.3  # seconds per run of a smoke test
 NATURAL = "Natural gradient"
 _ALONG = {"seconds": "CPU seconds", "steps": "steps"}
 #: places in the palette
-_COLORS = {NATURAL: 0, "Adam": 1, "L-BFGS": 2, "K-FAC": 3, "SGD": 4}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +146,7 @@ def _lowest(problem: Problem, curves: Sequence[Curve]) -> Check:
 def _series(curve: Curve, measure: str) -> Series:
     y = [m[measure] for m in curve.measures]
     lines = {key: Line(getattr(curve, key), y) for key in _ALONG}
-    return Series(curve.name, lines, _COLORS.get(curve.name))
+    return Series(curve.name, lines, plots.places([curve.name])[curve.name])
 
 
 def table(problem: Problem, curves: Sequence[Curve]) -> Table:
@@ -167,14 +166,6 @@ def table(problem: Problem, curves: Sequence[Curve]) -> Table:
     return Table(["optimizer", "settings", "steps", "seconds", *names], rows, problem.title, text=2)
 
 
-# Okabe and Ito's palette, which color-blind readers can tell apart
-_STYLES = {
-    "SGD": ("#E69F00", 1.7),
-    "Adam": ("#0072B2", 1.7),
-    "L-BFGS": ("#009E73", 1.7),
-    "K-FAC": ("#CC79A7", 1.7),
-    "Natural gradient": ("#D55E00", 2.8),
-}
 _APART = 0.115  # least distance of two labels, as a share of the panel's height
 
 Race = tuple[Problem, Sequence[Curve]]
@@ -194,10 +185,15 @@ def draw(races: Sequence[Race]) -> Figure:
     return figure
 
 
+def _style(name: str) -> tuple[str, float]:
+    """A color, and the width of its line."""
+    return plots.colors([name])[name], 2.8 if name == NATURAL else 1.7
+
+
 def _panel(axes: Axes, curves: Sequence[Curve], along: str) -> None:
     """The curves, each with a dot at its end."""
     for curve in curves:
-        color, width = _STYLES[curve.name]
+        color, width = _style(curve.name)
         x, y = getattr(curve, along)[1:], curve.values()[1:]
         axes.plot(x, y, color=color, lw=width, solid_joinstyle="round")
         axes.plot(x[-1:], y[-1:], "o", color=color, ms=2 + 1.6 * width)
@@ -219,7 +215,7 @@ def _label(axes: Axes, curves: Sequence[Curve]) -> None:
             text,
             (1.03, at),
             xycoords="axes fraction",
-            color=_STYLES[curve.name][0],
+            color=_style(curve.name)[0],
             va="center",
             size=9.5,
         )

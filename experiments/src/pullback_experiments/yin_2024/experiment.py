@@ -166,7 +166,7 @@ def draw(experiment: Comparison, results: Results) -> Figure:
     grid = figure.subplots(len(groups), 4, squeeze=False, sharey=False)
     for row, (group, names) in zip(grid, groups.items(), strict=True):
         for axes, (what, along) in zip(row, _COLUMNS, strict=True):
-            for color, name in zip(plots.PALETTE, names, strict=False):
+            for name, color in plots.colors(names).items():
                 runs = results.of(name)
                 xs, ys = [r[along] for r in runs], [r[what] for r in runs]
                 plots.band(axes, xs, ys, color, name, spaced=along == "seconds")

@@ -1,12 +1,11 @@
 """Diffeomorphisms w = f(θ) of parameters, as dicts of tensors by name.
 
-Shapes are kept: w has the names and shapes of θ. A function of one's own joins by subclassing
-`Diffeomorphism`, or with its inverse as `Elementwise(f, inverse)` or `Custom(f, inverse)`.
+Shapes are kept: w has the names and shapes of θ. A function of one's own joins with its inverse, of
+the dict as `Diffeomorphism(f, inverse)`, of each tensor as `Elementwise(f, inverse)`.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,21 +14,25 @@ from torch import Tensor
 from torch.func import jvp
 
 from ..._core.errors import PullbackError, reraise_fatal
-from ..._core.space import ParameterSpace
 
 Params = dict[str, Tensor]
 
 
-class Diffeomorphism(ABC):
-    """f with a smooth inverse."""
+class Diffeomorphism:
+    """A function of the dict with a smooth inverse."""
 
-    @abstractmethod
+    def __init__(
+        self, function: Callable[[Params], Params], inverse: Callable[[Params], Params]
+    ) -> None:
+        self._function, self._inverse = function, inverse
+
     def forward(self, theta: Params) -> Params:
         """w = f(θ)."""
+        return self._function(dict(theta))
 
-    @abstractmethod
     def inverse(self, w: Params) -> Params:
         """θ = f⁻¹(w)."""
+        return self._inverse(dict(w))
 
     def regular(self, theta: Params) -> bool:
         """Whether df is invertible at θ: d(f⁻¹)(df v) = v for a random v.
@@ -88,7 +91,7 @@ class Diffeomorphism(ABC):
 
 
 class Elementwise(Diffeomorphism):
-    """w_i = f(θ_i), for each tensor or for those named.
+    """w_i = f(θ_i), for each tensor.
 
     Its range must hold all weights: exp and log, for weights that are positive.
 
@@ -97,40 +100,12 @@ class Elementwise(Diffeomorphism):
     """
 
     def __init__(
-        self,
-        function: Callable[[Tensor], Tensor],
-        inverse: Callable[[Tensor], Tensor],
-        *,
-        names: Sequence[str] | None = None,
+        self, function: Callable[[Tensor], Tensor], inverse: Callable[[Tensor], Tensor]
     ) -> None:
-        self._function, self._inverse = function, inverse
-        self.names = names
-
-    def forward(self, theta: Params) -> Params:
-        return _some(theta, self.names, self._function)
-
-    def inverse(self, w: Params) -> Params:
-        return _some(w, self.names, self._inverse)
-
-
-class Custom(Diffeomorphism):
-    """Any function of the dict, and its inverse."""
-
-    def __init__(
-        self, function: Callable[[Params], Params], inverse: Callable[[Params], Params]
-    ) -> None:
-        self._function, self._inverse = function, inverse
-
-    def forward(self, theta: Params) -> Params:
-        return self._function(dict(theta))
-
-    def inverse(self, w: Params) -> Params:
-        return self._inverse(dict(w))
-
-
-def sinh() -> Diffeomorphism:
-    """w = sinh θ."""
-    return Elementwise(torch.sinh, torch.asinh)
+        super().__init__(
+            lambda theta: {n: function(t) for n, t in theta.items()},
+            lambda w: {n: inverse(t) for n, t in w.items()},
+        )
 
 
 def cubic() -> Diffeomorphism:
@@ -144,30 +119,6 @@ def cubic() -> Diffeomorphism:
 def _directions(like: Sequence[Tensor]) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t) for t in like]
-
-
-def _some(params: Params, names: Sequence[str] | None, f: Callable[[Tensor], Tensor]) -> Params:
-    _known(params, names)
-    return {n: f(t) if names is None or n in names else t for n, t in params.items()}
-
-
-def flatly(params: Params, names: Sequence[str] | None, f: Callable[[Tensor], Tensor]) -> Params:
-    """Apply f to the entries of the named tensors as one vector."""
-    _known(params, names)
-    chosen = {n: t for n, t in params.items() if names is None or n in names}
-    space = ParameterSpace(chosen)
-    pieces = space.split(f(space.flatten(chosen)))
-    return {n: pieces[n].to(t.dtype) if n in pieces else t for n, t in params.items()}
-
-
-def _known(params: Params, names: Sequence[str] | None) -> None:
-    unknown = sorted(set(names or ()) - set(params))
-    if unknown:
-        raise PullbackError(
-            "The diffeomorphism names parameters that are not there",
-            f"{unknown} are not among {sorted(params)}",
-            "Use names as model.named_parameters() gives them",
-        )
 
 
 def refuse_shapes(found: object, like: Params) -> None:
@@ -187,59 +138,6 @@ def refuse_shapes(found: object, like: Params) -> None:
                 "The diffeomorphism changes the dtype",
                 f"{name!r} of {value.dtype} became {found[name].dtype}",
                 "Compute in the dtype of its argument",
-            )
-
-
-class Mixing(Diffeomorphism):
-    r"""w = Mθ + c over the entries of the named tensors (or all), one after the other; M (p, p)."""
-
-    def __init__(
-        self, matrix: Tensor, shift: Tensor | None = None, *, names: Sequence[str] | None = None
-    ) -> None:
-        square = matrix.ndim == 2 and matrix.shape[0] == matrix.shape[1]
-        if not square or (shift is not None and shift.shape != matrix.shape[:1]):
-            raise PullbackError(
-                "The mixing is no change of coordinates",
-                f"the matrix has shape {tuple(matrix.shape)}, the shift "
-                f"{None if shift is None else tuple(shift.shape)}",
-                "Give a square matrix, and a vector as long as its side",
-            )
-        wide = matrix.detach().to(torch.float64)
-        factor, pivots, info = torch.linalg.lu_factor_ex(wide)
-        self._matrix, self._lu = wide, (factor, pivots)
-        self._shift = wide.new_zeros(len(wide)) if shift is None else shift.detach().to(wide)
-        self.names = names
-        values = factor.diagonal().abs()
-        eps = torch.finfo(matrix.dtype).eps if matrix.is_floating_point() else 1e-16
-        if len(wide) and (int(info) or not bool(values.min() > len(wide) * eps * values.max())):
-            raise PullbackError(
-                "The mixing is not invertible",
-                f"its matrix of side {len(wide)} is singular to working precision",
-                "Use a matrix of full rank",
-            )
-
-    def forward(self, theta: Params) -> Params:
-        return flatly(theta, self.names, self._apply)
-
-    def inverse(self, w: Params) -> Params:
-        return flatly(w, self.names, self._solve)
-
-    def _apply(self, flat: Tensor) -> Tensor:
-        self._fits(flat)
-        return self._matrix.to(flat) @ flat + self._shift.to(flat)
-
-    def _solve(self, flat: Tensor) -> Tensor:
-        self._fits(flat)
-        factor, pivots = (t.to(flat.device) for t in self._lu)
-        right = (flat.to(torch.float64) - self._shift.to(flat.device))[:, None]
-        return torch.linalg.lu_solve(factor, pivots, right)[:, 0].to(flat)
-
-    def _fits(self, flat: Tensor) -> None:
-        if len(flat) != len(self._matrix):
-            raise PullbackError(
-                "The mixing does not fit the parameters",
-                f"they have {len(flat)} entries, the matrix has side {len(self._matrix)}",
-                "Give a matrix for all entries of the named parameters together",
             )
 
 
@@ -263,47 +161,3 @@ class EntryPermutation(Diffeomorphism):
     def inverse(self, w: Params) -> Params:
         orders = self._orders(w)
         return {n: t.flatten()[orders[n].argsort()].view(t.shape) for n, t in w.items()}
-
-
-class Coupling(Diffeomorphism):
-    r"""A normalizing flow's layers: w_b = θ_b∘exp(s(θ_a)) + t(θ_a) with w_a = θ_a, then a and b
-    change places.
-
-    The halves a, b are random; s and t are small random networks c·U tanh(Vθ_a) of `rank` units,
-    so that all entries mix and nothing of side p is stored twice.
-    """
-
-    def __init__(
-        self, seed: int = 0, *, layers: int = 2, strength: float = 0.3, rank: int = 4
-    ) -> None:
-        self.seed, self.layers, self.strength, self.rank = seed, layers, strength, rank
-
-    def _half(self, flat: Tensor, layer: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Indices a, b; s and t as functions of θ_a."""
-        generator = torch.Generator().manual_seed(self.seed)
-        order = torch.randperm(len(flat), generator=generator).to(flat.device)
-        a, b = order.tensor_split(2) if layer % 2 == 0 else order.tensor_split(2)[::-1]
-        generator.manual_seed(self.seed + 1 + layer)
-        shapes = ((self.rank, len(a)), (2 * len(b), self.rank))
-        v, u = (torch.randn(s, generator=generator, dtype=torch.float64).to(flat) for s in shapes)
-        hidden = torch.tanh(v @ flat[a] / max(len(a), 1) ** 0.5)
-        s, t = (self.strength * (u @ hidden) / self.rank**0.5).tensor_split(2)
-        return a, b, torch.tanh(s), t
-
-    def forward(self, theta: Params) -> Params:
-        return flatly(theta, None, self._apply)
-
-    def inverse(self, w: Params) -> Params:
-        return flatly(w, None, self._undo)
-
-    def _apply(self, flat: Tensor) -> Tensor:
-        for layer in range(self.layers):
-            _, b, s, t = self._half(flat, layer)
-            flat = flat.index_put((b,), flat[b] * s.exp() + t)
-        return flat
-
-    def _undo(self, flat: Tensor) -> Tensor:
-        for layer in reversed(range(self.layers)):
-            _, b, s, t = self._half(flat, layer)
-            flat = flat.index_put((b,), (flat[b] - t) * (-s).exp())
-        return flat

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from typing import Any, overload
+from typing import Any
 
 from torch import Tensor, nn
 from torch.func import functional_call, jvp
 
 from ..._core.errors import PullbackError
-from .diffeomorphism import Custom, Diffeomorphism, Elementwise, Params
+from .diffeomorphism import Diffeomorphism, Elementwise, Params
 
 Given = Diffeomorphism | tuple[Callable[[Any], Any], Callable[[Any], Any]]
-_ONLY = "parameters"
 
 
 class Reparametrized(nn.Module):
@@ -30,7 +29,6 @@ class Reparametrized(nn.Module):
     def __init__(self, model: nn.Module, f: Diffeomorphism) -> None:
         super().__init__()
         start = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
-        _refuse_empty(start)
         theta = f.pulled_back(start)
         self.diffeomorphism = f
         #: the model's trainable parameters, by name
@@ -60,56 +58,13 @@ class Reparametrized(nn.Module):
         return functional_call(self.inner, tensors, args, kwargs, tie_weights=False)
 
 
-class ReparametrizedFunction:
-    """θ ↦ φ(f(θ)) for a function φ of a dict of parameters, or of one tensor.
-
-    Attributes:
-        start: θ₀ = f⁻¹(w₀), a dict or a tensor as w₀ was.
-    """
-
-    def __init__(
-        self,
-        function: Callable[[Any], Any],
-        f: Diffeomorphism,
-        params: Mapping[str, Tensor] | Tensor,
-    ) -> None:
-        self.function, self.diffeomorphism = function, f
-        self._single = isinstance(params, Tensor)
-        point = {_ONLY: params} if isinstance(params, Tensor) else dict(params)
-        _refuse_empty(point)
-        theta = f.pulled_back({n: p.detach() for n, p in point.items()})
-        self.start: Any = theta[_ONLY] if self._single else theta
-
-    def weights(self, theta: Any) -> Any:
-        """w = f(θ), a dict or a tensor as θ is."""
-        if self._single:
-            return self.diffeomorphism.forward({_ONLY: theta})[_ONLY]
-        return self.diffeomorphism.forward(dict(theta))
-
-    def __call__(self, theta: Any) -> Any:
-        return self.function(self.weights(theta))
-
-
-@overload
-def reparametrize(model: nn.Module, f: Given) -> Reparametrized: ...
-@overload
-def reparametrize(
-    model: Callable[[Any], Any], f: Given, *, params: Mapping[str, Tensor] | Tensor
-) -> ReparametrizedFunction: ...
-def reparametrize(
-    model: nn.Module | Callable[[Any], Any],
-    f: Given,
-    *,
-    params: Mapping[str, Tensor] | Tensor | None = None,
-) -> Reparametrized | ReparametrizedFunction:
+def reparametrize(model: nn.Module, f: Given) -> Reparametrized:
     r"""The same function in other parameters: ψ(θ) = φ(f(θ)), at θ₀ = f⁻¹(w₀).
 
     Args:
-        model: a module, which is copied and never changed; or a function φ of a dict of
-            parameters or of one tensor.
+        model: is copied and never changed.
         f: a `Diffeomorphism`; or a function with its inverse, of one tensor (applied to each
             parameter) or of the dict of parameters.
-        params: w₀, for a function.
 
     Raises:
         PullbackError: where f(f⁻¹(w₀)) is not w₀ or f's derivative has no inverse there.
@@ -121,32 +76,13 @@ def reparametrize(
     >>> bool(torch.allclose(twin(x), model(x), atol=1e-5))
     True
     """
-    if isinstance(model, nn.Module):
-        trainable = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
-        _refuse_empty(trainable)
-        return Reparametrized(model, as_diffeomorphism(f, trainable))
-    if params is None:
-        raise PullbackError(
-            "A function needs its parameters",
-            "w₀ is not known, so there is no θ₀ = f⁻¹(w₀)",
-            "Pass params=, a dict of tensors or one tensor",
-        )
-    if not callable(model) or not isinstance(params, (Tensor, Mapping)):
-        raise PullbackError(
-            "There is no function of parameters here",
-            f"got {type(model).__name__} and {type(params).__name__}",
-            "Pass a function, and a tensor or a dict of tensors",
-        )
-    single = isinstance(params, Tensor)
-    point = {_ONLY: params} if isinstance(params, Tensor) else dict(params)
-    return ReparametrizedFunction(model, as_diffeomorphism(f, point, single=single), params)
+    trainable = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
+    _refuse_empty(trainable)
+    return Reparametrized(model, as_diffeomorphism(f, trainable))
 
 
-def as_diffeomorphism(f: Given, params: Params, *, single: bool = False) -> Diffeomorphism:
-    """f itself, or a pair (function, inverse) made one: of each tensor if it takes no dict.
-
-    `single` means that the parameters are one tensor, of which f is any function.
-    """
+def as_diffeomorphism(f: Given, params: Params) -> Diffeomorphism:
+    """f itself, or a pair (function, inverse) made one: of each tensor if it takes no dict."""
     if isinstance(f, Diffeomorphism):
         return f
     if not isinstance(f, tuple) or len(f) != 2 or not all(map(callable, f)):
@@ -156,17 +92,11 @@ def as_diffeomorphism(f: Given, params: Params, *, single: bool = False) -> Diff
             "Give a pair of a function and its inverse, or a Diffeomorphism",
         )
     function, inverse = f
-    if single:
-        return Custom(_keyed(function), _keyed(inverse))
     try:
         takes_dict = isinstance(function(dict(params)), dict)
     except (TypeError, AttributeError):
         takes_dict = False
-    return (Custom if takes_dict else Elementwise)(function, inverse)
-
-
-def _keyed(f: Callable[[Tensor], Tensor]) -> Callable[[Params], Params]:
-    return lambda params: {_ONLY: f(params[_ONLY])}
+    return (Diffeomorphism if takes_dict else Elementwise)(function, inverse)
 
 
 def _emptied(model: nn.Module, names: tuple[str, ...]) -> tuple[nn.Module, dict[str, list[str]]]:

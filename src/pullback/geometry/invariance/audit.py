@@ -171,7 +171,7 @@ def audit(
             measured, by runs from a start that is off by ε.
 
     Returns:
-        An `Audit`: rows with verdicts, `str()`, `frame()`, `plot(path)`.
+        An `Audit`: rows with verdicts, `str()`, `records()`.
 
     >>> torch.manual_seed(0)  # doctest: +ELLIPSIS
     <...>

@@ -11,13 +11,11 @@ m(η) ∝ η for small η; for one that depends on coordinates m(0) does not van
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ..._core import plots
 from ..._core.errors import PullbackError
 
 #: how far above the measured round-off a mismatch still counts as none
@@ -98,18 +96,6 @@ class Measure:
 
     def _none(self, seen: Seen) -> bool:
         return seen.mismatch <= self.slack * seen.roundoff
-
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-_FILL = {
-    Verdict.EXACT: "#9FD8C4",
-    Verdict.FIRST_ORDER: "#BBDDF3",
-    Verdict.NOT: "#F6C9AE",
-    Verdict.UNDECIDED: "#EEEEEE",
-}
-_LEAST, _MOST = 1e-17, 1e3  # mismatches that a figure shows
 
 
 @dataclass(frozen=True)
@@ -212,22 +198,6 @@ class Audit:
                 out.append(record)
         return out
 
-    def frame(self) -> Any:
-        """`records()` as a pandas DataFrame; the list itself where pandas is not installed."""
-        try:
-            import pandas  # pyright: ignore[reportMissingImports]
-        except ImportError:
-            return self.records()
-        return pandas.DataFrame(self.records())
-
-    def plot(self, path: str | Path) -> Path:
-        """Write the figure: verdicts of several optimizers, or one optimizer's curves."""
-        path = Path(path)
-        figure = grid(self.cells()) if len(self.optimizers) > 1 else curves(self)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path)
-        return path
-
     def cells(self) -> dict[tuple[str, str], tuple[Verdict, str] | None]:
         """Verdict and mismatch by optimizer and transformation; None where it was left out."""
         rows = {(r.optimizer, r.transformation): r for r in self.rows}
@@ -244,32 +214,6 @@ class Audit:
             name = f"{s.optimizer}, {s.transformation}" if several else s.transformation
             lines.append(f"left out: {name}: {s.reason}")
         return "\n".join(lines)
-
-
-def grid(found: Mapping[tuple[str, str], tuple[Verdict, str] | None]) -> Figure:
-    """One cell per optimizer and transformation: the verdict, and the mismatch at η → 0."""
-    cells = {k: v and (_FILL[v[0]], str(v[0]), v[1]) for k, v in found.items()}
-    return plots.grid(cells, "verdict on the model, and the update's relative mismatch as η → 0")
-
-
-def curves(audit: Audit) -> Figure:
-    """m(η) per transformation, dotted the round-off that the worst of them has."""
-    figure = plots.new(7.0, 4.4, dpi=130)
-    axes = figure.subplots()
-    for number, row in enumerate(audit.rows):
-        color, m = plots.PALETTE[number % len(plots.PALETTE)], row.batch
-        name = f"{row.transformation}: {row.verdict}"
-        values = [min(max(s.mismatch, _LEAST), _MOST) for s in m.steps]
-        axes.plot(m.sizes, values, "o-", color=color, lw=1.7, ms=4, label=name)
-    if audit.rows:
-        sizes = audit.rows[0].batch.sizes
-        off = [max(r.batch.steps[i].roundoff for r in audit.rows) for i in range(len(sizes))]
-        axes.plot(sizes, off, ":", color=plots.INK, lw=1, label="round-off")
-        axes.legend(frameon=False, fontsize=8)
-    plots.dress(axes)
-    what, of = "relative mismatch of the update", ", ".join(audit.optimizers)
-    plots.label(axes, "step size, in units of the lr", what, of)
-    return figure
 
 
 def details(audit: Audit) -> str:

@@ -169,7 +169,6 @@ class Ambient:
         else:
             self.metric = as_metric(given)  # pyright: ignore[reportArgumentType]
         self._shape: torch.Size | None = None
-        self.dtype: torch.dtype | None = None  # in which φ gives its values
 
     def value(self, coordinates: NamedCoordinates, point: Mapping[str, Tensor]) -> Tensor:
         """φ(ξ), in its own shape."""
@@ -190,7 +189,7 @@ class Ambient:
         """φ at ξ with products by J = dφ_ξ."""
         with torch.no_grad():
             z = self.value(coordinates, coordinates.point)
-        self._shape, self.dtype = z.shape, z.dtype
+        self._shape = z.shape
         if not bool(torch.isfinite(z).all()):
             raise PullbackError(
                 "φ is not finite at ξ", "some of its values are NaN or infinite", "Move ξ"

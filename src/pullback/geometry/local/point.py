@@ -23,68 +23,6 @@ from ...solvers import PseudoInverse
 from .ambient import Ambient, MetricLike, NamedCoordinates, Phi, Vector
 from .inverses import Inverse, Rank, as_inverse, default_rcond
 
-_DIRECTIONS = 2
-_SHRINK = 0.1  # the second step, as a share of the first
-_FINER = 1e-3  # what oscillates within the first steps may be smooth within these
-
-
-def differentiable(
-    value: Callable[[Tensor], Tensor],
-    jvp: Callable[[Tensor], Tensor],
-    size: float,
-    like: Tensor,
-    eps: float,
-) -> bool:
-    r"""Whether (φ(ξ ± hv) − φ(ξ))/±h → Jv on both sides, for random v.
-
-    With e(h) the difference of both sides of this, a map with bounded curvature has e = O(h); at
-    a kink e does not fall as h does. Decided: e(h/10) > ½e(h) and e(h/10) > tol·(‖Jv‖ + e(h)),
-    tol = 10⁴√ε (at most 1 %), means a kink, if it is so for each of h = ε^(1/3)·s with s = m, 10⁻³m
-    and ‖ξ‖/√p where round-off lets e be seen, m = max(1, ‖ξ‖/√p). What lies further than h from ξ
-    is not seen.
-
-    Args:
-        value: v ↦ φ(ξ + v), for flat v (p,).
-        jvp: v ↦ Jv, in the same shape.
-        size: ‖ξ‖/√p.
-        like: a flat vector, for size, dtype and device.
-        eps: ε, the round-off of φ or of ξ, whichever is larger.
-    """
-    coarse = max(1.0, size)
-    scales = [coarse, _FINER * coarse, *([size] if 0 < size < 1 else [])]
-    generator = torch.Generator().manual_seed(0)
-    z = value(torch.zeros_like(like)).flatten()
-    for _ in range(_DIRECTIONS):
-        v = torch.randn(len(like), generator=generator, dtype=torch.float64).to(like)
-        pushed = jvp(v).flatten()
-        for sign in (1.0, -1.0):
-            seen = [
-                _kink(
-                    lambda h, v=v: value(h * v).flatten(), z, pushed, sign * eps ** (1 / 3) * s, eps
-                )
-                for s in scales
-            ]
-            if seen[0] and False not in seen:
-                return False
-    return True
-
-
-def _kink(
-    value: Callable[[float], Tensor], z: Tensor, pushed: Tensor, h: float, eps: float
-) -> bool | None:
-    """Whether differences with h and h/10 are equally far from Jv; None if round-off hides it."""
-    errors: list[float] = []
-    for step in (h, _SHRINK * h):
-        e = (value(step) - z) / step - pushed
-        errors.append(float(e.norm()) if bool(torch.isfinite(e).all()) else 0.0)
-    size = float(pushed.norm()) + errors[0]
-    noise = 100 * eps * float(z.norm()) / (_SHRINK * abs(h))
-    if noise > 0.1 * size:
-        return None
-    limit = min(1e4 * eps**0.5, 1e-2) * size + noise
-    return errors[1] > max(0.5 * errors[0], limit)
-
-
 Loss = Callable[[Tensor], Tensor]
 
 
@@ -172,9 +110,6 @@ class Point:
             A matrix is taken as it is.
         rcond: singular values of A below rcond·σ_max count as zero; by default
             10·max(n, p, 10)·ε, at most √ε: the round-off of J, and not only of its SVD.
-        check: refuse maps that have no derivative at ξ (see `geometry.smooth`). Without it
-            autograd's choice of a one-sided derivative is taken, as it is in half precision,
-            whose differences show nothing.
 
     >>> circle = Point(lambda a: torch.stack([a.cos(), a.sin()]), torch.tensor(0.0).double())
     >>> circle.pushforward(torch.tensor(1.0).double())
@@ -190,7 +125,6 @@ class Point:
         inputs: Any = None,
         reduction: str | None = None,
         rcond: float | None = None,
-        check: bool = True,
     ) -> None:
         if torch.is_inference_mode_enabled():
             raise PullbackError(
@@ -205,12 +139,7 @@ class Point:
         if rcond is not None and not 0 <= rcond < 1:
             raise PullbackError("rcond is not usable", f"got {rcond}", "Use a number from 0 to 1")
         self._rcond = rcond
-        if check and not self._differentiable():
-            raise PullbackError(
-                "φ has no derivative at ξ",
-                "its one-sided differences do not approach dφ: ξ lies on a kink",
-                "Move ξ off it, or pass check=False to take autograd's one-sided choice",
-            )
+        self._refuse_stochastic()
 
     @property
     def value(self) -> Tensor:
@@ -351,25 +280,14 @@ class Point:
         slope = differential(loss, self.value)
         return slope.to(self._linear.value.dtype).reshape(self._linear.value.shape)
 
-    def _differentiable(self) -> bool:
-        coordinates, ambient = self._coordinates, self._ambient
-        flat = coordinates.space.flatten(coordinates.point)
-
-        def value(v: Tensor) -> Tensor:
-            with torch.no_grad():
-                z = ambient.value(coordinates, coordinates.moved(v))
-            return z.to(flat.dtype)
-
-        now, again = self.value, value(torch.zeros_like(flat)).reshape(self.value.shape)
-        if bool((now - again).norm() > 10 * torch.finfo(flat.dtype).eps ** 0.5 * now.norm()):
+    def _refuse_stochastic(self) -> None:
+        with torch.no_grad():
+            again = self._ambient.value(self._coordinates, self._coordinates.point)
+        now = self.value
+        limit = 10 * torch.finfo(now.dtype).eps ** 0.5 * now.norm()
+        if bool((now - again.to(now)).norm() > limit):
             raise PullbackError(
                 "φ is stochastic",
                 "evaluated twice at ξ it gave two values",
                 "Turn dropout off (model.eval()), or fix the random numbers",
             )
-        kinds = {ambient.dtype or now.dtype, *(w.dtype for w in coordinates.point.values())}
-        eps = max(torch.finfo(kind).eps for kind in kinds)
-        if eps > 1e-4:
-            return True
-        size = float(flat.norm()) / len(flat) ** 0.5
-        return differentiable(value, self._linear.jvp, size, flat, eps)

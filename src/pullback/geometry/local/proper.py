@@ -64,7 +64,6 @@ def properness(
     tries: int = 8,
     seed: int = 0,
     rcond: float | None = None,
-    check: bool = True,
 ) -> Properness:
     r"""Whether the image of dφ_ξ is the tangent space of the model at φ(ξ), and the evidence.
 
@@ -78,7 +77,7 @@ def properness(
     singular point of the model (a crossing, a cusp, an edge) properness has no meaning.
 
     Args:
-        phi: as in `Point`, like xi, metric, inputs, rcond and check.
+        phi: as in `Point`, like xi, metric, inputs and rcond.
         xi: where.
         metric: g; a nonsingular one does not change the answer.
         inputs: a module's inputs.
@@ -87,7 +86,6 @@ def properness(
         tries: how many parameters to try there.
         seed: of their directions.
         rcond: what counts as zero.
-        check: whether kinks at ξ are refused.
     """
     options = {"inputs": inputs, "rcond": rcond}
     if not radius > 0 or tries < 1:
@@ -96,7 +94,7 @@ def properness(
             f"got radius={radius}, tries={tries}",
             "Use a radius > 0 and at least one try",
         )
-    here = Point(phi, xi, metric, check=check, **options)
+    here = Point(phi, xi, metric, **options)
     starts = [xi, *others]
     points = [here, *(_same(phi, other, metric, here, options) for other in starts[1:])]
     ranks = _ranks(phi, starts, metric, (radius, tries, seed), options)
@@ -114,13 +112,6 @@ def properness(
     return Properness(proper, here.rank, dimension, span, radius, len(ranks), reason)
 
 
-def is_proper(
-    phi: Phi, xi: Vector | None = None, metric: MetricLike = None, **options: Any
-) -> bool:
-    """`properness` as yes or no."""
-    return properness(phi, xi, metric, **options).proper
-
-
 def _ranks(
     phi: Phi,
     starts: list[Any],
@@ -133,7 +124,7 @@ def _ranks(
     for start in starts:
         for moved in _nearby(NamedCoordinates(phi, start), *search):
             try:
-                ranks.append(Point(phi, moved, metric, check=False, **options).rank.rank)
+                ranks.append(Point(phi, moved, metric, **options).rank.rank)
             except PullbackError:  # outside the domain of φ or of g
                 continue
     return ranks
@@ -153,7 +144,7 @@ def _reason(rank: int, dimension: int, span: int) -> str:
 def _same(
     phi: Phi, other: Vector, metric: MetricLike, here: Point, options: dict[str, Any]
 ) -> Point:
-    point = Point(phi, other, metric, check=False, **options)
+    point = Point(phi, other, metric, **options)
     limit = torch.finfo(here.value.dtype).eps ** 0.5
     if not bool((point.value - here.value).norm() <= limit * (1 + here.value.norm())):
         raise PullbackError(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..._core.errors import PullbackError
 from ..local.ambient import MetricLike, Phi, Vector
-from .hit_and_run import by_hit_and_run, on_grid
+from .grid import on_grid
 from .landscape import Landscape
 
 
@@ -20,14 +20,11 @@ class Flatness:
 
     Attributes:
         volume: ∫_S √det G dw in the pulled-back metric: the volume of φ(S) where φ is injective.
-        error: of the volume; one standard error from chains, the change from half the
-            resolution on a grid.
+        error: of the volume: its change from half the resolution.
         euclidean: ∫_S dw, which depends on the coordinates.
-        bounded: whether the set was seen to end; an unbounded one has infinite volumes. Chains
-            do not find arms that are much thinner than the rest: what these hold is left out.
+        bounded: whether the set was seen to end; an unbounded one has infinite volumes.
         rank: of dφ at the minimum.
         dimension: of the set that was measured.
-        method: "grid" or "hit-and-run".
         evaluations: of the loss.
     """
 
@@ -37,7 +34,6 @@ class Flatness:
     bounded: bool
     rank: int
     dimension: int
-    method: str
     evaluations: int
 
     def __float__(self) -> float:
@@ -54,10 +50,6 @@ def flatness(
     metric: MetricLike = None,
     reduction: str | None = None,
     basis: Tensor | str | None = None,
-    method: str = "auto",
-    chains: int = 64,
-    moves: int = 64,
-    seed: int = 0,
     tolerance: float = 1e-8,
 ) -> Flatness:
     r"""∫_S dvol over the connected S ∋ w₀ with F(w₀) ≤ F < F(w₀) + ε, F = loss∘φ.
@@ -79,10 +71,8 @@ def flatness(
             a hundredth of ε.
         epsilon: how far the loss may rise.
         inputs, metric, reduction: of (Z, g), as everywhere in `geometry`.
-        basis: (p, k) directions to stay in, or "tangent".
-        method: "grid" for up to three dimensions, "hit-and-run", or "auto".
-        chains, moves: of hit-and-run: the number of chains, and the moves of each per ball.
-        seed: of the chains.
+        basis: (p, k) directions to stay in, or "tangent"; at most three, as are parameters
+            without a basis.
         tolerance: singular values below it, relative to the largest, count as zero.
 
     >>> def saddle(w):
@@ -92,7 +82,10 @@ def flatness(
     >>> print(f"{found.volume:.3f}")  # 2π(2√2 − 1)/3
     3.829
     """
-    _refuse(epsilon, method, chains, moves)
+    if not epsilon > 0:
+        raise PullbackError(
+            "epsilon is not positive", f"got {epsilon}", "Say how far the loss may rise"
+        )
     landscape = Landscape(
         phi,
         loss,
@@ -111,13 +104,7 @@ def flatness(
             f"dφ has rank {landscape.rank} at the minimum, along {landscape.dimension} directions",
             'Measure on a slice: basis="tangent", or the columns of your own',
         )
-    if method == "auto":
-        method = "grid" if landscape.dimension <= 3 else "hit-and-run"
-    if method == "grid":
-        volume = on_grid(landscape, epsilon)
-    else:
-        generator = torch.Generator().manual_seed(seed)
-        volume = by_hit_and_run(landscape, epsilon, chains=chains, moves=moves, generator=generator)
+    volume = on_grid(landscape, epsilon)
     return Flatness(
         volume.pulled,
         volume.error,
@@ -125,25 +112,5 @@ def flatness(
         volume.bounded,
         landscape.rank,
         landscape.dimension,
-        method,
         landscape.evaluations,
     )
-
-
-def _refuse(epsilon: float, method: str, chains: int, moves: int) -> None:
-    """Raise where a volume cannot be asked for."""
-    if not epsilon > 0:
-        raise PullbackError(
-            "epsilon is not positive", f"got {epsilon}", "Say how far the loss may rise"
-        )
-    if method not in ("auto", "grid", "hit-and-run"):
-        raise PullbackError(
-            f"There is no method {method!r}", "a volume is found in two ways", 'Use "auto"'
-        )
-    counted = isinstance(chains, int) and isinstance(moves, int)
-    if not counted or chains < 2 or moves < 4:
-        raise PullbackError(
-            "Too few chains or moves for an error bar",
-            f"got {chains} chains of {moves} moves",
-            "Use whole numbers, at least 2 chains of 4 moves",
-        )

@@ -199,8 +199,7 @@ _ROUND = 8  # longest over shortest reach that needs no further turn
 class Rounded:
     """A landscape over u, θ = Tu with T = `map` (k, k).
 
-    A long and thin set across the parameters' own axes would fall through any grid of them, and
-    chains would hardly move along it.
+    A long and thin set across the parameters' own axes would fall through any grid of them.
     """
 
     def __init__(self, landscape: Landscape, map: Tensor) -> None:

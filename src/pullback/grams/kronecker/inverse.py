@@ -209,20 +209,22 @@ def _scales(diagonal: Tensor) -> tuple[Tensor, Tensor]:
 def _by_rounded(inverse: Inverse, v: Tensor, b: Tensor | None = None) -> list[Tensor]:
     r"""R⁻¹[V b]C⁻¹ = m n·unit·Û Ĉ with V̂ = diag(r)[V b]/m and Û = R̂V̂ diag(c)/n.
 
-    m and n make entries at most 2¹⁴; sums are in float32.
+    m and n make entries at most 2¹⁴, since r and c are at most 1; sums are in float32.
     """
     left, right, rows, columns, unit = (inverse.tensors()[n] for n in _ROUNDED)
-    wide, largest = v.shape[2], torch.linalg.vector_norm(v, torch.inf, 2)
-    largest = largest if b is None else torch.maximum(largest, b.abs())
+    wide, largest = v.shape[2], torch.linalg.vector_norm(v, torch.inf, (1, 2))
+    if b is not None:
+        largest = torch.maximum(largest, torch.linalg.vector_norm(b, torch.inf, 1))
     by, m = _range(rows, largest)
     given = v.new_empty(*v.shape[:2], right.shape[1], dtype=torch.float16)
     torch.mul(v, by[..., None], out=given[..., :wide])
     if b is not None:
         torch.mul(b, by, out=given[..., wide])
         wide += 1
-    given[..., wide:] = 0
+    if wide < given.shape[2]:
+        given[..., wide:] = 0
     u = _product(left, given)
-    by, n = _range(columns, torch.linalg.vector_norm(u, torch.inf, 1))
+    by, n = _range(columns, torch.linalg.vector_norm(u, torch.inf, (1, 2)))
     w = _product(torch.mul(u, by[:, None], out=given), right)
     scale = m * n * unit[:, None]
     weight = w[..., : v.shape[2]] * scale[..., None]
@@ -269,8 +271,8 @@ def to_half(x: Tensor, *sides: Tensor | None) -> tuple[Tensor, Tensor | None]:
 
 
 def _range(by: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
-    """by/m (B, n) and m (B, 1), for entries up to `largest` to become 2¹⁴ at most."""
-    m = (largest * by).amax(1, keepdim=True).mul_(1 / _TOP).add_(_LEAST)
+    """by/m (B, n) and m (B, 1), for entries up to `largest` (B,) to become 2¹⁴ at most."""
+    m = torch.add(_LEAST, largest, alpha=1 / _TOP)[:, None]
     return by / m, m
 
 

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from ..._core.products import full_precision
-from . import blocked, halves
+from . import blocked
 from .sides import add, is_diagonal, pseudo_inverse, round_off, shifted
 
 _LARGE = 128  # from this size on a matrix is inverted by itself on a CPU
-_EXTRA = 2**35  # multiplications that it may take to fill matrices up to the size of others
 _BLOCKED = 96  # from this size on matrices are inverted by panels on a GPU
 
 
@@ -117,11 +116,9 @@ def _invert(
         if is_diagonal(stack):
             yield indices, *_reciprocal(stack)
         else:
-            spare = stack is not first and not singular
-            del some
-            yield indices, *_cholesky(stack, strict=singular, factors=factors, spare=spare)
+            yield indices, *_cholesky(stack, strict=singular, factors=factors)
     for some in large.values():
-        together = _near(sides, some)
+        together = _by_size(sides, some)
         found = blocked.invert([_stacked([given[i] for i in indices]) for indices in together])
         for indices, (inverse, good) in zip(together, found, strict=True):
             yield indices, inverse, good
@@ -136,19 +133,12 @@ def _stacked(some: Sequence[_Shifted]) -> Tensor:
     return out
 
 
-def _near(sides: Sequence[Tensor], indices: Sequence[int]) -> list[list[int]]:
-    """Sides to be stacked, the largest first: some more flops are cheaper than more kernels."""
+def _by_size(sides: Sequence[Tensor], indices: Sequence[int]) -> list[list[int]]:
+    """Sides to be stacked, each time the largest first."""
     sizes: dict[int, list[int]] = {}
-    for i in indices:
+    for i in sorted(indices, key=lambda i: -sides[i].shape[-1]):
         sizes.setdefault(blocked.padded(sides[i].shape[-1]), []).append(i)
-    out: list[tuple[int, list[int]]] = []
-    for size, some in sorted(sizes.items(), reverse=True):
-        count = sum(len(sides[i]) for i in some)
-        if out and count * (out[-1][0] ** 3 - size**3) <= _EXTRA:
-            out[-1][1].extend(some)
-        else:
-            out.append((size, list(some)))
-    return [some for _, some in out]
+    return list(sizes.values())
 
 
 def _by_panels(side: Tensor) -> bool:
@@ -193,18 +183,14 @@ def _reciprocal(side: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(good, 1 / side, 0.0), good.all(-1)
 
 
-def _cholesky(side: Tensor, *, strict: bool, factors: bool, spare: bool) -> tuple[Tensor, Tensor]:
+def _cholesky(side: Tensor, *, strict: bool, factors: bool) -> tuple[Tensor, Tensor]:
     """S⁻¹ = L⁻ᵀL⁻¹, and where that is to be trusted: pivots above n·ε of their entry.
 
     Round-off may leave large pivots in a singular matrix whose entries differ much; a `strict`
-    test looks at its condition number too. A `spare` side may be overwritten.
+    test looks at its condition number too.
     """
     entries = side.diagonal(dim1=-2, dim2=-1)
-    if halves.pays(side):
-        entries = entries.clone()
-        lower, info = halves.factorized(side if spare else side.clone())
-    else:
-        lower, info = torch.linalg.cholesky_ex(side)
+    lower, info = torch.linalg.cholesky_ex(side)
     pivots = lower.diagonal(dim1=-2, dim2=-1)
     floor = side.shape[-1] * torch.finfo(side.dtype).eps
     good = (info == 0) & (pivots.square() > floor * entries).all(-1)

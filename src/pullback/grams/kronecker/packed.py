@@ -10,14 +10,14 @@ Sums and multiples of matrices are those of the rectangles.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from ..._core.processes import Processes
+from ..._core.processes import Pending, Processes
 
 _LEAST = 2048  # rows from which on the memory is worth a pass
 _LEAST_SENT = 16  # rows from which on a triangle is worth a copy where it is sent
@@ -121,15 +121,35 @@ def as_side(held: Tensor) -> Tensor | Packed:
 Side = Tensor | Packed
 
 
-def sum_sides(sides: Sequence[Side], processes: Processes, symmetric: Sequence[bool]) -> list[Side]:
-    """Return the sums of sides over all processes; of symmetric matrices a triangle is sent."""
-    thin = [_triangle(t) if even else t for t, even in zip(sides, symmetric, strict=True)]
-    found = processes.sum([memory(t) for t in thin], "factors")
-    out: list[Side] = []
-    for side, sent, t in zip(sides, thin, found, strict=True):
-        total = Packed(t) if isinstance(sent, Packed) else t
-        out.append(total if isinstance(side, Packed) else whole(total))
-    return out
+def launch_sides(
+    sides: Iterable[Side], processes: Processes, owners: Sequence[int] | None = None
+) -> Pending[list[Side]]:
+    """Begin to sum sides over all processes; of matrices a triangle is sent.
+
+    Where there are `owners`, each of these gets the sum, and others keep what they gave.
+    """
+    sent: list[Side] = []
+    packed: list[bool] = []  # whether they are so here
+    for side in sides:
+        sent.append(_triangle(side))
+        packed.append(isinstance(side, Packed))
+    kinds = [(isinstance(t, Packed), held) for t, held in zip(sent, packed, strict=True)]
+
+    def restore(found: list[Tensor]) -> list[Side]:
+        every = zip(found, kinds, strict=True)
+        totals = [(Packed(t) if thin else t, held) for t, (thin, held) in every]
+        return [total if held else whole(total) for total, held in totals]
+
+    tensors = [memory(t) for t in sent]
+    if owners is None:
+        return processes.launch_sum(tensors, "factors").then(restore)
+    found = processes.sum_to(tensors, owners, "factors")
+    return Pending(lambda: restore(found))
+
+
+def sum_sides(sides: Sequence[Side], processes: Processes) -> list[Side]:
+    """Return the sums of sides over all processes."""
+    return launch_sides(sides, processes).wait()
 
 
 def _triangle(side: Side) -> Side:

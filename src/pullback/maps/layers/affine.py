@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._core.products import add_cross, mirrored
+from ..._core.products import add_cross
 from .gram import (
     Costs,
     SeparatedCotangents,
@@ -47,6 +47,7 @@ class AffineBlock(Block):
 
     `inputs` gives the inputs of a slice of samples, so that convolution patches are formed only for
     the samples at hand and only while they are used. `homogeneous` is h, (T,), by default all ones.
+    A `turned` weight is held as (G·I, O).
     """
 
     def __init__(
@@ -58,8 +59,11 @@ class AffineBlock(Block):
         delta: Tensor,
         homogeneous: Tensor | None = None,
         looks: dict[str, bool] | None = None,
+        *,
+        turned: bool = False,
     ) -> None:
         self._weight, self._bias, self._h = weight, bias, homogeneous
+        self._turned = turned
         self.looks = {} if looks is None else looks
         self.names = tuple(n for n in (weight, bias) if n is not None)
         self._inputs_of, self.shape, self._delta = inputs, shape, delta
@@ -71,21 +75,29 @@ class AffineBlock(Block):
     def _inputs(self) -> Tensor:
         return self._inputs_of(slice(0, self.shape[0]))
 
+    def _like(
+        self,
+        inputs: Callable[[slice], Tensor],
+        shape: tuple[int, int, int, int],
+        delta: Tensor,
+        height: Tensor | None,
+    ) -> AffineBlock:
+        """A block of the same parameters."""
+        names = self._weight, self._bias
+        return AffineBlock(*names, inputs, shape, delta, height, self.looks, turned=self._turned)
+
     def narrow(self, start: int, stop: int) -> Block:
         shape = (stop - start, *self.shape[1:])
-        delta = self._delta[start:stop]
 
         def inputs(some: slice) -> Tensor:
             return self._inputs_of(slice(start + some.start, start + some.stop))
 
-        return AffineBlock(self._weight, self._bias, inputs, shape, delta, self._h, self.looks)
+        return self._like(inputs, shape, self._delta[start:stop], self._h)
 
     def traced(self) -> Block:
         """The covectors become output features: Σ_r δ_r·δ'_r is one product."""
         delta = self._delta.permute(0, 2, 3, 1, 4).flatten(3).unsqueeze(1)
-        return AffineBlock(
-            self._weight, self._bias, self._inputs_of, self.shape, delta, self._h, self.looks
-        )
+        return self._like(self._inputs_of, self.shape, delta, self._h)
 
     def _shifts(self) -> Tensor:
         """Σ_t h_t δ_t, the cotangents of the bias: (N, R, G, O)."""
@@ -95,10 +107,10 @@ class AffineBlock(Block):
 
     @cached_property
     def _pooled(self) -> AffineBlock:
-        """For `gram`, the same rows from one place, where all places have one cotangent."""
+        """For `add_gram`, the same rows from one place, where all places have one cotangent."""
         (n, g, t, i), first = self.shape, self._delta[:, :, :, :1]
         before = self.looks.get("pooled")
-        if t == 1 or first.is_meta or before is False:
+        if t == 1 or before is False:
             return self
         # a layer whose places differ shows it at the second one already
         some = (t,) if before else (2, t)
@@ -111,14 +123,13 @@ class AffineBlock(Block):
             return self._inputs_of(some).sum(2, keepdim=True)
 
         height = first.new_tensor([t]) if self._h is None else self._h.sum().reshape(1)
-        shape = (n, g, 1, i)
-        return AffineBlock(self._weight, self._bias, inputs, shape, first, height, self.looks)
+        return self._like(inputs, (n, g, 1, i), first, height)
 
     @cached_property
     def _separated(self) -> list[SeparatedCotangents]:
         """By group, the factors of the cotangents where covectors and places separate."""
         before, found = self.looks.get("separated"), []
-        if self._delta.is_meta or before is False:
+        if before is False:
             return []
         for g in range(self.shape[1]):
             one = SeparatedCotangents.of(self._delta[:, :, g], hopeful=bool(before))
@@ -144,9 +155,8 @@ class AffineBlock(Block):
     def rows(self) -> dict[str, Tensor]:
         out = {}
         if self._weight is not None:
-            out[self._weight] = torch.einsum(
-                "nrgto,ngti->nrgoi", self._delta, self._inputs()
-            ).flatten(2)
+            rows = torch.einsum("nrgto,ngti->nrgoi", self._delta, self._inputs())
+            out[self._weight] = (rows.mT if self._turned else rows).flatten(2)
         if self._bias is not None:
             out[self._bias] = self._shifts().flatten(2)
         return out
@@ -156,7 +166,8 @@ class AffineBlock(Block):
         o = self._delta.shape[-1]
         y: Tensor | float = 0.0
         if self._weight is not None:
-            x, w = self._by_group(self._inputs()), v[self._weight].reshape(g, o, i)
+            x, w = self._by_group(self._inputs()), v[self._weight]
+            w = w.reshape(g, i, o).mT if self._turned else w.reshape(g, o, i)
             y = torch.stack([a @ b.T for a, b in zip(x, w, strict=True)])
             y = y.view(g, n, t, o).transpose(0, 1)
         if self._bias is not None:
@@ -170,6 +181,7 @@ class AffineBlock(Block):
         if self._weight is not None:
             x, d = self._by_group(self._inputs()), self._by_group(delta)
             shares = [a.T @ b for a, b in zip(d, x, strict=True)]
+            shares = [x.T for x in shares] if self._turned else shares
             out[self._weight] = (shares[0] if len(shares) == 1 else torch.stack(shares)).flatten()
         if self._bias is not None:
             if self._h is not None:
@@ -224,13 +236,6 @@ class AffineBlock(Block):
     def _by_group(x: Tensor) -> Tensor:
         """(N, G, T, ·) -> (G, N·T, ·)."""
         return x.transpose(0, 1).flatten(1, 2)
-
-    def gram(self, other: Block, budget: int) -> Tensor:
-        assert isinstance(other, AffineBlock)
-        sides = (b.shape[0] * b._delta.shape[1] for b in (self, other))
-        out = self._delta.new_zeros(*sides)
-        self.add_gram(out, other, budget)
-        return mirrored(out) if other is self else out
 
     def add_gram(self, out: Tensor, other: Block, budget: int) -> None:
         """Σ_g Σ_tt' (ā ā'ᵀ) ∘ (δ δ'ᵀ)."""

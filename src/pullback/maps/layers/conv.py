@@ -8,27 +8,23 @@ from itertools import repeat
 from math import prod
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from .affine import AffineBlock
-from .correlated import (
-    by_lines,
+from .correlated import correlated_moments, correlates
+from .moments import Moments, Sharing, counted, means, moments, second_moment
+from .patches import (
     channel_bytes,
     channel_moment,
     channel_moments,
-    correlated_moments,
-    correlates,
-    left_out,
+    patch_moment,
     patch_sum,
+    patches,
     pointwise,
 )
-from .moments import Moments, Sharing, counted, means, moments, second_moment
-from .patches import patch_moment, patches
 from .registry import Block, Layer, Seen, Use, joined, register
 
 _TOGETHER = 2**27  # bytes of moments that are formed at once
-_NARROW = 256  # channels up to which half of a symmetric product is not worth a copy
 
 
 @register(nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -63,7 +59,8 @@ class Conv(Layer):
                 keep = sharing.by_sample(keep).flatten(1)
             seen, kept = means(sharing.by_sample(seen, 3).flatten(1, 2), keep)
             return moments(seen.transpose(0, 1), sharing, kept)
-        if width > sharing.longest or (keep is not None and keep.ndim > 1):
+        apart = module.groups > 1 or width > sharing.longest
+        if apart or (keep is not None and keep.ndim > 1):
             return _gathered(module, x, sharing, keep)
         places = prod(_places(module, x))
         if keep is None:
@@ -84,23 +81,15 @@ class Conv(Layer):
             step = max(1, _TOGETHER // _BYTES[way](uses[own[0]][1]))
             for some in (own[a : a + step] for a in range(0, len(own), step)):
                 second = way([uses[i][1] for i in some])
-                none = left_out(second)
                 for i, one in zip(some, second.split(1), strict=True):
-                    first = patch_sum(*uses[i][:2], none)
+                    first = patch_sum(*uses[i][:2], one)
                     found[i] = Moments(one, first, shape[0] * prod(shape[2:]))
         return [found[i] for i in range(len(uses))]
 
     def outputs(self, module: Any, x: Tensor, delta: Tensor, sharing: Sharing) -> Tensor:
-        dims = len(module.kernel_size)
-        d = delta if delta.ndim == 2 + dims else delta[None]
-        if by_lines(d, module.groups) and not sharing.reduce and d.shape[1] <= sharing.longest:
+        d = delta if delta.ndim == 2 + len(module.kernel_size) else delta[None]
+        if module.groups == 1 and not sharing.reduce and d.shape[1] <= sharing.longest:
             return channel_moment(d)
-        if _by_samples(d, module.groups) and not sharing.reduce and d.shape[1] <= sharing.longest:
-            d = d.flatten(2)
-            # its transpose: torch's kernels for rows are slow on ARM, and inexact in long sums
-            out = d.new_empty(c := d.shape[1], c)
-            torch.addbmm(d.new_zeros(1, 1), d, d.mT, beta=0, out=out.T)
-            return out[None]
         d = d.unflatten(1, (module.groups, -1)).flatten(3)  # (B, G, O, places)
         if sharing.reduce:
             return second_moment(sharing.by_sample(d.sum(3), 2).sum(1).transpose(0, 1), sharing)
@@ -125,7 +114,7 @@ def _gathered(module: Any, x: Tensor, sharing: Sharing, keep: Tensor | None) -> 
 
 def _way(module: Any, x: Tensor, sharing: Sharing) -> Any:
     """What forms the moments of several inputs like this one at once, or None."""
-    if sharing.reduce or not by_lines(x, module.groups):
+    if sharing.reduce or module.groups > 1:
         return None
     if 9 * x.shape[1] <= sharing.longest and correlates(module, x):
         return correlated_moments
@@ -137,12 +126,6 @@ _BYTES = {
     correlated_moments: lambda x: (9 * x.shape[1]) ** 2 * x.element_size(),
     channel_moments: channel_bytes,
 }
-
-
-def _by_samples(d: Tensor, groups: int) -> bool:
-    """Whether one product per sample, which copies nothing, beats one of all places turned over."""
-    exact = d.dtype in (torch.float32, torch.float64)
-    return groups == 1 and d.device.type == "cpu" and exact and d.shape[1] <= _NARROW and len(d) > 0
 
 
 def _places(module: Any, x: Tensor) -> list[int]:

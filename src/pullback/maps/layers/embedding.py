@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..._core.products import add_at, mirrored
+from ..._core.products import add_at
 from ..._core.space import compute_dtype
 from .gram import add_hadamard
 from .moments import Moments, Sharing, counted, second_moment
@@ -50,13 +50,6 @@ class GatherBlock(Block):
         delta = torch.einsum("nrtd,nr->ntd", self._delta, c).flatten(0, 1)
         out = add_at(delta.new_zeros(self._table), self._index.flatten(), delta)
         return {self._name: out.flatten()}
-
-    def gram(self, other: Block, budget: int) -> Tensor:
-        assert isinstance(other, GatherBlock)
-        sides = (b._delta.shape[0] * b._delta.shape[1] for b in (self, other))
-        out = self._delta.new_zeros(*sides)
-        self.add_gram(out, other, budget)
-        return mirrored(out) if other is self else out
 
     def add_gram(self, out: Tensor, other: Block, budget: int) -> None:
         """Σ_tt' [i_t = i'_t'] (δ_t·δ'_t')."""

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._core.products import moment
+from ..._core.products import half_moment_into, moment
 from ..._core.space import compute_dtype, tolerance
 
 _LEAK = 0.25  # of a covector that may reach other samples, by way of a batch normalization say
@@ -110,7 +110,6 @@ def find_layout(delta: Tensor, chosen: Tensor, features: int) -> SampleLayout | 
     return min(found, key=lambda pair: pair[0])[1] if found else None
 
 
-_LARGE = 2048  # features from which on a symmetric product is formed by halves
 _ROUND_OFF = 10  # in units of the last place
 _TOGETHER = 2**26  # bytes of inputs that are copied to be multiplied at once
 
@@ -251,10 +250,10 @@ def stacked(uses: Sequence[Tensor], keep: Sequence[Tensor] | None = None) -> lis
         some = [x.reshape(1, -1, n) for x in uses[a : a + step]]
         rows = some[0] if len(some) == 1 else torch.cat(some)
         rows = rows if mask is None else rows * mask[a : a + step]
-        if len(some) == 1:
-            product_into(second[a, 0], rows[0])
+        if len(some) == 1 and rows.dtype != second.dtype:
+            half_moment_into(second[a, 0], rows[0])
         else:
-            products_into(second[a : a + step, 0], rows)
+            _batched_into(second[a : a + step, 0], rows.mT, rows)
         ones = _ones(rows.shape[1], rows.dtype, rows.device).expand(len(some), -1, -1)
         _batched_into(first[a : a + step], ones, rows)
     each = zip(second.unbind(), first.unbind(), places, strict=True)
@@ -264,27 +263,6 @@ def stacked(uses: Sequence[Tensor], keep: Sequence[Tensor] | None = None) -> lis
 @lru_cache(8)
 def _ones(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.ones(1, 1, n, dtype=dtype, device=device)
-
-
-def product_into(out: Tensor, x: Tensor) -> None:
-    """XᵀX of (P, n) in half precision, accumulated and written in float32.
-
-    Of a large one the halves' own products and the one between them: that is three quarters of it.
-    """
-    n, h = x.shape[1], x.shape[1] // 2
-    if n < _LARGE or n % 16:
-        torch.mm(x.T, x, out_dtype=torch.float32, out=out)
-        return
-    both, corner = x.unflatten(1, (2, h)).transpose(0, 1), out[:h, h:]
-    own = out.as_strided((2, h, h), (h * (out.stride(0) + 1), *out.stride()))
-    torch.bmm(both.mT, both, out_dtype=torch.float32, out=own)
-    torch.mm(x[:, :h].T, x[:, h:], out_dtype=torch.float32, out=corner)
-    out[h:, :h] = corner.T
-
-
-def products_into(out: Tensor, x: Tensor) -> None:
-    """The same of each (P, n) in (K, P, n), at once; of single precision as well."""
-    _batched_into(out, x.mT, x)
 
 
 def _batched_into(out: Tensor, x: Tensor, y: Tensor) -> None:

@@ -175,8 +175,8 @@ class ProductBlock(Block):
         inputs = joined([_inputs(u) for u in self._uses], 2)
         delta = joined([_delta(u) for u in self._uses], 3)
         n, g, t, i = inputs.shape
-        shape, read = (n, g, t, i), inputs.__getitem__
-        return AffineBlock(self._weight, self._bias, read, shape, delta, looks=self.looks)
+        names, read = (self._weight, self._bias), inputs.__getitem__
+        return AffineBlock(*names, read, (n, g, t, i), delta, looks=self.looks, turned=self.turned)
 
     @property
     def route(self) -> str:
@@ -190,13 +190,14 @@ class ProductBlock(Block):
         names = {"weight": self._weight, "bias": self._bias}
         return ProductBlock(names, uses, turned=self.turned)
 
-    def gram(self, other: Block, budget: int) -> Tensor:
+    def add_gram(self, out: Tensor, other: Block, budget: int) -> None:
         assert isinstance(other, ProductBlock)
         mine = self.inner
         theirs = mine if other is self else other.inner
         if mine is None or theirs is None:
-            return super().gram(other, budget)
-        return mine.gram(theirs, budget)
+            super().add_gram(out, other, budget)
+        else:
+            mine.add_gram(out, theirs, budget)
 
     def rows(self) -> dict[str, Tensor]:
         (g, o, i), (n, r) = self._form, self._uses[0].delta.shape[:2]
@@ -220,11 +221,7 @@ class ProductBlock(Block):
         inner = self.inner
         if inner is None:
             return super().project(v)
-        g, o, i = self._form
-        turned = {n: v[n] for n in self.names}
-        if self._weight is not None and self.turned:
-            turned[self._weight] = v[self._weight].reshape(g, i, o).mT
-        return inner.project(turned)
+        return inner.project(v)
 
     def lift(self, c: Tensor) -> dict[str, Tensor]:
         g, o, i = self._form

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..._core.products import add_cross, mirrored
+from ..._core.products import add_cross
 from .moments import Moments, Sharing, counted
 
 
 class Block(ABC):
-    """One group of parameters: `rows`, `gram`, and products with A and Aᵀ."""
+    """One group of parameters: `rows`, their Gram, and products with A and Aᵀ."""
 
     #: names of the parameters, in the map's parameter space
     names: tuple[str, ...]
@@ -31,7 +31,7 @@ class Block(ABC):
 
     @property
     def route(self) -> str:
-        """How `gram` will be computed, for reports."""
+        """How the Gram will be computed, for reports."""
         return "rows"
 
     @abstractmethod
@@ -43,23 +43,19 @@ class Block(ABC):
         """The same block for the samples in [start, stop)."""
 
     def traced(self) -> Block:
-        """For `gram` alone, one covector whose products are Σ_r of the products of all R."""
+        """For `add_gram` alone, one covector whose products are Σ_r of those of all R."""
         return RowsBlock({n: rows.flatten(1)[:, None] for n, rows in self.rows().items()})
 
-    def gram(self, other: Block, budget: int) -> Tensor:
-        """A Aᵀ of this block against `other` of the same parameters: (N·R, N'·R')."""
-        mine, name = self.rows(), self.names[0]
+    def add_gram(self, out: Tensor, other: Block, budget: int) -> None:
+        """out += A A'ᵀ against `other` of the same parameters, (N·R, N'·R').
+
+        Where `other` is this block, on and below the diagonal.
+        """
+        mine = self.rows()
         theirs = mine if other is self else other.rows()
-        sides = (rows[name].shape[0] * rows[name].shape[1] for rows in (mine, theirs))
-        out = mine[name].new_zeros(*sides)
         for name in self.names:
             x = mine[name].flatten(0, 1)
             add_cross(out, x, x if other is self else theirs[name].flatten(0, 1))
-        return mirrored(out) if other is self else out
-
-    def add_gram(self, out: Tensor, other: Block, budget: int) -> None:
-        """The same added to `out`; where `other` is this block, on and below the diagonal."""
-        out += self.gram(other, budget)
 
     def project(self, v: Mapping[str, Tensor]) -> Tensor:
         """A v: (N, R)."""
@@ -81,14 +77,37 @@ class RowsBlock(Block):
     def rows(self) -> dict[str, Tensor]:
         return self._rows
 
-    def add_gram(self, out: Tensor, other: Block, budget: int) -> None:
-        theirs = other.rows()
-        for name, rows in self._rows.items():
-            x = rows.flatten(0, 1)
-            add_cross(out, x, x if other is self else theirs[name].flatten(0, 1))
-
     def narrow(self, start: int, stop: int) -> Block:
         return RowsBlock({n: r[start:stop] for n, r in self._rows.items()})
+
+
+class JointBlock(Block):
+    """Blocks of one layer's parameters, side by side."""
+
+    def __init__(self, parts: Sequence[Block]) -> None:
+        self._parts = parts
+        self.names = tuple(name for part in parts for name in part.names)
+
+    @property
+    def route(self) -> str:
+        return self._parts[0].route
+
+    def narrow(self, start: int, stop: int) -> Block:
+        return JointBlock([part.narrow(start, stop) for part in self._parts])
+
+    def rows(self) -> dict[str, Tensor]:
+        return {n: rows for part in self._parts for n, rows in part.rows().items()}
+
+    def project(self, v: Mapping[str, Tensor]) -> Tensor:
+        return torch.stack([part.project(v) for part in self._parts]).sum(0)
+
+    def lift(self, c: Tensor) -> dict[str, Tensor]:
+        return {n: share for part in self._parts for n, share in part.lift(c).items()}
+
+    def add_gram(self, out: Tensor, other: Block, budget: int) -> None:
+        assert isinstance(other, JointBlock)
+        for one, two in zip(self._parts, other._parts, strict=True):
+            one.add_gram(out, two, budget)
 
 
 def joined(tensors: Sequence[Tensor], dim: int) -> Tensor:

@@ -121,8 +121,9 @@ class Scale(Layer):
         delta: Tensor,
         roles: Sequence[str],
         sharing: Sharing,
+        kept: Kept = None,
     ) -> UnitSums:
-        """What these rows are made of."""
+        """What these rows are made of; `kept` are mean and 1/σ of the batch, if known."""
         features = self.features(module, x.ndim)
         dtype = compute_dtype(delta.dtype)
         x, delta = x.to(dtype), delta.to(dtype)
@@ -158,6 +159,7 @@ class TrailingNorm(Scale):
         delta: Tensor,
         roles: Sequence[str],
         sharing: Sharing,
+        kept: Kept = None,
     ) -> UnitSums:
         """The same in fewer steps for (N, T, n), which is what transformers have."""
         elsewhere = sharing.batch_dim or sharing.layout is not None
@@ -206,11 +208,12 @@ class BatchNorm(ChannelScale):
         delta: Tensor,
         roles: Sequence[str],
         sharing: Sharing,
+        kept: Kept = None,
     ) -> UnitSums:
         """Σδ and Σδx by sample and channel, without forming x̂."""
         if not module.training and module.running_mean is not None:
             kept = module.running_mean, (module.running_var + module.eps).rsqrt()
-        else:
+        elif kept is None:
             channels = x.to(compute_dtype(delta.dtype)).reshape(*x.shape[:2], -1)
             variance, mean = torch.var_mean(channels, (0, 2), correction=0)
             kept = mean, (variance + module.eps).rsqrt()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
 from math import isfinite
 from random import Random
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +20,7 @@ from ..._core.capture import Selector, plain
 from ..._core.errors import PullbackError
 from ..._core.flags import DeferredFlags, finite
 from ..._core.processes import Traffic, find_processes, group_of, refuse_untold, unwrapped
-from ..._core.shards import Parameters, reshard
+from ..._core.shards import Parameters, is_sharded, reshard
 from ...grams.kronecker import Kronecker
 from ...likelihoods import Likelihood
 from ...metrics import Metric
@@ -118,7 +120,8 @@ class KFAC(Optimizer):
         group: the processes that train together, by default those of the model's wrapper. Where a
             model is not wrapped, its gradients are averaged over them in `step`.
         workers: how many of the processes hold an inverse, a divisor of their number; by default
-            all. With fewer, directions are sent instead.
+            all, and one where `fully_shard` has cut the model. With fewer, directions are sent
+            instead.
     """
 
     def __init__(
@@ -170,8 +173,12 @@ class KFAC(Optimizer):
         self.reduction, self.grad_scaler, self.quadratic = own.reduction, grad_scaler, step
         # a framework that wraps the model later may let one process save alone: no shares then
         lazy = group is None and not (ekfac or own.damping.referenced or own.controlled)
-        read = own.kl_clip is not None
-        self._replicas = Replicas(processes, workers, wrapped=wrapped, lazy=lazy, read=read)
+        shards, read = any(map(is_sharded, model.parameters())), own.kl_clip is not None
+        if shards and workers is None and not ekfac:
+            workers = 1
+        self._replicas = Replicas(
+            processes, workers, wrapped=wrapped, lazy=lazy, read=read, owned=shards
+        )
         self._closed, self._warned, self._told = False, False, False
         self._info, self._skipped = KFACInfo(), False
         self._growth: list[Any] = []  # the first loss of a closure, and steps far above it
@@ -180,8 +187,7 @@ class KFAC(Optimizer):
         given = list(plain(model).parameters() if params is None else params)
         options.refuse_unready(model, given)
         self._register()
-        teams, shards = self._replicas.placement.teams, bool(self._params.shards)
-        options.refuse_spread(own, teams=teams, shards=shards)
+        options.refuse_spread(own, teams=self._replicas.placement.teams, shards=shards)
         super().__init__(given, own.defaults)
         self._replicas.meet(self._params, own.common, self.param_groups, schedule)
 
@@ -206,8 +212,24 @@ class KFAC(Optimizer):
             several=not processes.alone,
             whole=self._params.leaves if self._params.shards else None,
         )
+        if not processes.alone:
+            me = ref(self)  # hooks hold it
+            self._capture.completed = lambda: (own := me()) and own._launch()
         self._verdict: DeferredFlags | None = None
         self._plans: dict[Any, Any] = {}
+
+    def _launch(self) -> None:
+        """Begin to sum statistics over processes, while the backward pass goes on."""
+        held = self._held
+        blocks = held.blocks if held.renews(self.invert_every) else None
+        scale = self._loss_scale
+        self._replicas.launch(self._capture, self._params, blocks, self.ema, scale)
+
+    @property
+    def _loss_scale(self) -> float:
+        """What the cotangents are multiplied by: gradients are averaged, they not yet."""
+        scale = 1.0 if self.grad_scaler is None else float(self.grad_scaler.get_scale())
+        return scale * self._replicas.processes.size
 
     # --- a torch optimizer's duties -------------------------------------------------------------
 
@@ -294,7 +316,7 @@ class KFAC(Optimizer):
         out = super().state_dict()
         if spread:
             out["state"] = {number: dict(held) for number, held in out["state"].items()}
-            self._replicas.release(own)
+            self._replicas.release(own, self._held.averages)
             self._publish()
         return out
 
@@ -396,6 +418,8 @@ class KFAC(Optimizer):
             return self._reject(f"the loss is {source.loss}", loss)
         report.watch_growth(self._growth, loss)
         if not self._replicas.alone and (wanted or capture.pool.calls) and not owing:
+            if not self._replicas.launched(capture.pool):
+                self._launch()
             self._replicas.join(capture, params, groups, gradients, held.schedule)
         found = self._statistics(source, owing)
         guard = Guard(self._deferrable(found, gradients))
@@ -472,9 +496,7 @@ class KFAC(Optimizer):
                     "output before step()",
                 )
             return {}
-        scale = 1.0 if self.grad_scaler is None else float(self.grad_scaler.get_scale())
-        # gradients are averaged over processes, cotangents not yet
-        found = capture.take(scale * self._replicas.processes.size)
+        found = capture.take(self._loss_scale)
         self._skipped = found is None
         if found is not None and not self._told and not self._held.schedule["taken"]:
             self._told = True
@@ -528,6 +550,7 @@ class KFAC(Optimizer):
 
     def _reject(self, reason: str, loss: Any) -> Any:
         self._capture.settle()
+        self._replicas.forget()
         self._info = KFACInfo(False, reason, self._held.schedule["damping"])
         return loss
 
@@ -558,10 +581,13 @@ class KFAC(Optimizer):
         self._settle()
         return self._held
 
-    def _whole(self) -> KFACState:
-        """The same, where averages are no shares; all processes call it."""
-        self._replicas.whole(self.blocks.blocks)
-        return self._held
+    @contextmanager
+    def _whole(self) -> Iterator[KFACState]:
+        """The same, with averages that are whole meanwhile; all processes call it."""
+        held = self.blocks
+        self._replicas.assemble(held.blocks)
+        yield held
+        self._replicas.release(held.preconditioner, held.averages)
 
     @property
     def statistics_due(self) -> bool:
@@ -586,16 +612,18 @@ class KFAC(Optimizer):
 
     def gram(self) -> Kronecker:
         """F̂ without damping, over the parameters that have a block, in the model's order."""
-        return report.gram_of(self._whole(), self._params.by_name)
+        with self._whole() as held:
+            return report.gram_of(held, self._params.by_name)
 
     def average(self) -> dict[BlockKey, dict[Factor, Tensor]]:
         """The averages as they are, to serve as an `Invariant` damping's reference."""
-        held = self._whole()
-        return {k: a.corrected() for k, a in held.averages.items() if k in held.learned}
+        with self._whole() as held:
+            return {k: a.corrected() for k, a in held.averages.items() if k in held.learned}
 
     def degenerate(self) -> list[Degenerate]:
         """Blocks on which F̂ is no metric, and why: directions that change nothing."""
-        return report.degenerate_of(self._whole())
+        with self._whole() as held:
+            return report.degenerate_of(held)
 
     def memory(self) -> dict[str, int]:
         """Bytes held, by what for."""

@@ -9,26 +9,47 @@ their sum over all processes is the average, and less is sent.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
-from math import isnan, prod
+from collections.abc import Iterator, Mapping, Sequence, Set
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..._core.errors import PullbackError
+from ..._core.flags import checksum
 from ..._core.placement import Placement
 from ..._core.processes import Processes
 from ..._core.shards import Groups, Parameters
 from ...grams.kronecker.inverse import Inverse
-from ...grams.kronecker.packed import Side, memory, sum_sides, zeros_like
-from ...maps.layers.moments import Moments
+from ...grams.kronecker.packed import (
+    Side,
+    launch_sides,
+    map_memory,
+    memory,
+    sum_sides,
+    zeros_like,
+)
 from ..checks import refuse_sparse
 from .factors.average import Average
 from .factors.factor import SPECTRUM, BlockKey, Factor
 from .factors.preconditioner import Preconditioner, placeholder
 from .statistics.capture import StatisticsCapture
-from .statistics.sums import Pool, Sums
+from .statistics.reduction import (
+    BlockTensors,
+    ComingAverages,
+    Layouts,
+    SentSums,
+    counts_of,
+    is_broken,
+    join_layouts,
+    layout_of,
+    shared_sides,
+    sides_of,
+    tensors_of,
+    zeros_of,
+)
+from .statistics.sums import Pool, means
 
 #: blocks with statistics, in an order that all processes have
 Blocks = Sequence[tuple[BlockKey, Average]]
@@ -43,16 +64,35 @@ class Replicas:
         wrapped: whether a wrapper averages the gradients.
         lazy: whether averages may be shares between inversions.
         read: whether xᵀF̂x is read in between.
+        owned: whether an average is held by the one process alone that inverts it.
     """
 
     def __init__(
-        self, processes: Processes, workers: int | None, *, wrapped: bool, lazy: bool, read: bool
+        self,
+        processes: Processes,
+        workers: int | None,
+        *,
+        wrapped: bool,
+        lazy: bool,
+        read: bool,
+        owned: bool = False,
     ) -> None:
         self.processes = processes
         self.placement: Placement[BlockKey] = Placement(processes, workers)
         self._wrapped, self._read = wrapped, read
-        self._lazy = lazy and not processes.alone
+        self._owned = owned and not processes.alone
+        self._lazy = lazy and not owned and not processes.alone
         self._shared = False
+        #: whether sums may be under way while a wrapper's backward pass goes on, and in which group
+        self._overlaps = wrapped and not owned and not processes.alone
+        self._apart: Processes | None = None
+        #: what all processes measured last, and what is under way
+        self._layouts: Layouts | None = None
+        self._counts: list[Tensor] = []
+        self._own: list[float] | None = None  # this process's part of these counts
+        self._steady = False  # whether all parts were those of the time before
+        self._sent: SentSums | None = None
+        self._coming: ComingAverages | None = None
 
     @property
     def alone(self) -> bool:
@@ -85,6 +125,48 @@ class Replicas:
             refuse_sparse(name, p.grad)
         self.processes.average_gradients(held.values())
 
+    def launch(
+        self,
+        capture: StatisticsCapture,
+        params: Parameters,
+        blocks: Blocks | None,
+        ema: float,
+        loss_scale: float,
+    ) -> None:
+        """Begin to sum the pooled statistics, in the shapes that all had last time.
+
+        It is called in the backward pass, or else before `join`: messages of their own group know
+        no order but theirs. Nothing is waited for, since another process may wait for this one's
+        gradients. So averages are sent as they will be if counts are those of the last time.
+
+        Args:
+            capture: has the statistics.
+            params: of the model.
+            blocks: those that will be inverted with these statistics; None where none will.
+            ema: the weight of the past in their averages.
+            loss_scale: by which cotangents are multiplied.
+        """
+        self.forget()
+        if self._apart is None or self._layouts is None:
+            return
+        sent = self._sent = self._begin(capture.pool, self._layouts, params, self._apart)
+        if blocks is not None and self._lazy and self._steady:
+            pool = Pool(samples=self._counts[0], shared=sent.shared, share=self._part)
+            scale = capture.scale(pool.samples, loss_scale)
+            self._coming = self._begin_averages(sent, pool, scale, blocks, ema)
+
+    def launched(self, pool: Pool) -> bool:
+        """Whether sums of this pool are under way."""
+        return self._sent is not None and self._sent.pool is pool
+
+    def forget(self) -> None:
+        """Let go of what is under way."""
+        self._sent = self._coming = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but what is under way, and the group in which it is."""
+        return {**vars(self), **dict.fromkeys(("_sent", "_coming", "_apart", "_layouts", "_own"))}
+
     def join(
         self,
         capture: StatisticsCapture,
@@ -95,13 +177,17 @@ class Replicas:
     ) -> None:
         """Make the pooled sums those of all processes; raise on all where they contradict."""
         processes, pool, structure = self.processes, capture.pool, capture.structure
-        broken = isinstance(pool.samples, float) and isnan(pool.samples)
+        sent, self._sent = self._sent, None
+        broken = is_broken(pool)
         keys = [] if broken else sorted(pool.sums, key=lambda key: key.names)
-        sums = {key: tensors_of(pool.sums[key]) for key in keys}
-        layouts = {key: layout_of(own) for key, own in sums.items()}
+        layouts = {key: layout_of(tensors_of(pool.sums[key])) for key in keys}
         partners, rates = sorted(structure.partners.items()), _rates(params, groups, schedule)
         told = (layouts, partners), [*gradients], rates
-        alike, (whole, idle) = processes.compare(told, [not broken, pool.calls == 0])
+        before, self._own = self._own, counts_of(pool, keys)
+        flags = [not broken, pool.calls == 0, sent is not None and sent.calls == pool.calls]
+        flags.append(self._own is not None and self._own == before)
+        bits = checksum([*gradients.values()]), params.checksum()
+        alike, (whole, idle, fresh, self._steady) = processes.compare(told, flags, bits)
         if not alike[2]:
             remedy = "Change param groups and load states in all of them alike"
             processes.same("the options of KFAC", rates, remedy)
@@ -110,6 +196,16 @@ class Replicas:
             given = {f"that of {n}": "there" if n in gradients else None for n in chosen}
             remedy = "Wrap the model in DistributedDataParallel(find_unused_parameters=True)"
             processes.same("their gradients", given, remedy)
+        if not alike[3]:
+            remedy = "Change them in all processes alike, or before they are averaged: in the loss"
+            processes.same("their gradients", _lengths(gradients), remedy)
+        if not alike[4]:
+            remedy = (
+                "Load the last checkpoint, and change gradients, parameters and rates in all "
+                "processes alike"
+            )
+            held = params.whole(params.by_name, "parameters")
+            processes.same("their parameters", _lengths(held), remedy)
         if idle:
             return
         pool.calls = max(pool.calls, 1)
@@ -122,40 +218,73 @@ class Replicas:
             structure.partners = {
                 n: own for _, known in reversed(every) for n, own in known.items()
             }
-        for key, layout in layouts.items():
-            like, own = params.by_name[key.names[0]], sums.get(key, {})
-            sums[key] = {
-                at: own[at] if at in own else _zeros(at, *layout[at], like) for at in layout
-            }
+        if sent is not None and not fresh:  # several passes, of which each would be sent
+            self._apart = None
+        if sent is None or not fresh or layouts != self._layouts:
+            self._coming, self._steady = None, self._steady and layouts == self._layouts
+            sent = self._begin(pool, layouts, params, processes)
+        if not self._steady:
+            self._coming = None
+        if self._layouts is None and self._overlaps:
+            self._apart = processes.apart()
+        self._layouts = layouts
+        self._counts = sent.finish()
+        pool.shared, pool.share = sent.shared, self._part
+
+    @property
+    def _part(self) -> float:
+        """What this process adds of what is known without measuring: one of them adds all."""
+        return float(self.processes.rank == 0)
+
+    def _begin(
+        self, pool: Pool, layouts: Layouts, params: Parameters, processes: Processes
+    ) -> SentSums:
+        """Begin to sum counts, and the sides of which processes hold no shares."""
         device = next(iter(params.by_name.values())).device
-        self._sum(pool, {key: sums[key] for key in layouts}, device)
+        sums: dict[BlockKey, BlockTensors] = {}
+        for key, layout in layouts.items():
+            held = None if is_broken(pool) else pool.sums.get(key)
+            own = {} if held is None else tensors_of(held)
+            if not layout_of(own).items() <= layout.items():
+                own = {}  # `join` finds out
+            like = params.by_name[key.names[0]]
+            sums[key] = {
+                at: own[at] if at in own else zeros_of(at, *layout[at], like) for at in layout
+            }
+        shared = {key: self._shared_sides(key, sides_of(own)) for key, own in sums.items()}
+        owners = self.placement.owners if self._owned else {}
+        placed = owners if sums.keys() <= owners.keys() else {}
+        return SentSums(pool, sums, shared, processes, device, placed)
 
-    def _sum(self, pool: Pool, sums: dict[BlockKey, BlockTensors], device: torch.device) -> None:
-        """Fill the pool with counts of all processes, and with sums where they are no shares.
+    def _begin_averages(
+        self, sent: SentSums, pool: Pool, scale: Any, blocks: Blocks, ema: float
+    ) -> ComingAverages | None:
+        """Begin to sum averages as they will be when these statistics have been taken up."""
 
-        Of the others every process keeps its share, over the counts of all.
-        """
-        shared = {key: self._shared_sides(key, _sides_of(own)) for key, own in sums.items()}
-        every = [(key, at) for key, own in sums.items() for at in own]
-        places = [(key, at) for key, at in every if at[0] == "places"]
-        rest = [(k, at) for k, at in every if at[0] != "places" and at[1].side not in shared[k]]
-        counts = [torch.as_tensor(pool.samples, device=device)]
-        counts += [memory(sums[key][at]) for key, at in places]
-        found = self.processes.sum([t.to(device, torch.float64) for t in counts], "counts")
-        pool.samples = found[0]
-        sides = sum_sides(
-            [sums[key][at] for key, at in rest],
-            self.processes,
-            [at[1] != SPECTRUM for _, at in rest],
-        )
-        for (key, at), t in zip([*places, *rest], [*found[1:], *sides], strict=True):
-            sums[key][at] = t
-        pool.sums = {key: sums_of(own) for key, own in sums.items()}
-        pool.shared, pool.share = shared, float(self.processes.rank == 0)
+        def sides() -> Iterator[Side]:
+            for key, average in blocks:
+                some = self._shared_sides(key, {f: t.shape for f, t in average.value.items()})
+                pool.sums = sent.shares(key, self._counts)
+                new = means(pool, scale).get(key, {})
+                for f in sorted(f for f in average.value if f.side in some):
+                    yield self._lerp(average.value[f], new.get(f), ema)
+
+        if not all(sent.fits(key, average) for key, average in blocks):
+            return None
+        keys = [key for key, _ in blocks]
+        return ComingAverages(keys, launch_sides(sides(), sent.processes))
+
+    def _lerp(self, old: Side, new: Side | None, ema: float) -> Side:
+        """Return ema·old + (1 − ema)·new of this process's shares."""
+        if not self._shared and self.processes.rank:  # another one has all of it
+            old = zeros_like(old)
+        if new is None:
+            return old
+        return map_memory(lambda t: torch.lerp(t, memory(new), 1 - ema), old)
 
     def agree(self, flag: Tensor) -> Tensor:
-        """Return whether statistics are good on all processes: only their sum is the same."""
-        return self.processes.agree(flag) if self._lazy else flag
+        """Return whether statistics are good on all processes, of which each has a part."""
+        return self.processes.agree(flag) if self._lazy or self._owned else flag
 
     # --- averages as shares ---------------------------------------------------------------------
 
@@ -182,12 +311,19 @@ class Replicas:
             if self.processes.rank and held:
                 torch._foreach_zero_(held)
 
-    def whole(self, blocks: Blocks) -> None:
-        """Make averages whole, where they are shares; all processes call it."""
+    def whole(self, blocks: Blocks, *, taken: bool = False) -> None:
+        """Make averages whole, where they are shares; all processes call it.
+
+        If statistics were `taken` up just now, the sums may be under way.
+        """
+        coming, self._coming = self._coming if taken else None, None
         if not self._shared:
             return
         sides = self._sides(blocks)
-        totals = sum_sides(sides, self.processes, [True] * len(sides))
+        if coming is not None and coming.keys == [key for key, _ in blocks]:
+            totals = coming.sides.wait()
+        else:
+            totals = sum_sides(sides, self.processes)
         for side, total in zip(sides, totals, strict=True):
             memory(side).copy_(memory(total))
         self._shared = False
@@ -195,8 +331,10 @@ class Replicas:
     def corner(self, key: BlockKey, average: Average) -> float | None:
         """Return this process's share of the second moment of a bias's input, which is 1.
 
-        None where all processes hold the block, and another one adds it up.
+        None where another process adds the block up.
         """
+        if self._owned:
+            return 1.0 if self.keeps(key) else None
         if not self._shared or self.processes.rank == 0:
             return 1.0
         shared = self._shared_sides(key, {f: t.shape for f, t in average.value.items()})
@@ -204,21 +342,50 @@ class Replicas:
 
     def total(self, share: Tensor) -> Tensor:
         """Return what the shares of all processes add up to."""
-        return self.processes.sum([share], "lengths")[0] if self._shared else share
+        spread = self._shared or self._owned
+        return self.processes.sum([share], "lengths")[0] if spread else share
+
+    # --- averages of owners ---------------------------------------------------------------------
+
+    def keeps(self, key: BlockKey) -> bool:
+        """Whether this process holds the average of a block."""
+        return not self._owned or self.placement.owners.get(key) in (None, self.processes.rank)
+
+    def assemble(self, blocks: Blocks) -> None:
+        """Bring whole averages here; those of owners are given up again by `release`."""
+        self.whole(blocks)
+        if self._owned:
+            tensors, owners = [], []
+            for key, average in blocks:
+                if not self.keeps(key):
+                    average.change(Tensor.contiguous)
+                own = average.sides()
+                tensors += own
+                owners += [self.placement.owners[key]] * len(own)
+            self.processes.exchange(tensors, owners, "state")
 
     # --- on the way out -------------------------------------------------------------------------
 
-    def place(self, own: Preconditioner, keys: Set[BlockKey], *, loaded: bool = False) -> None:
+    def place(
+        self,
+        own: Preconditioner,
+        averages: Mapping[BlockKey, Average],
+        keys: Set[BlockKey],
+        *,
+        loaded: bool = False,
+    ) -> None:
         """Give new blocks an owner; averages that were `loaded` are no shares."""
         self._shared = self._shared and not loaded
         if not self.alone:
             new = sorted(keys - self.placement.owners.keys(), key=lambda key: key.names)
             kinds = {k: (own.shapes[k], own.inverses[k].kind) for k in new}
             self.placement.assign({k: (kinds[k], _cost(own, k)) for k in new})
-            self.release(own)
+            self.release(own, averages)
 
-    def release(self, own: Preconditioner) -> None:
-        """Give up the memory of inverses that other teams hold."""
+    def release(self, own: Preconditioner, averages: Mapping[BlockKey, Average]) -> None:
+        """Give up the memory of inverses that other teams hold, and of averages that others own."""
+        for average in [a for key, a in averages.items() if not self.keeps(key)]:
+            average.change(placeholder)
         placed = own.inverses.keys() & self.placement.owners.keys() - own.absent
         for key in [k for k in placed if not self.placement.holds(k)]:
             own.change(key, placeholder)
@@ -266,13 +433,13 @@ class Replicas:
         self.placement.send_within(sent, "inverses")
 
     def collect(self, own: Preconditioner, blocks: Blocks) -> bool:
-        """Bring the whole state here; return whether inverses of other teams are among it.
+        """Bring the whole state here; return whether parts of other processes are among it.
 
         Those are given up again by `release`.
         """
         owners = self.placement.owners
         try:
-            self.whole(blocks)
+            self.assemble(blocks)
             if self.placement.teams:
                 keys = sorted((k for k in own.ready if k in owners), key=lambda key: key.names)
                 for key in own.absent.intersection(keys):
@@ -287,7 +454,7 @@ class Replicas:
                 "each of them holds a part of the state, and one did not call it, or is lost",
                 "Call state_dict() on all processes together; one of them may write it",
             ) from error
-        return self.placement.teams
+        return self.placement.teams or self._owned
 
     def complete(
         self,
@@ -333,6 +500,15 @@ def _room(mine: Inverse, form: tuple[dict[str, Any], bool], *, held: bool) -> In
     return Inverse(**room, factors=form[1])
 
 
+def _lengths(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return what tells tensors apart, in words."""
+    some = {n: t for n, t in tensors.items() if t.numel()}
+    return {
+        f"that of {n}": f"{float(t.detach().double().norm()):.9g} long, with bits {checksum([t]):x}"
+        for n, t in some.items()
+    }
+
+
 def _rates(params: Parameters, groups: Groups, schedule: Mapping[str, Any]) -> dict[str, Any]:
     """Return what param groups and schedule say, without numbers on a device."""
     out: dict[str, Any] = {}
@@ -341,97 +517,3 @@ def _rates(params: Parameters, groups: Groups, schedule: Mapping[str, Any]) -> d
         own["params"] = [*params.of([group])]
         out |= {f"{name} of param group {i}": v for name, v in own.items()}
     return out | {f"the schedule's {n}": v for n, v in schedule.items()}
-
-
-# --- sums of the joined batch ---------------------------------------------------------------------
-
-#: one of a block's sums: "values", or of inputs "second" Σaaᵀ, "first" Σa and "places"
-Place = tuple[str, Factor]
-BlockTensors = dict[Place, Side]
-#: shapes and dtypes of all sums, by block
-Layouts = dict[BlockKey, dict[Place, tuple[tuple[int, ...], torch.dtype]]]
-
-
-def tensors_of(sums: Sums) -> BlockTensors:
-    """Return a block's sums one by one; `sums_of` puts them together again."""
-    out: BlockTensors = {("values", f): t for f, t in sorted(sums.values.items())}
-    for f, m in sorted(sums.inputs.items()):
-        places = torch.as_tensor(m.places, dtype=torch.float64)
-        out |= {("second", f): m.second, ("first", f): m.first, ("places", f): places}
-    return out
-
-
-def sums_of(own: BlockTensors) -> Sums:
-    """Return the sums of a block."""
-    out = Sums(values={f: t for (kind, f), t in own.items() if kind == "values"})
-    for f in [f for kind, f in own if kind == "second"]:
-        first, places = memory(own["first", f]), memory(own["places", f])
-        out.inputs[f] = Moments(own["second", f], first, places.to(first))
-    return out
-
-
-def layout_of(own: BlockTensors) -> dict[Place, tuple[tuple[int, ...], torch.dtype]]:
-    """Return shapes and dtypes of a block's sums."""
-    return {at: (tuple(t.shape), memory(t).dtype) for at, t in own.items()}
-
-
-def join_layouts(every: Sequence[Layouts]) -> Layouts:
-    """Return the blocks that any process saw; raise where they contradict each other.
-
-    A process without samples, or whose samples passed other layers, adds nothing to a block that
-    others saw. One that sees a parameter in another block is an error on all of them.
-    """
-    out: Layouts = {}
-    seen: dict[str, tuple[int, BlockKey]] = {}
-    for rank, layouts in enumerate(every):
-        for key, own in layouts.items():
-            held = out.setdefault(key, {})
-            fits = all(held.get(at, own[at]) == own[at] for at in own)
-            for name in key.names:
-                first, other = seen.setdefault(name, (rank, key))
-                if other != key or not fits:
-                    raise PullbackError(
-                        f"The processes see {name!r} otherwise",
-                        f"process {first} has {_said(other, every[first])} and process {rank} "
-                        f"{_said(key, layouts)}",
-                        "Let all of them use its layer in the same way, in the same precision",
-                    )
-            held |= own
-    return {k: dict(sorted(out[k].items())) for k in sorted(out, key=lambda key: key.names)}
-
-
-def _said(key: BlockKey, layouts: Layouts) -> str:
-    found = [layout for (kind, _), layout in layouts[key].items() if kind == "values"]
-    together = f" of {' and '.join(key.names)}" if len(key.names) > 1 else ""
-    return f"a {key.kind} block{together} with sides {[s for s, _ in found]} in {found[0][1]}"
-
-
-def _zeros(at: Place, shape: Sequence[int], dtype: torch.dtype, like: Tensor) -> Side:
-    """Return what a process has of sums that it did not see."""
-    zeros = torch.zeros((), dtype=dtype, device=like.device).expand(torch.Size(shape))
-    return zeros_like(zeros) if len(shape) == 3 and at[1] != SPECTRUM else zeros.clone()
-
-
-def _sides_of(own: BlockTensors) -> dict[Factor, Sequence[int]]:
-    """Return the shapes of Σaaᵀ and of Σδδᵀ."""
-    roles = {f.role for kind, f in own if kind == "values"}
-    some = [(f, t) for (kind, f), t in own.items() if kind in ("values", "second")]
-    return {f: t.shape for f, t in some if f.role in roles}
-
-
-def shared_sides(
-    key: BlockKey, shapes: Mapping[Factor, Sequence[int]], *, read: bool
-) -> frozenset[str]:
-    """Return the sides of a block of which every process may hold a share between inversions.
-
-    Averages are linear, so that shares can be averaged and added up later. If xᵀF̂x is `read` in
-    between, it must be linear in what is shared: the longer of both sides, and neither of them
-    where a parameter has several roles.
-    """
-    if not read or not key.kronecker:
-        return frozenset({"left", "right", "mean"})
-    if len({factor.role for factor in shapes}) > 1:
-        return frozenset()
-    lengths = {f.side: shape[-1] for f, shape in shapes.items() if len(shape) == 3}
-    longer = lengths.get("right", 0) > lengths.get("left", 0)
-    return frozenset({"right", "mean"} if longer else {"left"})

@@ -131,6 +131,8 @@ class KFACState:
             mass, device = self.averages[key].mass, params[key.names[0]].device
             if mass.device != device:
                 self.move(key, mass.to(device))
+        if moved:
+            self.replicas.release(self.preconditioner, self.averages)
 
     def drop(self, key: BlockKey) -> bool:
         """Forget a block; say if there was one."""
@@ -147,7 +149,7 @@ class KFACState:
         old.schedule.update(self.schedule)  # the dict itself is shared
         self.schedule = old.schedule
         keys = self.averages.keys() - self.reserved
-        self.replicas.place(self.preconditioner, keys, loaded=True)
+        self.replicas.place(self.preconditioner, self.averages, keys, loaded=True)
 
     # --- statistics → averages → inverses → directions ------------------------------------------
 
@@ -158,10 +160,12 @@ class KFACState:
             return False
         refuse_reference(self.preconditioner.damping, found)
         if self.make_room(found):
-            self.replicas.place(self.preconditioner, self.averages.keys() - self.reserved)
+            keys = self.averages.keys() - self.reserved
+            self.replicas.place(self.preconditioner, self.averages, keys)
         spectra = {k: own.pop(SPECTRUM) for k, own in found.items() if SPECTRUM in own}
         self.replicas.split(self.blocks)
-        ema_update([(self.averages[k], own) for k, own in found.items()], ema, guard.broken)
+        held = {k: own if self.replicas.keeps(k) else {} for k, own in found.items()}
+        ema_update([(self.averages[k], own) for k, own in held.items()], ema, guard.broken)
         self.learned.update(found)
         self.schedule["taken"] += 1
         if spectra:
@@ -199,6 +203,11 @@ class KFACState:
         step = self.schedule["step"]
         return step % every == 0 or (step < every and count & (count - 1) == 0)
 
+    def renews(self, every: int) -> bool:
+        """Whether inverses will be renewed with the next statistics."""
+        due = self.schedule["retry"] or self.inverts(self.schedule["taken"] + 1, every)
+        return bool(due) or not self.learned <= self.preconditioner.ready
+
     def renew(self, taken: bool, every: int) -> None:
         """Renew inverses when it is time, and make those that are missing."""
         own, schedule = self.preconditioner, self.schedule
@@ -206,7 +215,7 @@ class KFACState:
         keys = self.learned if due else self.learned - own.ready
         schedule["retry"] = 0
         if keys:
-            self.replicas.whole(self.blocks)
+            self.replicas.whole(self.blocks, taken=taken)
             keys = sorted(keys, key=lambda key: key.names)
             self.replicas.renew(own, self.averages, keys, schedule["damping"])
 
@@ -238,7 +247,8 @@ class KFACState:
         """
         if not self.learned <= self.preconditioner.ready or not self.learned.issuperset(found):
             return False
-        for average, new in [(self.averages[key], own) for key, own in found.items()]:
+        kept = [(self.averages[k], own) for k, own in found.items() if self.replicas.keeps(k)]
+        for average, new in kept:
             if ema < _HALF or average.mean or not average.mass.is_cuda or not average.fits(new):
                 return False
             if any(memory(average.value[f]).stride() != memory(t).stride() for f, t in new.items()):
@@ -250,7 +260,8 @@ class KFACState:
         own = self.preconditioner
         spectra = [t for s in own.spectra.values() for t in s.tensors()]
         held = [k for k in self.averages if k not in self.reserved]
-        averages = [t for k in held for t in self.averages[k].tensors()]
+        averages = [self.averages[k].mass for k in held]
+        averages += [t for k in held if self.replicas.keeps(k) for t in self.averages[k].sides()]
         present = [k for k in held if k not in own.absent]
         inverses = [t for k in present for t in own.inverses[k].tensors().values()]
         return {

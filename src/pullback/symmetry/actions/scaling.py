@@ -22,6 +22,8 @@ class Action(ABC):
 
     #: what it is, for people
     about: str
+    #: whether it looks at parameters that it does not move
+    reads: bool = False
 
     @property
     @abstractmethod
@@ -209,7 +211,6 @@ class Mixing(Action):
             of the parameter, mixed by M⁻ᵀ (the key against the query).
         about: what it is, for people.
         tables: (name, columns): tables whose rows are vectors, E ← E Mᵀ.
-        inner: (name, places, axis): weights with several inputs, mixed by M⁻¹ along an axis.
     """
 
     size: int
@@ -217,7 +218,6 @@ class Mixing(Action):
     out: Sequence[tuple[str, Index, bool]]
     about: str = "mixing"
     tables: Sequence[tuple[str, Index]] = ()
-    inner: Sequence[tuple[str, Index, int]] = ()
 
     @property
     def dimension(self) -> int:
@@ -232,7 +232,6 @@ class Mixing(Action):
         yield from ((name, rows, 0, False) for name, rows in self.into)
         yield from ((name, columns, 1, False) for name, columns in self.tables)
         yield from ((name, at, 0 if turned else 1, True) for name, at, turned in self.out)
-        yield from ((name, at, axis, True) for name, at, axis in self.inner)
 
     def tangent(self, params: Parameters, element: Tensor) -> dict[str, Tensor]:
         x = element.view(self.size, self.size)

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ..actions.charts import ChartAction, FixedNorm
 from ..actions.scaling import Action, Leg, Mixing, Scaling
-from ..actions.shifts import Folding, Norm
 from ..graph.ledger import Ledger, Producer, Readers, Reading, Row, source_of
 from ..graph.scales import Form
 from ..graph.walk import ParameterRegion, Walk
@@ -19,7 +19,7 @@ from ..graph.walk import ParameterRegion, Walk
 Units = dict[int, tuple[int, int]]  # atom -> (scaling, unit)
 
 
-def scalings(walk: Walk, norms: list[Norm]) -> list[Action]:
+def scalings(walk: Walk, norms: list[FixedNorm]) -> list[Action]:
     """One scaling for each layer whose outputs kept scales of their own."""
     arrays = [(name, r, _whole(r, array)) for name, r, array in _arrays(walk)]
     units = _units(walk, [array for _, _, array in arrays])
@@ -33,8 +33,9 @@ def scalings(walk: Walk, norms: list[Norm]) -> list[Action]:
     out: list[Action] = []
     for s, found in enumerate(legs):
         scaling = Scaling(sizes[s], _joined(found), _about(found))
-        mine = [norm for norm, those in zip(norms, reached, strict=True) if s in those]
-        out.append(Folding(scaling, mine) if mine else scaling)
+        mine = {n.shift: n for n, those in zip(norms, reached, strict=True) if s in those}
+        # x ← αx, g ← g/α leaves g x/σ alone, and the norm's constant stays if β changes with g
+        out.append(ChartAction(scaling, mine) if mine else scaling)
     return out
 
 
@@ -137,8 +138,8 @@ def _listed(names: list[str]) -> str:
 
 Rows = tuple[Row, ...]
 
-#: events in which outputs are read linearly, along an axis of a weight
-READ = ("linear", "lines", "bilinear")
+#: events in which outputs are read linearly, by columns of a weight
+READ = ("linear", "lines")
 
 
 def mixings(walk: Walk) -> list[Mixing]:
@@ -190,7 +191,7 @@ def _partners(ledger: Ledger, readers: Readers, rows: Rows) -> list[Rows] | None
         return None
     if events is None or not readers.clean(rows) or None in made.terms:
         return None
-    if made.kind not in ("linear", "conv", "bilinear", "embedding", "bag", "sum"):
+    if made.kind not in ("linear", "conv", "embedding", "sum"):
         return None
     more: list[Rows] = []
     whole = outputs == list(range(len(made.rows)))
@@ -228,14 +229,13 @@ def _again(ledger: Ledger, made: Producer, outputs: list[int]) -> list[Rows] | N
 
 def _beside(ledger: Ledger, event: Reading) -> list[Rows] | None:
     """What the same columns of a weight read wherever it is used; None if no layer's outputs."""
-    reader, where = ledger.producers[event.where["reader"]], event.where
-    key = where["at"], where.get("axis", 1)
+    reader = ledger.producers[event.where["reader"]]
     out: list[Rows] = []
     for q, other in enumerate(ledger.producers):
         if other.weight != reader.weight or q in ledger.blank:
             continue
         mine = [e for e in ledger.events if e.kind in READ and e.where["reader"] == q]
-        found = [e.rows for e in mine if (e.where["at"], e.where.get("axis", 1)) == key]
+        found = [e.rows for e in mine if e.where["at"] == event.where["at"]]
         if not found:
             return None
         out += found
@@ -246,30 +246,28 @@ def _between(ledger: Ledger, readers: Readers, members: list[Rows]) -> Mixing | 
     """Outputs of linear layers that only linear layers read."""
     into: dict[tuple[str, tuple[int, ...]], None] = {}
     tables: dict[tuple[str, tuple[int, ...]], None] = {}
-    out: dict[tuple[str, tuple[int, ...], int], None] = {}
+    out: dict[tuple[str, tuple[int, ...]], None] = {}
     for rows in members:
         made, outputs = ledger.producers[rows[0][0]], [i for _, i in rows]
-        if made.kind in ("embedding", "bag"):
+        if made.kind == "embedding":
             tables[str(made.weight), tuple(made.rows[outputs].tolist())] = None
         else:
             into.update(dict.fromkeys((n, tuple(at.tolist())) for n, at in _into(made, outputs)))
         for event, _ in readers.together(rows) or ():
             if event.kind != "sum":
                 reader = ledger.producers[event.where["reader"]]
-                axis = event.where.get("axis", 1)
-                out[str(reader.weight), tuple(event.where["at"]), axis] = None
-    places = [(name, axis, i) for name, at, axis in out for i in at]
+                out[str(reader.weight), tuple(event.where["at"])] = None
+    places = [(name, i) for name, at in out for i in at]
     if not out or len(set(places)) != len(places):
         return None  # columns that would be mixed twice
     first = next(iter((*into, *tables)))[0]
-    names = ", ".join(dict.fromkeys(name for name, _, _ in out))
+    names = ", ".join(dict.fromkeys(name for name, _ in out))
     return Mixing(
         len(members[0]),
         [(name, torch.tensor(at)) for name, at in into],
-        [(name, torch.tensor(at), False) for name, at, axis in out if axis == 1],
+        [(name, torch.tensor(at), False) for name, at in out],
         f"GL({len(members[0])}) between {first} and {names}",
         [(name, torch.tensor(at)) for name, at in tables],
-        [(name, torch.tensor(at), axis) for name, at, axis in out if axis != 1],
     )
 
 

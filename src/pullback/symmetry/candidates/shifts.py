@@ -15,20 +15,14 @@ from math import lcm
 
 import torch
 
+from ..actions.charts import FixedNorm
 from ..actions.scaling import Action, Leg, Parameters
-from ..actions.shifts import (
-    BiasShift,
-    CommonShift,
-    FoldedShift,
-    MeanShift,
-    Norm,
-    Reader,
-)
+from ..actions.shifts import Reader, Shift, bias_shift, common_shift, folded_shift, mean_shift
 from ..graph.ledger import Ledger, Producer, Readers, Reading, Row, source_of
 from ..graph.walk import Walk
 
 
-def shifts(walk: Walk, params: Parameters, norms: list[Norm]) -> Iterator[Action]:
+def shifts(walk: Walk, params: Parameters, norms: list[FixedNorm]) -> Iterator[Action]:
     """Biases that other biases can take over, or that do nothing."""
     readers, ledger = Readers(walk.ledger), walk.ledger
     for p, made in enumerate(ledger.producers):
@@ -60,7 +54,7 @@ def _reading(events: list[tuple[Reading, bool]]) -> object:
 
 
 def _moved_bias(
-    ledger: Ledger, made: Producer, rows: list[Row], readers: Readers, norms: list[Norm]
+    ledger: Ledger, made: Producer, rows: list[Row], readers: Readers, norms: list[FixedNorm]
 ) -> Iterator[Action]:
     """What the biases of outputs with the same readers can do."""
     source = made.source([i for _, i in rows])
@@ -70,13 +64,13 @@ def _moved_bias(
     events = readers.of[rows[0]]
     kinds = {(e.kind, second) for e, second in events}
     if kinds == {("pair", True)}:
-        yield BiasShift(n, [source], about=f"key bias {name}, which does nothing")
+        yield bias_shift(n, [source], about=f"key bias {name}, which does nothing")
     elif kinds == {("null", False)}:
-        yield BiasShift(n, [source], about=f"bias {name} before a batch norm, which does nothing")
+        yield bias_shift(n, [source], about=f"bias {name} before a batch norm, which does nothing")
     elif kinds == {("fold", False)} and len(events) == 1:
         norm = norms[events[0][0].where["fold"]]
         at = torch.tensor([_place(readers.of[r][0][0], r) for r in rows])
-        yield FoldedShift(n, source, norm, at, f"bias {name} into {norm.shift}")
+        yield folded_shift(source, n, norm, at, f"bias {name} into {norm.shift}")
     elif kinds == {("linear", False)}:
         found = []
         for k, (event, _) in enumerate(events):
@@ -87,7 +81,7 @@ def _moved_bias(
             weight = str(reader.weight)
             found.append((Reader(reader.bias, reader.bias_rows, weight, reader.rows, at), 1))
         into = ", ".join(dict.fromkeys(r.bias for r, _ in found))
-        yield BiasShift(n, [source], found, about=f"shift of {name} into {into}")
+        yield bias_shift(n, [source], found, about=f"shift of {name} into {into}")
 
 
 def _place(event: Reading, row: Row) -> int:
@@ -104,15 +98,16 @@ def _common(
         return
     made, outputs = source
     inputs = event.kind == "softmax" or event.where.get("inputs", False)
-    bias = made.bias if made.bias_rows is not None else None
-    places = None if made.bias_rows is None else made.bias_rows[outputs]
+    bias = None
+    if made.bias is not None and made.bias_rows is not None:
+        bias = made.bias, made.bias_rows[outputs]
     if not inputs and bias is None:
         return
     width = (params[str(made.weight)][0].numel() if inputs else 0) + (bias is not None)
     what = "softmax" if event.kind == "softmax" else "norm"
     about = f"common shift of {made.about}'s outputs before a {what}"
-    weight = str(made.weight) if inputs else None
-    yield CommonShift(weight, made.rows[outputs], bias, places, width, about)
+    weight = (str(made.weight), made.rows[outputs]) if inputs else None
+    yield common_shift(weight, bias, width, about)
 
 
 def _mean(ledger: Ledger, event: Reading) -> Iterator[Action]:
@@ -129,16 +124,9 @@ def _mean(ledger: Ledger, event: Reading) -> Iterator[Action]:
         return
     columns = torch.tensor(event.where["at"])[torch.tensor(outputs).argsort()]
     about = f"mean direction of {norm.about or 'a layer norm'} in {reader.about}"
-    yield MeanShift(
-        str(reader.weight),
-        reader.rows,
-        columns,
-        reader.bias,
-        reader.bias_rows,
-        norm.weight,
-        norm.bias,
-        about,
-    )
+    places = columns if reader.bias_rows is None else reader.bias_rows
+    read = Reader(str(reader.bias), places, str(reader.weight), reader.rows, columns)
+    yield mean_shift(read, norm.weight, norm.bias, about, reader.bias_rows is not None)
 
 
 Solution = dict[str, int]  # s by the name of a bias or table
@@ -272,7 +260,7 @@ def _extended(basis: list[list[int]], more: list[list[int]]) -> list[list[int]]:
 
 def _shift(
     ledger: Ledger, readers: Readers, members: Sequence[int], solution: Solution, *, uniform: bool
-) -> BiasShift:
+) -> Shift:
     names = _sources(ledger, members)
     producers = {name: ledger.producers[p] for p, name in names.items()}
     sources = {n: made.source(range(len(made.rows))) for n, made in producers.items()}
@@ -292,12 +280,12 @@ def _shift(
     moved = list(dict.fromkeys([*(leg.name for leg in legs), *(r.bias for r, _ in found)]))
     about = f"{'uniform ' if uniform else ''}shift of {moved[0]}"
     about += f" into {', '.join(moved[1:3])}" if moved[1:] else ", which does nothing"
-    return BiasShift(width, legs, found, uniform, about)
+    return bias_shift(width, legs, found, uniform, about)
 
 
 def _unseen(
     ledger: Ledger, readers: Readers, members: Sequence[int], params: Parameters
-) -> Iterator[CommonShift]:
+) -> Iterator[Shift]:
     """Yield common shifts of the weights of layers that only norms read."""
     blind: dict[int, bool] = {}
     for p in reversed(members):
@@ -312,13 +300,13 @@ def _unseen(
         if mine and not readers.shared(made, list(range(len(made.rows)))):
             weight = str(made.weight)
             about = f"common shift of {made.about}'s outputs before a norm"
-            yield CommonShift(weight, made.rows, None, None, params[weight][0].numel(), about)
+            yield common_shift((weight, made.rows), None, params[weight][0].numel(), about)
 
 
 Entry = tuple[str, int]  # of a bias
 
 
-def exchanges(ledger: Ledger) -> Iterator[BiasShift]:
+def exchanges(ledger: Ledger) -> Iterator[Shift]:
     """b ← b + c and b' ← b' − c, where outputs with b and b' only meet in sums with each other."""
     partners: dict[Entry, set[Entry]] = {}
     for left, right in ledger.added:
@@ -341,7 +329,7 @@ def exchanges(ledger: Ledger) -> Iterator[BiasShift]:
             unit = torch.full((int(sizes[name] or 0),), -1)
             unit[[pair[side] for pair in pairs]] = torch.arange(len(pairs))
             legs.append(Leg(name, unit, power))
-        yield BiasShift(len(pairs), legs, about=f"shift of {first} into {second}")
+        yield bias_shift(len(pairs), legs, about=f"shift of {first} into {second}")
 
 
 def _entry(ledger: Ledger, row: Row) -> Entry | None:

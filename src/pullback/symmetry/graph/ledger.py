@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..actions.derived import MatrixView
+from ..actions.charts import MatrixView
 from ..actions.scaling import Leg
 from .scales import FIXED, ZERO, collapse
 

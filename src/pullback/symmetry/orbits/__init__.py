@@ -1,1 +1,1 @@
-"""Orbits at a point: verification, tangents, rank and invariants."""
+"""Orbits at a point: verification, tangents and rank."""

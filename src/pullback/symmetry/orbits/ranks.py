@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..._core.graph import unfused_attention
 from ...maps import FunctionLinearization
@@ -80,7 +77,7 @@ def rank(actions: Sequence[Action], example: Example, params: Mapping[str, Tenso
     if independent is None:
         return Rank(k, None, p, n, nullity, None, tuple(reasons))
     if nullity != independent:
-        reasons.extend(_reasons(example, at, j, orbits, nullity - independent))
+        reasons.extend(_reasons(n, p, nullity - independent))
     return Rank(k, independent, p, n, nullity, nullity - independent, tuple(reasons))
 
 
@@ -106,80 +103,16 @@ def _rank(j: Tensor) -> int:
     return int((sigma > max(j.shape) * 10 * torch.finfo(j.dtype).eps * sigma[0]).sum())
 
 
-def _reasons(
-    example: Example, at: FunctionLinearization, j: Tensor, orbits: Orbits, missing: int
-) -> list[str]:
-    out = []
-    n, p = j.shape
-    if n < p:
-        out.append(f"the example has {n} outputs for {p} parameters: nullity ≥ {p - n} anyway")
-    different = len(torch.unique(j, dim=0))
-    if n >= p > different:
-        out.append(f"only {different} of the example's {n} outputs are different functions of w")
-    idle = _idle(at, j, orbits)
-    if idle:
-        out.append(f"{idle} further directions are parameters that nothing depends on here")
-    on, off, few, total = count_fixed_units(example)
-    if off:
-        out.append(f"{off} of {total} units are off on the whole example: their weights do nothing")
-    if on:
-        out.append(f"{on} of {total} units are on on the whole example: linear, so that they mix")
-    if few:
-        out.append(f"{few} of {total} units change side at a few places only: too few samples")
-    if any(m.training for m in example.model.modules() if isinstance(m, _BatchNorm)):
-        out.append("on one batch, a batch norm's gain undoes a rescaling before it, eps and all")
-    other = len(out) > bool(idle)
-    if missing > idle and not other:
-        out.append(
-            "a symmetry that the graph does not show (rotations of a residual stream that only "
-            "norms read, a bias before a fixed shift or behind a fixed factor, outputs that no "
-            "reader tells apart), or a bound that the example does not reach"
-        )
+def _reasons(outputs: int, parameters: int, missing: int) -> list[str]:
+    """What may explain a difference between the nullity and the independent generators."""
     if missing < 0:
-        out.append("fewer than there are generators: J or the generators are badly conditioned")
-    return out
-
-
-def _idle(at: FunctionLinearization, j: Tensor, orbits: Orbits) -> int:
-    """How many entries of parameters that no action moves have no influence on the outputs."""
-    moved = {n for actions in orbits.components for a in actions for n in a.names}
-    still = at.space.split((j.abs().amax(0) == 0)[None].to(j))
-    return sum(int(t.sum()) for n, t in still.items() if n not in moved)
-
-
-_BENT = (
-    *("relu", "leaky_relu", "_prelu_kernel", "rrelu_with_noise"),
-    *("threshold", "clamp", "clamp_min", "hardtanh"),
-)
-_FEW = 8
-
-
-class _Watch(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[Tensor] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if str(getattr(func, "_opname", "")).rstrip("_") in _BENT:
-            self.seen.append(args[0].detach().clone())
-        return func(*args, **(kwargs or {}))
-
-
-def count_fixed_units(example: Example) -> tuple[int, int, int, int]:
-    """How many units are always on, always off, change side at few places; and how many exist."""
-    named = dict(example.model.named_parameters())
-    params = {n: named[n].detach().double() for n in example.params}
-    with torch.no_grad(), _Watch() as watch:
-        example(params)
-    on = off = few = total = 0
-    for x in (x for x in watch.seen if x.ndim):
-        # channels stand second in images, last elsewhere
-        units = x.movedim(1 if x.ndim >= 4 else -1, 0)
-        units = units.reshape(len(units), -1)
-        active = (units > 0).sum(1)
-        rare = torch.minimum(active, units.shape[1] - active)
-        on += int((active == units.shape[1]).sum())
-        off += int((active == 0).sum())
-        few += int(((rare > 0) & (rare <= _FEW)).sum())
-        total += len(units)
-    return on, off, few, total
+        return ["fewer than there are generators: J or the generators are badly conditioned"]
+    out = []
+    if outputs < parameters:
+        few = f"the example has {outputs} outputs for {parameters} parameters"
+        out.append(f"{few}: nullity ≥ {parameters - outputs} anyway")
+    return [
+        *out,
+        "units that are always on or off on the example (on they are linear and mix, off their "
+        "weights do nothing), repeated inputs, or a symmetry that the graph does not show",
+    ]

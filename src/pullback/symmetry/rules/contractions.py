@@ -1,9 +1,8 @@
-"""Rules for sums over channels: matrix products, convolutions, bilinear layers and tables.
+"""Rules for sums over channels: matrix products, convolutions and tables.
 
 With a weight, y_i = Σ_j W_ij x_j (+ b_i): each output gets a scale of its own, and
 log-scales obey W_ij = y_i − x_j, b_i = y_i. A product of activations, Σ_j x_j y_j, needs
-x_j + y_j to be the same for all j. A bilinear layer, y_o = Σ_ij W_oij x_i z_j, has W = y − x − z.
-Each column of a table of vectors has a scale of its own.
+x_j + y_j to be the same for all j. Each column of a table of vectors has a scale of its own.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from ..graph.ledger import NONE, Act, Producer, Ref, Value, view_rows
-from ..graph.scales import FIXED, ZERO, collapse
+from ..graph.scales import ZERO, collapse
 from ..graph.walk import Walk, rule, shapes
 from .pointwise import added
 
@@ -227,91 +226,15 @@ def _spread(labels: Tensor, shape: torch.Size) -> Tensor:
     return labels.view(1, -1, *[1] * (len(shape) - 2)).expand(shape)
 
 
-_AXES = [[1, 3], [0], [1, 2], [2, 3]]  # what nn.Bilinear calls
-
-
-@rule("_trilinear")
-def bilinear(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """x (n, i), W (o, i, j) and z (n, j)."""
-    first, weight, second = args[:3]
-    if not isinstance(weight, Ref) or [list(axes) for axes in args[3:7]] != _AXES:
-        return NotImplemented
-    x, z = walk.act(first), walk.act(second)
-    outputs = weight.view[0]
-    atoms = walk.scales.fresh(outputs, walk.ledger.call())
-    one, two = (walk.scales.merge(a.scale, [0]) for a in (x, z))  # (1, i), (1, j)
-    if bool((one != ZERO).any()) and bool((two != ZERO).any()):
-        rows = atoms.view(-1, 1, 1)
-        down = [walk.scales.power(one[0, :, None][None], -1), walk.scales.power(two[:, None], -1)]
-        walk.hold(weight, rows, *down)
-    return Act.of(atoms, (x.shape[0], outputs), _units(walk, (x, z), weight, atoms))
-
-
-def _units(walk: Walk, sides: tuple[Act, Act], weight: Ref, atoms: Tensor) -> Tensor:
-    """Those of the outputs; the inputs are read along axes 1 and 2 of the weight."""
-    places = [view_rows(weight, axis, axis) for axis in range(3)]
-    if weight.view != weight.sizes or any(at is None or at[0] != d for d, at in enumerate(places)):
-        walk.touch(*sides)
-        return torch.tensor(NONE)
-    about = weight.name.rpartition(".")[0]
-    rows = torch.arange(len(atoms))
-    made = walk.ledger.produce(Producer("bilinear", weight.name, rows, atoms, about=about))
-    reader = len(walk.ledger.producers) - 1
-    for axis, side in enumerate(sides, 1):
-        units, width = collapse(side.unit), side.shape[1]
-        if units.shape[0] == 1:
-            walk.ledger.read(
-                "bilinear", units[0].expand(width), range(width), reader=reader, axis=axis
-            )
-        else:
-            walk.ledger.touch(units)
-    return made
-
-
-_SUM, _MEAN, _MAX = range(3)
-
-
 @rule("embedding")
 def embedding(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """Rows of a table."""
     table, shape = args[0], shapes(node)[0]
     if isinstance(table, Act):
         return Act.of(walk.scales.merge(table.scale, [0])[0], shape)
-    atoms, made = _looked_up(walk, table, shape[-1], "embedding", shiftable=True)
-    return Act.of(atoms, shape, walk.ledger.produce(made))
-
-
-@rule("_embedding_bag", "_embedding_bag_forward_only", "embedding_bag")
-def embedding_bag(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """Sums, means or maxima of rows of a table, with weights or without."""
-    table, mode = args[0], int(args[4]) if len(args) > 4 else int(kwargs.get("mode", _SUM))
-    weights = args[6] if len(args) > 6 else kwargs.get("per_sample_weights")
-    shape, *others = shapes(node)
-    rest = [Act.constant(other) for other in others]
-    factor = torch.tensor(FIXED)
-    if isinstance(weights, (Act, Ref)):
-        act = walk.act(weights)
-        walk.touch(act)
-        factor = walk.scales.merge(act.scale, range(len(act.shape))).reshape(())
-    if isinstance(table, Act):
-        columns = walk.scales.merge(table.scale, [0])[0]
-        walk.touch(table)
-        return [Act.of(walk.scales.product(columns, factor), shape), *rest]
-    # a constant passes a mean or a maximum; what it adds to a sum depends on the bag
-    kind = {_SUM: "bag", _MEAN: "embedding", _MAX: "table"}[mode]
-    plain = not isinstance(weights, (Act, Ref))
-    atoms, made = _looked_up(walk, table, shape[-1], kind, shiftable=plain and mode != _SUM)
-    unit = walk.ledger.produce(made)
-    return [Act.of(walk.scales.product(atoms, factor), shape, unit if plain else None), *rest]
-
-
-def _looked_up(
-    walk: Walk, table: Ref, width: int, kind: str, *, shiftable: bool
-) -> tuple[Tensor, Producer]:
-    """New scales of the columns, and the table as a layer."""
-    atoms = walk.scales.fresh(width, walk.ledger.call())
+    line = torch.arange(shape[-1])
+    atoms = walk.scales.fresh(len(line), walk.ledger.call())
     walk.hold(table, atoms)
-    line = torch.arange(width)
-    about = table.name.rpartition(".")[0]
-    entries = table.placed(line.expand(table.view)) if shiftable else None
-    return atoms, Producer(kind, table.name, line, atoms, table=entries, about=about)
+    entries, about = table.placed(line.expand(table.view)), table.name.rpartition(".")[0]
+    made = Producer("embedding", table.name, line, atoms, table=entries, about=about)
+    return Act.of(atoms, shape, walk.ledger.produce(made))

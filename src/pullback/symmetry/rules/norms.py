@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from ..actions.derived import NormalizedWeight
+from ..actions.charts import NormalizedWeight
 from ..graph.ledger import NONE, Act, Producer, Ref
 from ..graph.scales import FIXED, collapse
 from ..graph.walk import Walk, rule, shapes

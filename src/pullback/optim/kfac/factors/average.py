@@ -68,9 +68,18 @@ class Average:
         mean = {f: map_memory(change, t) for f, t in self.mean.items()}
         return Average(value, change(self.mass), mean, self.count)
 
+    def change(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Replace the memory of all sides; the mass stays."""
+        self.value = {f: map_memory(change, t) for f, t in self.value.items()}
+        self.mean = {f: map_memory(change, t) for f, t in self.mean.items()}
+
+    def sides(self) -> list[Tensor]:
+        """Return the memory of all sides."""
+        return [*map(memory, self.value.values()), *map(memory, self.mean.values())]
+
     def tensors(self) -> list[Tensor]:
         """Return all tensors that are held."""
-        return [*map(memory, self.value.values()), self.mass, *map(memory, self.mean.values())]
+        return [*self.sides(), self.mass]
 
 
 def stacked(averages: Sequence[Average]) -> Average:
@@ -94,7 +103,8 @@ def ema_update(
 ) -> None:
     """Set value ← ema·value + (1 − ema)·new for all blocks at once, and mass towards 1.
 
-    Where the float32 flag `broken` on the device is 1, nothing changes.
+    Where the float32 flag `broken` on the device is 1, nothing changes. Without factors the mass
+    alone does: another process has them.
     """
     kinds: dict[object, tuple[list[Tensor], list[Tensor]]] = {}
     ones: dict[object, Tensor] = {}
@@ -107,8 +117,8 @@ def ema_update(
         news += [ones[kind], *map(memory, new.values())]
         if average.mean:
             average.count += 1
-            own = [memory(average.mean[f]) for f in new]
-            torch._foreach_lerp_(own, list(map(memory, new.values())), 1 / average.count)
+            for f, t in new.items():
+                memory(average.mean[f]).lerp_(memory(t), 1 / average.count)
     for values, news in kinds.values():
         lerp_unless(broken, values, news, 1 - ema)
 

@@ -31,7 +31,7 @@ from ....grams.kronecker.packed import Side, packed
 from ....maps.layers import AffineBlock
 from ...checks import warn_derivatives, warn_mismatch
 from ..factors.factor import DIAGONAL, BlockKey, Factor
-from .cotangents import measuring
+from .cotangents import AllSums, measuring
 from .covectors import NotFinite, Recipe, covectors, covectors_of, random_signs
 from .descent import Descent
 from .record import ForwardRecord, ParameterSites, RepeatedCall
@@ -112,6 +112,9 @@ class StatisticsCapture:
         #: whether `DistributedDataParallel` made the last call that can give gradients, and
         #: averages these
         self.wrapped = False
+        #: called where statistics are complete, while the backward pass goes on
+        self.completed: Callable[[], None] | None = None
+        self._syncs = False  # whether the last call's gradients are averaged over processes
         self.pool, self.structure = Pool(), Structure(recipe)
         self.choose(name for name, _ in plain(model).named_parameters())
         self._open: weakref.WeakSet[PendingPass] = weakref.WeakSet()
@@ -147,8 +150,7 @@ class StatisticsCapture:
 
     def clear(self) -> None:
         """Forget what was gathered: it belonged to gradients that were dropped."""
-        waiting = any(p.source is not None for p in self._open)
-        self.pool = Pool(missed=MISSED[5] if waiting else MISSED[0])
+        self.pool = Pool(missed=MISSED[5] if self._waiting else MISSED[0])
         self.watch.reset()
 
     def settle(self) -> None:
@@ -166,7 +168,9 @@ class StatisticsCapture:
     def begin_call(self, args: Any, kwargs: Any, compiled: bool) -> Any:
         """Record the layers of a forward pass, if it can give statistics."""
         if torch.is_grad_enabled():
-            self.wrapped = active_wrapper() is not None
+            wrapper = active_wrapper()
+            self.wrapped = wrapper is not None
+            self._syncs = getattr(wrapper, "require_backward_grad_sync", False)
         if not self.wanted:
             return None
         stack = contextlib.ExitStack()
@@ -202,8 +206,10 @@ class StatisticsCapture:
         begun, self._begun = self._begun, None
         if begun is None:
             return
-        z = picked(output, self.recipe.output)
+        z, me = picked(output, self.recipe.output), weakref.ref(self)
         if self._several and not z.numel():
+            if z.requires_grad:
+                z.register_hook(lambda _: (held := me()) and held.complete())
             return
         samples_first(z, self.recipe.batch_dim)  # refuses what no metric is of
         if not z.requires_grad:
@@ -211,7 +217,7 @@ class StatisticsCapture:
             return
         self.pool.miss(MISSED[5])
         node, number = below_casts(z)
-        pending, me = PendingPass(z, node, number, *begun), weakref.ref(self)
+        pending = PendingPass(z, node, number, *begun)
         self._open.add(pending)
 
         # the graph holds this function, so it must not hold the graph
@@ -230,16 +236,30 @@ class StatisticsCapture:
         """Take the statistics of a pass, whose output has received its gradient."""
         source = pending.source
         with source.whole() if isinstance(source, RepeatedCall) else contextlib.nullcontext():
-            self._measure(pending, cotangent)
+            complete = self._measure(pending, cotangent)
+        if complete:
+            self.complete()
 
-    def _measure(self, pending: PendingPass, cotangent: Tensor) -> None:
+    def complete(self) -> None:
+        """Tell that statistics are complete, unless another pass is to be added."""
+        if self.completed is not None and self._syncs and not self._waiting:
+            with torch.no_grad():
+                self.completed()
+
+    @property
+    def _waiting(self) -> bool:
+        """Whether the output of a pass has not received its gradient yet."""
+        return any(p.source is not None for p in self._open)
+
+    def _measure(self, pending: PendingPass, cotangent: Tensor) -> bool:
+        """Add the sums of a pass; False where there are none, or not yet."""
         leaves, root = self._sites.leaves(), pending.root()
         if self._gather is None and not reaches_parameters(
             leaves
         ):  # a gradient by the inputs alone: a penalty, an attack
             refuse_reentrant(root)
             self._note_derivative()
-            return
+            return False
         record, inputs = pending.source, pending.inputs
         empirical = self.recipe.fisher == "empirical"
         # whether the pass under way might do by itself: it has the layers, and no graph of its own
@@ -260,7 +280,7 @@ class StatisticsCapture:
             self.pool.calls += 1
             with torch.no_grad():
                 self.pool.add(self.structure.measure_inputs(record, leaves).sums, 1.0)
-            return
+            return True
         with measuring(cotangent.device):
             random, slope = self.generator(cotangent.device), cotangent.detach()
             self._check_loss(z[0], slope, random)
@@ -273,9 +293,9 @@ class StatisticsCapture:
                 found = covectors_of(self.recipe, z.pop(), slope, inputs, random, hope)
                 given = root, slope, record, leaves, self.recipe.sharing, found.keep
                 own = Descent(*given, inputs=True) if alone else None
-                add = partial(self.pool.add, samples=found.samples)
+                add = partial(self._add_along, weakref.ref(self), self.pool, found.samples)
                 if own is not None and self.structure.measure_along(own, add):
-                    return
+                    return False
                 fresh = self.structure.measure(root, found, record, leaves, own)
                 if isinstance(found.whole, DeferredFlags) and not all(found.whole.flags()):
                     value = record.head_output(dtype) if kept is None else kept
@@ -284,9 +304,19 @@ class StatisticsCapture:
                     fresh = self.structure.measure(root, found, record, leaves)
             except NotFinite:
                 self.pool.samples = torch.nan
-                return
+                return True
             self._whole = found.whole is not False
             self.pool.add(fresh.sums, found.samples)
+        return True
+
+    @staticmethod
+    def _add_along(
+        me: weakref.ref[StatisticsCapture], pool: Pool, samples: Any, sums: AllSums
+    ) -> None:
+        """Add what the user's own pass has given, at its end."""
+        pool.add(sums, samples)
+        if (capture := me()) is not None:
+            capture.complete()
 
     def _note_derivative(self) -> None:
         """Note a gradient that does not reach the parameters, and later whether a loss uses it."""
@@ -330,17 +360,20 @@ class StatisticsCapture:
 
         "sum" multiplies them by the samples. None where nothing finite was met.
         """
-        pool, mean = self.pool, self.recipe.reduction == "mean"
+        pool = self.pool
         if pool.missed == DERIVED:
             warn_derivatives(stacklevel=2)
         self.clear()
         if not pool.sums:
             return {} if pool.samples > 0 else None
-        samples = pool.samples
-        scale: Any = 1.0 if mean else samples
+        return means(pool, self.scale(pool.samples, loss_scale))
+
+    def scale(self, samples: Any, loss_scale: float) -> Any:
+        """Return what means of cotangents' squares are multiplied by."""
+        mean = self.recipe.reduction == "mean"
         if self.recipe.fisher == "empirical":  # a mean's own cotangents are divided by N
-            scale = samples ** (2 if mean else 1) / loss_scale**2
-        return means(pool, scale)
+            return samples ** (2 if mean else 1) / loss_scale**2
+        return 1.0 if mean else samples
 
 
 def averaged_parts(

@@ -159,7 +159,8 @@ class CotangentPass:
         if coupling is not None:
             own.units = coupling.units(entry, delta, roles, own.sharing)
             return
-        own.rows = layer.unit_sums(entry.module, entry.input, delta, roles, own.sharing)
+        given = entry.module, entry.input, delta, roles, own.sharing
+        own.rows = layer.unit_sums(*given, entry.kept)
         if own.rows.shape.numel() > _FEW:
             _form_units([own])
 

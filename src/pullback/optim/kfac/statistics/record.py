@@ -23,6 +23,7 @@ from ....maps.layers.compound import tensors_of
 from ....maps.record import Entry, Recorder, Site, Sites, edge_of
 
 _HALF = (torch.float16, torch.bfloat16)
+_NORMS = ("NativeBatchNormBackward0", "CudnnBatchNormBackward0")
 _ROWS = {"AddmmBackward0": "_saved_mat1", "MmBackward0": "_saved_self"}
 _AUTOGRAD: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
 _PACKING = getattr(_AUTOGRAD, "_top_saved_tensors_default_hooks", None)
@@ -71,8 +72,9 @@ class ForwardRecord(Recorder):
         rows = _rows_of(site.module, output)
         if rows is None:
             output = rows = output.clone() if output._is_view() else output
-        x = x.detach() if site.layer.curvature == "units" else _input_as_used(x, rows)
-        return Entry(site, x, edge_of(rows), output.shape), output
+        if site.layer.curvature == "units":
+            return Entry(site, x.detach(), edge_of(rows), output.shape, _kept_by(output)), output
+        return Entry(site, _input_as_used(x, rows), edge_of(rows), output.shape), output
 
     def release(self, node: Any) -> None:
         """Do not hold this node of the graph; `edges` takes it again."""
@@ -183,9 +185,7 @@ def _input_as_used(x: Tensor, output: Tensor) -> Tensor:
     dtype, x = output.dtype, x.detach()
     if dtype not in _HALF or x.dtype == dtype or not x.is_floating_point():
         return x
-    # saved tensors that are packed, as by checkpoints, may be unpacked but once
-    packed = _PACKING is None or _PACKING(True) is not None
-    kept, node = None, None if packed else output.grad_fn
+    kept, node = None, None if _packed() else output.grad_fn
     for _ in range(3):  # the product itself, perhaps below a view and a copy of it
         if node is None or kept is not None:
             break
@@ -194,6 +194,20 @@ def _input_as_used(x: Tensor, output: Tensor) -> Tensor:
     if kept is None or kept.dtype != dtype or kept.numel() != x.numel():
         return x.to(dtype)
     return kept.detach().view(x.shape) if kept.is_contiguous() else x.to(dtype)
+
+
+def _kept_by(output: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Mean and 1/σ of the batch, which a normalization keeps for its own backward pass."""
+    node: Any = output.grad_fn
+    if node is None or node.name() not in _NORMS or _packed():
+        return None
+    mean, scale = node._saved_result1.detach(), node._saved_result2.detach()
+    return (mean, scale) if mean.numel() == scale.numel() == output.shape[1] else None
+
+
+def _packed() -> bool:
+    """Whether saved tensors are packed, as by checkpoints: they may be unpacked but once."""
+    return _PACKING is None or _PACKING(True) is not None
 
 
 class ParameterSites:

@@ -9,9 +9,8 @@ import scipy
 import torch
 from torch import Tensor
 
-from .._core.errors import PullbackError
-from .._core.svd import svd
-from .parameters import (
+from pullback import PullbackError
+from pullback.linear.parameters import (
     refuse_data,
     refuse_kind,
     refuse_nonfinite,
@@ -43,10 +42,7 @@ def ridgeless(x: Tensor, y: Tensor, rcond: float | None = None) -> Tensor:
     tensor([3., 4.])
     """
     refuse_data(x, y)
-    whole = svd(x)
-    floor = max(x.shape) * torch.finfo(x.dtype).eps if rcond is None else rcond
-    part = whole.select(whole.sigma > floor * whole.sigma.max())
-    return part.combine(part.left(y.to(x.dtype)) / part.sigma)
+    return torch.linalg.pinv(x, rtol=rcond) @ y.to(x.dtype)
 
 
 def ordinary_least_squares(x: Tensor, y: Tensor) -> Tensor:

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from pullback import PullbackError
-from pullback.linear.solutions import (
+from pullback.testing import relative_error
+from pullback_experiments.kerekes_2022.solutions import (
     l1_max_margin,
     l2_max_margin,
     lp_max_margin,
@@ -17,7 +18,6 @@ from pullback.linear.solutions import (
     ridgeless,
     separates,
 )
-from pullback.testing import relative_error
 
 DOUBLE = torch.float64
 

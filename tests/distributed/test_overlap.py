@@ -1,0 +1,110 @@
+"""Statistics are summed over processes while the backward pass goes on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+import pullback as pb
+
+from .test_kfac import OPTIONS
+from .training import batch, model_of, share
+from .world import GROUPS, World, place
+
+COUNTS = (15, 8, 13)
+
+
+def calls(opt: pb.KFAC) -> list[int]:
+    """How often counts and factors were sent so far."""
+    sent = opt.traffic()
+    return [sent[what].calls if what in sent else 0 for what in ("counts", "factors")]
+
+
+def events(rank: int, size: int, options: dict[str, Any]) -> Any:
+    """Return what each statistics step sends in its backward pass, and in `step`."""
+    net = DistributedDataParallel(model_of("dense"))
+    opt = pb.KFAC(net, **{"lr": 0.05, "statistics_every": 2, "invert_every": 4, **options})
+    found = []
+    for number in range(10):
+        x, y = batch(10 * number + rank, 8, "dense")
+        opt.zero_grad()
+        loss = F.cross_entropy(net(x), y)
+        start = calls(opt)
+        loss.backward()
+        middle = calls(opt)
+        opt.step()
+        if number % 2 == 0:
+            parts = zip(start, middle, calls(opt), strict=True)
+            found.append([(b - a, c - b) for a, b, c in parts])
+    return found
+
+
+#: calls for factors with statistics, and with inversions
+EXPECTED = {"clip": (1, 2), "invariant damping": (1, 1), "spectral": (0, 1), "eigenbasis": (0, 1)}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_sums_are_under_way_before_the_backward_pass_returns(world: World, name: str) -> None:
+    often, inverting = EXPECTED[name]
+    first, *rest = world.run(events, OPTIONS[name])
+    assert all(other == first for other in rest)
+    # the first statistics show the shapes, and the second that counts are the same
+    assert first[0] == [(0, 1), (0, inverting)]
+    assert first[1] == [(1, 0), (often, inverting - often)]
+    sent = [inverting, often, inverting]  # inversions follow the first three, and the fifth
+    assert first[2:] == [[(1, 0), (n, 0)] for n in sent]
+
+
+def loop(rank: int, size: int, way: str) -> tuple[Tensor, Any]:
+    """Train on this process's samples, in some other way than one pass per step."""
+    model = model_of("dense")
+    net: Any = model
+    if size > 1:
+        net = DistributedDataParallel(
+            model, process_group=GROUPS[size], find_unused_parameters=way == "unmeasured"
+        )
+    opt = pb.KFAC(net, **{**OPTIONS["clip"], "lr": 0.05, "statistics_every": 2, "invert_every": 4})
+
+    def loss_of(x: Tensor, y: Tensor, count: int) -> Tensor:
+        return F.cross_entropy(net(x), y, reduction="sum") / count * size
+
+    for number in range(8):
+        x, y = batch(number, sum(COUNTS), "dense")
+        rows = share(COUNTS, rank) if size > 1 else slice(None)
+        x, y, count = x[rows], y[rows], sum(COUNTS)
+        opt.zero_grad()
+        if way == "dropped":
+            loss_of(x.flip(0), y, count).backward()
+            opt.zero_grad()
+        if way == "unmeasured" and rank == 2:  # its samples count for nothing
+            net(x)
+            sum(p.sum() * 0 for p in model.parameters()).backward()  # pyright: ignore
+        elif way == "unmeasured":
+            some = slice(COUNTS[0] + COUNTS[1]) if size == 1 else slice(None)
+            loss_of(x[some], y[some], count).backward()
+        elif way in ("two passes", "two calls"):
+            parts = list(zip(x.chunk(2), y.chunk(2), strict=True))
+            if way == "two passes":
+                for some, target in parts:
+                    loss_of(some, target, count).backward()
+            else:
+                one, two = (loss_of(some, target, count) for some, target in parts)
+                (one + two).backward()
+        else:
+            loss_of(x, y, count).backward()
+        opt.step()
+    return torch.cat([p.detach().flatten().cpu() for p in model.parameters()]), calls(opt)
+
+
+@pytest.mark.parametrize("way", ["dropped", "two passes", "two calls", "unmeasured"])
+def test_other_loops_are_those_of_one_process(world: World, way: str) -> None:
+    (first, sent), *rest = world.run(loop, way)
+    want, _ = loop(0, 1, way)
+    assert all(torch.equal(first, other) and sent == found for other, found in rest)
+    torch.testing.assert_close(first, want, rtol=1e-10, atol=1e-10)
+    assert place().type != "cpu" or bool(torch.isfinite(first).all())
