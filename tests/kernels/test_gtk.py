@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pullback.kernels import GTK, ImplicitBasis, Tangent, gtk, ntk
+from pullback.kernels import GTK, Tangent, gtk, ntk
 from pullback.testing import assert_close
 from tests.kernels.nets import blocks, build, dense, draw, inputs
 from tests.pairs import each_once
@@ -59,7 +59,6 @@ def test_every_form_of_a_basis(net: str, k: int) -> None:
         "CSC": c.to_sparse_csc(),
         "object": Implicit(c),
         "functions": (lambda v: c @ v, lambda v: c.T @ v),
-        "ImplicitBasis": ImplicitBasis(lambda v: c @ v, lambda v: c.T @ v, k),
         "dicts": vectors,
         "flat vectors": list(c.T),
         "float32": c.float().double(),

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from pullback import PullbackError
-from pullback.kernels import GTK, Tangent, gtk, ntk, pushforward_metric, rkhs_inner
+from pullback.kernels import GTK, Tangent, gtk, ntk, rkhs_inner
 from pullback.testing import assert_close
 from tests.kernels.nets import NETS, build, dense, draw, inputs
 from tests.pairs import each_once
@@ -111,4 +111,4 @@ def test_kernels_and_functions_that_are_not_usable() -> None:
         rkhs_inner(torch.tensor([1.0, torch.nan]), kernel=torch.eye(2))
     model, x = nn.Linear(3, 2).double(), torch.randn(4, 3, dtype=torch.float64)
     with pytest.raises(PullbackError, match="does not fit the points"):
-        pushforward_metric(model, x, torch.ones(3, 2, dtype=torch.float64))
+        rkhs_inner(torch.ones(3, 2, dtype=torch.float64), kernel=ntk(model, x))

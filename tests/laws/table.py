@@ -215,11 +215,6 @@ SOLVERS = [
     SolverCase("ConjugateGradient", lambda damping: ConjugateGradient(damping, tol=1e-14)),
     SolverCase("Sketched, complete", lambda damping: Sketched(damping=damping), FACTORED),
     SolverCase(
-        "Sketched, refined",
-        lambda damping: Sketched(rows=12, refine=400, damping=damping),
-        FACTORED,
-    ),
-    SolverCase(
         "OrthogonalGreedy, all vectors", lambda damping: OrthogonalGreedy(10_000, damping=damping)
     ),
 ]

@@ -256,17 +256,6 @@ def test_one_optimizers_state_goes_into_another() -> None:
     train(model, natural)
 
 
-def test_states_of_older_versions_are_refused() -> None:
-    model, (x, y) = mlp(), data()
-    opt = pb.NaturalGradient(model, step=T.LevenbergMarquardt())
-    opt.step(closure_of(opt, model, x, y))
-    before = copy.deepcopy(opt.state_dict())
-    old = {**before, "state": {"pullback": {"steps": 3, "rule": {"damping": 1.0}, "solver": {}}}}
-    with refused("older version", "'pullback'", "start the optimizer anew"):
-        opt.load_state_dict(old)
-    assert same(opt.state_dict(), before)
-
-
 class Hoarder(T.Constant):
     """Keeps what it has not declared, or no number."""
 

@@ -12,7 +12,7 @@ from pullback.solvers import Sketched
 from pullback.solvers.sketched import ColumnSketch, RowSketch, dct, idct
 from pullback.testing import assert_close
 from tests.pairs import all_pairs
-from tests.solvers.helpers import hold, random, vector, with_spectrum
+from tests.solvers.helpers import hold, random, vector
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 8, 15, 64])
@@ -78,22 +78,6 @@ def test_a_complete_sketch_is_exact(rows: int | None) -> None:
     assert_close(x, torch.linalg.pinv(a) @ r, 1e-11, "A⁺r")
 
 
-@pytest.mark.parametrize("damping", [0.0, 1e-3])
-def test_refinement_brings_the_exact_answer_back(damping: float) -> None:
-    a = with_spectrum(torch.logspace(0, -2, 8, dtype=torch.float64), 200, 8)
-    r = vector(200)
-    want = torch.linalg.solve(a.T @ a + damping * torch.eye(8).double(), a.T @ r)
-    rough = Sketched(rows=40, seed=1)
-    fine = Sketched(rows=40, refine=60, seed=1)
-    far = rough.solve(rough.init(hold(a, "rows")), a.T @ r, damping, whitened=r).x
-    found = fine.solve(fine.init(hold(a, "rows")), a.T @ r, damping, whitened=r)
-    assert float((far - want).norm() / want.norm()) > 1e-3
-    assert_close(found.x, want, 1e-8, "refined")
-    assert found.status is pb.Status.OK
-    assert found.residual is not None
-    assert found.residual < 1e-10
-
-
 def test_each_init_draws_anew_and_its_number_repeats_it() -> None:
     a = random(20, 9)
     solver = Sketched(rows=6, seed=0)
@@ -127,8 +111,6 @@ def test_unusable_arguments_are_refused() -> None:
     for wrong in ({"rows": 0}, {"columns": -1}):
         with pytest.raises(pb.PullbackError, match="positive"):
             Sketched(**wrong)
-    with pytest.raises(pb.PullbackError, match="precondition"):
-        Sketched(columns=3, refine=2)
     with pytest.raises(pb.PullbackError, match="rows"):
         Sketched().init(hold(random(3, 4), "dense"))
 

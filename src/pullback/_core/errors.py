@@ -67,6 +67,14 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"the nearest are {', '.join(close)}"
 
 
+def refuse_unknown(what: str, name: object, known: Iterable[object]) -> None:
+    """Raise where a name is none of those that an option knows."""
+    if name not in (choices := tuple(known)):
+        raise PullbackError(
+            f"Unknown {what} {name!r}", "it is not one of the choices", f"Use one of {choices}"
+        )
+
+
 def reraise_fatal(error: Exception) -> None:
     """Raise again what no other route can mend: memory that ran out, and our own refusals."""
     import torch  # not above: the command line shows errors and help without it

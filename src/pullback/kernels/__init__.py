@@ -1,11 +1,11 @@
 """Tangent kernels and function-space views: how a model's function moves when its parameters do."""
 
-from .basis import GTK, Basis, ImplicitBasis, gtk
+from .basis import GTK, gtk
 from .change import Expansion, FunctionChange
 from .kernel import NTK, KernelOperator, TangentKernel, ntk, ntk_operator
 from .predict import Linearized, Prediction, linearize, predict
 from .projection import Combination, Projected, natural_ntk, project, projected_kernel, surject
-from .rkhs import functional_gradient, pushforward_metric, rkhs_inner
+from .rkhs import functional_gradient, rkhs_inner
 from .tangent import Tangent
 
 __all__ = [
@@ -15,8 +15,6 @@ __all__ = [
     "NTK",
     "GTK",
     "Projected",
-    "Basis",
-    "ImplicitBasis",
     # their matrices
     "ntk",
     "gtk",
@@ -29,7 +27,6 @@ __all__ = [
     "project",
     "surject",
     "rkhs_inner",
-    "pushforward_metric",
     "FunctionChange",
     "Expansion",
     "Combination",

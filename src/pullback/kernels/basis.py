@@ -1,8 +1,10 @@
-"""Bases C of parameter directions, (p, k), and the tangent kernel of the basis {dφ·c_i}."""
+"""Bases C of parameter directions, (p, k), and the tangent kernel of the basis {dφ·c_i}.
+
+A basis is held as the Gram C Cᵀ with the factor A = Cᵀ.
+"""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,85 +13,25 @@ from torch import Tensor
 
 from .._core.errors import PullbackError
 from .._core.space import ParameterSpace
+from ..grams import FactoredGram, Operator, Rows
 from ..maps import Linearization
 from .kernel import NTK, FeatureKernel, TangentKernel
 from .tangent import Model, Tangent, as_tangent
 from .tiles import MEMORY
 
 
-class Basis(ABC):
-    """Columns c_i ∈ R^p; {dφ·c_i} is what a GTK sums over."""
-
-    #: number of columns k
-    size: int
-
-    @abstractmethod
-    def matvec(self, c: Tensor) -> Tensor:
-        """C c: (k,) -> (p,)."""
-
-    @abstractmethod
-    def rmatvec(self, v: Tensor) -> Tensor:
-        """Cᵀ v: (p,) -> (k,)."""
-
-    def after(self, rows: Tensor) -> Tensor:
-        """A C for rows A, (n, p) -> (n, k)."""
-        return torch.stack([self.rmatvec(row) for row in rows])
-
-    def column(self, i: int, space: ParameterSpace) -> Tensor:
-        """c_i."""
-        unit = space.zeros(self.size)
-        unit[i] = 1
-        return self.matvec(unit)
-
-
-class DenseBasis(Basis):
-    """C as a matrix, dense or sparse."""
-
-    def __init__(self, matrix: Tensor) -> None:
-        self.matrix = matrix
-        self._transposed = matrix.mT
-        self.size = matrix.shape[1]
-
-    def matvec(self, c: Tensor) -> Tensor:
-        return self.matrix @ c
-
-    def rmatvec(self, v: Tensor) -> Tensor:
-        return self._transposed @ v
-
-    def after(self, rows: Tensor) -> Tensor:
-        return (self._transposed @ rows.T).T
-
-
-class ImplicitBasis(Basis):
-    """C by its products, each a function of one flat vector."""
-
-    def __init__(
-        self,
-        matvec: Callable[[Tensor], Tensor],
-        rmatvec: Callable[[Tensor], Tensor],
-        size: int,
-    ) -> None:
-        self._matvec, self._rmatvec, self.size = matvec, rmatvec, size
-
-    def matvec(self, c: Tensor) -> Tensor:
-        return self._matvec(c)
-
-    def rmatvec(self, v: Tensor) -> Tensor:
-        return self._rmatvec(v)
-
-
-def as_basis(basis: Any, space: ParameterSpace) -> Basis:
-    """C from a matrix (p, k), dense or sparse; from tangent vectors, each a dict of tensors by
+def as_basis(basis: Any, space: ParameterSpace) -> FactoredGram:
+    """C Cᵀ from a matrix C (p, k), dense or sparse; from tangent vectors, each a dict of tensors by
     parameter name or a flat (p,) tensor; or from an object with `matvec` and `rmatvec`.
     """
     if isinstance(basis, Tensor):
-        return DenseBasis(_matrix(basis, space))
+        return Rows(_matrix(basis, space).mT)
     if callable(getattr(basis, "matvec", None)) and callable(getattr(basis, "rmatvec", None)):
         return _implicit(basis.matvec, basis.rmatvec, space)
     if isinstance(basis, Sequence) and len(basis) == 2 and all(map(callable, basis)):
         return _implicit(basis[0], basis[1], space)
     if isinstance(basis, Sequence) and basis:
-        return DenseBasis(torch.stack([_flat(v, space) for v in basis], 1))
+        return Rows(torch.stack([_flat(v, space) for v in basis]))
     raise PullbackError(
         "The basis is not usable",
         f"got {type(basis).__name__}",
@@ -142,7 +84,7 @@ def _shape(value: Any) -> tuple[int, ...] | None:
 
 def _implicit(
     matvec: Callable[[Tensor], Tensor], rmatvec: Callable[[Tensor], Tensor], space: ParameterSpace
-) -> ImplicitBasis:
+) -> Operator:
     """Sizes from one product each, and whether the two are transposes of each other."""
     generator = torch.Generator().manual_seed(0)
     v = torch.randn(space.size, generator=generator, dtype=torch.float64)
@@ -165,7 +107,7 @@ def _implicit(
             "rmatvec is not the transpose of matvec",
             "Let ⟨matvec(c), v⟩ = ⟨c, rmatvec(v)⟩ for all c and v",
         )
-    return ImplicitBasis(matvec, rmatvec, pulled.numel())
+    return Operator(rmatvec, matvec, (pulled.numel(), space.size), space.dtype, space.device)
 
 
 class GTK(FeatureKernel):
@@ -178,23 +120,27 @@ class GTK(FeatureKernel):
 
     def __init__(self, tangent: Tangent, basis: Any) -> None:
         super().__init__(tangent)
-        self.basis: Basis = as_basis(basis, tangent.space)
+        self.basis = as_basis(basis, tangent.space)
 
     def raised(self, v: Tensor) -> Tensor:
-        return self.basis.matvec(self.basis.rmatvec(v))
+        return self.basis.matvec(v)
 
     @property
     def width(self) -> int:
-        return self.basis.size + self.tangent.space.size
+        return self.basis.count + self.tangent.space.size
 
     def features(self, linear: Linearization) -> Tensor:
         """J C: k forward passes, or rows of J where those are fewer."""
         n, event = len(linear.value), linear.value.shape[1:]
-        m, k = event.numel(), self.basis.size
+        m, k = event.numel(), self.basis.count
         if 6 * k < m * (k + 3):  # a pass costs about 6 multiply-adds per sample and parameter
-            columns = (linear.jvp(self.basis.column(i, linear.space)) for i in range(k))
+            units = torch.eye(k, dtype=linear.space.dtype, device=linear.space.device)
+            columns = (linear.jvp(self.basis.lift(unit)) for unit in units)
             return torch.stack([c.reshape(n, m) for c in columns], -1)
-        return self.basis.after(linear.rows()).view(n, m, k)
+        rows = linear.rows()
+        if self.basis.structure.holds == "rows":
+            return (self.basis.rows() @ rows.T).T.view(n, m, k)
+        return torch.stack([self.basis.project(row) for row in rows]).view(n, m, k)
 
 
 def gtk(

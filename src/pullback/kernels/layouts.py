@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._core.errors import PullbackError
+from .._core.errors import PullbackError, refuse_unknown
 from .._core.products import cross
 from .._core.space import tolerance
 from ..maps import Linearization, Pulled, identity_covectors
@@ -116,12 +116,7 @@ LAYOUTS: dict[str, KernelLayout] = {"full": Full(), "trace": Trace(), "diagonal"
 
 def as_layout(layout: str) -> KernelLayout:
     """The layout of this name."""
-    if layout not in LAYOUTS:
-        raise PullbackError(
-            f"Unknown layout {layout!r}",
-            "it is not one of the layouts",
-            f"Use one of {tuple(LAYOUTS)}",
-        )
+    refuse_unknown("layout", layout, LAYOUTS)
     return LAYOUTS[layout]
 
 
@@ -143,16 +138,6 @@ def as_matrix(kernel: Tensor, outputs: int) -> Tensor:
 
 def _kernel(one: Pulled, two: Pulled, budget: int) -> Tensor:
     return one.kernel(None if two is one else two, budget=budget)
-
-
-def refuse_inference() -> None:
-    """Raise where no graph can be recorded."""
-    if torch.is_inference_mode_enabled():
-        raise PullbackError(
-            "There are no derivatives here",
-            "inference mode records no graph",
-            "Use torch.no_grad() in place of torch.inference_mode()",
-        )
 
 
 def refuse_no_tensor(what: str, value: object) -> None:

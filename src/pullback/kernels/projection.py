@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._core.errors import PullbackError
+from .._core.errors import PullbackError, refuse_unknown
 from .._core.factor import Scaled
 from .._core.products import full_precision
 from ..grams import Part, assemble
@@ -196,10 +196,7 @@ def natural_ntk(
 
 
 def _count(reduction: str, metric: Metric, z: Tensor) -> int:
-    if reduction not in ("sum", "mean"):
-        raise PullbackError(
-            f"Unknown reduction {reduction!r}", "G is a sum or a mean", 'Use "sum" or "mean"'
-        )
+    refuse_unknown("reduction", reduction, ("sum", "mean"))
     return metric.samples(z) if reduction == "mean" else 1
 
 
@@ -252,10 +249,7 @@ def project(
     tensor([[2.],
             [4.]])
     """
-    if form not in FORMS:
-        raise PullbackError(
-            f"Unknown form {form!r}", "it is not one of the forms", f"Use one of {FORMS}"
-        )
+    refuse_unknown("form", form, FORMS)
     kernel = Projected(as_tangent(model), x, metric, rcond=rcond)
     given = check_cotangents(_one_of(gradient, values), kernel.linear)
     c = given if values is None else kernel.part.factor.matvec(given)

@@ -10,12 +10,13 @@ loss is ∇ℓ = Σ_i K(·, x_i) ∇L(f(x_i), y_i) in every such space:
     K = K_H   the gradient in an RKHS H of functions of x       (`metrics.rkhs`, or any function)
     K = K_f   its projection onto the tangent space T_fΦ        (`Projected`)
     K = Θ     the standard gradient, seen among functions       (`NTK`)
+              whose metric ⟨dφ⁻¹f, dφ⁻¹g⟩ is the pushforward of the Euclidean one
     K = K_GTK the natural gradient of any basis                 (`GTK`)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,9 +25,9 @@ from torch import Tensor
 from .._core.errors import PullbackError
 from .._core.svd import svd
 from .change import Expansion, FunctionChange
-from .kernel import TangentKernel, ntk
+from .kernel import TangentKernel
 from .layouts import as_matrix, refuse_no_tensor
-from .tangent import Model, Tangent, arguments, as_tangent
+from .tangent import arguments
 
 
 def rkhs_inner(
@@ -59,37 +60,6 @@ def rkhs_inner(
     out = left @ right.T
     out = out[0] if one else out
     return out[..., 0] if two else out
-
-
-def pushforward_metric(
-    model: Model | Tangent,
-    x: Any,
-    f: Tensor,
-    g: Tensor | None = None,
-    *,
-    params: Mapping[str, Tensor] | None = None,
-    immersion: bool = False,
-    rcond: float | None = None,
-) -> Tensor:
-    """(φ_*g_E)(f, g) = ⟨dφ⁻¹f, dφ⁻¹g⟩ of tangent functions, by their values (N, *event) at x.
-
-    In this metric the standard gradient is the natural gradient. dφ⁻¹ takes the shortest preimage,
-    so that directions which leave the function unchanged on x do not count: where dφ is not
-    injective it is the metric of the quotient by them. `immersion=True` refuses that case.
-    """
-    tangent = as_tangent(model, params)
-    theta = ntk(tangent, x)
-    n = theta.shape[0] * theta.shape[2]
-    whitener = _whitener(theta, None, rcond)
-    if immersion and len(whitener) < tangent.space.size:
-        raise PullbackError(
-            "The model is no immersion on these points",
-            f"dφ has rank {len(whitener)} for {tangent.space.size} parameters",
-            "Add points, remove symmetries, or measure the quotient with immersion=False",
-        )
-    values = [v.reshape(1, -1) for v in (f, f if g is None else g)]
-    left, right = (_coordinates(v, whitener, n)[1] for v in values)
-    return (left * right).sum()
 
 
 def _whitener(kernel: Tensor | None, basis: Tensor | None, rcond: float | None) -> Tensor:

@@ -16,7 +16,8 @@ from .._core.errors import PullbackError, reraise_fatal
 from .._core.space import ParameterSpace
 from .._core.state import RandomState
 from ..maps import Call, FunctionLinearization, Linearization, ModuleMap, shared_plans
-from .layouts import refuse_broken, refuse_inference, refuse_infinite
+from ..optim.checks import refuse_inference
+from .layouts import refuse_broken, refuse_infinite
 
 Function = Callable[..., Tensor]  # of a parameter dict and inputs
 Model = nn.Module | Function
@@ -94,7 +95,7 @@ class Tangent:
 
     def _run(self, answer: Callable[[Arguments], Answer], args: Arguments) -> Answer:
         """What the model says, if it can be asked and depends on no random numbers."""
-        refuse_inference()
+        refuse_inference("it records no graph, so there are no derivatives", "The model")
         random = RandomState(self.space.device)
         try:
             found = answer(args)

@@ -3,7 +3,7 @@ r"""The NTK by tiles: batches of x against batches of x', the lower half alone w
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -17,6 +17,10 @@ from .layouts import KernelLayout
 from .tangent import Tangent, arguments
 
 MEMORY = 2**30  # bytes for what is pulled back and for temporaries; the kernel itself is beside it
+
+
+#: rows, columns, and the kernel of these samples
+Tile = tuple[slice, slice, Tensor]
 
 
 class Batch:
@@ -103,13 +107,9 @@ def tiles(
     layout: KernelLayout,
     chunk: int | None,
     memory: int | None,
-    processes: Processes | None = None,
-) -> Iterator[tuple[slice, slice, Tensor]]:
-    """(rows, columns, K of these samples); with x2 = None only those on and below the diagonal.
-
-    On several processes, those in the rows of this one.
-    """
-    processes = Processes() if processes is None else processes
+    processes: Processes,
+) -> Iterator[Tile]:
+    """The tiles in this process's rows; with x2 = None only those on and below the diagonal."""
     check_sizes(chunk, memory)
     device = tangent.space.device
     with full_precision(device, watched=False):
@@ -148,24 +148,11 @@ def owner(row: int, processes: int) -> int:
     return min(turn, 2 * processes - 1 - turn)
 
 
-def gather_tiles(
-    tangent: Tangent,
-    x: Any,
-    x2: Any,
-    layout: KernelLayout,
-    chunk: int | None,
-    memory: int | None,
-    processes: Processes,
-) -> Iterator[tuple[slice, slice, Tensor]]:
+def gather_tiles(own: Iterable[Tile], empty: Tensor, processes: Processes) -> Iterator[Tile]:
     """All tiles, each from the process that multiplied it."""
-    if processes.alone:
-        yield from tiles(tangent, x, x2, layout, chunk, memory)
-        return
-    _refuse_others(tangent, x, x2, processes)
     with processes.together():
-        own = list(tiles(tangent, x, x2, layout, chunk, memory, processes))
+        own = list(own)
         places = [(a.start, a.stop, b.start, b.stop, tuple(tile.shape)) for a, b, tile in own]
-        empty = tangent.space.zeros(0)
         flat = torch.cat([empty, *(tile.reshape(-1) for *_, tile in own)])
     found = processes.parts([flat], "kernel")[0]
     for several, values in zip(processes.values(places), found, strict=True):
@@ -205,8 +192,12 @@ def assemble_tiles(
     processes = Processes() if processes is None else processes
     n = len(arguments(x)[0])
     n2 = n if x2 is None else len(arguments(x2)[0])
+    found = tiles(tangent, x, x2, layout, chunk, memory, processes)
+    if not processes.alone:
+        _refuse_others(tangent, x, x2, processes)
+        found = gather_tiles(found, tangent.space.zeros(0), processes)
     out: Tensor | None = None
-    for rows, some, tile in gather_tiles(tangent, x, x2, layout, chunk, memory, processes):
+    for rows, some, tile in found:
         if rows == slice(0, n) and some == slice(0, n2):
             return tile
         if out is None:

@@ -130,13 +130,13 @@ def refuse_context(closure: object, objective: object) -> None:
     refuse_inference("no graph can be built there, so there is no Jacobian")
 
 
-def refuse_inference(why: str) -> None:
+def refuse_inference(why: str, called: str = "step()") -> None:
     """Raise in inference mode, for this reason."""
     if torch.is_inference_mode_enabled():
         raise PullbackError(
-            "step() was called in inference mode",
+            f"{called} was called in inference mode",
             why,
-            "Leave torch.inference_mode() before stepping",
+            "Leave torch.inference_mode() before; torch.no_grad() does no harm",
         )
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .._core.capture import Selector, plain
-from .._core.errors import PullbackError, Status
+from .._core.errors import PullbackError, Status, refuse_unknown
 from .._core.processes import Traffic, find_processes, refuse_untold
 from .._core.products import full_precision
 from ..grams import FORMS, Part, Stack, assemble, assemble_stack, coverage
@@ -110,8 +110,8 @@ class NaturalGradient(Optimizer):
         refuse_sharded(model, "the exact Gram couples all of them")
         self._processes = find_processes(model, group, type(self).__name__)
         reduction = reduction_of(likelihood) if reduction is None else reduction
-        _one_of("gram", gram, FORMS)
-        _one_of("reduction", reduction, ("mean", "sum"))
+        refuse_unknown("gram", gram, FORMS)
+        refuse_unknown("reduction", reduction, ("mean", "sum"))
         _instance("solver", solver, Solver)
         _instance("step", step, Step)
         self.model = model
@@ -155,12 +155,6 @@ class NaturalGradient(Optimizer):
         return {**super().__getstate__(), **{name: getattr(self, name) for name in _OWN}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        if "pullback" in state["state"]:
-            raise PullbackError(
-                "The saved state is of an older version",
-                "it has an entry 'pullback' for the whole model, and state is kept by parameter",
-                "Load the model's own state_dict, and start the optimizer anew",
-            )
         super().__setstate__(state)
         if "model" in state:
             self._register()
@@ -499,11 +493,4 @@ def _instance(name: str, value: object, kind: type) -> None:
             f"{name}= is not a {kind.__name__}",
             f"got {value!r}",
             f"Pass an object of pullback.{name}s",
-        )
-
-
-def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise PullbackError(
-            f"Unknown {name} {value!r}", "it is not one of the choices", f"Use one of {allowed}"
         )

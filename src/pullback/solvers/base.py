@@ -146,6 +146,12 @@ class Path:
             x = x + self.beyond / damping[..., None]
         return x
 
+    def solution(self, damping: float) -> Tensor:
+        """x at one damping; without any, the shortest on the range."""
+        if damping == 0:
+            return self.combine(self.gamma / self.eigenvalues)
+        return self.at(torch.full_like(self.gamma.sum(), damping))
+
     def damping_for(self, radius: Tensor) -> Tensor:
         r"""The λ ≥ 0 with ‖x(λ)‖ = radius, for many radii at once; 0 where x(0) is shorter.
 

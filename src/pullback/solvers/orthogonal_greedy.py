@@ -8,7 +8,7 @@ from math import isfinite
 import torch
 from torch import Tensor
 
-from .._core.errors import PullbackError, Status
+from .._core.errors import PullbackError, Status, refuse_unknown
 from ..grams import FactoredGram, Gram
 from .base import Damping, Solution, Solver, resolve
 from .pinv import keeps_digits
@@ -105,10 +105,7 @@ class OrthogonalGreedy(Solver):
         _positive("block", block)
         _fraction("tol", tol)
         _fraction("rcond", rcond)
-        if rule not in RULES:
-            raise PullbackError(
-                f"Unknown rule {rule!r}", "it is not a greedy criterion", f"Use one of {RULES}"
-            )
+        refuse_unknown("rule", rule, RULES)
         self.k, self.rule, self.tol = k, rule, tol
         self.damping, self.block, self.rcond = damping, block, rcond
 

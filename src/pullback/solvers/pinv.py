@@ -97,11 +97,7 @@ class PseudoInverse(Solver):
         if state.rank == 0:
             x = rhs / value if value > 0 else torch.zeros_like(rhs)
             return Solution(x, value, 0, status=Status.OK if value > 0 else Status.SINGULAR)
-        path = self.path(state, rhs, whitened)
-        if value == 0:
-            x = path.combine(path.gamma / path.eigenvalues)
-        else:
-            x = path.at(torch.full_like(path.gamma[0], value))
+        x = self.path(state, rhs, whitened).solution(value)
         found = Solution(x.to(rhs.dtype), value, state.rank)
         blind = state.gram.structure.holds in ("kernel", "operator") and whitened is None
         if blind and value > 0 and delicate(value, state.top.square(), rhs.dtype):
@@ -162,11 +158,7 @@ class PseudoInverse(Solver):
         kernel = gram.kernel()
         if not finite(kernel):
             return _broken(gram)
-        values, u = torch.linalg.eigh(kernel)
-        sigma = values.clamp(min=0).sqrt()
-        floor = (gram.count * torch.finfo(gram.dtype).eps) ** 0.5
-        keep = self._keep(sigma, floor, squared=True)
-        u, sigma = u[:, keep], sigma[keep]
+        sigma, u = self._eigen(kernel)
 
         def combine(c: Tensor) -> Tensor:
             y = (c / sigma) @ u.T
@@ -180,12 +172,16 @@ class PseudoInverse(Solver):
         dense = gram.dense()
         if not finite(dense):
             return _broken(gram)
-        values, v = torch.linalg.eigh(dense)
-        sigma = values.clamp(min=0).sqrt()
-        floor = (gram.size * torch.finfo(gram.dtype).eps) ** 0.5
-        keep = self._keep(sigma, floor, squared=True)
-        v, sigma = v[:, keep], sigma[keep]
+        sigma, v = self._eigen(dense)
         return Spectrum(gram, sigma, None, lambda g: v.T @ g, lambda c: c @ v.T)
+
+    def _eigen(self, square: Tensor) -> tuple[Tensor, Tensor]:
+        """σ and singular vectors of A that count, from AᵀA or AAᵀ."""
+        values, vectors = torch.linalg.eigh(square)
+        sigma = values.clamp(min=0).sqrt()
+        floor = (len(square) * torch.finfo(square.dtype).eps) ** 0.5
+        keep = self._keep(sigma, floor, squared=True)
+        return sigma[keep], vectors[:, keep]
 
 
 def finite(a: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Randomized solves: fewer rows, fewer columns, and refinement back to the exact answer."""
+"""Randomized solves: fewer rows, fewer columns."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from .._core.errors import PullbackError, Status
 from .._core.products import add_at
 from ..grams import FactoredGram, Gram, Rows
 from .base import Damping, Path, Solution, Solver, resolve
-from .cg import ConjugateGradient
 from .pinv import PseudoInverse, Spectrum
 
 _AT_ONCE = 2**26  # entries that are transformed at once: what is in between takes several of them
@@ -122,8 +121,6 @@ class Sketched(Solver):
         columns: dimension of the random subspace of parameters; None keeps all.
         damping: absolute, or `Relative(c)`.
         rcond, double: as for `PseudoInverse`, for the sketched matrix.
-        refine: conjugate-gradient steps on the unsketched system, preconditioned by the
-            sketch (which then wants all columns); 0 leaves the sketched answer.
         seed: of the random sketches. A sketch follows from the seed and its own number, which is
             that of the step, so that nothing random is saved.
     """
@@ -136,7 +133,6 @@ class Sketched(Solver):
         columns: int | None = None,
         *,
         damping: Damping = 0.0,
-        refine: int = 0,
         seed: int = 0,
         rcond: float | None = None,
         double: bool = False,
@@ -146,13 +142,7 @@ class Sketched(Solver):
                 raise PullbackError(
                     f"Sketched(...) got {name}={value}", "it must be positive", "Use None for all"
                 )
-        if refine and columns is not None:
-            raise PullbackError(
-                "A column sketch cannot precondition",
-                "it says nothing of the directions it leaves out",
-                "Use refine with columns=None",
-            )
-        self.rows, self.columns, self.damping, self.refine = rows, columns, damping, refine
+        self.rows, self.columns, self.damping = rows, columns, damping
         self.seed, self._draw = seed, 0
         self._inner = PseudoInverse(rcond, double=double)
 
@@ -199,26 +189,9 @@ class Sketched(Solver):
     ) -> Solution:
         value = resolve(self.damping if damping is None else damping, state.gram)
         spectrum = state.spectrum
-        if self.refine:
-            eigenvalues = spectrum.sigma.square() + value
-
-            def precondition(v: Tensor) -> Tensor:
-                c = spectrum.right(v)
-                inside = spectrum.combine(c / eigenvalues)
-                return inside if value == 0 else inside + (v - spectrum.combine(c)) / value
-
-            inner = ConjugateGradient(
-                value, max_iterations=self.refine, preconditioner=precondition, tol=1e-12
-            )
-            found = inner.solve(state.gram, rhs)
-            return Solution(found.x, value, spectrum.rank, found.residual, found.status)
         if not spectrum.finite or (spectrum.rank == 0 and value == 0):
             return Solution(torch.zeros_like(rhs), value, 0, status=Status.SINGULAR)
-        path = self.path(state, rhs, whitened)
-        if value == 0:
-            x = path.combine(path.gamma / path.eigenvalues)
-        else:
-            x = path.at(torch.tensor(value, dtype=rhs.dtype, device=rhs.device))
+        x = self.path(state, rhs, whitened).solution(value)
         return Solution(x, value, spectrum.rank)
 
     def seek(self, draw: int) -> None:

@@ -55,7 +55,8 @@ def test_rows(shape: tuple[int, ...], training: bool, last: bool) -> None:
     assert isinstance(layer, Scale)
     rows = layer.unit_rows(module, x, delta, roles, Sharing())
     torch.testing.assert_close(rows, want)
-    units = layer.units(module, x, delta, ["bias", "weight"], Sharing())
+    sums = layer.unit_sums(module, x, delta, ["bias", "weight"], Sharing())
+    units = second_moments([sums])[0]
     torch.testing.assert_close(units, torch.einsum("nuk,nul->ukl", want, want).flip(1, 2))
 
 

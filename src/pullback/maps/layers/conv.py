@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .affine import AffineBlock
 from .correlated import correlated_moments, correlates
-from .moments import Moments, Sharing, counted, means, moments, second_moment
+from .moments import Moments, Sharing, counted, shared_moments, shared_second_moment
 from .patches import (
     channel_bytes,
     channel_moment,
@@ -53,12 +53,7 @@ class Conv(Layer):
         x = x if x.ndim == 2 + len(module.kernel_size) else x[None]
         width = module.in_channels // module.groups * prod(module.kernel_size)
         if sharing.reduce:
-            seen = patches(module, x).transpose(1, 2)  # (B, places, G, I)
-            if keep is not None:
-                keep = keep.reshape(len(keep), -1).expand(seen.shape[:2])
-                keep = sharing.by_sample(keep).flatten(1)
-            seen, kept = means(sharing.by_sample(seen, 3).flatten(1, 2), keep)
-            return moments(seen.transpose(0, 1), sharing, kept)
+            return shared_moments(patches(module, x), sharing, keep)
         apart = module.groups > 1 or width > sharing.longest
         if apart or (keep is not None and keep.ndim > 1):
             return _gathered(module, x, sharing, keep)
@@ -90,10 +85,7 @@ class Conv(Layer):
         d = delta if delta.ndim == 2 + len(module.kernel_size) else delta[None]
         if module.groups == 1 and not sharing.reduce and d.shape[1] <= sharing.longest:
             return channel_moment(d)
-        d = d.unflatten(1, (module.groups, -1)).flatten(3)  # (B, G, O, places)
-        if sharing.reduce:
-            return second_moment(sharing.by_sample(d.sum(3), 2).sum(1).transpose(0, 1), sharing)
-        return second_moment(d.permute(1, 0, 3, 2).flatten(1, 2), sharing)
+        return shared_second_moment(d.unflatten(1, (module.groups, -1)).flatten(3).mT, sharing)
 
 
 def _gathered(module: Any, x: Tensor, sharing: Sharing, keep: Tensor | None) -> Moments:
@@ -101,12 +93,9 @@ def _gathered(module: Any, x: Tensor, sharing: Sharing, keep: Tensor | None) -> 
     places = prod(_places(module, x))
     each = places * x.shape[1] * prod(module.kernel_size) * x.element_size()
     step, found = max(1, _TOGETHER // max(1, each)), None
-    if keep is not None and keep.ndim == 1:
-        keep = keep[:, None].expand(-1, places)
     masks = repeat(None) if keep is None else keep.split(step)
     for some, mask in zip(x.split(step), masks, strict=False):
-        seen = patches(module, some).transpose(0, 1).flatten(1, 2)  # (G, B·places, I)
-        more = moments(seen, sharing, None if mask is None else mask.flatten())
+        more = shared_moments(patches(module, some), sharing, mask)
         found = more if found is None else found + more
     assert found is not None
     return found
@@ -116,7 +105,8 @@ def _way(module: Any, x: Tensor, sharing: Sharing) -> Any:
     """What forms the moments of several inputs like this one at once, or None."""
     if sharing.reduce or module.groups > 1:
         return None
-    if 9 * x.shape[1] <= sharing.longest and correlates(module, x):
+    # on a CPU a correlation is no faster, and its sums are less exact
+    if x.is_cuda and 9 * x.shape[1] <= sharing.longest and correlates(module, x):
         return correlated_moments
     return channel_moments if x.shape[1] <= sharing.longest and pointwise(module, x) else None
 

@@ -285,3 +285,23 @@ def moments(
     second, dtype = second_moment(x, sharing), compute_dtype(x.dtype)
     ones = x.sum(1, dtype=dtype) if first else x.new_zeros(x.shape[0], 1, dtype=dtype)
     return Moments(second, ones, places)
+
+
+def shared_moments(a: Tensor, sharing: Sharing, keep: Tensor | None) -> Moments:
+    """The moments of (B, G, places, n); `keep` says which samples, (B,), or places count."""
+    if keep is not None:
+        keep = keep.reshape(len(keep), -1).expand(len(a), a.shape[2])
+    if not sharing.reduce:
+        kept = None if keep is None else keep.flatten()
+        return moments(a.transpose(0, 1).flatten(1, 2), sharing, kept)
+    if keep is not None:
+        keep = sharing.by_sample(keep).flatten(1)
+    a, kept = means(sharing.by_sample(a.transpose(1, 2), 3).flatten(1, 2), keep)
+    return moments(a.transpose(0, 1), sharing, kept)
+
+
+def shared_second_moment(d: Tensor, sharing: Sharing) -> Tensor:
+    """Σ δδᵀ of cotangents (B, G, places, n), which are added up over places by reduction."""
+    if sharing.reduce:
+        return second_moment(sharing.by_sample(d.sum(2), 2).sum(1).transpose(0, 1), sharing)
+    return second_moment(d.transpose(0, 1).flatten(1, 2), sharing)

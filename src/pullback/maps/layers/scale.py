@@ -92,17 +92,6 @@ class Scale(Layer):
                     rows[name] = rows[name] + row if name in rows else row
         return RowsBlock(rows)
 
-    def units(
-        self,
-        module: Any,
-        x: Tensor,
-        delta: Tensor,
-        roles: Sequence[str],
-        sharing: Sharing,
-    ) -> Tensor:
-        """Σ_n rows rowsᵀ of one covector, unit by unit: (U, k, k) for these of gain and shift."""
-        return second_moments([self.unit_sums(module, x, delta, roles, sharing)])[0]
-
     def unit_rows(
         self,
         module: Any,

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .affine import AffineBlock
-from .moments import Moments, Sharing, counted, means, moments, second_moment
+from .moments import Moments, Sharing, counted, shared_moments, shared_second_moment
 from .patches import windows
 from .registry import Block, JointBlock, Layer, RowsBlock, Use, joined, register
 
@@ -103,26 +103,14 @@ class ConvTranspose(Layer):
 
     def inputs(self, module: Any, x: Tensor, sharing: Sharing, keep: Tensor | None) -> Moments:
         a = _inputs(module, x if x.ndim == 2 + len(module.kernel_size) else x[None])
-        if keep is not None:
-            keep = keep.reshape(len(keep), -1).expand(len(a), a.shape[2])  # (B, places)
-        if not sharing.reduce:
-            kept = None if keep is None else keep.flatten()
-            return moments(a.transpose(0, 1).flatten(1, 2), sharing, kept)
-        if keep is not None:
-            keep = sharing.by_sample(keep).flatten(1)
-        a, kept = means(sharing.by_sample(a.transpose(1, 2), 3).flatten(1, 2), keep)
-        return moments(a.transpose(0, 1), sharing, kept)
+        return shared_moments(a, sharing, keep)
 
     def outputs(self, module: Any, x: Tensor, delta: Tensor, sharing: Sharing) -> Tensor:
         dims = len(module.kernel_size)
         delta = delta if delta.ndim == 2 + dims else delta[None]
-        d = _patches(module, delta, x.shape[-dims:])  # (B, G, places, O)
-        if sharing.reduce:
-            return second_moment(sharing.by_sample(d.sum(2), 2).sum(1).transpose(0, 1), sharing)
-        return second_moment(d.transpose(0, 1).flatten(1, 2), sharing)
+        return shared_second_moment(_patches(module, delta, x.shape[-dims:]), sharing)
 
     def shifts(self, module: Any, x: Tensor, delta: Tensor, sharing: Sharing) -> Tensor:
         dims = len(module.kernel_size)
         d = (delta if delta.ndim == 2 + dims else delta[None]).flatten(2)
-        d = sharing.by_sample(d.sum(2)).sum(1) if sharing.reduce else d.mT.flatten(0, 1)
-        return second_moment(d[None], sharing)
+        return shared_second_moment(d.mT[:, None], sharing)
