@@ -18,7 +18,7 @@ def exact(points: Tensor) -> Tensor:
     return (1 - r**2) / 4 + torch.log(r) / 8
 
 
-def main(steps: int = 100, out: str | Path | None = None) -> float:
+def main(steps: int = 200, out: str | Path | None = None) -> float:
     """Solve, write the picture to `out` if given, and return the relative L2 error."""
     ring = pb.pde.Disk((0, 0), 1.0) - pb.pde.Disk((0, 0), 0.5)
     outer = ring.boundary.where(lambda x: x.norm(dim=1) > 0.75)
@@ -34,7 +34,7 @@ def main(steps: int = 100, out: str | Path | None = None) -> float:
         name="Poisson on a ring",
     )
     network = pb.pde.mlp(2, 16, 16, 1, seed=0)
-    solution = pb.pde.solve(problem, network, points=500, steps=steps)
+    solution = pb.pde.solve(problem, network, points=500, steps=steps, tol=2e-5)
     print(solution)
     if out is not None:
         solution.plot(out)

@@ -266,7 +266,8 @@ def test_a_network_for_later_times_is_the_same_function() -> None:
     later = fitted(first, part, same=True)
     x = part.domain.sample(20, "uniform", seed=1).x
     torch.testing.assert_close(later(x), first(x), rtol=1e-12, atol=1e-12)
-    assert (later.low[1], later.high[1]) == (0.5, 0.75)  # pyright: ignore[reportArgumentType]
+    assert isinstance(later, pde.Rescaled)
+    assert (later.low[1], later.high[1]) == (0.5, 0.75)
     fresh = fitted(first, part, same=False)
     x0 = x - torch.tensor([0, 0.5])
     torch.testing.assert_close(fresh(x), first(x0))

@@ -119,9 +119,27 @@ def test_verdicts_say_what_is_missing() -> None:
     assert not good.alarming
     assert "more steps=, would lower them" in good.text
     assert "would" not in replace(good, relative=1e-9).text
+    early = replace(good, falling=0.034)
+    assert "all 9 steps were taken while the loss fell by 3% a step; residuals" in early.text
+    assert early.alarming
+    assert not replace(early, relative=1e-7).alarming
+    assert not replace(early, reason="a callback asked for it").alarming
+    stuck = replace(good, reason="the loss fell by less than 1 % in 50 steps", stuck=True)
+    assert stuck.alarming
+    assert "wider or deeper network" in stuck.text
     energy = replace(good, relative=math.nan)
     assert energy.name == ""
     assert "no residual says how good it is. Compare two" in energy.text
+
+
+def test_runs_that_end_early_say_how_fast_they_were() -> None:
+    with pytest.warns(UserWarning, match="while the loss fell by"):
+        solution = pde.solve(
+            pde.Poisson(1), pde.mlp(1, 10, 1, seed=0), points=60, steps=30, progress=False
+        )
+    losses = solution.history.loss
+    pace = 1 - (losses[-1] / losses[-21]) ** (1 / 20)
+    assert solution.verdict.falling == pytest.approx(pace)
 
 
 class Growing(nn.Module):

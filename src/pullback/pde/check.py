@@ -104,7 +104,7 @@ class ErrorField:
     """
 
     def __init__(self, problem: Problem, trial: Trial, weights: Mapping[str, float]) -> None:
-        params = {n: p for n, p in trial.named_parameters() if p.requires_grad}
+        params: dict[str, Tensor] = {n: p for n, p in trial.named_parameters() if p.requires_grad}
         count = max(2 * sum(p.numel() for p in params.values()), _FEWEST)
         counts = {c.name: count for c in problem.conditions}
         validation = Validation(problem, trial, counts, weights, _SEED)
@@ -147,8 +147,8 @@ class Corrected(nn.Module):
 
         named = dict(self.trial.named_parameters())
         point = {n: named[n].detach() for n in self._move}
-        value, error = torch.func.jvp(fields, (point,), (self._move,))
-        return value - error
+        found = torch.func.jvp(fields, (point,), (self._move,))
+        return found[0] - found[1]
 
 
 def estimate(

@@ -44,7 +44,9 @@ _LATE = 1e-12  # of the first loss, above which they do so where points are over
 _KICK = 0.01  # of the parameters' size
 _FEW = 4  # dimensions up to which all second derivatives of a network are looked at
 _LEVEL = 10, 0.05  # steps, and the share of the loss, after which a prior is weighed anew
+_CREEP = 0.2, 0.5  # of the loss in 25 steps: less is a narrow valley, far from a solution and near
 _TRY = 40  # steps that a kick needs to pay
+_PACE = 20  # steps over which the loss is seen to fall
 _RESTART = 1e-3  # of their terms: residuals at which a run that is stuck starts anew
 
 
@@ -185,8 +187,11 @@ class Run:
                     self._save()
         if stopped == _SIGNAL:
             came.end()
-        self._keep_best()
-        verdict = self._judge(stopped)
+        pace = self._pace
+        if self._keep_best():  # a try that was stuck, unless the caller ended the run
+            pace = 0.0
+            self._stuck = self._stuck or stopped.startswith(("all", "the budget"))
+        verdict = self._judge(stopped, pace)
         if part < 1 and self.looked is None and not stopped.startswith("the budget"):
             self.looked = verdict.relative
         solution = Solution(
@@ -276,7 +281,8 @@ class Run:
     def _slow(self) -> float:
         """The share by which the loss falls where a run is stuck; near a solution it falls fast."""
         history = self.history
-        return 0.5 if history and history.loss[-1] < _EARLY * history.loss[0] else 0.01
+        near = bool(history) and history.loss[-1] < _EARLY * history.loss[0]
+        return _CREEP[near]
 
     def _stagnation(self, wait: int | None, fall: float) -> str:
         """Why no more is to be expected from here, or nothing: the loss did not fall by a share."""
@@ -308,12 +314,12 @@ class Run:
             self.history.moved.append(number)
             return True
         best = math.inf if self._best is None else self._best["fresh"]
-        if left >= _TRY and fresh < 0.5 * best:
+        taken = number - max(self.history.restarted, default=0)
+        if left >= max(_TRY, taken / 2) and fresh < 0.5 * best:
             self._remember(fresh)
             self._go_on_from(self._kicked())
             return True
-        last = max(self.history.restarted, default=0)
-        if left >= number - last and self._validation.relative(number) > _RESTART:
+        if left >= taken and self._validation.relative(number) > _RESTART:
             self._remember(fresh)
             self._go_on_from(self._shuffled())
             return True
@@ -372,16 +378,17 @@ class Run:
             params = {n: p.detach().clone() for n, p in self._trial.named_parameters()}
             self._best = {"fresh": fresh, "params": params, "points": self._points.state()}
 
-    def _keep_best(self) -> None:
-        """The best of several tries."""
+    def _keep_best(self) -> bool:
+        """Go back to the best of several tries; whether that was not the last."""
         if self._best is None or self._validation.loss(len(self.history)) <= self._best["fresh"]:
-            return
+            return False
         self._put(self._best["params"])
         self._points.restore(self._best["points"], len(self.history))
         self.history.forget(len(self.history))
         self._record_error()
+        return True
 
-    def _judge(self, reason: str) -> Verdict:
+    def _judge(self, reason: str, pace: float) -> Verdict:
         """The verdict on the network as it is."""
         number = len(self.history)
         if not self._points.squares:
@@ -396,7 +403,15 @@ class Run:
         relative = self._validation.relative(number)
         if not self._matters(fresh):  # where the solution is zero its terms are round-off too
             relative = min(relative, (fresh / self.history.loss[0]) ** 0.5)
-        return Verdict(reason, self._stuck, own, fresh, relative)
+        return Verdict(reason, self._stuck, own, fresh, relative, falling=pace)
+
+    @property
+    def _pace(self) -> float:
+        """The share by which the loss fell in each of the last steps, 0 if they do not compare."""
+        losses = self.history.loss
+        if len(losses) <= _PACE or not self._points.settled(len(losses) - _PACE - 1):
+            return 0.0
+        return 1 - max(0.0, losses[-1] / losses[-1 - _PACE]) ** (1 / _PACE)
 
     @property
     def _fresh(self) -> float:

@@ -17,6 +17,7 @@ _REMEDIES = {
     "unfinished": "Give more steps= or a larger budget=",
 }
 _ALARMING = ("overfitted", "stalled", "doubtful")
+_FALLING = 0.01  # of the loss in a step: a run that ends then ends early
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Verdict:
         own, fresh: the loss at its own points, and at fresh ones.
         relative: the largest residual at fresh points, as a share of its terms; NaN for energies.
         estimated: the relative error that such residuals allow, where it was estimated.
+        falling: the share by which the loss fell in each of the last steps.
     """
 
     reason: str
@@ -37,6 +39,7 @@ class Verdict:
     fresh: float
     relative: float
     estimated: float | None = None
+    falling: float = 0.0
 
     @property
     def name(self) -> str:
@@ -66,16 +69,23 @@ class Verdict:
         elif self.name == "stalled":
             numbers = f"at a loss of {self.fresh:.1e} {numbers}"
         remedy = "" if self.relative <= _EXACT else f". {_REMEDIES[self.name]}"
-        return f"{self.name}: {self.reason}; {numbers}{remedy}"
+        pace = f" while the loss fell by {self.falling:.0%} a step" if self.early else ""
+        return f"{self.name}: {self.reason}{pace}; {numbers}{remedy}"
+
+    @property
+    def early(self) -> bool:
+        """Whether steps or budget ended a run that was still getting better."""
+        return self.falling > _FALLING and self.reason.startswith(("all", "the budget"))
 
     @property
     def alarming(self) -> bool:
-        """Whether the answer must not be used without a look.
+        """Whether the answer must not be used without a look, or could be much better.
 
         Not if it is as good as was asked for, or the caller ended the run.
         """
         wanted = self.reason.startswith(("the tolerance", "a callback"))
-        return self.name in _ALARMING or (self.name == "unfinished" and not wanted)
+        better = self.relative > _TINY and (self.stuck or self.early)
+        return self.name in _ALARMING or ((self.name == "unfinished" or better) and not wanted)
 
     @property
     def questionable(self) -> bool:

@@ -75,8 +75,8 @@ def fitted(network: nn.Module, part: Problem, *, same: bool) -> nn.Module:
     if first is None or first.bias is None:
         return copy.deepcopy(network)
     column = first.weight[:, -1].clone()
-    first.weight[:, -1] *= (end - start) / (high - low)
-    first.bias += column * ((start + end - low - high) / (high - low))
+    first.weight[:, -1].mul_((end - start) / (high - low))
+    first.bias.add_(column * ((start + end - low - high) / (high - low)))
     x = part.domain.sample(64, "sobol", seed=0).x.to(first.weight)
     kept = torch.allclose(out(x), network(x), rtol=torch.finfo(x.dtype).eps ** 0.5)
     return out if kept else copy.deepcopy(network)

@@ -156,7 +156,7 @@ SETUPS: dict[str, Callable[[], Setup]] = {
             "equation": 1000, "initial u": 150, "initial v": 150, "periodic u": 8, "periodic v": 8,
         },
         sampler="sobol", refine=None, steps=250, patience=30,
-        slabs=[0.01, 0.02, 0.035, 0.05, 0.075, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45],
+        slabs=[0.01, 0.02, 0.035, *(i / 40 for i in range(2, 20))],
     ),
     "schroedinger": lambda: _made(
         Schroedinger(hard=True), 2, 30, 30, 30, 2, parity=1, rescaled=True,
