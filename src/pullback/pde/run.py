@@ -44,7 +44,6 @@ _LATE = 1e-12  # of the first loss, above which they do so where points are over
 _KICK = 0.01  # of the parameters' size
 _FEW = 4  # dimensions up to which all second derivatives of a network are looked at
 _LEVEL = 10, 0.05  # steps, and the share of the loss, after which a prior is weighed anew
-_CREEP = 0.2, 0.5  # of the loss in 25 steps: less is a narrow valley, far from a solution and near
 _TRY = 40  # steps that a kick needs to pay
 _PACE = 20  # steps over which the loss is seen to fall
 _RESTART = 1e-3  # of their terms: residuals at which a run that is stuck starts anew
@@ -281,8 +280,7 @@ class Run:
     def _slow(self) -> float:
         """The share by which the loss falls where a run is stuck; near a solution it falls fast."""
         history = self.history
-        near = bool(history) and history.loss[-1] < _EARLY * history.loss[0]
-        return _CREEP[near]
+        return 0.5 if history and history.loss[-1] < _EARLY * history.loss[0] else 0.01
 
     def _stagnation(self, wait: int | None, fall: float) -> str:
         """Why no more is to be expected from here, or nothing: the loss did not fall by a share."""
