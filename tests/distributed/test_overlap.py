@@ -96,15 +96,35 @@ def loop(rank: int, size: int, way: str) -> tuple[Tensor, Any]:
                 one, two = (loss_of(some, target, count) for some, target in parts)
                 (one + two).backward()
         else:
-            loss_of(x, y, count).backward()
-        opt.step()
+            loss = loss_of(x, y, count)
+            # a pass that stays open keeps statistics back until `step`, on one process alone
+            seen = model(x) if way == "skipped" and rank == 0 else None
+            loss.backward()
+            del seen
+        if way != "skipped" or number != 4:
+            opt.step()
     return torch.cat([p.detach().flatten().cpu() for p in model.parameters()]), calls(opt)
 
 
-@pytest.mark.parametrize("way", ["dropped", "two passes", "two calls", "unmeasured"])
+@pytest.mark.parametrize("way", ["dropped", "skipped", "two passes", "two calls", "unmeasured"])
 def test_other_loops_are_those_of_one_process(world: World, way: str) -> None:
     (first, sent), *rest = world.run(loop, way)
     want, _ = loop(0, 1, way)
     assert all(torch.equal(first, other) and sent == found for other, found in rest)
     torch.testing.assert_close(first, want, rtol=1e-10, atol=1e-10)
     assert place().type != "cpu" or bool(torch.isfinite(first).all())
+
+
+def built(rank: int, size: int, metric: Any) -> None:
+    net = DistributedDataParallel(model_of("dense"), process_group=GROUPS[size])
+    pb.KFAC(net, 0.05, metric=metric)
+
+
+def squares(z: Tensor) -> Tensor:
+    return torch.eye(z.shape[-1], dtype=z.dtype).expand(len(z), -1, -1)
+
+
+def test_metrics_that_relate_samples_are_refused_and_functions_are_not(world: World) -> None:
+    for _, error in world.outcomes(built, pb.metrics.Sobolev()):
+        assert "relates the samples of a batch" in str(error)
+    world.run(built, squares)

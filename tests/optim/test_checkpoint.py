@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -278,3 +279,39 @@ def test_a_step_that_keeps_what_it_has_not_declared_is_refused(name: str, value:
     opt = pb.NaturalGradient(model, step=Hoarder(name, value))
     with refused("Hoarder keeps", "", "`numbers`"):
         opt.step(closure_of(opt, model, x, y))
+
+
+class LateLayer(nn.Module):
+    """A layer that is not used from the start."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.late = nn.Linear(5, 6), nn.Linear(6, 3), nn.Linear(5, 3)
+        self.used = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.last(torch.tanh(self.first(x)))
+        return z + self.late(x) if self.used else z
+
+
+@pytest.mark.parametrize("rule", ["natural", "eigenbasis"])
+def test_a_layer_that_was_not_used_yet_asks_for_no_statistics_after_loading(rule: str) -> None:
+    def run(resumed: bool) -> Tensor:
+        torch.manual_seed(0)
+        model = LateLayer()
+        opt = pb.KFAC(model, 0.05, rule=rule, statistics_every=2, invert_every=4)
+        for number in range(8):
+            model.used = number >= 5
+            if resumed and number == 3:
+                state, opt = (
+                    opt.state_dict(),
+                    pb.KFAC(model, 0.05, rule=rule, statistics_every=2, invert_every=4),
+                )
+                opt.load_state_dict(state)
+            x = torch.randn(7, 5, generator=torch.Generator().manual_seed(number))
+            opt.zero_grad()
+            F.cross_entropy(model(x), torch.arange(7) % 3).backward()
+            opt.step()
+        return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    assert torch.equal(run(True), run(False))

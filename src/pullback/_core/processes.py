@@ -6,6 +6,7 @@ order. With one process each of them returns what it was given, and nothing is s
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -330,10 +331,10 @@ class Processes:
     ) -> tuple[list[bool], list[bool]]:
         """Return which values are the same on all processes, and which flags are true on all.
 
-        Values are compared by `repr`, and after them checksums: numbers on a device, or vectors of
-        which each process gives some entries, and a negative one elsewhere.
+        Values are compared by `repr` without addresses, and after them checksums: numbers on a
+        device, or vectors of which each process gives some entries, and a negative one elsewhere.
         """
-        codes = [crc32(repr(value).encode()) for value in values]
+        codes = [crc32(_shown(value).encode()) for value in values]
         numbers = [*map(int, flags), *codes, *(-code for code in codes)]
         vectors = [t.reshape(-1) for t in checksums]
         none = torch.iinfo(torch.int64).max
@@ -351,7 +352,7 @@ class Processes:
         """Raise on all processes where they do not have the same values, naming those."""
         if self.alone:
             return
-        every = self.values({name: repr(value) for name, value in values.items()})
+        every = self.values({name: _shown(value) for name, value in values.items()})
         names = dict.fromkeys(name for own in every for name in own)
         for name in names:
             found = [own.get(name, "nothing") for own in every]
@@ -555,3 +556,8 @@ def _split(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
     counts = [shape.numel() for shape in shapes]
     parts = flat[: sum(counts)].split(counts)
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def _shown(value: object) -> str:
+    """A value in words; the address of a function is another one in every process."""
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))

@@ -20,7 +20,7 @@ from ..._core.capture import Selector, plain
 from ..._core.errors import PullbackError
 from ..._core.flags import DeferredFlags, finite
 from ..._core.processes import Traffic, find_processes, group_of, refuse_untold, unwrapped
-from ..._core.shards import Parameters, is_sharded, reshard
+from ..._core.shards import Parameters, is_sharded, local, reshard
 from ...grams.kronecker import Kronecker
 from ...likelihoods import Likelihood
 from ...metrics import Metric
@@ -187,7 +187,8 @@ class KFAC(Optimizer):
         given = list(plain(model).parameters() if params is None else params)
         options.refuse_unready(model, given)
         self._register()
-        options.refuse_spread(own, teams=self._replicas.placement.teams, shards=shards)
+        several, teams = not processes.alone, self._replicas.placement.teams
+        options.refuse_spread(own, several=several, teams=teams, shards=shards)
         super().__init__(given, own.defaults)
         self._replicas.meet(self._params, own.common, self.param_groups, schedule)
 
@@ -333,6 +334,7 @@ class KFAC(Optimizer):
         fresh = self._empty_state(dict(self._held.schedule))
         restore(fresh, saved, params, self._forecast())
         self._settle()
+        self._replicas.stop_overlap()
         super().load_state_dict({**state_dict, "state": {}})
         fresh.succeed(self._held, saved)
         self._held = fresh
@@ -347,6 +349,10 @@ class KFAC(Optimizer):
     def _resume(self) -> None:
         self._choose()
         partners = {n: key.names for key in self._held.learned for n in key.names}
+        if self._held.schedule["taken"]:  # others were not used yet
+            params = self._params.by_name
+            unused = {n for n in self._measured if params[n].requires_grad} - partners.keys()
+            partners |= {n: (n,) for n in unused}
         self._capture.structure.partners = partners
         self._capture.structure.bases = self._held.bases
         self._capture.settle()
@@ -418,8 +424,7 @@ class KFAC(Optimizer):
             return self._reject(f"the loss is {source.loss}", loss)
         report.watch_growth(self._growth, loss)
         if not self._replicas.alone and (wanted or capture.pool.calls) and not owing:
-            if not self._replicas.launched(capture.pool):
-                self._launch()
+            self._launch()
             self._replicas.join(capture, params, groups, gradients, held.schedule)
         found = self._statistics(source, owing)
         guard = Guard(self._deferrable(found, gradients))
@@ -555,7 +560,6 @@ class KFAC(Optimizer):
 
     def _reject(self, reason: str, loss: Any) -> Any:
         self._capture.settle()
-        self._replicas.forget()
         self._info = KFACInfo(False, reason, self._held.schedule["damping"])
         return loss
 
@@ -652,7 +656,7 @@ class KFAC(Optimizer):
     def memory(self) -> dict[str, int]:
         """Bytes held, by what for."""
         buffers = [s[part] for s in self.state.values() for part in BUFFERS if part in s]
-        return {**self._held.memory(), "momentum": sum(t.nbytes for t in buffers)}
+        return {**self._held.memory(), "momentum": sum(local(t).nbytes for t in buffers)}
 
     def traffic(self) -> dict[str, Traffic]:
         """What this process sent so far, by purpose; nothing where it is alone."""

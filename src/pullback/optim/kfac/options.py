@@ -254,8 +254,14 @@ def refuse_unready(model: nn.Module, params: Sequence[Any]) -> None:
         )
 
 
-def refuse_spread(own: Options, *, teams: bool, shards: bool) -> None:
-    """Raise for options that do not go with `teams` of processes, or parameters in `shards`."""
+def refuse_spread(own: Options, *, several: bool, teams: bool, shards: bool) -> None:
+    """Raise for options that do not go with `several` processes, their `teams`, or `shards`."""
+    if own.metric.couples_samples and several:
+        raise PullbackError(
+            f"{own.metric!r} does not go with several processes",
+            "it relates the samples of a batch, of which each process has a part",
+            "Use a metric of single samples, such as the likelihood's own",
+        )
     if own.ekfac and teams:
         raise PullbackError(
             "workers= does not go with ekfac=True",

@@ -138,9 +138,11 @@ class Replicas:
     ) -> None:
         """Begin to sum the pooled statistics, in the shapes that all had last time.
 
-        It is called in the backward pass, or else before `join`: messages of their own group know
-        no order but theirs. Nothing is waited for, since another process may wait for this one's
-        gradients. So averages are sent as they will be if counts are those of the last time.
+        It is called in the backward pass, and before `join`: messages of their own group know no
+        order but theirs. So every process begins once between two calls of `join`, also where a
+        step was skipped, and `join` finds out what is out of date. Nothing is waited for, since
+        another process may wait for this one's gradients. So averages are sent as they will be if
+        counts are those of the last time.
 
         Args:
             capture: has the statistics.
@@ -149,22 +151,20 @@ class Replicas:
             ema: the weight of the past in their averages.
             loss_scale: by which cotangents are multiplied.
         """
-        self.forget()
-        if self._apart is None or self._layouts is None:
+        if self._sent is not None or self._apart is None or self._layouts is None:
             return
+        self._coming = None
         sent = self._sent = self._begin(capture.pool, self._layouts, params, self._apart)
         if blocks is not None and self._lazy and self._steady:
             pool = Pool(samples=self._counts[0], shared=sent.shared, share=self._part)
             scale = capture.scale(pool.samples, loss_scale)
             self._coming = self._begin_averages(sent, pool, scale, blocks, ema)
 
-    def launched(self, pool: Pool) -> bool:
-        """Whether sums of this pool are under way."""
-        return self._sent is not None and self._sent.pool is pool
-
-    def forget(self) -> None:
-        """Let go of what is under way."""
-        self._sent = self._coming = None
+    def stop_overlap(self) -> None:
+        """Begin nothing ahead any more: all processes loaded a state, and some may have begun."""
+        if self._layouts is not None:
+            self._sent = self._coming = self._apart = None
+            self._overlaps = False
 
     def __getstate__(self) -> dict[str, Any]:
         """All but what is under way, and the group in which it is."""
@@ -185,11 +185,13 @@ class Replicas:
         keys = [] if broken else sorted(pool.sums, key=lambda key: key.names)
         layouts = {key: layout_of(tensors_of(pool.sums[key])) for key in keys}
         before, self._own = self._own, counts_of(pool)
-        flags = [not broken, pool.calls == 0, sent is not None and sent.calls == pool.calls]
-        flags.append(self._own is not None and self._own == before)
+        current = sent is None or sent.pool is pool
+        fresh = sent is not None and current and sent.calls == pool.calls
+        steady = self._own is not None and self._own == before
+        flags = [not broken, pool.calls == 0, fresh, current, steady]
         told = layouts, sorted(structure.partners.items())
         given = params, groups, gradients, schedule
-        alike, (whole, idle, fresh, self._steady) = self._compare(told, flags, *given)
+        alike, (whole, idle, fresh, current, self._steady) = self._compare(told, flags, *given)
         if idle:
             return
         pool.calls = max(pool.calls, 1)
@@ -202,7 +204,9 @@ class Replicas:
             structure.partners = {
                 n: own for _, known in reversed(every) for n, own in known.items()
             }
-        if sent is not None and not fresh:  # several passes, of which each would be sent
+        if (
+            sent is not None and current and not fresh
+        ):  # several passes, of which each would be sent
             self._apart = None
         if sent is None or not fresh or layouts != self._layouts:
             self._coming, self._steady = None, self._steady and layouts == self._layouts
