@@ -16,7 +16,7 @@ def recording(t: Tensor) -> bool:
 
 
 class Replay:
-    """Runs work on a GPU as a recorded graph from the third time on; elsewhere as it is.
+    """Runs work on a GPU as a recorded graph from the third time on; eagerly on other devices.
 
     A graph is recorded for each key and each set of addresses. Where recording is not possible, or
     addresses keep changing, the work is run kernel by kernel.

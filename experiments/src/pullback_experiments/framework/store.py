@@ -270,8 +270,9 @@ def changed(old: dict[str, Any], new: dict[str, Any], open_parts: frozenset[str]
 def alone(folder: Path) -> Iterator[None]:
     """Wait until no other process is in here, and keep others out.
 
-    Locks are the operating system's, on the folder itself: they leave no file, and end with the
-    process, however that ends. Where there are none (Windows, some network drives) nobody waits.
+    The operating system locks the folder itself. No file is left, and the lock ends with the
+    process, even a killed one. Windows and some network drives have no such locks: nothing is
+    locked there.
     """
     with _opened(folder) as file:
         _locked(file, "wait")

@@ -66,7 +66,7 @@ def recurrent_twin(
     Args:
         model: the network.
         generator: of the coordinates.
-        keep_start: leave a_0 as it is, although a_t changes.
+        keep_start: take a_0† = a_0, although a_t† = Ωa_t + γ for t > 0.
         shift_inputs: shift x_t too, and let b† take it up; V has no bias of its own.
     """
     inputs, hidden = model.entry.in_features, model.recurrent.in_features

@@ -8,8 +8,8 @@ as theirs. The steps that count are those of a plain loop; the search replays CU
 
 All rates fall to zero along a line, so that a run is at its best at its end: SGD and Adam reach
 their own last loss late, and K-FAC has a run of fewer steps, or at most as many, to get there.
-Losses are of the training set or a fixed part of it, as it is, in evaluation mode; seconds of
-training alone.
+Losses are measured in evaluation mode, without augmentation, on the training set or a fixed part of
+it. Seconds count training only.
 
     kfac-autoencoder   MNIST, 784-1000-500-250-30-…-784, tanh, Bernoulli; --quick: digits, 64-…-64
     kfac-convnet       Fashion-MNIST of 14×14, two convolutions; --quick: digits

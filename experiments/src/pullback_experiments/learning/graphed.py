@@ -21,7 +21,7 @@ Step = Callable[[Tensor, Tensor], None]
 
 
 class Captured:
-    """Work on batches of one size: run as it is for a few times, then captured and replayed."""
+    """Work on batches of one size: run eagerly a few times, then replayed from a CUDA graph."""
 
     def __init__(self, work: Gradient, clear: Callable[[], None]) -> None:
         self._work, self._clear = work, clear
@@ -74,7 +74,7 @@ def graphed(optimizer: Optimizer, gradient: Gradient, *, fixed: bool) -> Step:
 
 
 class _Gradients:
-    """Gradients are replayed, but for K-FAC's statistics, and the optimizer steps as it is."""
+    """Gradients come from a CUDA graph, except in K-FAC's statistics steps; `step` runs eagerly."""
 
     def __init__(self, optimizer: Optimizer, gradient: Gradient) -> None:
         self._optimizer, self._gradient = optimizer, gradient

@@ -595,8 +595,10 @@ class KFAC(Optimizer):
         """The same, with averages that are whole meanwhile; all processes call it."""
         held = self.blocks
         self._replicas.assemble(held.blocks)
-        yield held
-        self._replicas.release(held.preconditioner, held.averages)
+        try:
+            yield held
+        finally:
+            self._replicas.release(held.preconditioner, held.averages)
 
     @property
     def statistics_due(self) -> bool:

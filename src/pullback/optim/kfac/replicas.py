@@ -204,9 +204,7 @@ class Replicas:
             structure.partners = {
                 n: own for _, known in reversed(every) for n, own in known.items()
             }
-        if (
-            sent is not None and current and not fresh
-        ):  # several passes, of which each would be sent
+        if sent is not None and current and not fresh:  # each of several passes would be sent
             self._apart = None
         if sent is None or not fresh or layouts != self._layouts:
             self._coming, self._steady = None, self._steady and layouts == self._layouts
