@@ -18,12 +18,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .._core.checks import refuse_values
 from .._core.errors import PullbackError
 from ..grams import FactoredGram, Gram
 from ..grams.base import Structure
 from ..solvers import ConjugateGradient, PseudoInverse
 from .grams import Sides, tangent_gram
-from .parameters import refuse_nonfinite, refuse_shape, refuse_zero_tangent
+from .parameters import refuse_zero_tangent
 from .tangents import FactorTangent, MatrixTangent, around
 
 
@@ -146,10 +147,10 @@ def split_obstacle(factors: Sequence[Tensor]) -> str:
     if not len(factors):
         raise PullbackError("There are no factors", "the list is empty", "Pass at least one matrix")
     for i, w in enumerate(factors):
-        refuse_shape(f"Factor {i}", w, (factors[i - 1].shape[-1] if i else "d", "d"))
+        refuse_values(f"Factor {i}", w, (factors[i - 1].shape[-1] if i else "d", "d"))
     before, after = around(factors)
     for i, (a, b) in enumerate(zip(before, after, strict=True)):
-        rows, columns = _rank(a), _rank(b)
+        rows, columns = (int(torch.linalg.matrix_rank(side)) for side in (a, b))
         if rows < a.shape[0]:
             return f"the {i} factors before factor {i} multiply to rank {rows} of {a.shape[0]} rows"
         if columns < b.shape[1]:
@@ -160,14 +161,9 @@ def split_obstacle(factors: Sequence[Tensor]) -> str:
     return ""
 
 
-def _rank(a: Tensor) -> int:
-    refuse_nonfinite("A product of factors", a)
-    return int(torch.linalg.matrix_rank(a))
-
-
 def split(factors: Sequence[Tensor], grad: Tensor) -> list[Tensor]:
     """(1/L) A_i⁺ ∇ B_i⁺ for every i; refused where it is no solution."""
-    refuse_nonfinite("The gradient", grad)
+    refuse_values("The gradient", grad)
     reason = split_obstacle(factors)
     if reason:
         raise PullbackError(

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..._core.checks import refuse_number, refuse_values
 from ..._core.errors import PullbackError
 from ...grams import Gram, Part, assemble
 from ...solvers import PseudoInverse, Solver
@@ -43,14 +44,12 @@ def differential(loss: Loss, value: Tensor) -> Tensor:
                 f"got {tuple(getattr(total, 'shape', ()))}",
                 "Reduce it to a scalar tensor",
             )
-        if not bool(torch.isfinite(total)):
-            raise PullbackError("L is not finite at φ(ξ)", f"got {float(total.detach())}", "Move ξ")
+        refuse_values("L", total)
         slope = None
         if total.requires_grad:
             (slope,) = torch.autograd.grad(total.reshape(()), z, allow_unused=True)
     slope = torch.zeros_like(z) if slope is None else slope
-    if not bool(torch.isfinite(slope).all()):
-        raise PullbackError("dL is not finite at φ(ξ)", "the loss is undefined there", "Move ξ")
+    refuse_values("dL", slope)
     return slope.detach()
 
 
@@ -136,8 +135,8 @@ class Point:
         self._ambient = Ambient(phi, metric, inputs, reduction)
         self._linear = self._ambient.linearize(self._coordinates)
         self._part = Part(self._linear, self._ambient.factor(self._linear.value))
-        if rcond is not None and not 0 <= rcond < 1:
-            raise PullbackError("rcond is not usable", f"got {rcond}", "Use a number from 0 to 1")
+        if rcond is not None:
+            refuse_number("rcond", rcond, below=1.0)
         self._rcond = rcond
         self._refuse_stochastic()
 
