@@ -208,10 +208,6 @@ def test_bases(model: nn.Module, x: Tensor) -> None:
 
 
 def test_metrics(model: nn.Module, x: Tensor) -> None:
-    with refused("damping"):
-        projected_kernel(model, x, metric=Euclidean(), damping=-1.0)
-    with refused("Unknown reduction"):
-        natural_ntk(model, x, reduction="none")
     with refused("metric is not usable"):
         projected_kernel(model, x, metric="euclidean")  # type: ignore[arg-type]
     with refused("does not fit the memory"):

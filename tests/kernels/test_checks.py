@@ -1,4 +1,4 @@
-"""What is refused, with one question to the device; and what a second call may leave out."""
+"""What is refused, and what a second call may leave out."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from pullback._core.errors import PullbackError
 from pullback.kernels import Tangent, ntk
-from pullback.kernels.layouts import norms
 from pullback.kernels.tiles import MEMORY, room
 from pullback.maps import Call, ModuleMap
 from pullback.testing import assert_close
@@ -37,23 +36,6 @@ class Weighted(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = self.last(torch.tanh(self.first(x)))
         return self.read((h * self.w).mean(1))
-
-
-def test_norms_of_all_kinds() -> None:
-    some = [
-        torch.tensor([3.0, 4.0]),
-        torch.tensor([3.0, 4.0], dtype=torch.float64),
-        torch.tensor([3 + 4j]),
-        torch.tensor([1, 2, 3]),
-        torch.zeros(0),
-        torch.tensor([torch.nan]),
-        torch.tensor([6.0, 8.0], dtype=torch.bfloat16),
-    ]
-    found = norms(some)
-    assert found[:5] == [5.0, 5.0, 5.0, 0.0, 0.0]
-    assert found[5] != found[5]
-    assert found[6] == 10.0
-    assert norms([]) == norms(some[3:4])[1:] == []
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])

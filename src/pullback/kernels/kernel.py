@@ -21,7 +21,7 @@ from .._core.errors import PullbackError
 from .._core.processes import Processes
 from ..maps import Linearization
 from .change import FunctionChange
-from .layouts import KernelLayout, as_layout, refuse_no_tensor
+from .layouts import as_layout, refuse_no_tensor
 from .tangent import Arguments, Model, Tangent, arguments, as_tangent, part
 from .tiles import MEMORY, assemble_tiles, check_sizes
 
@@ -109,13 +109,7 @@ class FeatureKernel(TangentKernel):
                 f"{h.shape[1]} and {h2.shape[1]} entries",
                 "Pass inputs for which the model has the same number of outputs",
             )
-        return self.joined(as_layout(layout), h, h2, x, x2, chunk, memory)
-
-    def joined(
-        self, layout: KernelLayout, h: Tensor, h2: Tensor, x: Any, x2: Any, chunk: Any, memory: int
-    ) -> Tensor:
-        """The kernel from its features."""
-        return layout.of_features(h, h2)
+        return as_layout(layout).of_features(h, h2)
 
     def features_at(self, x: Any, chunk: int | None = None, memory: int = MEMORY) -> Tensor:
         """H(x), in chunks of samples that fit the memory."""
