@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._core.checks import refuse_values
 from .._core.errors import PullbackError
 from .._core.space import ParameterSpace
 from ..grams import FactoredGram, Operator, Rows
@@ -46,14 +47,10 @@ def _matrix(matrix: Tensor, space: ParameterSpace) -> Tensor:
             f"it has shape {tuple(matrix.shape)} for {space.size} parameters",
             f"Pass C of shape ({space.size}, k), one column per direction",
         )
-    if matrix.is_complex():
-        raise PullbackError("The basis is complex", "tangent vectors are real", "Pass its parts")
     if matrix.layout not in (torch.strided, torch.sparse_coo):
         matrix = matrix.to_sparse_csr()
     values = matrix.coalesce().values() if matrix.layout == torch.sparse_coo else matrix
-    values = values.values() if values.layout == torch.sparse_csr else values
-    if not bool(torch.isfinite(values).all()):
-        raise PullbackError("The basis is not finite", "C contains NaN or infinity", "Check it")
+    refuse_values("The basis", values.values() if values.layout == torch.sparse_csr else values)
     return matrix.detach().to(space.device, space.dtype)
 
 
@@ -69,12 +66,7 @@ def _flat(vector: Any, space: ParameterSpace) -> Tensor:
                 "Give one tensor per moved parameter, in its shape",
             )
         vector = space.flatten({n: vector.get(n) for n in space.names})
-    if not isinstance(vector, Tensor):
-        raise PullbackError(
-            "A tangent vector is not usable",
-            f"got {type(vector).__name__}",
-            "Pass a dict of tensors by parameter name, or a flat tensor",
-        )
+    refuse_values("A tangent vector", vector)
     return _matrix(vector.reshape(-1, 1), space)[:, 0]
 
 

@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from .._core.capture import Selector
+from .._core.checks import refuse_values
 from .._core.errors import PullbackError
 from .._core.processes import Processes
 from ..maps import Linearization
 from .change import FunctionChange
-from .layouts import as_layout, refuse_no_tensor
+from .layouts import as_layout
 from .tangent import Arguments, Model, Tangent, arguments, as_tangent, part
 from .tiles import MEMORY, assemble_tiles, check_sizes
 
@@ -185,16 +186,12 @@ def ntk_operator(
 def check_cotangents(cotangents: Tensor, linear: Linearization) -> Tensor:
     """One cotangent per entry of the output, in its shape."""
     shape = linear.value.shape
-    refuse_no_tensor("The cotangents", cotangents)
+    refuse_values("The batch of cotangents", cotangents)
     if cotangents.numel() != shape.numel() or len(cotangents) != len(linear.value):
         raise PullbackError(
             "The cotangents do not fit the model's output",
             f"{tuple(cotangents.shape)} for values of shape {tuple(shape)}",
             "Pass ∂ℓ/∂f, one number per entry of the output",
-        )
-    if not bool(torch.isfinite(cotangents).all()):
-        raise PullbackError(
-            "The cotangents are not finite", "they contain NaN or infinity", "Check the loss"
         )
     return cotangents.detach().reshape(shape).to(linear.value)
 

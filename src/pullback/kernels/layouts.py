@@ -138,14 +138,6 @@ def _kernel(one: Pulled, two: Pulled, budget: int) -> Tensor:
     return one.kernel(None if two is one else two, budget=budget)
 
 
-def refuse_no_tensor(what: str, value: object) -> None:
-    """Raise where something else was given, a list say."""
-    if not isinstance(value, Tensor):
-        raise PullbackError(
-            f"{what} are no tensor", f"got {type(value).__name__}", "Pass a torch.Tensor"
-        )
-
-
 def refuse_infinite(what: str, *tensors: Tensor) -> None:
     """Raise where one of these is not finite, with one synchronization."""
     if tensors and not bool(torch.stack([torch.isfinite(t).all() for t in tensors]).all()):

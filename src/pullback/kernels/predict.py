@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, jvp, vjp
 
 from .._core.capture import Selector, plain, select
+from .._core.checks import refuse_number, refuse_values
 from .._core.errors import PullbackError, reraise_fatal
 from .._core.graph import unfused_attention
 from ..maps.module import refuse_coupled
@@ -143,8 +144,7 @@ def _covariance(prior: Kernel, x: Any, x_test: Any, m: int, response: Tensor, re
 
 
 def _targets(y: Tensor) -> tuple[Tensor, torch.Size]:
-    if not isinstance(y, Tensor) or not y.ndim or not len(y):
-        raise PullbackError("There are no targets", f"got {y!r}", "Pass y of shape (N, *event)")
+    refuse_values("The batch of targets", y)
     y = y.detach()
     return (y[:, None], torch.Size((1,))) if y.ndim == 1 else (y.flatten(1), y.shape[1:])
 
@@ -152,8 +152,7 @@ def _targets(y: Tensor) -> tuple[Tensor, torch.Size]:
 def _regularization(diag_reg: float | Relative, k: Tensor) -> float:
     if isinstance(diag_reg, Relative):
         return diag_reg.value * float(k.diagonal().mean())
-    if not 0 <= diag_reg < float("inf"):
-        raise PullbackError("diag_reg is not usable", f"got {diag_reg}", "Use a number ≥ 0")
+    refuse_number("diag_reg", diag_reg)
     return float(diag_reg)
 
 
@@ -164,10 +163,8 @@ def _refuse_broken(k: Tensor, across: Tensor, y: Tensor) -> None:
             f"{y.numel()} numbers for kernels {tuple(k.shape)} and {tuple(across.shape)}",
             "Pass one target per training input and output",
         )
-    if not all(bool(torch.isfinite(v).all()) for v in (k, across, y)):
-        raise PullbackError(
-            "Kernel or targets are not finite", "they contain NaN or infinity", "Check the data"
-        )
+    for matrix in (k, across):
+        refuse_values("The kernel", matrix)
 
 
 class Linearized(nn.Module):

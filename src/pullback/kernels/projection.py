@@ -245,11 +245,10 @@ def surject(
 
 def _one_of(gradient: Tensor | None, values: Tensor | None) -> Tensor:
     given = gradient if values is None else values
-    both = gradient is not None and values is not None
-    if both or given is None or not bool(torch.isfinite(given).all()):
+    if given is None or (gradient is not None and values is not None):
         raise PullbackError(
             "There is no one thing to project",
-            "gradient= and values= were given both or not at all, or are not finite",
+            "gradient= and values= were given both or not at all",
             "Pass the loss's differential as gradient=, or a function's values as values=",
         )
     return given
