@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..._core.errors import PullbackError
 from ..actions.scaling import Scaling
-from .retraction import energies
+from .retraction import log_squares
 from .slice import Balanced, Slice
 from .units import ScalingUnits
 
@@ -125,8 +125,8 @@ class BlockNorms:
         self.units: ScalingUnits = slice.units
         self._adds, self._differences = slice.adds, slice.differences
         self._twice = 2 * slice.units.powers
-        found, _ = energies(slice.units, params)
-        self._logs = torch.stack([e.log + e.squares.log().reshape(()) for e in found])
+        logs, _ = log_squares(slice.units, params)
+        self._logs = torch.stack([each.reshape(()) for each in logs])
         self.zeros = self._twice.new_zeros(slice.units.total)
         alive = torch.isfinite(self._log_sums(self.zeros))
         self.dead = torch.zeros_like(self.zeros, dtype=torch.bool)
