@@ -93,7 +93,7 @@ class RandomSource:
 
 def whole_numbers(name: str, given: Any) -> tuple[int, ...]:
     """The given values as integers ≥ 1."""
-    values = list(given) if isinstance(given, Iterable) else [None]
+    values: list[Any] = list(given) if isinstance(given, Iterable) else [None]
     for value in values:
         refuse_number(name, value, least=1, whole=True)
     return tuple(int(v) for v in values)
