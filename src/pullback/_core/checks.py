@@ -39,14 +39,20 @@ def refuse_values(what: str, value: Any, shape: Sequence[int | str] | None = Non
 
 
 def refuse_number(
-    name: str, value: Any, *, least: float = 0.0, below: float = inf, whole: bool = False
+    name: str,
+    value: Any,
+    *,
+    least: float = 0.0,
+    below: float = inf,
+    whole: bool = False,
+    positive: bool = False,
 ) -> None:
-    """Raise unless least ≤ value < below."""
+    """Raise unless least ≤ value < below, and above 0 where it must be positive."""
     kind = isinstance(value, Integral if whole else Real) and not isinstance(value, bool)
-    if not kind or not least <= float(value) < below:
-        limit = f" and below {below:g}" if below < inf else ""
+    if not kind or not least <= float(value) < below or (positive and value == 0):
+        kinds = "whole number" if whole else "number"
+        lower = "> 0" if positive else f"≥ {least:g}"
+        upper = f" and below {below:g}" if below < inf else ""
         raise PullbackError(
-            f"{name} is not usable",
-            f"got {value!r}",
-            f"Use a {'whole ' if whole else ''}number ≥ {least:g}{limit}",
+            f"{name} is not usable", f"got {value!r}", f"Use a {kinds} {lower}{upper}"
         )

@@ -15,7 +15,8 @@ import scipy
 import torch
 from torch import Tensor, nn
 
-from .._core.errors import PullbackError
+from .._core.checks import refuse_number
+from .._core.errors import PullbackError, refuse_unknown
 from ..metrics import Euclidean, Metric, MetricFunction
 from ..optim import Objective
 from ..solvers import PseudoInverse, Solver
@@ -180,14 +181,12 @@ def integrate(
         loss that is not finite, an exhausted budget) ends with its reason, before anything
         that is not finite; only requests that make no sense raise.
     """
-    if kind not in KINDS:
-        raise PullbackError(f"Unknown kind {kind!r}", "it is not a flow", f"Use one of {KINDS}")
-    if method not in METHODS:
-        raise PullbackError(
-            f"Unknown method {method!r}", "it is no integrator", f"Use one of {METHODS}"
-        )
+    refuse_unknown("kind", kind, KINDS)
+    refuse_unknown("method", method, METHODS)
     times = _times(t, at)
-    _refuse_tolerances(rtol, atol, max_step, max_evaluations)
+    refuse_number("rtol", rtol, positive=True)
+    refuse_number("atol", atol)
+    refuse_number("max_evaluations", max_evaluations, least=1, whole=True)
     if kind == "natural":
         options["solver"] = PseudoInverse() if solver is None else solver
     elif options or solver is not None or metric is not None:
@@ -295,12 +294,3 @@ def _times(t: Any, at: Any) -> tuple[float, float, Tensor | None]:
             f"Use increasing times between {first:g} and {last:g}",
         )
     return first, last, times
-
-
-def _refuse_tolerances(rtol: float, atol: float, max_step: float, budget: int) -> None:
-    if not (rtol > 0 and atol >= 0 and max_step > 0 and budget > 0):
-        raise PullbackError(
-            "The tolerances are not usable",
-            f"got rtol={rtol}, atol={atol}, max_step={max_step}, max_evaluations={budget}",
-            "Use positive numbers",
-        )

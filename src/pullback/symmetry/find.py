@@ -8,7 +8,7 @@ from typing import Any, Literal
 from torch import nn
 
 from .._core.capture import Selector, plain
-from .._core.errors import PullbackError
+from .._core.errors import PullbackError, refuse_unknown
 from .actions.charts import ChartAction, FixedNorm, in_parameters, with_values
 from .actions.scaling import Action, Scaling, two_sided
 from .candidates.mixings import mixings, scalings
@@ -62,10 +62,7 @@ def find(
     >>> find(net, torch.randn(7, 3)).generators().shape
     torch.Size([9, 53])
     """
-    if group not in ("neuron", "layer"):
-        raise PullbackError(
-            f"group={group!r} is not known", "units or layers are scaled", "Use 'neuron' or 'layer'"
-        )
+    refuse_unknown("group", group, ("neuron", "layer"))
     model = plain(model)
     run = Example(model, guess_input(model) if example is None else example, output)
     if not run.params:

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..._core.capture import select
+from ..._core.checks import refuse_number
 from ..._core.errors import PullbackError, reraise_fatal
 from ..._core.space import tolerance
 from ..charts.diffeomorphism import Diffeomorphism
@@ -57,8 +58,7 @@ def check_sizes(sizes: Sequence[float], steps: int) -> tuple[float, ...]:
             f"got {list(sizes)}; the order in the step size takes two different positive ones",
             "Use multiples of the lr such as (1, 0.1, 0.01)",
         )
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
-        raise PullbackError("The number of steps is not usable", f"got {steps!r}", "Use 0 or more")
+    refuse_number("The number of steps", steps, whole=True)
     return tuple(sorted(set(usable), reverse=True))
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..._core.errors import PullbackError
+from ..._core.errors import PullbackError, refuse_unknown
 from ..actions.scaling import Scaling
 from .retraction import log_squares
 from .slice import Balanced, Slice
@@ -26,13 +26,10 @@ def make_slice(
     kind: str, scalings: Sequence[Scaling], model: nn.Module | Mapping[str, Tensor]
 ) -> Slice:
     """A slice by name: one of `SLICES`."""
-    if kind == "balanced":
-        return Balanced(scalings, model)
-    if kind == "layer-balanced":
-        return Balanced([s.merged() for s in scalings], model)
+    refuse_unknown("slice", kind, SLICES)
     if kind == "equal-norm":
         return EqualNorm(scalings, model)
-    raise PullbackError(f"There is no slice {kind!r}", "it is not known", f"Use one of {SLICES}")
+    return Balanced(scalings if kind == "balanced" else [s.merged() for s in scalings], model)
 
 
 def layer_slice(scalings: Sequence[Scaling]) -> str:
