@@ -26,12 +26,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, jvp, vjp
+from torch.func import functional_call
 
 from .._core.capture import Selector, plain, select
 from .._core.checks import refuse_number, refuse_values
-from .._core.errors import PullbackError, reraise_fatal
+from .._core.errors import PullbackError
 from .._core.graph import unfused_attention
+from ..maps import FunctionLinearization
 from ..maps.module import refuse_coupled
 from ..solvers import Relative
 from .layouts import as_matrix
@@ -184,7 +185,6 @@ class Linearized(nn.Module):
         own = dict(self.weights.named_parameters())
         self._names = tuple(tangent.params)
         self._output = output
-        self._forward_mode = True
         for name, parameter in own.items():
             parameter.requires_grad_(name in self._names)
         for i, name in enumerate(self._names):
@@ -212,17 +212,9 @@ class Linearized(nn.Module):
             out = functional_call(self.weights, {**fixed, **p}, args)
             return select(out, self._output)
 
-        if self._forward_mode:
-            try:
-                with unfused_attention():  # the fused one has no forward mode
-                    value, change, *_ = jvp(function, (self.origin(),), (move,))
-                return value + change
-            except (RuntimeError, NotImplementedError) as error:
-                reraise_fatal(error)
-                self._forward_mode = False  # nor has a recurrent cell
-        value, pull, *_ = vjp(function, self.origin())
-        push = vjp(lambda u: pull(u)[0], torch.zeros_like(value))[1]  # u ↦ Jᵀu is linear
-        return value + push(move)[0]
+        with unfused_attention():  # the fused one has no forward mode
+            at = FunctionLinearization(function, self.origin())
+            return at.value + at.jvp(at.space.flatten(move))
 
 
 def linearize(
