@@ -20,26 +20,11 @@ from torch import Tensor
 
 from .._core.checks import refuse_values
 from .._core.errors import PullbackError
-from ..grams import FactoredGram, Gram
-from ..grams.base import Structure
+from ..grams import FactoredGram, Operator
 from ..solvers import ConjugateGradient, PseudoInverse
 from .grams import Sides, tangent_gram
 from .parameters import refuse_zero_tangent
 from .tangents import FactorTangent, MatrixTangent, around
-
-
-class _Kernel(Gram):
-    """Λ ↦ Σ L LᵀΛ RᵀR on flat Λ, (N·m,)."""
-
-    def __init__(self, tangent: MatrixTangent) -> None:
-        self._tangent = tangent
-        self.size = self.count = tangent.count
-        sample = tangent.terms[0].left
-        self.dtype, self.device = sample.dtype, sample.device
-        self.structure = Structure("operator", factored=False, closed=True)
-
-    def matvec(self, v: Tensor) -> Tensor:
-        return self._tangent.push(self._tangent.pull(v))
 
 
 def solve_iteratively(
@@ -66,7 +51,11 @@ def solve_iteratively(
 
     z = torch.where(inside, u.T @ r.view(tangent.shape) @ h, 0.0)
     solver = ConjugateGradient(damping, tol=tol, preconditioner=scaled)
-    found = solver.solve(_Kernel(tangent), (u @ z @ h.T).flatten())
+    kernel = Operator(  # JJᵀ
+        tangent.pulled, lambda v: tangent.push(tangent.split(v)),
+        (tangent.size, tangent.count), r.dtype, r.device,
+    )  # fmt: skip
+    found = solver.solve(kernel, (u @ z @ h.T).flatten())
     limit = 10 * torch.finfo(r.dtype).eps ** 0.5
     if not found.status.ok or not (found.residual or 0.0) <= limit:
         raise PullbackError(
@@ -75,7 +64,7 @@ def solve_iteratively(
             "the factors are nearly rank-deficient",
             "Add damping, or use split_natural_gradient where it exists",
         )
-    return torch.cat([m.flatten() for m in tangent.pull(found.x)])
+    return tangent.pulled(found.x)
 
 
 def _adapted(sides: Sequence[Tensor], rcond: float | None) -> tuple[Tensor, Tensor, Tensor]:
