@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.func import functional_call
+from torch import nn
 
 from pullback.kernels import NTK, Tangent, ntk, ntk_operator
-from pullback.maps import FunctionLinearization, ModuleMap
+from pullback.maps import ModuleMap
 from pullback.testing import assert_close
 from tests.kernels.nets import NETS, blocks, build, dense, draw, inputs
 from tests.laws.models import mlp
@@ -106,19 +105,6 @@ def test_products_without_a_matrix(net: str) -> None:
     assert shaped.shape == (5, *operator.event)
     assert_close(shaped.flatten(), j @ (j2.T @ u), 1e-12, "in the outputs' shape")
     assert_close(ntk_operator(model, x) @ v, j @ (j.T @ v), 1e-12, "symmetric")
-
-
-def test_a_function_of_parameters_and_inputs() -> None:
-    model, x, x2 = build("mlp"), inputs("mlp", 5), inputs("mlp", 4, seed=1)
-    params = {n: p.detach() for n, p in model.named_parameters()}
-
-    def function(p: dict[str, Tensor], x: Tensor) -> Tensor:
-        return functional_call(model, p, (x,))
-
-    for layout in LAYOUTS:
-        got = ntk(function, x, x2, params=params, layout=layout)
-        assert_close(got, ntk(model, x, x2, layout=layout), 1e-12, layout)
-    assert isinstance(Tangent(function, params).at(x), FunctionLinearization)
 
 
 def test_some_parameters_at_another_point() -> None:

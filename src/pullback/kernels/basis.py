@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .._core.checks import refuse_values
 from .._core.errors import PullbackError
@@ -17,7 +17,7 @@ from .._core.space import ParameterSpace
 from ..grams import FactoredGram, Operator, Rows
 from ..maps import Linearization
 from .kernel import NTK, FeatureKernel, TangentKernel
-from .tangent import Model, Tangent, as_tangent
+from .tangent import Tangent, as_tangent
 from .tiles import MEMORY
 
 
@@ -136,7 +136,7 @@ class GTK(FeatureKernel):
 
 
 def gtk(
-    model: Model | Tangent,
+    model: nn.Module | Tangent,
     x: Any,
     x2: Any = None,
     *,

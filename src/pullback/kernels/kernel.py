@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .._core.capture import Selector
 from .._core.checks import refuse_values
@@ -22,8 +22,8 @@ from .._core.errors import PullbackError
 from .._core.processes import Processes
 from ..maps import Linearization
 from .change import FunctionChange
-from .layouts import as_layout
-from .tangent import Arguments, Model, Tangent, arguments, as_tangent, part
+from .layouts import KernelLayout, as_layout
+from .tangent import Arguments, Tangent, arguments, as_tangent, part
 from .tiles import MEMORY, assemble_tiles, check_sizes
 
 
@@ -38,6 +38,11 @@ class TangentKernel(ABC):
         """B v, (p,): the gradient that belongs to the differential v."""
 
     @abstractmethod
+    def matrix(
+        self, x: Any, x2: Any, layout: KernelLayout, chunk: int | None, memory: int | None
+    ) -> Tensor:
+        """K(x, x2) in a layout, K(x, x) where x2 is None."""
+
     def __call__(
         self,
         x: Any,
@@ -48,6 +53,7 @@ class TangentKernel(ABC):
         memory: int | None = None,
     ) -> Tensor:
         """K(x, x2), or K(x, x); not divided by the number of samples."""
+        return self.matrix(x, None if x2 is x else x2, as_layout(layout), chunk, memory)
 
     def expand(self, x: Any, cotangents: Tensor) -> FunctionChange:
         """Σ_i K(·, x_i) c_i for cotangents c (N, *event): the tangent vector dφ·B Jᵀc."""
@@ -61,23 +67,19 @@ class TangentKernel(ABC):
 
 
 class NTK(TangentKernel):
-    """Θ(x, x') = J(x) J(x')ᵀ."""
+    """Θ(x, x') = J(x) J(x')ᵀ; the tiles may be shared by several processes."""
+
+    def __init__(self, tangent: Tangent, processes: Processes | None = None) -> None:
+        super().__init__(tangent)
+        self._processes = processes
 
     def raised(self, v: Tensor) -> Tensor:
         return v
 
-    def __call__(
-        self,
-        x: Any,
-        x2: Any = None,
-        *,
-        layout: str = "full",
-        chunk: int | None = None,
-        memory: int | None = None,
-        processes: Processes | None = None,
+    def matrix(
+        self, x: Any, x2: Any, layout: KernelLayout, chunk: int | None, memory: int | None
     ) -> Tensor:
-        form = as_layout(layout)
-        return assemble_tiles(self.tangent, x, _other(x, x2), form, chunk, memory, processes)
+        return assemble_tiles(self.tangent, x, x2, layout, chunk, memory, self._processes)
 
 
 class FeatureKernel(TangentKernel):
@@ -92,16 +94,10 @@ class FeatureKernel(TangentKernel):
     def width(self) -> int:
         """Entries that the features of one output need, J's row included where it is formed."""
 
-    def __call__(
-        self,
-        x: Any,
-        x2: Any = None,
-        *,
-        layout: str = "full",
-        chunk: int | None = None,
-        memory: int | None = None,
+    def matrix(
+        self, x: Any, x2: Any, layout: KernelLayout, chunk: int | None, memory: int | None
     ) -> Tensor:
-        x2, memory = _other(x, x2), MEMORY if memory is None else memory
+        memory = MEMORY if memory is None else memory
         h = self.features_at(x, chunk, memory)
         h2 = h if x2 is None else self.features_at(x2, chunk, memory)
         if h.shape[1] != h2.shape[1]:
@@ -110,7 +106,7 @@ class FeatureKernel(TangentKernel):
                 f"{h.shape[1]} and {h2.shape[1]} entries",
                 "Pass inputs for which the model has the same number of outputs",
             )
-        return as_layout(layout).of_features(h, h2)
+        return layout.of_features(h, h2)
 
     def features_at(self, x: Any, chunk: int | None = None, memory: int = MEMORY) -> Tensor:
         """H(x), in chunks of samples that fit the memory."""
@@ -129,7 +125,7 @@ class FeatureKernel(TangentKernel):
 
 
 def ntk(
-    model: Model | Tangent,
+    model: nn.Module | Tangent,
     x: Any,
     x2: Any = None,
     *,
@@ -145,8 +141,7 @@ def ntk(
     For a linear layer with inputs ā and output cotangents δ the share is (ā ā'ᵀ) ∘ (δ δ'ᵀ).
 
     Args:
-        model: a module with one output per sample, of any shape (m entries), or a function of
-            (parameter dict, inputs) with `params`.
+        model: a module with one output per sample, of any shape (m entries).
         x: inputs, samples first; a tuple for models of several arguments, a dict for named ones.
         x2: other inputs, by default x itself: then half of the work is done, and K is symmetric.
         layout: "full" (N, N2, m, m), "diagonal" (N, N2, m), or "trace" (N, N2), the sum over
@@ -167,12 +162,11 @@ def ntk(
             [ 3., 15.]]))
     """
     tangent = as_tangent(model, params, copy=False, output=output)
-    processes = Processes(group)
-    return NTK(tangent)(x, x2, layout=layout, chunk=chunk, memory=memory, processes=processes)
+    return NTK(tangent, Processes(group))(x, x2, layout=layout, chunk=chunk, memory=memory)
 
 
 def ntk_operator(
-    model: Model | Tangent,
+    model: nn.Module | Tangent,
     x: Any,
     x2: Any = None,
     *,
@@ -194,11 +188,6 @@ def check_cotangents(cotangents: Tensor, linear: Linearization) -> Tensor:
             "Pass ∂ℓ/∂f, one number per entry of the output",
         )
     return cotangents.detach().reshape(shape).to(linear.value)
-
-
-def _other(x: Any, x2: Any) -> Any:
-    """None where x2 is x."""
-    return None if x2 is x else x2
 
 
 class KernelOperator:

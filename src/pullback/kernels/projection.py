@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .._core.errors import PullbackError, refuse_unknown
 from .._core.products import full_precision
@@ -24,7 +24,7 @@ from ..metrics import Euclidean, Fisher, Metric, as_metric
 from ..solvers import PseudoInverse
 from .change import Expansion, FunctionChange
 from .kernel import FeatureKernel, check_cotangents
-from .tangent import Model, Tangent, arguments, as_tangent
+from .tangent import Tangent, arguments, as_tangent
 from .tiles import MEMORY
 
 AnyMetric = Metric | Callable[[Tensor], Tensor]
@@ -112,7 +112,7 @@ class Projected(FeatureKernel):
 
 
 def projected_kernel(
-    model: Model | Tangent,
+    model: nn.Module | Tangent,
     x: Any,
     x2: Any = None,
     *,
@@ -146,7 +146,7 @@ def projected_kernel(
 
 
 def natural_ntk(
-    model: Model | Tangent,
+    model: nn.Module | Tangent,
     x: Any,
     x2: Any = None,
     *,
@@ -184,7 +184,7 @@ class Combination:
 
 
 def project(
-    model: Model | Tangent,
+    model: nn.Module | Tangent,
     x: Any,
     *,
     gradient: Tensor | None = None,
@@ -223,7 +223,7 @@ def project(
 
 
 def surject(
-    model: Model | Tangent,
+    model: nn.Module | Tangent,
     x: Any,
     *,
     gradient: Tensor | None = None,

@@ -15,12 +15,9 @@ from .._core.capture import Selector, plain
 from .._core.errors import PullbackError, reraise_fatal
 from .._core.space import ParameterSpace
 from .._core.state import RandomState
-from ..maps import Call, FunctionLinearization, Linearization, ModuleMap, shared_plans
+from ..maps import Call, Linearization, ModuleMap, shared_plans
 from ..optim.checks import refuse_inference
 from .layouts import refuse_broken, refuse_infinite
-
-Function = Callable[..., Tensor]  # of a parameter dict and inputs
-Model = nn.Module | Function
 
 _PROBE = 4  # samples of a batch that are also run by themselves
 _KEPT = 64  # shapes of inputs remembered per model
@@ -61,22 +58,25 @@ class Tangent:
     w is kept as it is now: a step of an optimizer does not move the tangent space.
 
     Args:
-        model: a module, or a function of (parameter dict, inputs).
+        model: a module.
         params: the parameters by name, and their values; by default the module's own that require
-            gradients. For a module, those not named keep their values and are not differentiated.
+            gradients. Those not named keep their values and are not differentiated.
         output: which tensor of a structured output is the function's value.
         copy: without, the parameters are not copied, and a step of an optimizer does move them.
     """
 
     def __init__(
         self,
-        model: Model,
+        model: nn.Module,
         params: Mapping[str, Tensor] | None = None,
         *,
         output: Selector = None,
         copy: bool = True,
     ) -> None:
-        self.model = plain(model) if isinstance(model, nn.Module) else model
+        if not isinstance(model, nn.Module):
+            got = type(model).__name__
+            raise PullbackError("The model is not usable", f"got {got}", "Pass an nn.Module")
+        self.model = plain(model)
         self.params = _parameters(self.model, params, copy)
         self._unseen = [] if copy else list(self.params.values())  # seen with the first values
         self.space = ParameterSpace(self.params)
@@ -119,24 +119,14 @@ class Tangent:
         return found
 
     def _linearize(self, args: Arguments) -> Linearization:
-        model = self.model
-        if isinstance(model, nn.Module):
-            source = ModuleMap(model, args.call(), output=self.output, plans=self._plans)
-            linear = source.linearize(self.params)
-            if (plans := shared_plans(linear)) is not None:
-                source.plans = plans
-            self._remember(args, linear)
-            return linear
-
-        def function(params: dict[str, Tensor]) -> Tensor:
-            call = args.call()
-            z = model(params, *call.args, **call.kwargs)
-            return z.unsqueeze(-1) if z.ndim == 1 else z
-
-        return FunctionLinearization(function, self.params)
+        source = ModuleMap(self.model, args.call(), output=self.output, plans=self._plans)
+        linear = source.linearize(self.params)
+        if (plans := shared_plans(linear)) is not None:
+            source.plans = plans
+        self._remember(args, linear)
+        return linear
 
     def _evaluate(self, args: Arguments) -> Tensor:
-        assert isinstance(self.model, nn.Module)
         return ModuleMap(self.model, args.call(), output=self.output).evaluate(self.params)
 
     def _remember(self, args: Arguments, linear: Any) -> None:
@@ -153,8 +143,6 @@ class Tangent:
         """What a few samples show when they are run by themselves."""
         args = arguments(x)
         few = part(args, 0, max(1, min(_PROBE, len(args[0]) // 2)))
-        if not isinstance(self.model, nn.Module):
-            return Probe(self._at(few, None).value, Cost(self.space.size, float("inf")))
         known = _COSTS.get(self.model, {}).get(self._kind(args))
         if known is not None:
             return Probe(self._run(self._evaluate, few), known)
@@ -179,7 +167,7 @@ class Tangent:
 
 
 def as_tangent(
-    model: Model | Tangent,
+    model: nn.Module | Tangent,
     params: Mapping[str, Tensor] | None = None,
     *,
     copy: bool = True,
@@ -244,15 +232,9 @@ def part(args: Arguments, start: int, stop: int) -> Arguments:
     return args.like(a[start:stop] for a in args)
 
 
-def _parameters(model: Any, params: Mapping[str, Tensor] | None, copy: bool) -> dict[str, Tensor]:
-    if not isinstance(model, nn.Module):
-        if not callable(model) or params is None:
-            raise PullbackError(
-                "The model is not usable",
-                f"got {type(model).__name__} {'without' if params is None else 'with'} parameters",
-                "Pass a module, or a function of (parameter dict, inputs) with params=",
-            )
-        return _snapshot(params, copy)
+def _parameters(
+    model: nn.Module, params: Mapping[str, Tensor] | None, copy: bool
+) -> dict[str, Tensor]:
     own = dict(model.named_parameters())
     if params is None:
         params = {n: p for n, p in own.items() if p.requires_grad}
@@ -263,10 +245,6 @@ def _parameters(model: Any, params: Mapping[str, Tensor] | None, copy: bool) -> 
             f"unknown or of another shape: {unknown}" if unknown else "there is none to move",
             "Unfreeze a parameter of the module, or name its own in params=",
         )
-    return _snapshot(params, copy)
-
-
-def _snapshot(params: Mapping[str, Tensor], copy: bool) -> dict[str, Tensor]:
     wrong = [n for n, p in params.items() if not p.is_floating_point() or p.is_meta]
     if wrong:
         raise PullbackError(
