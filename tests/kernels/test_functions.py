@@ -172,17 +172,6 @@ def test_a_move_is_of_the_function_as_it_was() -> None:
     assert_close(model(new).detach() - start, actual, 1e-12, "the step's own move")
 
 
-def test_moves_are_vectors() -> None:
-    model, x = build("mlp"), inputs("mlp", 5)
-    kernel = NTK(Tangent(model))
-    one, two = (kernel.expand(x, draw(5, 2, seed=s)) for s in (1, 2))
-    assert_close((2 * one + -two)(x), 2 * one(x) - two(x), 1e-13, "linear")
-    named = one.parameters()
-    assert {n: v.shape for n, v in named.items()} == {
-        n: p.shape for n, p in model.named_parameters()
-    }
-
-
 def test_pushforward_metric() -> None:
     """(φ_*g_E)(J u, J v) = u·v where dφ is injective; there the standard gradient is natural."""
     torch.manual_seed(2)

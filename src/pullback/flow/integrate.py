@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from .._core.checks import refuse_number
 from .._core.errors import PullbackError, refuse_unknown
 from ..metrics import Euclidean, Metric, MetricFunction
-from ..optim import Objective
 from ..solvers import PseudoInverse, Solver
 from .field import KINDS, ClosureField, ObjectiveField, VectorField
 from .march import March
@@ -132,7 +131,7 @@ METHODS = ("DOP853", "RK45", "LSODA", "Radau", "BDF")
 
 def integrate(
     model: nn.Module | Callable[..., Tensor],
-    closure_or_objective: Callable[..., Any] | Objective | Supervised,
+    closure_or_objective: Callable[..., Any] | Supervised,
     metric: Metric | Tensor | Callable[[Tensor], Tensor] | None = None,
     t: tuple[float, float] = (0.0, 10.0),
     *,
@@ -155,8 +154,8 @@ def integrate(
         model: a module in float64; or a function φ of a tensor or a dict of tensors.
         closure_or_objective: for a module, a closure of no arguments (backward is called
             for it, if it does not), a function of the parameter dict that returns residuals (as
-            `NaturalGradient.step(objective=...)` takes), an `optim.Objective`, or `Supervised`,
-            which stays exact where logits diverge. For a function φ, a loss on its values.
+            `NaturalGradient.step(objective=...)` takes), or `Supervised`, which stays exact where
+            logits diverge. For a function φ, a loss on its values.
         metric: as in `NaturalGradient`; for a function φ a matrix over the entries of z, a
             function z ↦ matrix, or a metric object.
         t: from and to.
@@ -249,7 +248,7 @@ def _field(
                 "Give it to Supervised, which uses it for loss and metric alike",
             )
         return SupervisedField(model, target, kind, metric=metric, **options)
-    if isinstance(target, Objective) or _wants_parameters(target):
+    if _wants_parameters(target):
         return ObjectiveField(model, target, kind, **options)
     return ClosureField(model, target, kind, **options)
 

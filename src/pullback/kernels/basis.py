@@ -29,8 +29,6 @@ def as_basis(basis: Any, space: ParameterSpace) -> FactoredGram:
         return Rows(_matrix(basis, space).mT)
     if callable(getattr(basis, "matvec", None)) and callable(getattr(basis, "rmatvec", None)):
         return _implicit(basis.matvec, basis.rmatvec, space)
-    if isinstance(basis, Sequence) and len(basis) == 2 and all(map(callable, basis)):
-        return _implicit(basis[0], basis[1], space)
     if isinstance(basis, Sequence) and basis:
         return Rows(torch.stack([_flat(v, space) for v in basis]))
     raise PullbackError(
@@ -154,7 +152,7 @@ def gtk(
         x2: other inputs, by default x.
         basis: C: a matrix (p, k), dense or sparse, in the order of the parameters; a list of
             tangent vectors, each a dict by parameter name or a flat tensor; or an object with
-            `matvec` and `rmatvec` (or the pair of functions) over flat vectors.
+            `matvec` and `rmatvec` over flat vectors.
         layout: "full", "diagonal" or "trace".
         params: the parameters to differentiate by, and where.
         chunk: samples at a time.

@@ -51,18 +51,6 @@ class FunctionChange:
 
     __rmul__ = __mul__
 
-    def __neg__(self) -> FunctionChange:
-        return -1.0 * self
-
-    def __add__(self, other: FunctionChange) -> FunctionChange:
-        if other.tangent is not self.tangent:
-            raise PullbackError(
-                "These moves belong to different tangent spaces",
-                "their directions have no sum",
-                "Build both from one Tangent",
-            )
-        return replace(self, direction=self.direction + other.direction)
-
 
 @dataclass(frozen=True)
 class Expansion:

@@ -193,8 +193,7 @@ def check_cotangents(cotangents: Tensor, linear: Linearization) -> Tensor:
 class KernelOperator:
     """u ↦ J(x) B J(x2)ᵀ u by one reverse and one forward pass: nothing is formed.
 
-    Vectors are (N2, *event), or flat (N2·m,); the answer has the same kind of shape. `@` also
-    takes matrices (N2·m, k), and gives (N·m, k).
+    Vectors are (N2, *event), or flat (N2·m,); the answer has the same kind of shape.
     """
 
     def __init__(self, kernel: TangentKernel, x: Any, x2: Any = None, chunk: int = 1024) -> None:
@@ -227,25 +226,6 @@ class KernelOperator:
             v = self._kernel.raised(v)
             out = torch.cat([tangent.at(args).jvp(v) for args in self._one])
         return out.flatten() if flat else out
-
-    def rmatvec(self, u: Tensor) -> Tensor:
-        """Kᵀ u."""
-        return self.T.matvec(u)
-
-    @property
-    def T(self) -> KernelOperator:
-        """K(x2, x)."""
-        other = object.__new__(KernelOperator)
-        other.__dict__.update(self.__dict__)
-        other._one, other._two, other.shape = self._two, self._one, self.shape[::-1]
-        return other
-
-    def __matmul__(self, u: Tensor) -> Tensor:
-        """K u, or K of every column of a matrix (N2·m, k)."""
-        values = u.shape[1:] == self.event and u.numel() == self.shape[1]
-        if not values and u.ndim == 2 and u.shape[0] == self.shape[1]:
-            return torch.stack([self.matvec(column) for column in u.T], 1)
-        return self.matvec(u)
 
 
 def _parts(args: Arguments, chunk: int) -> list[Arguments]:
