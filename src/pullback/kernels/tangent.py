@@ -2,11 +2,10 @@ r"""The tangent space T_fΦ of a model at its parameters: J(x) = dφ_w at any in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,35 +15,26 @@ from .._core.errors import PullbackError, reraise_fatal
 from .._core.space import ParameterSpace
 from .._core.state import RandomState
 from ..maps import Call, Linearization, ModuleMap, shared_plans
+from ..maps.module import ModuleLinearization
 from ..optim.checks import refuse_inference
 from .layouts import refuse_broken, refuse_infinite
 
 _PROBE = 4  # samples of a batch that are also run by themselves
-_KEPT = 64  # shapes of inputs remembered per model
-
-Answer = TypeVar("Answer")
-
-
-@dataclass(frozen=True)
-class Cost:
-    """What pulling one covector of one sample back takes."""
-
-    #: numbers that are held
-    entries: int
-    #: multiply-adds of the largest layer; infinite where it is not known
-    widest: float
-
-
-#: by model and by what goes in, from the last time; too old a number costs time or memory alone
-_COSTS: WeakKeyDictionary[nn.Module, dict[Any, Cost]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
 class Probe:
-    """Values (few, *event) of samples that were run by themselves, and what one of them costs."""
+    """What a few samples show that are run by themselves.
+
+    Attributes:
+        value: (few, *event).
+        entries: numbers that are held to pull one covector of one sample back.
+        widest: multiply-adds of the largest layer for it.
+    """
 
     value: Tensor
-    cost: Cost
+    entries: int
+    widest: float
 
     @property
     def event(self) -> torch.Size:
@@ -86,19 +76,12 @@ class Tangent:
         """J at inputs x: one tensor, a tuple or a dict of the model's arguments, samples first."""
         return self._at(arguments(x), None)
 
-    def _at(self, args: Arguments, alone: Tensor | None) -> Linearization:
+    def _at(self, args: Arguments, alone: Tensor | None) -> ModuleLinearization:
         """The same, whose first values must be `alone`, (few, *event)."""
-        linear = self._run(self._linearize, args)
-        refuse_broken(linear, args[0], alone, self._unseen)
-        self._unseen = []
-        return linear
-
-    def _run(self, answer: Callable[[Arguments], Answer], args: Arguments) -> Answer:
-        """What the model says, if it can be asked and depends on no random numbers."""
         refuse_inference("it records no graph, so there are no derivatives", "The model")
         random = RandomState(self.space.device)
         try:
-            found = answer(args)
+            linear = self._linearize(args)
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
             reraise_fatal(error)
             raise PullbackError(
@@ -107,46 +90,33 @@ class Tangent:
                 "Pass what the model takes, samples first, in its own dtype and on its device",
             ) from error
         if not random.unchanged():
-            both: Any = found, answer(args)  # with other numbers
+            again = self._linearize(args)  # with other numbers
             random.restore()
-            if torch.equal(*(getattr(one, "value", one) for one in both)):
-                return found
-            raise PullbackError(
-                "The model draws random numbers",
-                "every call is another function, so that two batches have no common tangent space",
-                "Call .eval() on it",
-            )
-        return found
+            if not torch.equal(linear.value, again.value):
+                raise PullbackError(
+                    "The model draws random numbers",
+                    "every call is another function, so that two batches have no common tangent "
+                    "space",
+                    "Call .eval() on it",
+                )
+        refuse_broken(linear, args[0], alone, self._unseen)
+        self._unseen = []
+        return linear
 
-    def _linearize(self, args: Arguments) -> Linearization:
+    def _linearize(self, args: Arguments) -> ModuleLinearization:
         source = ModuleMap(self.model, args.call(), output=self.output, plans=self._plans)
         linear = source.linearize(self.params)
         if (plans := shared_plans(linear)) is not None:
             source.plans = plans
-        self._remember(args, linear)
         return linear
-
-    def _evaluate(self, args: Arguments) -> Tensor:
-        return ModuleMap(self.model, args.call(), output=self.output).evaluate(self.params)
-
-    def _remember(self, args: Arguments, linear: Any) -> None:
-        costs = _COSTS.setdefault(linear.map.model, {})
-        if len(costs) >= _KEPT:
-            costs.clear()
-        n = len(args[0])
-        costs[self._kind(args)] = Cost(linear.footprint // n or self.space.size, linear.widest / n)
-
-    def _kind(self, args: Arguments) -> Any:
-        return self.space.names, args.names, tuple((a.shape[1:], a.dtype) for a in args)
 
     def probe(self, x: Any) -> Probe:
         """What a few samples show when they are run by themselves."""
         args = arguments(x)
-        few = part(args, 0, max(1, min(_PROBE, len(args[0]) // 2)))
-        known = _COSTS.get(self.model, {}).get(self._kind(args))
-        if known is not None:
-            return Probe(self._run(self._evaluate, few), known)
-        return Probe(self._at(few, None).value, _COSTS[self.model][self._kind(args)])
+        count = max(1, min(_PROBE, len(args[0]) // 2))
+        linear = self._at(part(args, 0, count), None)
+        entries = linear.footprint // count or self.space.size
+        return Probe(linear.value, entries, linear.widest / count)
 
     def chunk(self, args: Arguments, start: int, stop: int, probe: Probe) -> Linearization:
         """J at the samples in [start, stop); the first chunk must have the values of the probe.

@@ -43,7 +43,7 @@ class Batch:
 
     def fit(self, chunk: int | None, memory: int) -> None:
         """Choose the chunks, and whether they are kept."""
-        held = self._probe.cost.entries * self.event.numel() * self._tangent.space.dtype.itemsize
+        held = self._probe.entries * self.event.numel() * self._tangent.space.dtype.itemsize
         self._keep = 2 * self.count * held <= memory
         # two chunks at a time
         self._step = max(1, min(self.count, memory // (4 * held))) if chunk is None else chunk
@@ -54,7 +54,7 @@ class Batch:
 
     def large(self) -> bool:
         """Whether pulling a chunk back has products that pay to be split."""
-        return 2 * self._probe.cost.widest * self._step * self.event.numel() >= SPLIT_ABOVE
+        return 2 * self._probe.widest * self._step * self.event.numel() >= SPLIT_ABOVE
 
     def slices(self) -> list[slice]:
         """The chunks."""
