@@ -20,10 +20,10 @@ from .._core.capture import Selector
 from .._core.checks import refuse_values
 from .._core.errors import PullbackError
 from .._core.processes import Processes
-from ..maps import Linearization
+from ..maps import Call, Linearization
 from .change import FunctionChange
 from .layouts import KernelLayout, as_layout
-from .tangent import Arguments, Tangent, arguments, as_tangent, part
+from .tangent import Tangent, arguments, as_tangent, part, samples
 from .tiles import MEMORY, assemble_tiles, check_sizes
 
 
@@ -112,7 +112,7 @@ class FeatureKernel(TangentKernel):
         """H(x), in chunks of samples that fit the memory."""
         check_sizes(chunk, memory)
         args = arguments(x)
-        n = len(args[0])
+        n = samples(args)
         probe = self.tangent.probe(args)
         held = probe.event.numel() * self.width * torch.finfo(self.tangent.space.dtype).bits // 8
         step = max(1, min(n, memory // held)) if chunk is None else chunk
@@ -203,10 +203,10 @@ class KernelOperator:
         self._two = self._one if x2 is None else _parts(arguments(x2), chunk)
         first, tangent = self._one[0], kernel.tangent
         probe = tangent.probe(first)
-        tangent.chunk(first, 0, min(len(first[0]), 2 * len(probe.value)), probe)
+        tangent.chunk(first, 0, min(samples(first), 2 * len(probe.value)), probe)
         self.event, space = tuple(probe.event), tangent.space
         m = probe.event.numel()
-        self.shape = tuple(m * sum(len(a[0]) for a in side) for side in (self._one, self._two))
+        self.shape = tuple(m * sum(samples(a) for a in side) for side in (self._one, self._two))
         self.dtype, self.device = space.dtype, space.device
 
     def matvec(self, u: Tensor) -> Tensor:
@@ -218,7 +218,7 @@ class KernelOperator:
                 f"Pass {self.shape[1]} entries",
             )
         tangent, flat = self._kernel.tangent, u.ndim == 1 and self.event != ()
-        pieces = u.reshape(-1, *self.event).to(self.dtype).split([len(a[0]) for a in self._two])
+        pieces = u.reshape(-1, *self.event).to(self.dtype).split([samples(a) for a in self._two])
         with torch.no_grad():
             v = tangent.space.zeros(tangent.space.size)
             for args, piece in zip(self._two, pieces, strict=True):
@@ -228,6 +228,6 @@ class KernelOperator:
         return out.flatten() if flat else out
 
 
-def _parts(args: Arguments, chunk: int) -> list[Arguments]:
+def _parts(args: Call, chunk: int) -> list[Call]:
     check_sizes(chunk)
-    return [part(args, a, a + chunk) for a in range(0, len(args[0]), chunk)]
+    return [part(args, a, a + chunk) for a in range(0, samples(args), chunk)]

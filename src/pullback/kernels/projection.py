@@ -54,7 +54,7 @@ class Projected(FeatureKernel):
         chosen = Euclidean() if metric is None else as_metric(metric)
         args = arguments(support)
         self.linear = tangent.at(args)
-        factor = chosen.factor(self.linear.value, inputs=args[0])
+        factor = chosen.factor(self.linear.value, inputs=args.tensors[0])
         self.part, self._solver = Part(self.linear, factor), PseudoInverse(rcond)
         self._factorize(memory)
 
@@ -239,7 +239,7 @@ def surject(
     c = check_cotangents(_one_of(gradient, values), linear)
     if values is not None:
         chosen = Euclidean() if metric is None else as_metric(metric)
-        c = chosen.factor(linear.value, inputs=arguments(x)[0]).matvec(c)
+        c = chosen.factor(linear.value, inputs=arguments(x).tensors[0]).matvec(c)
     return FunctionChange(tangent, linear.vjp(c))
 
 

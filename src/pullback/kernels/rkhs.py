@@ -28,7 +28,7 @@ from .._core.svd import svd
 from .change import Expansion, FunctionChange
 from .kernel import TangentKernel
 from .layouts import as_matrix
-from .tangent import arguments
+from .tangent import arguments, samples
 
 
 def rkhs_inner(
@@ -151,12 +151,12 @@ def functional_gradient(
             f"got {type(kernel).__name__}",
             "Pass NTK, GTK or Projected of a Tangent, or a function of two batches of inputs",
         )
-    points = arguments(x)
+    points = samples(arguments(x))
     refuse_values("The batch of cotangents", cotangents)
-    if len(cotangents) != len(points[0]):
+    if len(cotangents) != points:
         raise PullbackError(
             "The cotangents do not fit the points",
-            f"{tuple(cotangents.shape)} for {len(points[0])} points",
+            f"{tuple(cotangents.shape)} for {points} points",
             "Pass one cotangent per point",
         )
     c = cotangents.detach()

@@ -2,13 +2,13 @@ r"""The tangent space T_fΦ of a model at its parameters: J(x) = dφ_w at any in
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from .._core.capture import Selector, plain
 from .._core.errors import PullbackError, reraise_fatal
@@ -17,6 +17,7 @@ from .._core.state import RandomState
 from ..maps import Call, Linearization, ModuleMap, shared_plans
 from ..maps.module import ModuleLinearization
 from ..optim.checks import refuse_inference
+from ..optim.closure import as_call
 from .layouts import refuse_broken, refuse_infinite
 
 _PROBE = 4  # samples of a batch that are also run by themselves
@@ -76,7 +77,7 @@ class Tangent:
         """J at inputs x: one tensor, a tuple or a dict of the model's arguments, samples first."""
         return self._at(arguments(x), None)
 
-    def _at(self, args: Arguments, alone: Tensor | None) -> ModuleLinearization:
+    def _at(self, args: Call, alone: Tensor | None) -> ModuleLinearization:
         """The same, whose first values must be `alone`, (few, *event)."""
         refuse_inference("it records no graph, so there are no derivatives", "The model")
         random = RandomState(self.space.device)
@@ -84,9 +85,10 @@ class Tangent:
             linear = self._linearize(args)
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
             reraise_fatal(error)
+            shapes = [tuple(a.shape) for a in args.tensors]
             raise PullbackError(
                 "The model cannot be run on these inputs",
-                f"for shapes {[tuple(a.shape) for a in args]} it says: {_first_line(error)}",
+                f"for shapes {shapes} it says: {_first_line(error)}",
                 "Pass what the model takes, samples first, in its own dtype and on its device",
             ) from error
         if not random.unchanged():
@@ -99,12 +101,12 @@ class Tangent:
                     "space",
                     "Call .eval() on it",
                 )
-        refuse_broken(linear, args[0], alone, self._unseen)
+        refuse_broken(linear, args.tensors[0], alone, self._unseen)
         self._unseen = []
         return linear
 
-    def _linearize(self, args: Arguments) -> ModuleLinearization:
-        source = ModuleMap(self.model, args.call(), output=self.output, plans=self._plans)
+    def _linearize(self, args: Call) -> ModuleLinearization:
+        source = ModuleMap(self.model, args, output=self.output, plans=self._plans)
         linear = source.linearize(self.params)
         if (plans := shared_plans(linear)) is not None:
             source.plans = plans
@@ -113,20 +115,20 @@ class Tangent:
     def probe(self, x: Any) -> Probe:
         """What a few samples show when they are run by themselves."""
         args = arguments(x)
-        count = max(1, min(_PROBE, len(args[0]) // 2))
+        count = max(1, min(_PROBE, samples(args) // 2))
         linear = self._at(part(args, 0, count), None)
         entries = linear.footprint // count or self.space.size
         return Probe(linear.value, entries, linear.widest / count)
 
-    def chunk(self, args: Arguments, start: int, stop: int, probe: Probe) -> Linearization:
+    def chunk(self, args: Call, start: int, stop: int, probe: Probe) -> Linearization:
         """J at the samples in [start, stop); the first chunk must have the values of the probe.
 
         Where they differ the model couples the samples of a batch.
         """
         few = len(probe.value)
-        compared = start == 0 and len(args[0]) > few
+        compared = start == 0 and samples(args) > few
         if compared and stop <= few:
-            self._at(part(args, 0, min(len(args[0]), 2 * _PROBE)), probe.value)
+            self._at(part(args, 0, min(samples(args), 2 * _PROBE)), probe.value)
             compared = False
         return self._at(part(args, start, stop), probe.value if compared else None)
 
@@ -149,57 +151,42 @@ def as_tangent(
     return Tangent(model, params, copy=copy, output=output)
 
 
-class Arguments(tuple[Tensor, ...]):
-    """The tensors of a call, samples first: the last ones by these names, and other constants."""
+def arguments(x: Any) -> Call:
+    """The model's arguments, each tensor with one entry per sample on its first axis.
 
-    names: tuple[str, ...] = ()
-    constants: Mapping[str, Any] = MappingProxyType({})
-
-    def like(self, tensors: Iterable[Tensor]) -> Arguments:
-        """Other tensors in the same places."""
-        out = Arguments(tensors)
-        out.names, out.constants = self.names, self.constants
-        return out
-
-    def call(self) -> Call:
-        """The call that they are the arguments of."""
-        by_place = len(self) - len(self.names)
-        named = dict(zip(self.names, self[by_place:], strict=True))
-        return Call.of(*self[:by_place], **named, **self.constants)
-
-
-def arguments(x: Any) -> Arguments:
-    """The model's arguments, each with one entry per sample on its first axis.
-
-    A dict gives them by name; what is no tensor there is a constant.
+    A dict gives them by name; what is no tensor is a constant.
     """
-    if isinstance(x, Arguments):
-        return x
-    args = Arguments(x if isinstance(x, (tuple, list)) else (x,))
-    if isinstance(x, Mapping):
-        named = {n: t for n, t in x.items() if isinstance(t, Tensor)}
-        args = Arguments(named.values())
-        args.names = tuple(named)
-        args.constants = {n: value for n, value in x.items() if n not in named}
-    if not args or not all(isinstance(a, Tensor) and a.ndim for a in args):
+    call = as_call(tuple(x) if isinstance(x, list) else x)
+    tensors = call.tensors
+    if not tensors or not all(a.ndim for a in tensors):
         raise PullbackError(
             "The inputs are not usable",
-            f"got {[type(a).__name__ for a in args]}",
+            f"got {[type(a).__name__ for a in (*call.args, *call.kwargs.values())]}",
             "Pass a tensor with one entry per sample on its first axis, or a tuple of such tensors",
         )
-    if len({len(a) for a in args}) > 1 or not len(args[0]):
+    if len({len(a) for a in tensors}) > 1 or not len(tensors[0]):
         raise PullbackError(
             "The inputs have no common samples",
-            f"their first axes have sizes {[len(a) for a in args]}",
+            f"their first axes have sizes {[len(a) for a in tensors]}",
             "Pass at least one sample, and as many in every argument",
         )
     # a tensor made in inference mode cannot be part of a graph
-    return args.like(a.clone() if a.is_inference() else a.detach() for a in args)
+    return _mapped(call, lambda a: a.clone() if a.is_inference() else a.detach())
 
 
-def part(args: Arguments, start: int, stop: int) -> Arguments:
+def _mapped(call: Call, function: Callable[[Tensor], Tensor]) -> Call:
+    args, kwargs = tree_map_only(Tensor, function, (call.args, call.kwargs))
+    return Call.of(*args, **kwargs)
+
+
+def samples(call: Call) -> int:
+    """How many there are."""
+    return len(call.tensors[0])
+
+
+def part(call: Call, start: int, stop: int) -> Call:
     """The samples in [start, stop)."""
-    return args.like(a[start:stop] for a in args)
+    return _mapped(call, lambda a: a[start:stop])
 
 
 def _parameters(
