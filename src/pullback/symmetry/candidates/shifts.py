@@ -15,7 +15,7 @@ from math import lcm
 import torch
 
 from ..actions.charts import FixedNorm
-from ..actions.scaling import Action, Leg, Parameters
+from ..actions.scaling import Action, Leg, Parameters, connected
 from ..actions.shifts import Reader, Shift, bias_shift, common_shift, folded_shift, mean_shift
 from ..graph.ledger import Ledger, Producer, Readers, Reading, Row, source_of
 from ..graph.walk import Walk
@@ -144,26 +144,12 @@ def streams(ledger: Ledger, params: Parameters) -> Iterator[Action]:
 
 
 def _components(ledger: Ledger) -> list[list[int]]:
-    """Producers that are connected by sums, in order."""
-    root = list(range(len(ledger.producers)))
-
-    def find(p: int) -> int:
-        while root[p] != p:
-            p = root[p]
-        return p
-
-    owner: dict[str, int] = {}
+    """Producers that are connected by sums, in order; a layer that is used twice has one bias."""
+    keys = []
     for p, made in enumerate(ledger.producers):
-        for term in made.terms:
-            if term is not None:
-                root[find(p)] = find(term)
         leg = made.source(range(len(made.rows)))
-        if leg is not None:  # a layer that is used twice has one bias
-            root[find(p)] = find(owner.setdefault(leg.name, p))
-    groups: dict[int, list[int]] = {}
-    for p in range(len(root)):
-        groups.setdefault(find(p), []).append(p)
-    return [g for g in groups.values() if any(ledger.producers[p].terms for p in g)]
+        keys.append([p, *(t for t in made.terms if t is not None), *([leg.name] if leg else [])])
+    return [g for g in connected(keys) if any(ledger.producers[p].terms for p in g)]
 
 
 def _held(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from ..._core.errors import PullbackError
 from ..._core.space import ParameterSpace
 from ...grams import Operator
 from ...solvers import ConjugateGradient
-from ..actions.scaling import Action
+from ..actions.scaling import Action, connected
 
 _LARGEST = 2**25  # entries of a component's generators that are decomposed
 
@@ -26,7 +26,10 @@ class Orbits:
     def __init__(self, actions: Sequence[Action], params: Mapping[str, Tensor]) -> None:
         self.space = ParameterSpace(params)
         self.params = {n: w.detach().to(self.space.dtype) for n, w in params.items()}
-        self.components = tuple(_components(actions))
+        #: actions that are connected by parameters they both move
+        self.components = [
+            [actions[i] for i in some] for some in connected(a.names for a in actions)
+        ]
 
     def horizontal(self, v: Tensor | Mapping[str, Tensor]) -> Tensor:
         """v less its part along the orbits."""
@@ -112,19 +115,3 @@ class Orbits:
 
 def _names(actions: Sequence[Action]) -> list[str]:
     return list(dict.fromkeys(n for a in actions for n in a.names))
-
-
-def _components(actions: Sequence[Action]) -> Iterator[list[Action]]:
-    """Actions that are connected by parameters they both move."""
-    groups: list[tuple[set[str], list[Action]]] = []
-    for action in actions:
-        names, members = set(action.names), [action]
-        apart = []
-        for other, theirs in groups:
-            if other & names:
-                names |= other
-                members = theirs + members
-            else:
-                apart.append((other, theirs))
-        groups = [*apart, (names, members)]
-    return (members for _, members in groups)
