@@ -416,7 +416,6 @@ BAD = {
         lambda: Point(lambda x: x, tensor(0)).natural_gradient(lambda z: z.sqrt().sum()),
         "dL is not finite",
     ),
-    "residual of a gradient": (lambda: Point(lambda x: x, tensor(1)).residual(tensor(1)), "loss"),  # pyright: ignore
     "indefinite": (lambda: Point(lambda x: x, tensor(1, 2), torch.diag(tensor(1, -1))), "semidef"),
     "asymmetric": (lambda: Point(lambda x: x, tensor(1, 2), tensor(1, 1, 0, 1).view(2, 2)), "sym"),
     "metric of another size": (lambda: Point(lambda x: x, tensor(1, 2), spd(3)), "fit"),

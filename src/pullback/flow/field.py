@@ -26,12 +26,6 @@ class Host:
     """The parameters of a module that require gradients, as one flat vector in float64."""
 
     def __init__(self, model: nn.Module) -> None:
-        if not isinstance(model, nn.Module):
-            raise PullbackError(
-                "The flow needs the model itself",
-                f"got {type(model).__name__}",
-                "Pass an nn.Module, or a function φ with start= and a loss on its values",
-            )
         self.model = plain(model)
         self.params = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         self.space = ParameterSpace(self.params)

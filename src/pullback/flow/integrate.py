@@ -15,7 +15,7 @@ import scipy
 import torch
 from torch import Tensor, nn
 
-from .._core.checks import refuse_number
+from .._core.checks import refuse_number, refuse_values
 from .._core.errors import PullbackError, refuse_unknown
 from ..metrics import Euclidean, Metric, MetricFunction
 from ..solvers import PseudoInverse, Solver
@@ -35,14 +35,9 @@ class FunctionModule(nn.Module):
 
     def __init__(self, phi: Callable[..., Tensor], start: Start, whole: bool) -> None:
         super().__init__()
-        named = {"xi": start} if isinstance(start, Tensor) else dict(start)
+        named = dict(start) if isinstance(start, Mapping) else {"xi": start}
         for name, value in named.items():
-            if not isinstance(value, Tensor) or not value.is_floating_point() or not value.numel():
-                raise PullbackError(
-                    f"The start {name!r} is not usable",
-                    f"got {value!r}",
-                    "Pass real, non-empty floating-point tensors",
-                )
+            refuse_values(f"The start {name!r}", value)
         self.names = tuple(named)
         self.single, self.whole, self.phi = isinstance(start, Tensor), whole, phi
         self.shape: torch.Size | None = None
@@ -223,18 +218,13 @@ def _field(
         )
     options["reduction"] = reduction or ("mean" if module else "sum")
     if not module:
-        if not isinstance(start, (Tensor, Mapping)):
-            raise PullbackError(
-                "The start is not usable",
-                f"got {type(start).__name__}",
-                "Pass a tensor or a dict of tensors",
-            )
         if not callable(model) or not callable(target):
             raise PullbackError(
                 "This is no map with a loss",
                 f"got {type(model).__name__} and {type(target).__name__}",
                 "Pass φ and a function of its values",
             )
+        assert start is not None
         phi: Callable[..., Tensor] = cast(Any, model)
         loss: Callable[[Tensor], Tensor] = cast(Any, target)
         return FunctionField(phi, loss, start, kind, metric=metric, **options)

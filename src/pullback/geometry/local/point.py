@@ -20,6 +20,7 @@ from torch import Tensor
 from ..._core.checks import refuse_number, refuse_values
 from ..._core.errors import PullbackError
 from ...grams import Gram, Part, assemble
+from ...optim.checks import refuse_inference
 from ...solvers import PseudoInverse, Solver
 from .ambient import Ambient, MetricLike, NamedCoordinates, Phi, Vector
 from .inverses import Rank, default_rcond
@@ -29,12 +30,6 @@ Loss = Callable[[Tensor], Tensor]
 
 def differential(loss: Loss, value: Tensor) -> Tensor:
     """∂L/∂z at z, in its shape."""
-    if not callable(loss):
-        raise PullbackError(
-            "The loss is not usable",
-            f"got {type(loss).__name__}",
-            "Pass a function of φ(ξ) that gives a scalar tensor",
-        )
     with torch.enable_grad():
         z = value.detach().clone().requires_grad_()
         total = loss(z)
@@ -125,12 +120,7 @@ class Point:
         reduction: str | None = None,
         rcond: float | None = None,
     ) -> None:
-        if torch.is_inference_mode_enabled():
-            raise PullbackError(
-                "There is no derivative in inference mode",
-                "it records no graph",
-                "Use torch.no_grad() in place of torch.inference_mode()",
-            )
+        refuse_inference("it records no graph, so there are no derivatives", "Point")
         self._coordinates = NamedCoordinates(phi, xi)
         self._ambient = Ambient(phi, metric, inputs, reduction)
         self._linear = self._ambient.linearize(self._coordinates)
