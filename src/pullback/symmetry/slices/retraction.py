@@ -108,7 +108,9 @@ def log_squares(units: ScalingUnits, params: Mapping[str, Tensor]) -> tuple[list
     largest = torch.where(largest > 0, largest, 1.0)
     out = []
     for part, w in zip(units.parts, found, strict=True):
-        logs = 2 * (w / largest).log()
+        ratio = w / largest
+        apart = w.log() - largest.log()  # where the ratio is no number any more
+        logs = 2 * torch.where(ratio > torch.finfo(w.dtype).tiny, ratio.log(), apart)
         axes = [d for d, size in enumerate(part.shape) if size == 1 and logs.shape[d] != 1]
         out.append((logs.logsumexp(axes, keepdim=True) if axes else logs).expand(part.shape))
     return out, largest
