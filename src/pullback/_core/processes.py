@@ -255,6 +255,23 @@ class Processes:
                 if own and rank != self.rank:
                     torch._foreach_copy_(own, _from_bytes(every[rank], own))
 
+    def scatter(self, t: Tensor, owner: int | None, what: str = "scattered") -> Tensor:
+        """Return the owner's tensor as a `DTensor`, cut along its longest axis.
+
+        Elsewhere it shows shape and dtype. Without an owner all processes have it.
+        """
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        given = t.contiguous() if owner in (None, self.rank) else t.new_empty(t.shape)
+        assert self.group is not None
+        mesh = DeviceMesh.from_group(self.group, t.device.type)
+        cut = [Shard(t.shape.index(max(t.shape)))]
+        sent = (self.size - 1) / self.size * t.nbytes if owner == self.rank else 0.0
+        return self._send(
+            what, sent, lambda: distribute_tensor(given, mesh, cut, src_data_rank=owner)
+        )
+
     def adopt(self, tensors: Sequence[Tensor], what: str = "adopted") -> None:
         """Copy the tensors of the first process to all others, in place."""
         if self.alone:

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._core.errors import PullbackError
 from ..._core.flags import checksum
 from ..._core.placement import Placement
 from ..._core.processes import Processes
@@ -464,29 +463,26 @@ class Replicas:
         for t, side in mirrored:
             t.copy_(side.whole())
 
-    def collect(self, own: Preconditioner, blocks: Blocks) -> bool:
-        """Bring the whole state here; return whether parts of other processes are among it.
+    def collect(self, own: Preconditioner, blocks: Blocks) -> None:
+        """Bring the whole state here, unless `piece` cuts it; `release` gives it up again."""
+        if self._owned:
+            return
+        self.whole(blocks)
+        if self.placement.teams:
+            owners = self.placement.owners
+            keys = sorted((k for k in own.ready if k in owners), key=lambda key: key.names)
+            for key in own.absent.intersection(keys):
+                own.change(key, Tensor.contiguous)
+            own.absent.clear()
+            own.regroup()
+            held = {key: [*own.inverses[key].tensors().values()] for key in keys}
+            self.placement.send_across(held, "state")
 
-        Those are given up again by `release`.
-        """
-        owners = self.placement.owners
-        try:
-            self.assemble(blocks)
-            if self.placement.teams:
-                keys = sorted((k for k in own.ready if k in owners), key=lambda key: key.names)
-                for key in own.absent.intersection(keys):
-                    own.change(key, Tensor.contiguous)
-                own.absent.clear()
-                own.regroup()
-                held = {key: [*own.inverses[key].tensors().values()] for key in keys}
-                self.placement.send_across(held, "state")
-        except RuntimeError as error:
-            raise PullbackError(
-                "state_dict() did not hear from all processes",
-                "each of them holds a part of the state, and one did not call it, or is lost",
-                "Call state_dict() on all processes together; one of them may write it",
-            ) from error
-        return self.placement.teams or self._owned
+    def piece(self, key: BlockKey, t: Tensor) -> Tensor:
+        """Return a tensor of a block for `state_dict`: where owners hold it, cut into pieces."""
+        if self._owned:
+            return self.processes.scatter(t, self.placement.owners.get(key), "state")
+        return t.contiguous() if 0 in t.stride() else t  # shown, and without memory so far
 
     def complete(
         self,

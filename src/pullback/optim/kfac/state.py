@@ -14,8 +14,9 @@ A bias that shares the block of its weight has numbers alone there.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from math import prod
 from typing import Any
@@ -25,6 +26,7 @@ from torch import Tensor
 
 from ..._core.errors import PullbackError
 from ..._core.flags import finite
+from ..._core.shards import whole
 from ...grams.kronecker.inverse import MOMENTS, Inverse
 from ...grams.kronecker.packed import Side, as_side, memory
 from .factors.average import Average, ema_update
@@ -88,11 +90,6 @@ class KFACState:
                 for other in [k for k in self.averages if not {*key.names}.isdisjoint(k.names)]:
                     self.drop(other)  # a bias whose weight came with another group
                 self.reserve(key, factors)
-
-    def take_memory(self) -> None:
-        """Give every reserved block its memory."""
-        for key in list(self.reserved):
-            self.allocate(key, self.averages[key].value)
 
     def make_room(self, found: Mapping[BlockKey, Factors]) -> bool:
         """Make room for statistics whose blocks are new or have other shapes; say if it did."""
@@ -273,8 +270,13 @@ class KFACState:
 # --- published and taken up again ---------------------------------------------------------------
 
 
-def publish(state: KFACState, into: State, params: Tensors) -> None:
-    """Write the state under its parameters; tensors are the state's own, not copies."""
+def publish(
+    state: KFACState,
+    into: State,
+    params: Tensors,
+    cut: Callable[[BlockKey, Tensor], Tensor] = lambda _, t: t,
+) -> None:
+    """Write the state under its parameters; tensors are its own, or what `cut` makes of them."""
     for p in params.values():  # a number keeps a dict that a flattened checkpoint would lose
         into[p] |= {"schedule": state.schedule, "average": {"mass": 0.0}, "inverse": {"ready": 0}}
         if state.mean:
@@ -282,35 +284,36 @@ def publish(state: KFACState, into: State, params: Tensors) -> None:
         if state.preconditioner.ekfac:
             into[p]["spectrum"] = {"mass": 0.0}
     for key, average in state.averages.items():
-        own, held = into[params[key.names[0]]], state.preconditioner
-        own["average"] = {**_nested(average.value), "mass": average.mass}
-        own["inverse"] = {**held.inverses[key].tensors(), "ready": int(key in held.ready)}
+        own, held, piece = into[params[key.names[0]]], state.preconditioner, partial(cut, key)
+        own["average"] = {**_nested(average.value, piece), "mass": average.mass}
+        inverse = {n: piece(t) for n, t in held.inverses[key].tensors().items()}
+        own["inverse"] = {**inverse, "ready": int(key in held.ready)}
         if state.mean:
-            own["mean"] = {**_nested(average.mean), "count": average.count}
+            own["mean"] = {**_nested(average.mean, piece), "count": average.count}
         if key in held.spectra:
-            spectrum = held.spectra[key]
-            own["spectrum"] = {"values": memory(spectrum.value[SPECTRUM]), "mass": spectrum.mass}
+            values, mass = memory(held.spectra[key].value[SPECTRUM]), held.spectra[key].mass
+            own["spectrum"] = {"values": piece(values), "mass": mass}
 
 
-def _nested(factors: Factors) -> dict[str, Any]:
+def _nested(factors: Factors, change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for factor, t in factors.items():
-        out.setdefault(factor.role, {})[factor.side] = memory(t)
+        out.setdefault(factor.role, {})[factor.side] = change(memory(t))
     return out
 
 
-def _factors(nested: Mapping[str, Any], p: Tensor) -> dict[Factor, Side]:
+def _factors(nested: Mapping[str, Any], change: Callable[[Tensor], Tensor]) -> dict[Factor, Side]:
     return {
-        Factor(role, side): as_side(_own(t, p))
+        Factor(role, side): as_side(change(t))
         for role, own in nested.items()
         if isinstance(own, Mapping)
         for side, t in own.items()
     }
 
 
-def _own(t: Tensor, p: Tensor) -> Tensor:
-    """A copy on the parameter's device, in its own dtype."""
-    return t.detach().to(p.device, copy=True)
+def _shown(t: Tensor, p: Tensor) -> Tensor:
+    """Return zeros of a tensor's shape that take no memory."""
+    return torch.zeros((), dtype=t.dtype, device=p.device).expand(t.shape)
 
 
 def restore(
@@ -319,15 +322,23 @@ def restore(
     params: Tensors,
     expected: Forecast,
 ) -> None:
-    """Fill an empty state with what `publish` wrote, by name; partners are as `expected`."""
+    """Fill an empty state with what `publish` wrote, by name; partners are as `expected`.
+
+    Blocks are shown first, so that every process takes up the tensors that it is to hold.
+    """
     try:
+        factors = {
+            n: _factors(own["average"], partial(_shown, p=params[n])) for n, own in saved.items()
+        }
         # those without factors of their own share the block of a weight
-        factors = {n: _factors(own["average"], params[n]) for n, own in saved.items()}
         shared = [n for n, own in factors.items() if not own]
         for name, own in factors.items():
             if own:
                 key = _key_of(name, params, own, expected, shared)
-                _restore_block(state, key, own, saved[name], params)
+                _show_block(state, key, own, saved[name], params)
+        state.replicas.place(state.preconditioner, state.averages, state.averages.keys())
+        for key in state.averages:
+            _fill_block(state, key, saved[key.names[0]], params[key.names[0]])
         schedule = next(iter(saved.values()))["schedule"]
         for name in _SCHEDULE:
             value = schedule[name]
@@ -336,42 +347,52 @@ def restore(
         raise incomplete(f"its averages cannot be read ({error!r})") from error
 
 
-def _restore_block(
+def _show_block(
     state: KFACState,
     key: BlockKey,
     factors: dict[Factor, Side],
     own: Mapping[str, Any],
     params: Tensors,
 ) -> None:
-    held, p = state.preconditioner, params[key.names[0]]
     size, wanted = prod(block_shape(key, factors)), sum(params[n].numel() for n in key.names)
     if size != wanted:
         names = " and ".join(key.names)
         raise _foreign(f"{names} had {size} entries, and have {wanted} now")
-    state.allocate(key, factors)
-    average = state.averages[key]
-    average.value, average.mass = factors, _own(own["average"]["mass"], p)
-    if state.mean:
-        average.mean, average.count = _factors(own["mean"], p), own["mean"]["count"]
-    tensors = {n: _own(t, p) for n, t in own["inverse"].items() if n != "ready"}
-    room = held.inverses[key]
-    if _moments(tensors) != _moments(room.tensors()):
+    state.reserve(key, factors)
+    if _moments(own["inverse"]) != _moments(state.preconditioner.inverses[key].tensors()):
         raise PullbackError(
             "The saved state is of another rule",
             f"moments of {key.names[0]} are not those that this one keeps",
             "Load it into an optimizer with the same rule=",
         )
+
+
+def _fill_block(state: KFACState, key: BlockKey, own: Mapping[str, Any], p: Tensor) -> None:
+    """Take up what this process holds of a block; pieces are brought together one by one."""
+
+    def take(here: bool, t: Tensor) -> Tensor:
+        t = whole(t)
+        return t.to(p.device, copy=True) if here else _shown(t, p)
+
+    held, average = state.preconditioner, state.averages[key]
+    every, kept = partial(take, True), partial(take, state.replicas.keeps(key))
+    average.value, average.mass = _factors(own["average"], kept), every(own["average"]["mass"])
+    if state.mean:
+        average.mean, average.count = _factors(own["mean"], kept), own["mean"]["count"]
+    here, room = key not in held.absent, held.inverses[key]
+    tensors: Any = {n: take(here, t) for n, t in own["inverse"].items() if n != "ready"}
     held.inverses[key] = Inverse(**{"left": None, **tensors}, factors=room.factors)
+    state.reserved.discard(key)
     if own["inverse"]["ready"]:
         held.ready.add(key)
     if key in held.spectra:
-        values, mass = own["spectrum"]["values"], own["spectrum"]["mass"]
-        held.spectra[key] = Average({SPECTRUM: _own(values, p)}, _own(mass, p))
+        values, mass = (every(own["spectrum"][part]) for part in ("values", "mass"))
+        held.spectra[key] = Average({SPECTRUM: values}, mass)
     if average.started:
         state.learned.add(key)
 
 
-def _moments(tensors: Tensors) -> dict[str, torch.Size]:
+def _moments(tensors: Mapping[str, Any]) -> dict[str, torch.Size]:
     """The shapes of a rule's moments, by name."""
     return {n: t.shape for n, t in tensors.items() if n in MOMENTS}
 
