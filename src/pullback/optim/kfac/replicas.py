@@ -20,7 +20,7 @@ from ..._core.flags import checksum
 from ..._core.placement import Placement
 from ..._core.processes import Processes
 from ..._core.shards import Groups, Parameters
-from ...grams.kronecker.inverse import Inverse
+from ...grams.kronecker.inverse import MOMENTS, Inverse
 from ...grams.kronecker.packed import (
     Packed,
     Side,
@@ -422,9 +422,9 @@ class Replicas:
             return
         for key in keys:
             own.notes.pop(key, None)
-        mine = [k for k in keys if self.placement.owns(k)]
+        mine, before = [k for k in keys if self.placement.owns(k)], own.bases(keys)
         with self.processes.together("renew its inverses"):
-            own.renew(averages, mine, value)
+            own.renew(averages, mine, value, alone=False)
         ends = {k: (k in own.ready, own.notes.get(k), _form(own.inverses[k])) for k in mine}
         every = {k: end for some in self.processes.values(ends) for k, end in some.items()}
         for key in [k for k in keys if k not in ends]:
@@ -439,6 +439,7 @@ class Replicas:
                 own.inverses[key] = _room(own.inverses[key], form, held=held)
                 own.regroup()
         self.send(own, keys)
+        own.turn_moments(before)
 
     def send(self, own: Preconditioner, keys: Sequence[BlockKey]) -> None:
         """Send what the owners of these blocks have renewed to the other members of their teams.
@@ -452,7 +453,7 @@ class Replicas:
         for key in [k for k in keys if k in own.ready and self.placement.holds(k)]:
             held, even = own.inverses[key].tensors(), own.symmetric(key)
             some = sent[key] = []
-            for name in [name for name in held if name not in own.untouched]:
+            for name in [name for name in held if name not in MOMENTS]:
                 side = triangle(held[name]) if name in even else held[name]
                 some.append(memory(side))
                 if isinstance(side, Packed):
