@@ -16,7 +16,6 @@ import pullback as pb
 from pullback.testing import assert_close
 from tests.pairs import each_once
 
-from ..common import refused
 from .common import batch, kfac, net, train, vector
 
 
@@ -172,14 +171,6 @@ def test_a_clip_without_statistics_clips_nothing() -> None:
     F.cross_entropy(model(x), y).backward()
     opt.step()
     assert opt.info.accepted
-
-
-def test_states_of_the_older_layout_are_refused() -> None:
-    opt = kfac(net())
-    state = opt.state_dict()
-    old = {**state, "state": {**state["state"], "pullback": {"steps": 1}}}
-    with refused("older version", "under their parameters", "anew"):
-        opt.load_state_dict(state_dict=old)
 
 
 def test_large_matrices_are_packed_and_the_numbers_stay() -> None:

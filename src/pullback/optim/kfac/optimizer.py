@@ -341,7 +341,6 @@ class KFAC(Optimizer):
         fresh = self._empty_state(dict(self._held.schedule))
         restore(fresh, saved, params, self._forecast())
         self._settle()
-        self._replicas.stop_overlap()
         super().load_state_dict({**state_dict, "state": {}})
         fresh.succeed(self._held, saved)
         self._held = fresh

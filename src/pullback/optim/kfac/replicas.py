@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..._core.flags import checksum
 from ..._core.placement import Placement
-from ..._core.processes import Processes
+from ..._core.processes import Pending, Processes
 from ..._core.shards import Groups, Parameters
 from ...grams.kronecker.inverse import MOMENTS, Inverse
 from ...grams.kronecker.packed import (
@@ -33,12 +33,11 @@ from ...grams.kronecker.packed import (
 )
 from ..checks import refuse_sparse
 from .factors.average import Average
-from .factors.factor import SPECTRUM, BlockKey, Factor
-from .factors.preconditioner import Preconditioner, placeholder
+from .factors.factor import SPECTRUM, BlockKey, Factors
+from .factors.preconditioner import Averages, Preconditioner, placeholder
 from .statistics.capture import StatisticsCapture
 from .statistics.reduction import (
     BlockTensors,
-    ComingAverages,
     Counts,
     Layouts,
     SentSums,
@@ -52,9 +51,12 @@ from .statistics.reduction import (
     zeros_of,
 )
 from .statistics.sums import Pool, means
+from .update import Tensors
 
 #: blocks with statistics, in an order that all processes have
 Blocks = Sequence[tuple[BlockKey, Average]]
+#: their keys, and averages on their way to become those of all processes
+ComingAverages = tuple[list[BlockKey], Pending[list[Side]]]
 
 
 class Replicas:
@@ -159,9 +161,10 @@ class Replicas:
             scale = capture.scale(pool.samples, loss_scale)
             self._coming = self._begin_averages(sent, pool, scale, blocks, ema)
 
-    def stop_overlap(self) -> None:
-        """Begin nothing ahead any more: all processes loaded a state, and some may have begun."""
-        if self._layouts is not None:
+    def succeed(self) -> None:
+        """Go on with a state that all processes loaded, whose averages are whole."""
+        self._shared = False
+        if self._layouts is not None:  # some may have begun, so that nothing is begun ahead now
             self._sent = self._coming = self._apart = None
             self._overlaps = False
 
@@ -174,7 +177,7 @@ class Replicas:
         capture: StatisticsCapture,
         params: Parameters,
         groups: Groups,
-        gradients: Mapping[str, Tensor],
+        gradients: Tensors,
         schedule: Mapping[str, Any],
     ) -> None:
         """Make the pooled sums those of all processes; raise on all where they contradict."""
@@ -222,7 +225,7 @@ class Replicas:
         flags: Sequence[bool],
         params: Parameters,
         groups: Groups,
-        gradients: Mapping[str, Tensor],
+        gradients: Tensors,
         schedule: Mapping[str, Any],
     ) -> tuple[bool, list[bool]]:
         """Return whether all processes have `told` the same, and which flags are true on all.
@@ -281,7 +284,7 @@ class Replicas:
 
         def sides() -> Iterator[Side]:
             for key, average in blocks:
-                some = self._shared_sides(key, {f: t.shape for f, t in average.value.items()})
+                some = self._shared_sides(key, average.value)
                 pool.sums = sent.shares(key, self._counts)
                 new = means(pool, scale).get(key, {})
                 for f in sorted(f for f in average.value if f.side in some):
@@ -290,7 +293,7 @@ class Replicas:
         if not all(sent.fits(key, average) for key, average in blocks):
             return None
         keys = [key for key, _ in blocks]
-        return ComingAverages(keys, launch_sides(sides(), sent.processes))
+        return keys, launch_sides(sides(), sent.processes)
 
     def _lerp(self, old: Side, new: Side | None, ema: float) -> Side:
         """Return ema·old + (1 − ema)·new of this process's shares."""
@@ -306,18 +309,15 @@ class Replicas:
 
     # --- averages as shares ---------------------------------------------------------------------
 
-    def _shared_sides(
-        self, key: BlockKey, shapes: Mapping[Factor, Sequence[int]]
-    ) -> frozenset[str]:
+    def _shared_sides(self, key: BlockKey, factors: Factors) -> frozenset[str]:
         """The sides of a block of which processes hold shares between inversions."""
-        return shared_sides(key, shapes, read=self._read) if self._lazy else frozenset()
+        return shared_sides(key, factors, read=self._read) if self._lazy else frozenset()
 
     def _sides(self, blocks: Blocks) -> list[Side]:
         """The sides of which processes hold shares, in an order that all have."""
         out = []
         for key, average in blocks:
-            value = average.value
-            some = self._shared_sides(key, {f: t.shape for f, t in value.items()})
+            value, some = average.value, self._shared_sides(key, average.value)
             out += [value[f] for f in sorted(value) if f.side in some]
         return out
 
@@ -338,8 +338,8 @@ class Replicas:
         if not self._shared:
             return
         sides = self._sides(blocks)
-        if coming is not None and coming.keys == [key for key, _ in blocks]:
-            totals = coming.sides.wait()
+        if coming is not None and coming[0] == [key for key, _ in blocks]:
+            totals = coming[1].wait()
         else:
             totals = sum_sides(sides, self.processes)
         for side, total in zip(sides, totals, strict=True):
@@ -355,7 +355,7 @@ class Replicas:
             return 1.0 if self.keeps(key) else None
         if not self._shared or self.processes.rank == 0:
             return 1.0
-        shared = self._shared_sides(key, {f: t.shape for f, t in average.value.items()})
+        shared = self._shared_sides(key, average.value)
         return float("mean" not in shared) if shared else None
 
     def total(self, share: Tensor) -> Tensor:
@@ -384,23 +384,15 @@ class Replicas:
 
     # --- on the way out -------------------------------------------------------------------------
 
-    def place(
-        self,
-        own: Preconditioner,
-        averages: Mapping[BlockKey, Average],
-        keys: Set[BlockKey],
-        *,
-        loaded: bool = False,
-    ) -> None:
-        """Give new blocks an owner; averages that were `loaded` are no shares."""
-        self._shared = self._shared and not loaded
+    def place(self, own: Preconditioner, averages: Averages, keys: Set[BlockKey]) -> None:
+        """Give new blocks an owner."""
         if not self.alone:
             new = sorted(keys - self.placement.owners.keys(), key=lambda key: key.names)
             kinds = {k: (own.shapes[k], own.inverses[k].kind) for k in new}
             self.placement.assign({k: (kinds[k], _cost(own, k)) for k in new})
             self.release(own, averages)
 
-    def release(self, own: Preconditioner, averages: Mapping[BlockKey, Average]) -> None:
+    def release(self, own: Preconditioner, averages: Averages) -> None:
         """Give up the memory of inverses that other teams hold, and of averages that others own."""
         for average in [a for key, a in averages.items() if not self.keeps(key)]:
             average.change(placeholder)
@@ -410,11 +402,7 @@ class Replicas:
             own.absent.add(key)
 
     def renew(
-        self,
-        own: Preconditioner,
-        averages: Mapping[BlockKey, Average],
-        keys: Sequence[BlockKey],
-        value: float,
+        self, own: Preconditioner, averages: Averages, keys: Sequence[BlockKey], value: float
     ) -> None:
         """Prepare these blocks, each by its owner, and send them to those who hold them."""
         if self.alone:
@@ -475,7 +463,6 @@ class Replicas:
             for key in own.absent.intersection(keys):
                 own.change(key, Tensor.contiguous)
             own.absent.clear()
-            own.regroup()
             held = {key: [*own.inverses[key].tensors().values()] for key in keys}
             self.placement.send_across(held, "state")
 
@@ -490,7 +477,7 @@ class Replicas:
         own: Preconditioner,
         found: dict[str, Tensor],
         stacks: list[Tensor],
-        gradients: Mapping[str, Tensor],
+        gradients: Tensors,
     ) -> tuple[dict[str, Tensor], list[Tensor]]:
         """Return the directions of this team's blocks together with those of other teams."""
         if not self.placement.teams:
@@ -529,7 +516,7 @@ def _room(mine: Inverse, form: tuple[dict[str, Any], bool], *, held: bool) -> In
     return Inverse(**room, factors=form[1])
 
 
-def _lengths(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+def _lengths(tensors: Tensors) -> dict[str, str]:
     """Return what tells tensors apart, in words."""
     some = {n: t for n, t in tensors.items() if t.numel()}
     return {

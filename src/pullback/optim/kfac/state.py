@@ -145,8 +145,7 @@ class KFACState:
                 self.reserve(key, average.value)  # they were frozen when it was saved
         old.schedule.update(self.schedule)  # the dict itself is shared
         self.schedule = old.schedule
-        keys = self.averages.keys() - self.reserved
-        self.replicas.place(self.preconditioner, self.averages, keys, loaded=True)
+        self.replicas.succeed()
 
     # --- statistics → averages → inverses → directions ------------------------------------------
 
@@ -311,28 +310,25 @@ def _factors(nested: Mapping[str, Any], change: Callable[[Tensor], Tensor]) -> d
     }
 
 
-def _shown(t: Tensor, p: Tensor) -> Tensor:
+def _shown(p: Tensor, t: Tensor) -> Tensor:
     """Return zeros of a tensor's shape that take no memory."""
     return torch.zeros((), dtype=t.dtype, device=p.device).expand(t.shape)
 
 
 def restore(
-    state: KFACState,
-    saved: Mapping[str, Mapping[str, Any]],
-    params: Tensors,
-    expected: Forecast,
+    state: KFACState, saved: Mapping[str, Mapping[str, Any]], params: Tensors, expected: Forecast
 ) -> None:
     """Fill an empty state with what `publish` wrote, by name; partners are as `expected`.
 
     Blocks are shown first, so that every process takes up the tensors that it is to hold.
     """
     try:
-        factors = {
-            n: _factors(own["average"], partial(_shown, p=params[n])) for n, own in saved.items()
+        shown = {
+            n: _factors(own["average"], partial(_shown, params[n])) for n, own in saved.items()
         }
         # those without factors of their own share the block of a weight
-        shared = [n for n, own in factors.items() if not own]
-        for name, own in factors.items():
+        shared = [n for n, own in shown.items() if not own]
+        for name, own in shown.items():
             if own:
                 key = _key_of(name, params, own, expected, shared)
                 _show_block(state, key, own, saved[name], params)
@@ -348,12 +344,9 @@ def restore(
 
 
 def _show_block(
-    state: KFACState,
-    key: BlockKey,
-    factors: dict[Factor, Side],
-    own: Mapping[str, Any],
-    params: Tensors,
+    state: KFACState, key: BlockKey, factors: Factors, own: Mapping[str, Any], params: Tensors
 ) -> None:
+    """Reserve a saved block; raise where it is not that of these parameters, or of this rule."""
     size, wanted = prod(block_shape(key, factors)), sum(params[n].numel() for n in key.names)
     if size != wanted:
         names = " and ".join(key.names)
@@ -372,7 +365,7 @@ def _fill_block(state: KFACState, key: BlockKey, own: Mapping[str, Any], p: Tens
 
     def take(here: bool, t: Tensor) -> Tensor:
         t = whole(t)
-        return t.to(p.device, copy=True) if here else _shown(t, p)
+        return t.to(p.device, copy=True) if here else _shown(p, t)
 
     held, average = state.preconditioner, state.averages[key]
     every, kept = partial(take, True), partial(take, state.replicas.keeps(key))
@@ -398,11 +391,7 @@ def _moments(tensors: Mapping[str, Any]) -> dict[str, torch.Size]:
 
 
 def _key_of(
-    name: str,
-    params: Tensors,
-    factors: Factors,
-    expected: Forecast,
-    shared: Sequence[str],
+    name: str, params: Tensors, factors: Factors, expected: Forecast, shared: Sequence[str]
 ) -> BlockKey:
     """Return the block whose first parameter this is, from the roles and shapes of its factors."""
     p, roles, partner = params[name], {f.role for f in factors}, expected.partners.get(name)
@@ -437,12 +426,6 @@ def saved_by_name(
         saved = dict(state_dict["state"])
     except (KeyError, TypeError, ValueError) as error:
         raise _not_ours("it has no state by parameter") from error
-    if "pullback" in saved:
-        raise PullbackError(
-            "The saved state is of an older version",
-            "averages and inverses are kept under their parameters now",
-            "Start the optimizer anew from the model's own state",
-        )
     if list(map(len, numbers)) != list(map(len, names)):
         raise _foreign("its param groups differ")
     pairs = zip(chain(*names), chain(*numbers), strict=True)
