@@ -135,19 +135,22 @@ def test_mixed_precision(world: World) -> None:
         torch.testing.assert_close(found[0][name], p, rtol=0.05, atol=0.05)
 
 
-@pytest.mark.parametrize("name", ["clip", "eigenbasis"])
-def test_checkpoints(world: World, tmp_path: Path, name: str) -> None:
-    """Saved in two pieces, a run goes on in three pieces, in pairs, or whole."""
-    options, path = OPTIONS[name], str(tmp_path / "two")
-    world.run(run, "dense", (20, 16), options, {"save": path, "steps": 5}, size=2)
+@pytest.mark.parametrize(
+    ("name", "counts"), [("clip", (20, 16)), ("ekfac", (20, 16)), ("eigenbasis", (10, 8, 11, 7))]
+)
+def test_checkpoints(world: World, tmp_path: Path, name: str, counts: tuple[int, ...]) -> None:
+    """Saved in two pieces or in pairs, a run goes on in three, in the other way, or whole."""
+    options, path = OPTIONS[name], str(tmp_path / "saved")
+    size, other = len(counts), (10, 8, 11, 7) if len(counts) == 2 else (20, 16)
+    world.run(run, "dense", counts, options, {"save": path, "steps": 5}, size=size)
     want = train(0, 1, "dense", (36,), options)
     how: dict[str, Any] = {"load": path, "start": 5}
     found = world.run(run, "dense", COUNTS, options, how, size=3)
-    found += world.run(run, "dense", (10, 8, 11, 7), options, how)
+    found += world.run(run, "dense", other, options, how, size=len(other))
     found.append(train(0, 1, "dense", (36,), options, **how))
     for parameter, p in want.items():
-        for other in found:
-            torch.testing.assert_close(other[parameter], p, rtol=1e-10, atol=1e-10)
+        for state in found:
+            torch.testing.assert_close(state[parameter], p, rtol=1e-10, atol=1e-10)
 
 
 def held(rank: int, size: int, name: str) -> Any:
