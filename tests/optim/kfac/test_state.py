@@ -16,6 +16,7 @@ import pullback as pb
 from pullback.testing import assert_close
 from tests.pairs import each_once
 
+from ..common import refused
 from .common import batch, kfac, net, train, vector
 
 
@@ -171,6 +172,15 @@ def test_a_clip_without_statistics_clips_nothing() -> None:
     F.cross_entropy(model(x), y).backward()
     opt.step()
     assert opt.info.accepted
+
+
+def test_states_of_another_layout_are_refused() -> None:
+    """Momentum by parameter, and the rest elsewhere."""
+    opt = kfac(net())
+    state = opt.state_dict()
+    old = {number: {"momentum": own["momentum"]} for number, own in state["state"].items()}
+    with refused("not KFAC's", "no averages under its parameters", "start anew"):
+        opt.load_state_dict(state_dict={**state, "state": {**old, "pullback": {"steps": 1}}})
 
 
 def test_large_matrices_are_packed_and_the_numbers_stay() -> None:

@@ -316,6 +316,8 @@ class KFAC(Optimizer):
             replicas.collect(held.preconditioner, held.blocks)
             publish(held, self.state, self._chosen, replicas.piece)
         except RuntimeError as error:
+            if replicas.alone:
+                raise
             raise PullbackError(
                 "state_dict() did not hear from all processes",
                 "each of them holds a part of the state, and one did not call it, or is lost",

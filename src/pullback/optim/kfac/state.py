@@ -323,9 +323,8 @@ def restore(
     Blocks are shown first, so that every process takes up the tensors that it is to hold.
     """
     try:
-        shown = {
-            n: _factors(own["average"], partial(_shown, params[n])) for n, own in saved.items()
-        }
+        given = {n: own["average"] for n, own in saved.items()}
+        shown = {n: _factors(own, partial(_shown, params[n])) for n, own in given.items()}
         # those without factors of their own share the block of a weight
         shared = [n for n, own in shown.items() if not own]
         for name, own in shown.items():
@@ -352,7 +351,9 @@ def _show_block(
         names = " and ".join(key.names)
         raise _foreign(f"{names} had {size} entries, and have {wanted} now")
     state.reserve(key, factors)
-    if _moments(own["inverse"]) != _moments(state.preconditioner.inverses[key].tensors()):
+    both = own["inverse"], state.preconditioner.inverses[key].tensors()
+    moments = [{n: t.shape for n, t in some.items() if n in MOMENTS} for some in both]
+    if moments[0] != moments[1]:
         raise PullbackError(
             "The saved state is of another rule",
             f"moments of {key.names[0]} are not those that this one keeps",
@@ -383,11 +384,6 @@ def _fill_block(state: KFACState, key: BlockKey, own: Mapping[str, Any], p: Tens
         held.spectra[key] = Average({SPECTRUM: values}, mass)
     if average.started:
         state.learned.add(key)
-
-
-def _moments(tensors: Mapping[str, Any]) -> dict[str, torch.Size]:
-    """The shapes of a rule's moments, by name."""
-    return {n: t.shape for n, t in tensors.items() if n in MOMENTS}
 
 
 def _key_of(
@@ -432,7 +428,7 @@ def saved_by_name(
     # frozen parameters may be left out
     out = {name: saved[n] for name, n in pairs if saved.get(n) is not None}
     if not out or any(not isinstance(o, Mapping) or "average" not in o for o in out.values()):
-        raise _not_ours("it holds no averages")
+        raise _not_ours("it holds no averages under its parameters")
     for own in out.values():
         missing = [key for key in wanted if key not in own]
         missing += [n for n in _SCHEDULE if n not in own.get("schedule", {})]
@@ -451,7 +447,10 @@ def incomplete(why: str) -> PullbackError:
 
 
 def _not_ours(why: str) -> PullbackError:
-    return PullbackError("The saved state is not KFAC's", why, "Load what KFAC.state_dict() gave")
+    remedy = (
+        "Load what KFAC.state_dict() of this version gave, or start anew from the model's state"
+    )
+    return PullbackError("The saved state is not KFAC's", why, remedy)
 
 
 def _foreign(why: str) -> PullbackError:
