@@ -292,8 +292,7 @@ class Replicas:
 
         if not all(sent.fits(key, average) for key, average in blocks):
             return None
-        keys = [key for key, _ in blocks]
-        return keys, launch_sides(sides(), sent.processes)
+        return [key for key, _ in blocks], launch_sides(sides(), sent.processes)
 
     def _lerp(self, old: Side, new: Side | None, ema: float) -> Side:
         """Return ema·old + (1 − ema)·new of this process's shares."""
