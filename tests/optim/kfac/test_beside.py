@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -83,6 +85,20 @@ def test_an_input_that_is_overwritten_is_noticed() -> None:
         opt.step()
         # then it is measured before the pass goes on
         assert opt.info.taken is (seed != 1)
+
+
+def test_nothing_is_kept() -> None:
+    model, opt = _optimizer(True)
+    seen: list[weakref.ref[Tensor]] = []
+    model[1].register_forward_pre_hook(lambda _, args: seen.append(weakref.ref(args[0])))
+    gc.disable()
+    try:
+        for seed in range(3):
+            _loss(model, seed).backward()
+            opt.step()
+            assert seen[-1]() is None
+    finally:
+        gc.enable()
 
 
 def test_a_pass_that_fails_leaves_nothing() -> None:

@@ -27,17 +27,10 @@ class Beside:
     def __init__(self, device: torch.device, entries: Sequence[Entry]) -> None:
         self._inputs = [(entry.input, entry.input._version) for entry in entries]
         self._device, self._stream = device, _stream(device)
-        self._thread = ThreadPoolExecutor(1, "pullback", self._settle)
+        # without a circle of references, which would keep the inputs
+        self._thread = ThreadPoolExecutor(1, "pullback", _settle, (device, self._stream))
         self._tasks: deque[tuple[Future[None], int]] = deque()
         self._bytes = 0
-
-    def _settle(self) -> None:
-        """Compute without a graph and without tangents; autocast is off in a new thread."""
-        torch.set_grad_enabled(False)
-        _set_fwd_grad_enabled(False).__enter__()
-        if self._stream is not None:
-            torch.cuda.set_stream(self._stream)
-            torch.zeros(1, device=self._device)  # makes the device's context this thread's
 
     def do(self, task: Callable[[], Any], like: Tensor | None = None) -> None:
         """Do a task that holds this tensor; at once where it was computed on another stream."""
@@ -61,6 +54,15 @@ class Beside:
         while self._tasks:
             self._wait()
         return all(x._version == version for x, version in self._inputs)
+
+
+def _settle(device: torch.device, stream: Any) -> None:
+    """Compute without a graph and without tangents; autocast is off in a new thread."""
+    torch.set_grad_enabled(False)
+    _set_fwd_grad_enabled(False).__enter__()
+    if stream is not None:
+        torch.cuda.set_stream(stream)
+        torch.zeros(1, device=device)  # makes the device's context this thread's
 
 
 def _stream(device: torch.device) -> Any:
