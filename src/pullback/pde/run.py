@@ -47,6 +47,7 @@ _LEVEL = 10, 0.05  # steps, and the share of the loss, after which a prior is we
 _TRY = 40  # steps that a kick needs to pay
 _PACE = 20  # steps over which the loss is seen to fall
 _RESTART = 1e-3  # of their terms: residuals at which a run that is stuck starts anew
+_SETTLE = 10  # steps of the end, and of a stuck run, that go down into the valley; a tenth at most
 
 
 class Run:
@@ -89,7 +90,8 @@ class Run:
         )
         if problem.domain.dim <= _FEW:
             refuse_flat(problem, network, self._points.sites)
-        self.optimizer = self._made(like.dtype)
+        self.history, self._dtype = History(), like.dtype
+        self.optimizer = self._made()
         self._validation = Validation(
             problem,
             self._trial,
@@ -100,11 +102,11 @@ class Run:
         )
         self._adaptive = plan.adaptive
         self._path = None if checkpoint is None else Path(checkpoint)
-        self.history = History()
         self._yardstick = Yardstick(problem, like) if problem.known else None
         self._rejected, self._stuck = 0, False
         self._first = {n: p.detach().clone() for n, p in self._trial.named_parameters()}
         self._best: dict[str, Any] | None = None  # of the runs before the last restart
+        self._unsettled: dict[str, Any] | None = None  # before the last steps of all
         self._said = False
         #: seconds spent before this call, by a run that it goes on with
         self.begun = 0.0
@@ -262,8 +264,13 @@ class Run:
             # losses before and after do not compare
             self._validation.weights, self._best, self._rejected = self._points.weights, None, 0
             return ""
-        wait = self._settings.patience
-        if wait is not None and self._stagnation(max(1, wait // 2), self._slow) and self._revived():
+        wait, calm, rest = self._settings.patience, self._calm, self._rest
+        if calm is not None and calm < rest:
+            return ""
+        stuck = wait is not None and bool(self._stagnation(max(1, wait // 2), self._slow))
+        if calm is None and (stuck or self._left <= rest) and self._settle():
+            return ""
+        if wait is not None and (stuck or calm == rest) and self._revived():
             return ""
         reason = self._stagnation(wait, 0.01)
         self._stuck = bool(reason)
@@ -293,6 +300,44 @@ class Run:
                 return f"the loss fell by less than 1 % in {wait} steps"
         return ""
 
+    @property
+    def _rest(self) -> int:
+        """Steps that a run settles for."""
+        return max(1, min(_SETTLE, self._settings.steps // 10))
+
+    @property
+    def _left(self) -> float:
+        """Steps that are left; a budget that another call goes on from does not count."""
+        left, seconds = self._settings.steps - len(self.history), self.history.seconds
+        if self._settings.budget is None or self._path is not None or len(seconds) < 2:
+            return left
+        rest = self._settings.budget - (seconds[-1] - self.begun)
+        return min(left, rest / max(seconds[-1] - seconds[-2], 1e-9))
+
+    @property
+    def _calm(self) -> int | None:
+        """Steps since the run settles, None if it does not."""
+        history = self.history
+        others = max([*history.moved, *history.restarted], default=-1)
+        at = max(history.settled, default=-1)
+        return len(history) - at if at > others else None
+
+    def _settle(self) -> bool:
+        """Go down into the valley by short steps, whose predictions come true.
+
+        The longest step that lowers the loss at all leads along a valley's walls: what the loss
+        then shows is the error of that step, not the distance of the solution.
+        """
+        settings, number = self._settings, len(self.history)
+        given = settings.step is not None or settings.optimizer is not None
+        if given or self._part < 1 or not self._points.settled(number):
+            return False
+        if self._path is not None and self._left <= self._rest:
+            self._unsettled = self._state()
+        self.history.settled.append(number)
+        self.optimizer, self._rejected = self._made(), 0
+        return True
+
     def _revived(self) -> bool:
         """Go on from stagnation with other points or parameters, where that may help.
 
@@ -307,9 +352,7 @@ class Run:
         if not self._matters(fresh):
             return False
         if self._drifting(own, fresh):
-            self._points.concentrate(number)
-            self._rejected = 0
-            self.history.moved.append(number)
+            self._move_points()
             return True
         best = math.inf if self._best is None else self._best["fresh"]
         taken = number - max(self.history.restarted, default=0)
@@ -322,6 +365,15 @@ class Run:
             self._go_on_from(self._shuffled())
             return True
         return False
+
+    def _move_points(self) -> None:
+        """Gather points where residuals are large, and go on from there by long steps."""
+        number, calm = len(self.history), self._calm
+        self._points.concentrate(number)
+        self.history.moved.append(number)
+        self._rejected = 0
+        if calm is not None:
+            self.optimizer = self._made()
 
     def _drifting(self, own: float, fresh: float) -> bool:
         """Whether points are being learned by heart: seen early, but not in the last digits."""
@@ -362,14 +414,13 @@ class Run:
         self._put(params)
         self._processes.adopt([*self._trial.parameters()])
         self._points.unsettle(number)
-        dtype = next(self._trial.parameters()).dtype
-        self.optimizer = self._made(dtype)
-        self._rejected = 0
         self.history.restarted.append(number)
+        self.optimizer, self._rejected = self._made(), 0
 
-    def _made(self, dtype: torch.dtype) -> Optimizer:
-        count = self._points.count
-        return optimizer(self._trial, self._settings, dtype, self._processes, count)
+    def _made(self) -> Optimizer:
+        """The optimizer of the steps to come."""
+        count, short = self._points.count, self._calm is not None
+        return optimizer(self._trial, self._settings, self._dtype, self._processes, count, short)
 
     def _remember(self, fresh: float) -> None:
         if self._best is None or fresh < self._best["fresh"]:
@@ -405,8 +456,8 @@ class Run:
 
     @property
     def _pace(self) -> float:
-        """The share by which the loss fell in each of the last steps, 0 if they do not compare."""
-        losses = self.history.loss
+        """The share by which the loss fell in each of the last long steps, 0 if not comparable."""
+        losses = self.history.loss[: len(self.history) - (self._calm or 0)]
         if len(losses) <= _PACE or not self._points.settled(len(losses) - _PACE - 1):
             return 0.0
         return 1 - max(0.0, losses[-1] / losses[-1 - _PACE]) ** (1 / _PACE)
@@ -424,8 +475,7 @@ class Run:
         own, fresh = self._points.loss(), self._validation.loss(number)
         self.history.validate(own, fresh)
         if self._adaptive and self._drifting(own, fresh):
-            self._points.concentrate(number)
-            self.history.moved.append(number)
+            self._move_points()
 
     def _step(self) -> StepInfo:
         start = time.perf_counter()
@@ -482,22 +532,20 @@ class Run:
 
     def _save(self) -> None:
         assert self._path is not None
-        if self._processes.rank:
-            return
-        saved.save(
-            self._path,
-            {
-                "run": self._identity,
-                "trial": self._trial.state_dict(),
-                "optimizer": self.optimizer.state_dict(),
-                "history": self.history.as_dict(),
-                "rejected": self._rejected,
-                "looked": self.looked,
-                "first": self._first,
-                "best": self._best,
-                "points": self._points.state(),
-            },
-        )
+        if self._processes.rank == 0:
+            state = {"run": self._identity, "looked": self.looked, "first": self._first}
+            saved.save(self._path, {**state, **self._state(), "unsettled": self._unsettled})
+
+    def _state(self) -> dict[str, Any]:
+        """Where the run is; later steps leave it as it is."""
+        return {
+            "trial": {n: v.clone() for n, v in self._trial.state_dict().items()},
+            "optimizer": self.optimizer.state_dict(),
+            "history": self.history.as_dict(),
+            "rejected": self._rejected,
+            "best": self._best,
+            "points": self._points.state(),
+        }
 
     def _resume(self, path: Path) -> None:
         state = None
@@ -507,9 +555,15 @@ class Run:
         state = self._processes.share(state)
         if state is None:
             return
+        before, steps = state["unsettled"], self._settings.steps
+        if before is not None and steps > len(before["history"]["loss"]) + self._rest:
+            state |= before  # the end that it settled for was not the end
+        else:
+            self._unsettled = before
         saved.restore(path, self._trial, state["trial"])
-        self.optimizer.load_state_dict(state["optimizer"])
         self.history = History.from_dict(state["history"])
+        self.optimizer = self._made()
+        self.optimizer.load_state_dict(state["optimizer"])
         self._rejected = state["rejected"]
         if self.looked is None:  # else this process has looked since it was saved
             self.looked = state.get("looked")
