@@ -178,7 +178,7 @@ class Run:
                         due = self.history.spent + _SAVE_EVERY
             orderly = True
         finally:
-            self._points.full(len(self.history))
+            self._points.full()
             if not len(self.history):  # refused, perhaps after rounding to single precision
                 self._put(self._first)
             if orderly:
@@ -326,7 +326,8 @@ class Run:
         """Go down into the valley by short steps, whose predictions come true.
 
         The longest step that lowers the loss at all leads along a valley's walls: what the loss
-        then shows is the error of that step, not the distance of the solution.
+        then shows is the error of that step, not the distance of the solution. Residuals are those
+        in float64, as when a linear system is refined.
         """
         settings, number = self._settings, len(self.history)
         given = settings.step is not None or settings.optimizer is not None
@@ -481,7 +482,7 @@ class Run:
         start = time.perf_counter()
         number = len(self.history)
         self._validate(number)
-        objective = self._points.at(number)
+        objective = self._points.at(number, double=self._calm is not None)
         info = stepped(self.optimizer, objective, self._trial, self._processes)
         self._say_nested()
         if self._device.type == "cuda":
@@ -560,6 +561,7 @@ class Run:
             state |= before  # the end that it settled for was not the end
         else:
             self._unsettled = before
+        self._trial.to(next(iter(state["trial"].values())).dtype)
         saved.restore(path, self._trial, state["trial"])
         self.history = History.from_dict(state["history"])
         self.optimizer = self._made()
