@@ -44,6 +44,7 @@ _LATE = 1e-12  # of the first loss, above which they do so where points are over
 _KICK = 0.01  # of the parameters' size
 _FEW = 4  # dimensions up to which all second derivatives of a network are looked at
 _LEVEL = 10, 0.05  # steps, and the share of the loss, after which a prior is weighed anew
+_SLOW = 0.01, 0.5  # of the loss: runs that fall by less are stuck, far from a solution and near
 _TRY = 40  # steps that a kick needs to pay
 _PACE = 20  # steps over which the loss is seen to fall
 _RESTART = 1e-3  # of their terms: residuals at which a run that is stuck starts anew
@@ -167,7 +168,8 @@ class Run:
                     line.say(text)
                 while not (stopped := self._finished()):
                     info = self._step()
-                    line(len(self.history), loss=info.loss, fresh=self._fresh, error=self.error)
+                    fresh = self.history.fresh[-1] if self.history.fresh else math.nan
+                    line(len(self.history), loss=info.loss, fresh=fresh, error=self.error)
                     if len(self.history) == first + 1 and self.first and not again:
                         self._announce(info, line)
                     if stopped := self._asked(info, came):
@@ -215,14 +217,12 @@ class Run:
 
     def _announce(self, info: StepInfo, line: Line) -> None:
         """Say what the run will take, and what its memory does not allow."""
-        kind = torch.finfo(next(self._trial.parameters()).dtype)
         left = self._settings.steps - len(self.history)
         seconds, budget = self.history.spent - self.begun, self._settings.budget
         rest = math.inf if budget is None else max(0.0, budget - seconds)
-        entries, peak = info.rows * info.parameters, peak_memory(self._device)
-        line.forecast(left, seconds, rest, entries * kind.bits // 8, peak)
+        need = info.rows * info.parameters * torch.finfo(self._dtype).bits // 8
+        line.forecast(left, seconds, rest, need, peak_memory(self._device))
         if info.gram == "dense" and self._settings.gram == "auto":
-            need = info.rows * info.parameters * kind.bits // 8
             warnings.warn(
                 f"The Jacobian takes {need / 2**30:.2g} GiB, more than memory= allows: the Gram "
                 "matrix is formed instead, which squares the condition number and costs half of "
@@ -232,8 +232,9 @@ class Run:
 
     @torch.no_grad()
     def _put(self, values: Mapping[str, Tensor]) -> None:
-        for name, p in self._trial.named_parameters():
-            p.copy_(values[name])
+        params = dict(self._trial.named_parameters())
+        for name, value in values.items():
+            params[name].copy_(value)
 
     def _asked(self, info: StepInfo, came: Interruption) -> str:
         """Why the run must end after this step: a callback or a signal, on any process."""
@@ -252,10 +253,12 @@ class Run:
         history = self.history
         if len(history) >= self._part * self._settings.steps:
             return f"all {self._settings.steps} steps were taken"
-        if self._settings.tol is not None:
-            value = history.error[-1] if history.error else history.loss[-1] if history else None
-            if value is not None and value <= self._settings.tol and self._confirmed():
-                return f"the tolerance {self._settings.tol:g} was reached"
+        if (tol := self._settings.tol) is not None and (history.error or history):
+            small = (history.error or history.loss)[-1] <= tol
+            if small and not history.error and self._points.squares:  # at fresh points too?
+                small = self._validation.loss(len(history)) <= tol
+            if small:
+                return f"the tolerance {tol:g} was reached"
         part = self._part if self._path is None else 1.0  # a checkpoint's run goes on when called
         budget = self._settings.budget
         if budget is not None and history.spent - self.begun >= part * budget:
@@ -267,7 +270,8 @@ class Run:
         wait, calm, rest = self._settings.patience, self._calm, self._rest
         if calm is not None and calm < rest:
             return ""
-        stuck = wait is not None and bool(self._stagnation(max(1, wait // 2), self._slow))
+        near = bool(history) and history.loss[-1] < _EARLY * history.loss[0]
+        stuck = wait is not None and bool(self._stagnation(max(1, wait // 2), _SLOW[near]))
         if calm is None and (stuck or self._left <= rest) and self._settle():
             return ""
         if wait is not None and (stuck or calm == rest) and self._revived():
@@ -275,19 +279,6 @@ class Run:
         reason = self._stagnation(wait, 0.01)
         self._stuck = bool(reason)
         return reason
-
-    def _confirmed(self) -> bool:
-        """Whether a loss that is small enough is so at fresh points, where no error is known."""
-        if self.history.error or not self._points.squares:
-            return True
-        assert self._settings.tol is not None
-        return self._validation.loss(len(self.history)) <= self._settings.tol
-
-    @property
-    def _slow(self) -> float:
-        """The share by which the loss falls where a run is stuck; near a solution it falls fast."""
-        history = self.history
-        return 0.5 if history and history.loss[-1] < _EARLY * history.loss[0] else 0.01
 
     def _stagnation(self, wait: int | None, fall: float) -> str:
         """Why no more is to be expected from here, or nothing: the loss did not fall by a share."""
@@ -357,15 +348,18 @@ class Run:
             return True
         best = math.inf if self._best is None else self._best["fresh"]
         taken = number - max(self.history.restarted, default=0)
-        if left >= max(_TRY, taken / 2) and fresh < 0.5 * best:
-            self._remember(fresh)
-            self._go_on_from(self._kicked())
-            return True
-        if left >= taken and self._validation.relative(number) > _RESTART:
-            self._remember(fresh)
-            self._go_on_from(self._shuffled())
-            return True
-        return False
+        kick = left >= max(_TRY, taken / 2) and fresh < 0.5 * best
+        if not kick and (left < taken or self._validation.relative(number) <= _RESTART):
+            return False
+        if fresh < best:
+            params = {n: p.detach().clone() for n, p in self._trial.named_parameters()}
+            self._best = {"fresh": fresh, "params": params, "points": self._points.state()}
+        self._put(self._kicked() if kick else self._shuffled())
+        self._processes.adopt([*self._trial.parameters()])
+        self._points.unsettle(number)
+        self.history.restarted.append(number)
+        self.optimizer, self._rejected = self._made(), 0
+        return True
 
     def _move_points(self) -> None:
         """Gather points where residuals are large, and go on from there by long steps."""
@@ -389,44 +383,33 @@ class Run:
 
     def _kicked(self) -> dict[str, Tensor]:
         """The parameters with a hundredth of their size in noise."""
-        generator = self._generator()
-        out = {}
-        for name, p in self._trial.named_parameters():
+        generator, out = self._generator(), {}
+        for name, p in self._solved.items():
             noise = torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p)
-            size = _KICK * p.detach().square().mean().sqrt()
-            out[name] = p.detach() + size * noise if p.requires_grad else p.detach().clone()
+            out[name] = p + _KICK * p.square().mean().sqrt() * noise
         return out
 
     def _shuffled(self) -> dict[str, Tensor]:
         """The first parameters, shuffled within each tensor."""
         generator = self._generator()
-        out = {}
-        for name, p in self._trial.named_parameters():
-            first = self._first[name].to(p)
-            order = torch.randperm(p.numel(), generator=generator).to(p.device)
-            out[name] = first.flatten()[order].view_as(p) if p.requires_grad else first
-        return out
+        firsts = {n: self._first[n].to(p) for n, p in self._solved.items()}
+        return {
+            n: p.flatten()[torch.randperm(p.numel(), generator=generator).to(p.device)].view_as(p)
+            for n, p in firsts.items()
+        }
+
+    @property
+    def _solved(self) -> dict[str, Tensor]:
+        """The parameters that are solved for."""
+        return {n: p.detach() for n, p in self._trial.named_parameters() if p.requires_grad}
 
     def _generator(self) -> torch.Generator:
         return torch.Generator().manual_seed(self._settings.seed + 7919 * len(self.history))
-
-    def _go_on_from(self, params: Mapping[str, Tensor]) -> None:
-        number = len(self.history)
-        self._put(params)
-        self._processes.adopt([*self._trial.parameters()])
-        self._points.unsettle(number)
-        self.history.restarted.append(number)
-        self.optimizer, self._rejected = self._made(), 0
 
     def _made(self) -> Optimizer:
         """The optimizer of the steps to come."""
         count, short = self._points.count, self._calm is not None
         return optimizer(self._trial, self._settings, self._dtype, self._processes, count, short)
-
-    def _remember(self, fresh: float) -> None:
-        if self._best is None or fresh < self._best["fresh"]:
-            params = {n: p.detach().clone() for n, p in self._trial.named_parameters()}
-            self._best = {"fresh": fresh, "params": params, "points": self._points.state()}
 
     def _keep_best(self) -> bool:
         """Go back to the best of several tries; whether that was not the last."""
@@ -462,10 +445,6 @@ class Run:
         if len(losses) <= _PACE or not self._points.settled(len(losses) - _PACE - 1):
             return 0.0
         return 1 - max(0.0, losses[-1] / losses[-1 - _PACE]) ** (1 / _PACE)
-
-    @property
-    def _fresh(self) -> float:
-        return self.history.fresh[-1] if self.history.fresh else math.nan
 
     def _validate(self, number: int) -> None:
         """Look at fresh points, and move the run's own where they are overfitted."""
@@ -525,11 +504,9 @@ class Run:
         error = math.nan
         with torch.no_grad(), self._processes.together():
             if self._processes.rank == 0:
-                error = self._yardstick.error(self._evaluated)
+                like = next(self.network.parameters())
+                error = self._yardstick.error(lambda x: self.network(x.to(like.dtype)))
         self.history.measure(self._processes.share(error))
-
-    def _evaluated(self, x: Tensor) -> Tensor:
-        return self.network(x.to(next(self.network.parameters()).dtype))
 
     def _save(self) -> None:
         assert self._path is not None
