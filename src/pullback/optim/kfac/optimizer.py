@@ -428,13 +428,15 @@ class KFAC(Optimizer):
             self._replicas.join(capture, params, groups, gradients, held.schedule)
         found = self._statistics(source, owing)
         guard = Guard(self._deferrable(found, gradients))
-        if found or rule.moments or not guard.deferred:  # else directions tell
+        late = guard.deferred and self._replicas.alone  # no inverse waits for the statistics
+        if rule.moments or not guard.deferred or (found and not late):  # else directions tell
             good = finite(list(gradients.values()), squares=bool(rule.moments))
             if not guard.holds(good):
                 return self._reject(_NOT_FINITE, loss)
-        learned = Guard(guard.deferred, guard.good)
-        taken = bool(found) and self._learn(found, gradients, learned)
-        del found  # its memory serves the inversion
+        learned, taken = Guard(guard.deferred, guard.good), False
+        if found and not late:
+            taken = self._learn(found, gradients, learned)
+            found = {}  # its memory serves the inversion
         held.renew(taken, self.invert_every)
         if held.stack(params.by_name, params.like):  # inverses are other tensors now
             self._publish()
@@ -444,6 +446,9 @@ class KFAC(Optimizer):
         directions, stacks = held.directions(gradients, guard.good)
         if not rule.moments and not guard.holds(finite(stacks)):
             return self._reject("a direction is not finite", loss)
+        if found:
+            learned = Guard(guard.deferred, guard.good)
+            taken = self._learn(found, gradients, learned)
         broken, moving = guard.broken, self.quadratic is not None
         shares = update.shares_of(groups, self.state, params, directions, moving)
         info = self._move(shares, source, gradients, broken)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ..._core.errors import PullbackError
-from ..._core.flags import finite
+from ..._core.flags import finite_own
 from ...grams.kronecker.inverse import MOMENTS, Inverse
 from ...grams.kronecker.packed import Side, as_side, memory
 from .factors.average import Average, ema_update
@@ -156,10 +156,10 @@ class KFACState:
     def learn(self, found: Found, ema: float, guard: Guard) -> bool:
         """Take up the statistics of one step, if all of them are finite."""
         new = [memory(t) for own in found.values() for t in own.values()]
-        if not guard.holds(self.replicas.agree(finite(new))):
+        if not guard.holds(self.replicas.agree(finite_own(new))):
             return False
         refuse_reference(self.preconditioner.damping, found)
-        if self.make_room(found):
+        if not guard.deferred and self.make_room(found):
             keys = self.averages.keys() - self.reserved
             self.replicas.place(self.preconditioner, self.averages, keys)
         spectra = {k: own.pop(SPECTRUM) for k, own in found.items() if SPECTRUM in own}
@@ -248,12 +248,7 @@ class KFACState:
         if not self.learned <= self.preconditioner.ready or not self.learned.issuperset(found):
             return False
         kept = [(self.averages[k], own) for k, own in found.items() if self.replicas.keeps(k)]
-        for average, new in kept:
-            if ema < _HALF or average.mean or not average.mass.is_cuda or not average.fits(new):
-                return False
-            if any(memory(average.value[f]).stride() != memory(t).stride() for f, t in new.items()):
-                return False
-        return True
+        return ema >= _HALF and all(average.adds_up(new) for average, new in kept)
 
     def memory(self) -> dict[str, int]:
         """Bytes held, by what for."""
