@@ -20,29 +20,21 @@ from .settings import Settings
 _CUT = 5e-14  # singular values below this share of the largest are noise, in float64
 _LARGE = 2500  # parameters above which a step moves in a random subspace
 _SUBSPACE = 1000  # its dimension
-_SHORT = 0.9, 48, 1e3  # target, radii and window of short steps
+#: steps whose reduction of the loss is nearly what was predicted, from tiny ones on
+SHORT = TargetRatio(0.9, radii=48, window=1e3)
 _PROBE = 512  # the side of the matrices that a device's speed is measured with
 
 
 def optimizer(
-    trial: Trial,
-    settings: Settings,
-    dtype: torch.dtype,
-    processes: Processes,
-    rows: int,
-    short: bool = False,
+    trial: Trial, settings: Settings, dtype: torch.dtype, processes: Processes, rows: int
 ) -> Optimizer:
-    """The settings' optimizer, or a natural gradient of their stages, for so many residuals.
-
-    By default it takes the longest step that lowers the loss at all, or a short one, whose
-    reduction of the loss is nearly what was predicted.
-    """
+    """The settings' optimizer, or a natural gradient of their stages, for so many residuals."""
     if settings.optimizer is not None:
         return settings.optimizer(trial)
     return NaturalGradient(
         trial,
         solver=settings.solver or default_solver(trial, dtype, rows),
-        step=settings.step or (TargetRatio(*_SHORT) if short else TargetRatio()),
+        step=settings.step or TargetRatio(),
         gram=settings.gram,
         memory=settings.memory,
         group=processes.group,

@@ -7,7 +7,8 @@ import os
 import time
 import warnings
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from .collocation import Collocation
 from .discretize import Trial, coefficients
 from .history import History
 from .measure import Yardstick
-from .method import costs, optimizer, peak_memory, size, stepped
+from .method import SHORT, costs, optimizer, peak_memory, size, stepped
 from .plan import Plan
 from .problem import Problem
 from .progress import Line, shown
@@ -76,15 +77,9 @@ class Run:
         refuse_shape(problem, network, like)
         self._device = like.device
         self._settings = settings
-        plan = Plan(
-            problem,
-            size(self._trial),
-            points=settings.points,
-            sampler=settings.sampler,
-            seed=settings.seed,
-            resample=settings.resample,
-            refine=settings.refine,
-        )
+        sampling = ("points", "sampler", "seed", "resample", "refine")
+        chosen = {name: getattr(settings, name) for name in sampling}
+        plan = Plan(problem, size(self._trial), **chosen)
         self._processes.adopt([*self._trial.parameters(), *self._trial.buffers()])
         self._points = Collocation(
             problem, self._trial, plan, like, settings.single, settings.causal, self._processes
@@ -93,13 +88,9 @@ class Run:
             refuse_flat(problem, network, self._points.sites)
         self.history, self._dtype = History(), like.dtype
         self.optimizer = self._made()
+        weights, seed = self._points.weights, settings.seed
         self._validation = Validation(
-            problem,
-            self._trial,
-            plan.counts,
-            self._points.weights,
-            settings.seed,
-            self._processes,
+            problem, self._trial, plan.counts, weights, seed, self._processes
         )
         self._adaptive = plan.adaptive
         self._path = None if checkpoint is None else Path(checkpoint)
@@ -157,10 +148,12 @@ class Run:
         due = self.history.spent + _SAVE_EVERY
         self._record_error()
         stopped, orderly = "", self._processes.alone
+        # one process ends at SIGTERM with a checkpoint, several of them after the same step
+        interruptible = terminable(self._path is not None) if orderly else held_back()
         show = self._settings.progress and self._processes.rank == 0
         try:
             with (
-                self._interruptible() as came,
+                interruptible as came,
                 shown(self.problem.name, self._settings.steps, enabled=show) as line,
             ):
                 first = len(self.history)
@@ -210,10 +203,6 @@ class Run:
         )
         came.repeat()
         return solution
-
-    def _interruptible(self) -> AbstractContextManager[Interruption]:
-        """One process ends at SIGTERM with a checkpoint, several of them after the same step."""
-        return terminable(self._path is not None) if self._processes.alone else held_back()
 
     def _announce(self, info: StepInfo, line: Line) -> None:
         """Say what the run will take, and what its memory does not allow."""
@@ -408,8 +397,9 @@ class Run:
 
     def _made(self) -> Optimizer:
         """The optimizer of the steps to come."""
-        count, short = self._points.count, self._calm is not None
-        return optimizer(self._trial, self._settings, self._dtype, self._processes, count, short)
+        settings, count = self._settings, self._points.count
+        settings = settings if self._calm is None else replace(settings, step=SHORT)
+        return optimizer(self._trial, settings, self._dtype, self._processes, count)
 
     def _keep_best(self) -> bool:
         """Go back to the best of several tries; whether that was not the last."""
