@@ -22,6 +22,7 @@ class History:
         fresh: the loss then at fresh ones.
         moved: steps before which points were moved because the run overfitted them.
         restarted: steps before which a stuck run went on from other parameters.
+        settled: steps from which on a run took short steps, at its end or where it was stuck.
     """
 
     loss: list[float] = field(default_factory=list)
@@ -37,6 +38,7 @@ class History:
     fresh: list[float] = field(default_factory=list)
     moved: list[int] = field(default_factory=list)
     restarted: list[int] = field(default_factory=list)
+    settled: list[int] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.loss)
@@ -99,4 +101,5 @@ class History:
             self.fresh + other.fresh,
             self.moved + [steps + m for m in other.moved],
             self.restarted + [steps + r for r in other.restarted],
+            self.settled + [steps + r for r in other.settled],
         )
