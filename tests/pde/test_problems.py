@@ -48,7 +48,7 @@ HARD: dict[str, tuple[Callable[..., Ready], dict[str, Any]]] = {
     "kdv": (pde.KdV, {}),
     "schroedinger": (pde.Schroedinger, {}),
     "fokker-planck": (pde.LogFokkerPlanck, {"dim": 3}),
-    "cavity": (pde.Cavity, {"regularized": True}),
+    "cavity": (pde.Cavity, {}),
 }
 
 
@@ -249,7 +249,6 @@ def test_a_short_time_is_solved_in_part(make: Callable[..., Ready]) -> None:
         (lambda: pde.KuramotoSivashinsky(time=3.0), "chaotic"),
         (lambda: pde.Wave(-1.0), "speed"),
         (lambda: pde.Burgers(0.0), "viscosity"),
-        (lambda: pde.Cavity(hard=True), "jumps"),
         (lambda: pde.setup("poison"), "poisson2d"),
         (lambda: pde.setup("burgers").solve(slabs=2), "need an initial condition"),
     ],
