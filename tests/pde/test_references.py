@@ -30,17 +30,17 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def smooth_kdv(folder):
-    return references.kdv(mu=0.1)
+    return references.KortewegDeVries(mu=0.1)
 
 
 @pytest.fixture(scope="module")
 def thick_allen_cahn(folder):
-    return references.allen_cahn(diffusion=0.01)
+    return references.AllenCahn(diffusion=0.01)
 
 
 @pytest.fixture(scope="module")
 def cavity(folder):
-    return references.cavity(100.0)
+    return references.Cavity(100.0)
 
 
 def evaluate(reference, x, t):
@@ -80,7 +80,7 @@ def burgers_by_fourier(nu, x, t, n=256):
 class TestBurgers:
     @pytest.mark.parametrize("nu", [1e-3, 0.01 / math.pi, 0.01, 0.1, 1.0])
     def test_other_nodes_give_the_same(self, nu):
-        u = references.burgers(nu)
+        u = references.Burgers(nu)
         unit = np.random.default_rng(1).random((600, 2))
         t = np.concatenate([unit[:200, 1], 1e-6 * unit[200:400, 1], unit[400:, 1]])
         x = np.concatenate([2 * unit[:400, 0] - 1, 0.02 * unit[400:, 0]])  # the shock too
@@ -91,12 +91,12 @@ class TestBurgers:
 
     def test_fourier_method_gives_the_same(self):
         x = np.linspace(-1, 1, 41)
-        found = evaluate(references.burgers(0.05), x, 0.7)
+        found = evaluate(references.Burgers(0.05), x, 0.7)
         assert np.abs(found - burgers_by_fourier(0.05, x, 0.7)).max() < 1e-10
 
     @pytest.mark.parametrize("nu", [0.01 / math.pi, 0.1])
     def test_equation(self, nu):
-        u = references.burgers(nu)
+        u = references.Burgers(nu)
         x, t = np.linspace(-0.9, 0.9, 19), 0.3
         h = 0.05 * nu
         u_x, u_xx = (derivative(lambda s: evaluate(u, s, t), i, x, h) for i in (1, 2))
@@ -105,7 +105,7 @@ class TestBurgers:
         assert np.abs(u_t + evaluate(u, x, t) * u_x - nu * u_xx).max() < 1e-6 * scale
 
     def test_data_symmetry_and_bounds(self):
-        u = references.burgers(0.01 / math.pi)
+        u = references.Burgers(0.01 / math.pi)
         x, t = np.linspace(-1, 1, 101), np.linspace(0, 1, 11)
         assert (evaluate(u, x, 0.0) == np.where(abs(x) == 1, 0, -np.sin(math.pi * x))).all()
         assert (evaluate(u, [[-1.0], [1.0]], t) == 0).all()
@@ -119,7 +119,7 @@ class TestBurgers:
     def test_tiny_times_are_finite(self):
         x = np.linspace(-1, 1, 9)
         for t in (5e-324, 1e-300, 1e-12):
-            found = evaluate(references.burgers(0.01), x, t)
+            found = evaluate(references.Burgers(0.01), x, t)
             assert np.abs(found + np.sin(math.pi * x)).max() < 1e-10
 
 
@@ -185,7 +185,7 @@ class TestKdV:
 
     def test_too_narrow_solitons_are_refused(self):
         with pytest.raises(PullbackError, match="too narrow"):
-            references.kdv(mu=1e-3)
+            references.KortewegDeVries(mu=1e-3)
 
 
 def residuals(problem, reference, x, t, h, dt):
@@ -245,7 +245,7 @@ class TestKuramotoSivashinsky:
 
     def test_chaos_is_refused(self):
         with pytest.raises(PullbackError, match="chaotic"):
-            references.kuramoto_sivashinsky(2.0)
+            references.KuramotoSivashinsky(2.0)
 
 
 class TestGrayScott:
@@ -288,7 +288,7 @@ class TestGrayScott:
 
     def test_too_narrow_pulses_are_refused(self):
         with pytest.raises(PullbackError, match="too narrow"):
-            references.gray_scott(diffusion=1e-3)
+            references.GrayScott(diffusion=1e-3)
 
 
 def assert_steady_flow(cavity, limit):
@@ -332,14 +332,14 @@ class TestCavity:
         assert cavity.accuracy < 5e-5
 
     def test_slow_flow_is_symmetric(self):
-        c = references.cavity(1e-6)
+        c = references.Cavity(1e-6)
         points = np.random.default_rng(2).random((50, 2))
         here, mirrored = c.values(points), c.values(points * [-1, 1] + [1, 0])
         assert np.abs(here - mirrored * [1, -1, -1])[:, :2].max() < 1e-6
 
     def test_large_reynolds_is_refused(self):
         with pytest.raises(PullbackError, match="1000"):
-            references.cavity(5000.0)
+            references.Cavity(5000.0)
 
 
 class TestTrajectory:
@@ -424,7 +424,7 @@ class TestCache:
 
     def test_solution_from_disk_is_the_same(self, smooth_kdv):
         smooth_kdv.accuracy  # noqa: B018  computes and stores
-        again = references.kdv(mu=0.1)
+        again = references.KortewegDeVries(mu=0.1)
         again._compute = lambda: pytest.fail("computed again")
         x = np.linspace(-1, 1, 7)
         assert (evaluate(again, x, 0.3) == evaluate(smooth_kdv, x, 0.3)).all()
@@ -436,12 +436,12 @@ class TestArguments:
     @pytest.mark.parametrize(
         "make",
         [
-            lambda v: references.burgers(v),
-            lambda v: references.allen_cahn(diffusion=v),
-            lambda v: references.allen_cahn(reaction=v),
-            lambda v: references.kdv(eta=v),
-            lambda v: references.kdv(mu=v),
-            lambda v: references.cavity(reynolds=v),
+            lambda v: references.Burgers(v),
+            lambda v: references.AllenCahn(diffusion=v),
+            lambda v: references.AllenCahn(reaction=v),
+            lambda v: references.KortewegDeVries(eta=v),
+            lambda v: references.KortewegDeVries(mu=v),
+            lambda v: references.Cavity(reynolds=v),
         ],
     )
     def test_parameters_are_positive(self, make, bad):
@@ -461,7 +461,7 @@ class TestArguments:
     )
     def test_points_are_checked(self, points, why):
         with pytest.raises(PullbackError, match=why):
-            references.burgers(0.1)(points)
+            references.Burgers(0.1)(points)
 
     def test_unresolved_solution_is_refused(self):
         from pullback.pde.references.base import resolved
@@ -472,7 +472,7 @@ class TestArguments:
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
     def test_dtype_rounding_and_no_points(self, dtype):
-        u = references.burgers(0.1)
+        u = references.Burgers(0.1)
         x = torch.tensor([[1 + torch.finfo(dtype).eps, 0.5], [0.3, 0.2]], dtype=dtype)
         found = u(x.requires_grad_())
         assert found.dtype == dtype
@@ -483,13 +483,13 @@ class TestArguments:
 
     def test_no_points_for_solvers(self, smooth_kdv):
         assert smooth_kdv(torch.zeros(0, 2)).shape == (0, 1)
-        assert references.cavity()(torch.zeros(0, 2)).shape == (0, 3)
+        assert references.Cavity()(torch.zeros(0, 2)).shape == (0, 3)
 
 
 @pytest.mark.slow
 class TestDefaults:
     def test_allen_cahn(self):
-        u = references.allen_cahn()
+        u = references.AllenCahn()
         assert u.accuracy < 1e-9
         x, t = np.linspace(-0.99, 0.99, 37), 0.8
         u_xx = derivative(lambda s: evaluate(u, s, t), 2, x, 5e-4)
@@ -498,13 +498,13 @@ class TestDefaults:
         assert np.abs(u_t - 1e-4 * u_xx - 5 * (now - now**3)).max() < 1e-4
 
     def test_kdv(self):
-        u = references.kdv()
+        u = references.KortewegDeVries()
         assert u.accuracy < 1e-9
         x = -1 + 2 * np.arange(1024) / 1024
         assert np.abs((evaluate(u, x, 1.0) ** 2).mean() - 0.5) < 1e-9
 
     def test_cavity_at_a_large_reynolds_number(self, monkeypatch):
         monkeypatch.setattr(Cavity, "degrees", (60, 48))
-        c = references.cavity(1000.0)
+        c = references.Cavity(1000.0)
         assert c.accuracy < 1e-5
         assert_steady_flow(c, 1e-4)

@@ -107,7 +107,7 @@ def Burgers(viscosity: float = 0.01 / math.pi, *, hard: bool = False) -> Ready:
     return Ready(
         domain,
         [equation] if hard else [equation, Dirichlet(0.0), Initial(start)],
-        reference=references.burgers(nu),
+        reference=references.Burgers(nu),
         name=f"Burgers ν={nu:.4g}",
         equation=f"u_t + u u_x = {written(nu, ' ')}u_xx",
         hard=distance(domain, lambda x, t: (1 - x**2) * t, start) if hard else None,

@@ -88,7 +88,7 @@ def Cavity(reynolds: float = 100.0, *, hard: bool = False) -> Ready:
         box,
         conditions,
         fields=("u", "v", "p"),
-        reference=references.cavity(re),
+        reference=references.Cavity(re),
         free=("p",),
         name=f"Cavity Re={re:g}",
         equation=f"u·∇u + ∇p = Δu/{re:g}, ∇·u = 0, lid 16x²(1−x)²",

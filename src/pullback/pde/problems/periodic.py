@@ -52,7 +52,7 @@ def AllenCahn(diffusion: float = 1e-4, reaction: float = 5.0, *, hard: bool = Fa
     return Ready(
         domain,
         [equation] if hard else [equation, *soft],
-        reference=references.allen_cahn(d, rho),
+        reference=references.AllenCahn(d, rho),
         name=f"Allen–Cahn D={d:g} ρ={rho:g}",
         equation=f"u_t = {d:g} u_xx + {written(rho)}(u − u³)",
         hard=periodic(domain, lambda x, t: kink.start(x, t, d, 2 * rho), 2.0) if hard else None,
@@ -77,7 +77,7 @@ def KdV(
     return Ready(
         domain,
         [equation] if hard else [equation, Periodic("x", 2), first],
-        reference=references.kdv(eta, mu),
+        reference=references.KortewegDeVries(eta, mu),
         name=f"KdV η={eta:g} μ={mu:g}",
         equation=f"u_t + {written(eta, ' ')}u u_x + {mu:g}² u_xxx = 0",
         hard=periodic(domain, start, 2.0) if hard else None,
@@ -90,7 +90,7 @@ def KuramotoSivashinsky(time: float = 0.5, *, initial_weight: float = 1.0) -> Re
     From u(x, 0) = cos x (1 + sin x) up to t = `time` ≤ 1. Chaotic: errors of one time grow later.
     Compared with a Fourier solution. The solution is odd about x = π/2.
     """
-    reference = references.kuramoto_sivashinsky(checked_positive("time", time))
+    reference = references.KuramotoSivashinsky(checked_positive("time", time))
     a, b, c = 100 / 16, 100 / 16**2, 100 / 16**4
     start = Initial(lambda x: torch.cos(x) * (1 + torch.sin(x)), weight=initial_weight)
     return Ready(
@@ -132,7 +132,7 @@ def GrayScott(diffusion: float = 0.2, time: float = 0.5, *, initial_weight: floa
             Initial(lambda x: 0.25 * bump(x), field="v", weight=initial_weight, name="initial v"),
         ],
         fields=("u", "v"),
-        reference=references.gray_scott(d, time),
+        reference=references.GrayScott(d, time),
         name=f"Gray–Scott D={d:g} t ≤ {time:g}",
         equation=f"u_t = {d:g} u_xx + 40(1 − u) − 1000uv², v_t = {d / 2:g} v_xx − 100v + 1000uv²",
     )

@@ -5,30 +5,13 @@ on disk, in the folder named by the environment variable PULLBACK_CACHE or the u
 """
 
 from .base import Reference
-from .cavity_flow import Cavity, cavity
-from .cole_hopf import Burgers, burgers
-from .periodic import (
-    AllenCahn,
-    GrayScott,
-    KortewegDeVries,
-    KuramotoSivashinsky,
-    Periodic,
-    allen_cahn,
-    gray_scott,
-    kdv,
-    kuramoto_sivashinsky,
-)
+from .cavity_flow import Cavity
+from .cole_hopf import Burgers
+from .periodic import AllenCahn, GrayScott, KortewegDeVries, KuramotoSivashinsky
 
 __all__ = [
     "Reference",
-    "burgers",
-    "allen_cahn",
-    "kdv",
-    "kuramoto_sivashinsky",
-    "gray_scott",
-    "cavity",
     "Burgers",
-    "Periodic",
     "AllenCahn",
     "KortewegDeVries",
     "KuramotoSivashinsky",

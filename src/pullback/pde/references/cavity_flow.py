@@ -35,7 +35,7 @@ class Cavity(Reference):
     degrees: ClassVar[tuple[int, int]] = (84, 60)
     """Polynomial degrees of the solution and of the coarser one it is compared with."""
 
-    def __init__(self, reynolds: float) -> None:
+    def __init__(self, reynolds: float = 100.0) -> None:
         self.reynolds = positive("reynolds", reynolds)
         if reynolds > _LARGEST:
             raise PullbackError(
@@ -169,8 +169,3 @@ def _boundary(degree: int) -> Array:
     sides = np.stack([zero, zero, zero, zero])
     lid = np.stack([zero, zero, zero, 16 * s**2 * (1 - s) ** 2])
     return lift(interpolate(sides), interpolate(lid))
-
-
-def cavity(reynolds: float = 100.0) -> Cavity:
-    """The lid-driven cavity: (u, v, p), p of mean zero. The lid's velocity is 16x²(1−x)²."""
-    return Cavity(reynolds)

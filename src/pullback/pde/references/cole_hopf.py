@@ -22,6 +22,10 @@ class Burgers(Reference):
 
     The integrands are entire and decay like Gaussians, so the trapezoidal rule converges
     faster than any power. Basdevant et al., Computers & Fluids 14 (1986) 23–41.
+
+    >>> import torch
+    >>> Burgers(nu=0.01 / torch.pi)(torch.tensor([[0.5, 0.25]], dtype=torch.float64))
+    tensor([[-0.8032]], dtype=torch.float64)
     """
 
     domain = ((-1.0, 1.0), (0.0, 1.0))
@@ -70,14 +74,3 @@ class Burgers(Reference):
         return relative(
             self.values(points), self.quadrature(points, 3 * self.half_nodes // 2, 0.25)
         )
-
-
-def burgers(nu: float) -> Burgers:
-    """Burgers' equation with viscosity ν and u(x, 0) = −sin πx, to rounding error.
-
-    >>> import torch
-    >>> u = burgers(nu=0.01 / torch.pi)
-    >>> u(torch.tensor([[0.5, 0.25]], dtype=torch.float64))
-    tensor([[-0.8032]], dtype=torch.float64)
-    """
-    return Burgers(nu)

@@ -136,7 +136,7 @@ class AllenCahn(Periodic):
 
     name = "allen-cahn"
 
-    def __init__(self, diffusion: float, reaction: float) -> None:
+    def __init__(self, diffusion: float = 1e-4, reaction: float = 5.0) -> None:
         self.diffusion = positive("diffusion", diffusion)
         self.reaction = positive("reaction", reaction)
 
@@ -208,7 +208,7 @@ class KortewegDeVries(Periodic):
 
     name = "kdv"
 
-    def __init__(self, eta: float, mu: float) -> None:
+    def __init__(self, eta: float = 1.0, mu: float = 0.022) -> None:
         self.eta = positive("eta", eta)
         self.mu = positive("mu", mu)
         # solitons have width ∝ μ/√η and speed ∝ η; at least what cos πx and its harmonics need
@@ -252,7 +252,7 @@ class KuramotoSivashinsky(Periodic):
 
     name = "kuramoto-sivashinsky"
 
-    def __init__(self, time: float) -> None:
+    def __init__(self, time: float = 0.5) -> None:
         self.time = positive("time", time)
         if time > 1:
             raise PullbackError(
@@ -297,7 +297,7 @@ class GrayScott(Periodic):
     outputs = 2
     name = "gray-scott"
 
-    def __init__(self, diffusion: float, time: float) -> None:
+    def __init__(self, diffusion: float = 0.2, time: float = 0.5) -> None:
         self.diffusion, self.time = positive("diffusion", diffusion), positive("time", time)
         self.domain = ((-1.0, 1.0), (0.0, self.time))
         if time > 2 or not 0.05 <= diffusion <= 5:
@@ -329,23 +329,3 @@ class GrayScott(Periodic):
         fed = -reaction
         fed[0] += 40
         return np.stack([fed, reaction])
-
-
-def allen_cahn(diffusion: float = 1e-4, reaction: float = 5.0) -> AllenCahn:
-    """The Allen–Cahn equation u_t = D u_xx + ρ(u − u³), periodic, from x² cos πx."""
-    return AllenCahn(diffusion, reaction)
-
-
-def kdv(eta: float = 1.0, mu: float = 0.022) -> KortewegDeVries:
-    """The Korteweg–de Vries equation u_t + η u u_x + μ² u_xxx = 0, periodic, from cos πx."""
-    return KortewegDeVries(eta, mu)
-
-
-def kuramoto_sivashinsky(time: float = 0.5) -> KuramotoSivashinsky:
-    """The Kuramoto–Sivashinsky equation on [0, 2π], periodic, from cos x (1 + sin x)."""
-    return KuramotoSivashinsky(time)
-
-
-def gray_scott(diffusion: float = 0.2, time: float = 0.5) -> GrayScott:
-    """The Gray–Scott equations (u, v) on [−1, 1], periodic, from a bump."""
-    return GrayScott(diffusion, time)
