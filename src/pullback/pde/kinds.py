@@ -32,6 +32,12 @@ def require(usable: bool, what: str, got: object, remedy: str) -> None:
         raise PullbackError(f"{what} is not usable", f"got {got!r}", remedy)
 
 
+def check_positive(what: str, value: float) -> float:
+    """A finite number > 0."""
+    require(is_number(value) and value > 0, what, value, "Use a positive number")
+    return float(value)
+
+
 def check_count(n: object, what: str = "n") -> int:
     """A number of points: an integer ≥ 1."""
     if isinstance(n, bool) or not isinstance(n, Integral) or n < 1:

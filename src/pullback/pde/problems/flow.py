@@ -10,7 +10,8 @@ import torch
 from .. import references
 from ..conditions import Condition, Dirichlet, Equation
 from ..domains import Box
-from .ready import Ready, bump, checked_positive, distance
+from ..kinds import check_positive
+from .ready import Ready, bump, distance
 
 _PI = math.pi
 
@@ -34,7 +35,7 @@ def Kovasznay(reynolds: float = 40.0) -> Ready:
     u* = 1 − e^(λx) cos 2πy, v* = (λ/2π) e^(λx) sin 2πy, p* = ½(1 − e^(2λx)),
     λ = Re/2 − √(Re²/4 + 4π²).
     """
-    re = checked_positive("Reynolds number", reynolds)
+    re = check_positive("The Reynolds number", reynolds)
     rate = re / 2 - math.sqrt(re**2 / 4 + 4 * _PI**2)
 
     def u(x: Any, y: Any) -> Any:
@@ -65,7 +66,7 @@ def Cavity(reynolds: float = 100.0, *, hard: bool = False) -> Ready:
     jump at the corners, where p ~ 1/r is not square-integrable. Hard: u = 16x²(1−x)²y² + b·N₁,
     v = b·N₂, p = N₃ with b = 16x(1−x)y(1−y).
     """
-    re = checked_positive("Reynolds number", reynolds)
+    re = check_positive("The Reynolds number", reynolds)
     box = Box([(0, 1)] * 2)
 
     def lid(x: Any, y: Any) -> Any:

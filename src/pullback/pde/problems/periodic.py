@@ -10,8 +10,9 @@ import torch
 from .. import references
 from ..conditions import Equation, Initial, Periodic
 from ..domains import Interval, SpaceTime
+from ..kinds import check_positive
 from . import kink
-from .ready import Ready, checked_number, checked_positive, periodic, written
+from .ready import Ready, checked_number, periodic, written
 
 _PI = math.pi
 
@@ -45,7 +46,7 @@ def AllenCahn(diffusion: float = 1e-4, reaction: float = 5.0, *, hard: bool = Fa
     initial value whose kink at x = ±1 the heat equation smooths as time goes on, damped by the
     reaction's slope −2ρ at u = −1.
     """
-    d, rho = checked_positive("diffusion", diffusion), checked_positive("reaction", reaction)
+    d, rho = check_positive("The diffusion", diffusion), check_positive("The reaction", reaction)
     domain = SpaceTime(Interval(-1, 1), (0, 1))
     equation = Equation(lambda u: u.t - d * u.xx - rho * (u - u**3))
     soft = [Periodic("x", 1), Initial(lambda x: x**2 * torch.cos(_PI * x))]
@@ -90,7 +91,7 @@ def KuramotoSivashinsky(time: float = 0.5, *, initial_weight: float = 1.0) -> Re
     From u(x, 0) = cos x (1 + sin x) up to t = `time` ≤ 1. Chaotic: errors of one time grow later.
     Compared with a Fourier solution. The solution is odd about x = π/2.
     """
-    reference = references.KuramotoSivashinsky(checked_positive("time", time))
+    reference = references.KuramotoSivashinsky(check_positive("The time", time))
     a, b, c = 100 / 16, 100 / 16**2, 100 / 16**4
     start = Initial(lambda x: torch.cos(x) * (1 + torch.sin(x)), weight=initial_weight)
     return Ready(
@@ -108,7 +109,7 @@ def GrayScott(diffusion: float = 0.2, time: float = 0.5, *, initial_weight: floa
     From u = 1 − ½b, v = ¼b, b = e^{−10(1 − cos πx)}: the pulse of v splits, and splits again.
     Compared with a Fourier solution. Both fields are even in x.
     """
-    d, time = checked_positive("diffusion", diffusion), checked_positive("time", time)
+    d, time = check_positive("The diffusion", diffusion), check_positive("The time", time)
 
     def bump(x: Any) -> Any:
         return torch.exp(-10 * (1 - torch.cos(_PI * x)))

@@ -9,7 +9,8 @@ import numpy as np
 import scipy
 
 from ..._core.errors import PullbackError
-from .base import Array, Reference, positive, relative, resolved
+from ..kinds import check_positive
+from .base import Array, Reference, relative, resolved
 from .cache import cached
 from .galerkin import Clamped, differentiate, interpolate, lift, points, shifted_vander
 
@@ -36,7 +37,7 @@ class Cavity(Reference):
     """Polynomial degrees of the solution and of the coarser one it is compared with."""
 
     def __init__(self, reynolds: float = 100.0) -> None:
-        self.reynolds = positive("reynolds", reynolds)
+        self.reynolds = check_positive("reynolds", reynolds)
         if reynolds > _LARGEST:
             raise PullbackError(
                 f"There is no reference for reynolds={reynolds}",
