@@ -27,7 +27,7 @@ from pullback.pde.domains import (
 )
 from pullback.pde.sampling import Gauss, Grid, Points, Sampler
 
-SAMPLERS: list[str | Sampler] = ["sobol", "grid", "gauss", "uniform", "lhs", Grid(ends=True)]
+SAMPLERS: list[str | Sampler] = ["sobol", "grid", "gauss", "uniform", "lhs", Grid()]
 PI = math.pi
 Field = Callable[[Tensor], Tensor]
 square = Box([(0, 1), (0, 1)])

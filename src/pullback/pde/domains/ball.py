@@ -63,7 +63,7 @@ class Ball(Domain):
             r = self.radius * u[:, :1] ** (1 / d)
             return self.center + r * direction(u[:, 1:]), None
 
-        axes = (Axis(),) if d == 1 else (Axis(degenerate=True, power=d), *_angles(d))
+        axes = (Axis(),) if d == 1 else (Axis(power=d), *_angles(d))
         return (Patch(axes, size, place),)
 
     def inside(self, x: Tensor, tol: float) -> Tensor:
@@ -132,4 +132,4 @@ def direction(u: Tensor) -> Tensor:
 
 def _angles(d: int) -> tuple[Axis, ...]:
     """The axes of S^(d−1), d ≥ 2."""
-    return (Axis(degenerate=True),) * (d - 2) + (Axis(periodic=True),)
+    return (Axis(),) * (d - 2) + (Axis(periodic=True),)
