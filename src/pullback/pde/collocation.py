@@ -152,10 +152,10 @@ class Collocation:
         if self.weights == before:
             terms = [(c, item) for c, _, item in self._terms]
             with torch.enable_grad():
-                found = evidence(terms, dict(self._trial.named_parameters()), self._processes)
-            for c in self._priors if not 1 / _SETTLED < found.factor < _SETTLED else []:
+                factor = evidence(terms, dict(self._trial.named_parameters()), self._processes)
+            for c in self._priors if not 1 / _SETTLED < factor < _SETTLED else []:
                 # beyond its first value a prior would replace the equation
-                self.weights[c.name] = min(c.weight, self.weights[c.name] * found.factor)
+                self.weights[c.name] = min(c.weight, self.weights[c.name] * factor)
         if self.weights == before:
             return False
         self.objective = self._build(next(self._trial.parameters()).dtype)

@@ -12,7 +12,6 @@ Its smallest value over a grid of s is the factor by which the prior's weight sh
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -25,25 +24,10 @@ _RIDGE = 1e-12  # of the largest entry: directions that neither equation nor pri
 _FACTORS = [10.0 ** (k / 4) for k in range(-8, 5)]  # what is known here holds nearby alone
 
 
-@dataclass(frozen=True)
-class Evidence:
-    """What data with noise say.
-
-    Attributes:
-        factor: by which the prior's weight should change.
-        noise: variance of a weighted row of the data, with that factor.
-        determined: the number of directions that the data determine, with that factor.
-    """
-
-    factor: float
-    noise: float
-    determined: float
-
-
 def evidence(
     terms: Sequence[tuple[Condition, Term]], params: Mapping[str, Tensor], processes: Processes
-) -> Evidence:
-    """What the data say at these parameters, by the terms' own weights."""
+) -> float:
+    """The factor by which the prior's weight should change, at these parameters and weights."""
     free = {n: p for n, p in params.items() if p.requires_grad}
     size = sum(p.numel() for p in free.values())
     like = torch.zeros(0, dtype=torch.float64, device=next(iter(free.values())).device)
@@ -60,13 +44,11 @@ def evidence(
             grams[kind] += a.T @ torch.cat([a, z[:, None]], 1)
     equations, prior = processes.sum([grams["equations"], grams["prior"]])
     data, misfit = processes.gather([torch.cat(rows), torch.cat(values)])
-    found = [_marginal(equations + s * prior, data, misfit) for s in _FACTORS]
-    best = min(range(len(found)), key=lambda i: found[i][0])
-    return Evidence(_FACTORS[best], *found[best][1:])
+    return min(_FACTORS, key=lambda s: _marginal(equations + s * prior, data, misfit))
 
 
-def _marginal(known: Tensor, a: Tensor, z: Tensor) -> tuple[float, float, float]:
-    """−2 log p, the noise's variance, and tr(1 − C⁻¹), from K with its right-hand side."""
+def _marginal(known: Tensor, a: Tensor, z: Tensor) -> float:
+    """−2 log p, from K with its right-hand side."""
     k, g = known[:, :-1].clone(), known[:, -1]
     k.diagonal().add_(_RIDGE * k.diagonal().max())
     lower = torch.linalg.cholesky_ex(k).L
@@ -76,8 +58,5 @@ def _marginal(known: Tensor, a: Tensor, z: Tensor) -> tuple[float, float, float]
     c.diagonal().add_(1.0)
     root = torch.linalg.cholesky_ex(c).L
     off = torch.linalg.solve_triangular(root, (z + spread.T @ start)[:, None], upper=False)
-    square, n = float(off.square().sum()), len(z)
-    cost = n * torch.tensor(square).log() + 2 * root.diagonal().log().sum()
-    inverse = torch.linalg.solve_triangular(root, torch.eye(n).to(root), upper=False)
-    cost = float(cost) if torch.isfinite(cost) else float("inf")
-    return cost, square / n, n - float(inverse.square().sum())
+    cost = len(z) * off.square().sum().log() + 2 * root.diagonal().log().sum()
+    return float(cost) if torch.isfinite(cost) else float("inf")

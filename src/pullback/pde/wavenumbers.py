@@ -90,22 +90,13 @@ def _data(problem: Problem, condition: Condition) -> tuple[Tensor, bool]:
         lines = [x for x in found if x is not None]
         lengths = [float(x.x[-1, axis] - x.x[0, axis]) for x in lines]
         if lines and max(lengths) >= _SHORT * float(extent[axis]):
-            values = _residual(problem, condition, _joined(lines)).split(_ALONG)
+            values = _residual(problem, condition, Points.cat(lines)).split(_ALONG)
             for v, n in zip(values, lengths, strict=True):
                 if n >= _SHORT * float(extent[axis]):
                     band, peak = (2 * math.pi * x / n for x in _periods(v))
                     out[axis] = max(float(out[axis]), band)
                     peaked = peaked or peak * float(extent[axis]) > SMOOTH * math.pi
     return out, peaked
-
-
-def _joined(lines: list[Points]) -> Points:
-    normals = [x.normals for x in lines if x.normals is not None]
-    return Points(
-        torch.cat([x.x for x in lines]),
-        torch.cat([x.weights for x in lines]),
-        torch.cat(normals) if normals else None,
-    )
 
 
 def _line(problem: Problem, region: Region, starts: Points, i: int, axis: int) -> Points | None:
