@@ -195,17 +195,11 @@ class Problem:
 
 def _check_given(domain: object, conditions: object, fields: object, free: object) -> None:
     """Refuse what is no domain, no list of conditions, no list of names."""
-    if not isinstance(domain, Domain):
-        raise PullbackError(
-            "The problem has no domain", f"got {domain!r}", "Pass a Box, Disk, SpaceTime…"
-        )
+    require(isinstance(domain, Domain), "The domain", domain, "Pass a Box, Disk, SpaceTime…")
     listed = isinstance(conditions, (list, tuple))
     require(listed, "conditions", conditions, "Pass a list: [Equation(…), Dirichlet(…)]")
-    wrong = [c for c in conditions if not isinstance(c, Condition)]  # pyright: ignore[reportGeneralTypeIssues]
-    if wrong:
-        raise PullbackError(
-            "Something among the conditions is none", f"got {wrong[0]!r}", "Use Equation(…)"
-        )
+    for c in conditions:  # pyright: ignore[reportGeneralTypeIssues]
+        require(isinstance(c, Condition), "A condition that is none", c, "Use Equation(…)")
     for what, names in {"fields": fields, "free": free}.items():
         usable = isinstance(names, (list, tuple)) and all(map(_is_name, names))
         require(usable, what, names, f'Pass names that residuals can have: {what}=("u", "p")')

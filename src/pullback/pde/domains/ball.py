@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..._core.errors import PullbackError
-from ..kinds import check_names
+from ..kinds import check_names, check_positive, require
 from ..sampling import Axis
 from .domain import Domain
 from .patch import Patch, Placed
@@ -39,17 +39,9 @@ class Ball(Domain):
         names: Sequence[str] | None = None,
     ) -> None:
         c = torch.as_tensor(center, dtype=torch.float64).detach().cpu()
-        if c.ndim != 1 or not len(c) or not c.isfinite().all():
-            raise PullbackError(
-                "A ball's center is not a point",
-                f"got {center!r}",
-                "Pass its finite coordinates, such as (0.0, 0.0)",
-            )
-        if not (float(radius) > 0 and math.isfinite(radius)):
-            raise PullbackError(
-                "A ball is empty or unbounded", f"got radius={radius}", "Use a finite radius > 0"
-            )
-        self.center, self.radius = c, float(radius)
+        point = c.ndim == 1 and len(c) > 0 and bool(c.isfinite().all())
+        require(point, "A ball's center", center, "Pass finite coordinates, such as (0.0, 0.0)")
+        self.center, self.radius = c, check_positive("A ball's radius", radius)
         self.names = check_names(names, len(c))
         self.low, self.high = c - self.radius, c + self.radius
 
