@@ -11,8 +11,8 @@ from torch import Tensor
 from pullback import pde
 from pullback._core.errors import PullbackError
 from pullback._core.processes import Processes
+from pullback.pde.collocation import evidence
 from pullback.pde.discretize import Trial, draw, term
-from pullback.pde.evidence import evidence
 
 LINE = pde.Interval(0, 1)
 

@@ -13,7 +13,8 @@ from pullback.maps.jets import Jet, Scheme
 from pullback.pde.conditions import Condition, Energy
 from pullback.pde.discretize import Sites, Trial, nested, term
 from pullback.pde.fields import call
-from pullback.pde.problems import Ready, kink
+from pullback.pde.problems import Ready
+from pullback.pde.problems.periodic import smoothed_kink
 from pullback.solvers import Cholesky
 from pullback.steps import LevenbergMarquardt
 
@@ -159,7 +160,7 @@ def test_smoothed_kink_is_the_heat_equations() -> None:
     near = (2 * gap + (50 - math.pi**2) * gap**3) * torch.exp(-25 * gap**2)
     rest = x**2 * torch.cos(math.pi * x) - near
     for decay in (0.0, 10.0):
-        jet = (kink.start(x, at[:, 1:], 1e-4, decay) - rest).stacked()
+        jet = (smoothed_kink(x, at[:, 1:], 1e-4, decay) - rest).stacked()
         w, w_t, w_xx = (jet[scheme.position[i], :, 0] for i in ((), (1,), (0, 0)))
         left = w_t - 1e-4 * w_xx + decay * w
         # nearly constant in a layer where w_t falls by a factor 40

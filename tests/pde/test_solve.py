@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from pullback import PullbackError, pde
 from pullback.optim import NaturalGradient
 from pullback.pde.history import History
-from pullback.pde.measure import Yardstick
+from pullback.pde.validation import Yardstick
 
 pi = math.pi
 Case = tuple[pde.Problem, nn.Module, dict[str, Any]]

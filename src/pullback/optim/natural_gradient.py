@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -139,7 +138,7 @@ class NaturalGradient(Optimizer):
     def _begin_together(self) -> None:
         """All processes have the same options, and begin where the first one is."""
         stages = ("metric", "solver", "rule", "gram", "reduction", "batch_dim", "maximize")
-        options = {n: re.sub(" at 0x[0-9a-f]+", "", repr(getattr(self, n))) for n in stages}
+        options = {n: getattr(self, n) for n in stages}
         self._processes.same(
             "their options", {**options, "parameters": [*self._names.values()]},
             "Build the optimizer alike on all processes",

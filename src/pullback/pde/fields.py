@@ -81,6 +81,12 @@ class Request:
     indices: set[Index] = field(default_factory=set)
     laplacian: bool = False
 
+    @property
+    def wanted(self) -> list[Index | None]:
+        """All of them, lower orders first; None is the Laplacian."""
+        indices = sorted(self.indices, key=lambda i: (len(i), i))
+        return [*indices, *([None] if self.laplacian else [])]
+
     def scheme(self, coordinates: Coordinates) -> Scheme:
         """The channels to carry; a Laplacian of one axis is a second derivative."""
         space = coordinates.space

@@ -68,9 +68,10 @@ def oscillation(problem: Problem) -> Oscillation:
 def is_linear(problem: Problem) -> bool:
     """Whether all equations are linear in the fields; unknown coefficients are held."""
     points = problem.domain.sample(_PLACES, "sobol")
-    locals = [_local(problem, c, points) for c in problem.conditions if isinstance(c, Equation)]
+    equations = [c for c in problem.conditions if isinstance(c, Equation)]
+    residuals = [LocalResidual(problem, c, (points,)) for c in equations]
     zero = torch.zeros_like(points.x[:, 0])
-    return all(x.affine(dict.fromkeys(x.keys, zero)) for x in locals)
+    return all(x.affine(dict.fromkeys(x.keys, zero)) for x in residuals)
 
 
 def _data(problem: Problem, condition: Condition) -> tuple[Tensor, bool]:
@@ -123,13 +124,8 @@ def _line(problem: Problem, region: Region, starts: Points, i: int, axis: int) -
 
 def _residual(problem: Problem, condition: Condition, points: Points) -> Tensor:
     """The residual where all fields are zero, (N, R)."""
-    local = _local(problem, condition, points)
+    local = LocalResidual(problem, condition, (points,))
     return local({key: torch.zeros_like(points.x[:, 0]) for key in local.keys}).nan_to_num(0, 0, 0)
-
-
-def _local(problem: Problem, condition: Condition, points: Points) -> LocalResidual:
-    unknowns = {n: points.x.new_tensor(v) for n, v in problem.unknowns.items()}
-    return LocalResidual(problem, condition, (points,), unknowns)
 
 
 def _periods(values: Tensor) -> tuple[float, float]:
@@ -189,7 +185,7 @@ class _Symbol:
     """Σ a_α(x) (iκ)^α of an equation linearized at zero fields, over Σ |a_α κ^α|."""
 
     def __init__(self, problem: Problem, condition: Condition, points: Points) -> None:
-        local = _local(problem, condition, points)
+        local = LocalResidual(problem, condition, (points,))
         zero = torch.zeros_like(points.x[:, 0])
         self._fields, self._space = problem.fields, problem.coordinates.space
         self._slopes = {

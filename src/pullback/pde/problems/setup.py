@@ -19,12 +19,11 @@ from ..plan import Refine
 from ..problem import Problem
 from ..solution import Solution
 from ..solve import solve
-from .elliptic import Helmholtz, Multiscale, Poisson
+from .elliptic import Helmholtz, Multiscale, Poisson, Ritz1D
 from .evolution import Burgers, Heat, LogFokkerPlanck, Schroedinger, Wave
 from .flow import Cavity, Kovasznay
 from .periodic import AllenCahn, Convection, GrayScott, KdV, KuramotoSivashinsky
 from .ready import Ready
-from .ritz import Ritz1D
 
 
 @dataclass(frozen=True)
