@@ -234,7 +234,7 @@ class Processes:
             here = [(t, r) for t, r in zip(tensors, owners, strict=True) if t.device == device]
             by_rank = [[t for t, owner in here if owner == rank] for rank in range(self.size)]
             lengths = [sum(_aligned(t.nbytes) for t in own) for own in by_rank]
-            cut, mine = _gathered_length(lengths), _bytes(by_rank[self.rank], device)
+            cut, mine = _gathered_length(lengths), to_bytes(by_rank[self.rank], device)
             every = [mine.new_empty(0)] * self.size
             if cut:
                 flat = mine.new_zeros(cut)
@@ -247,7 +247,7 @@ class Processes:
                 every[rank] = torch.cat([every[rank], rest])
             for rank, own in enumerate(by_rank):
                 if own and rank != self.rank:
-                    torch._foreach_copy_(own, _from_bytes(every[rank], own))
+                    torch._foreach_copy_(own, from_bytes(every[rank], own))
 
     def scatter(self, t: Tensor, owner: int | None, what: str = "scattered") -> Tensor:
         """Return the owner's tensor as a `DTensor`, cut along its longest axis.
@@ -536,7 +536,7 @@ def _aligned(count: int) -> int:
     return -(-count // _ALIGNED) * _ALIGNED
 
 
-def _bytes(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+def to_bytes(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     """Return the bytes of tensors of any dtypes, one after the other."""
     parts = [torch.empty(0, dtype=torch.uint8, device=device)]
     for t in tensors:
@@ -545,7 +545,7 @@ def _bytes(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     return torch.cat(parts)
 
 
-def _from_bytes(buffer: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+def from_bytes(buffer: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """Return tensors like these from their bytes, as views."""
     out, at = [], 0
     for t in like:

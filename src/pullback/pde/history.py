@@ -85,21 +85,13 @@ class History:
         return cls(**{f.name: list(state[f.name]) for f in fields(cls)})
 
     def joined(self, other: History) -> History:
-        """This run followed by another."""
-        steps, spent = len(self), self.spent
-        return History(
-            self.loss + other.loss,
-            self.seconds + [spent + s for s in other.seconds],
-            self.damping + other.damping,
-            self.trials + other.trials,
-            self.accepted + other.accepted,
-            self.measured + [steps + m for m in other.measured],
-            self.error + other.error,
-            self.clock + [spent + c for c in other.clock],
-            self.validated + [steps + v for v in other.validated],
-            self.own + other.own,
-            self.fresh + other.fresh,
-            self.moved + [steps + m for m in other.moved],
-            self.restarted + [steps + r for r in other.restarted],
-            self.settled + [steps + r for r in other.settled],
-        )
+        """This run followed by another, whose steps and seconds count from its end."""
+        out = History.from_dict(self.as_dict())
+        for f in fields(History):
+            values = getattr(other, f.name)
+            if f.name in ("measured", "validated", "moved", "restarted", "settled"):
+                values = [len(self) + step for step in values]
+            elif f.name in ("seconds", "clock"):
+                values = [self.spent + second for second in values]
+            getattr(out, f.name).extend(values)
+        return out

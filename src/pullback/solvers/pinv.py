@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._core.errors import PullbackError, Status
+from .._core.errors import Status, require
 from .._core.svd import svd
 from ..grams import FactoredGram, Gram
 from .base import Damping, Path, Solution, Solver, delicate, measure_residual, resolve
@@ -24,8 +24,6 @@ class Spectrum:
     left: Callable[[Tensor], Tensor] | None
     right: Callable[[Tensor], Tensor]
     combine: Callable[[Tensor], Tensor]
-    #: the last path, with the right-hand sides it belongs to
-    last: list[Any] = field(default_factory=list)
 
     @property
     def top(self) -> Tensor:
@@ -66,10 +64,8 @@ class PseudoInverse(Solver):
     prefers = "rows"
 
     def __init__(self, rcond: float | None = None, *, double: bool = False) -> None:
-        if rcond is not None and not 0 <= rcond < 1:
-            raise PullbackError(
-                "The cut-off is not usable", f"got rcond={rcond!r}", "Use 0 ≤ rcond < 1, or None"
-            )
+        usable = rcond is None or 0 <= rcond < 1
+        require(usable, "The cut-off rcond", rcond, "Use 0 ≤ rcond < 1, or None")
         self.rcond, self.double = rcond, double
 
     def init(self, gram: Gram) -> Spectrum:
@@ -106,11 +102,6 @@ class PseudoInverse(Solver):
 
     def path(self, state: Spectrum, rhs: Tensor, whitened: Tensor | None = None) -> Path:
         """γ from r where that keeps the digits, else from g; g⊥ is what the directions miss."""
-        if not state.last or state.last[0] is not rhs or state.last[1] is not whitened:
-            state.last[:] = rhs, whitened, self._path(state, rhs, whitened)
-        return state.last[2]
-
-    def _path(self, state: Spectrum, rhs: Tensor, whitened: Tensor | None) -> Path:
         eps, top = torch.finfo(rhs.dtype).eps, state.top
         if (
             whitened is not None

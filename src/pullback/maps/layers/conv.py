@@ -11,18 +11,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from .affine import AffineBlock
-from .correlated import correlated_moments, correlates
 from .moments import Moments, Sharing, counted, shared_moments, shared_second_moment
 from .patches import (
-    channel_bytes,
     channel_moment,
-    channel_moments,
     patch_moment,
-    patch_sum,
     patches,
-    pointwise,
 )
-from .registry import Block, Layer, Seen, Use, joined, register
+from .registry import Block, Layer, Use, joined, register
 
 _TOGETHER = 2**27  # bytes of moments that are formed at once
 
@@ -63,24 +58,6 @@ class Conv(Layer):
         x = x * keep.view(-1, *[1] * (x.ndim - 1))
         return Moments(*patch_moment(module, x), keep.sum() * places)
 
-    def inputs_of(self, uses: Sequence[Seen], sharing: Sharing) -> list[Moments]:
-        """Pointwise ones, and those whose patches have their correlation taken, by shape."""
-        found: dict[int, Moments] = {}
-        alike: dict[Any, list[int]] = {}
-        for i, (module, x, keep) in enumerate(uses):
-            if keep is None and (way := _way(module, x, sharing)) is not None:
-                alike.setdefault((way, x.shape, x.dtype, x.device), []).append(i)
-            else:  # these need the most memory, and come while few moments are there
-                found[i] = self.inputs(module, x, sharing, keep)
-        for (way, shape, *_), own in alike.items():
-            step = max(1, _TOGETHER // _BYTES[way](uses[own[0]][1]))
-            for some in (own[a : a + step] for a in range(0, len(own), step)):
-                second = way([uses[i][1] for i in some])
-                for i, one in zip(some, second.split(1), strict=True):
-                    first = patch_sum(*uses[i][:2], one)
-                    found[i] = Moments(one, first, shape[0] * prod(shape[2:]))
-        return [found[i] for i in range(len(uses))]
-
     def outputs(self, module: Any, x: Tensor, delta: Tensor, sharing: Sharing) -> Tensor:
         d = delta if delta.ndim == 2 + len(module.kernel_size) else delta[None]
         if module.groups == 1 and not sharing.reduce and d.shape[1] <= sharing.longest:
@@ -99,23 +76,6 @@ def _gathered(module: Any, x: Tensor, sharing: Sharing, keep: Tensor | None) -> 
         found = more if found is None else found + more
     assert found is not None
     return found
-
-
-def _way(module: Any, x: Tensor, sharing: Sharing) -> Any:
-    """What forms the moments of several inputs like this one at once, or None."""
-    if sharing.reduce or module.groups > 1:
-        return None
-    # on a CPU a correlation is no faster, and its sums are less exact
-    if x.is_cuda and 9 * x.shape[1] <= sharing.longest and correlates(module, x):
-        return correlated_moments
-    return channel_moments if x.shape[1] <= sharing.longest and pointwise(module, x) else None
-
-
-#: bytes that each of these takes per input
-_BYTES = {
-    correlated_moments: lambda x: (9 * x.shape[1]) ** 2 * x.element_size(),
-    channel_moments: channel_bytes,
-}
 
 
 def _places(module: Any, x: Tensor) -> list[int]:
