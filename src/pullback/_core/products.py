@@ -17,6 +17,7 @@ _DEPTH = 1024  # longest sum left to a tensor core, whose accumulator truncates
 _PANELS = 6
 _WIDE = 16
 _TILE = 256
+_HALVED = 2048  # columns from which on a product in half precision is formed by halves
 
 
 def gram(x: Tensor) -> Tensor:
@@ -94,9 +95,25 @@ def moment(x: Tensor) -> Tensor:
     """XᵀX for (P, n), accumulated in float32 where x has half precision."""
     if x.dtype in (torch.float16, torch.bfloat16):
         if x.is_cuda:
-            return torch.mm(x.T, x, out_dtype=torch.float32)
+            return half_moment_into(x.new_empty(x.shape[1], x.shape[1], dtype=torch.float32), x)
         x = x.float()
     return gram(x.T)
+
+
+def half_moment_into(out: Tensor, x: Tensor) -> Tensor:
+    """XᵀX of (P, n) in half precision on a GPU, written there in float32.
+
+    Of a large one the halves' own products and the one between them: three quarters of it.
+    """
+    n, h = x.shape[1], x.shape[1] // 2
+    if n < _HALVED or n % 16:
+        return torch.mm(x.T, x, out_dtype=torch.float32, out=out)
+    both, corner = x.unflatten(1, (2, h)).transpose(0, 1), out[:h, h:]
+    own = out.as_strided((2, h, h), (h * (out.stride(0) + 1), *out.stride()))
+    torch.bmm(both.mT, both, out_dtype=torch.float32, out=own)
+    torch.mm(x[:, :h].T, x[:, h:], out_dtype=torch.float32, out=corner)
+    out[h:, :h] = corner.T
+    return out
 
 
 def products(x: Tensor, y: Tensor) -> Tensor:

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pullback.maps.layers import find
+from pullback.maps.layers import conv, find
 from pullback.maps.layers import patches as module_under_test
 from pullback.maps.layers.moments import Sharing
-from pullback.maps.layers.patches import channel_moment, patches
+from pullback.maps.layers.patches import channel_moment, channel_moments, patches
 
 Make = Callable[[], nn.Module]
 DOUBLE = torch.float64
@@ -148,3 +148,45 @@ def test_channels(shape: tuple[int, ...], dtype: torch.dtype) -> None:
         got = channel_moment(same)
         assert got.dtype == (DOUBLE if dtype == DOUBLE else torch.float32)
         torch.testing.assert_close(got[0].double(), want, rtol=1e-5, atol=1e-5)
+    some = [x, 2 * x, -3 * x] if len(x) else []
+    for count in range(1, len(some) + 1):
+        got = channel_moments(some[:count])
+        assert got.dtype == (DOUBLE if dtype == DOUBLE else torch.float32)
+        for one, factor in zip(got, (1, 4, 9), strict=False):
+            torch.testing.assert_close(one.double(), factor * want, rtol=2e-2, atol=1e-5)
+            if dtype != torch.bfloat16:
+                torch.testing.assert_close(one.double(), factor * want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("together", [1, 2**28])
+def test_all_inputs_of_a_network(monkeypatch: pytest.MonkeyPatch, together: int) -> None:
+    """Whatever is formed at once: the same moments as one by one, in the order of the uses."""
+    monkeypatch.setattr(conv, "_TOGETHER", together)
+    modules = [
+        nn.Conv2d(3, 4, 3, padding=1),
+        nn.Conv2d(3, 4, 3, padding=1, bias=False),
+        nn.Conv2d(3, 4, 3, padding=1, stride=2),
+        nn.Conv2d(3, 4, 1),
+        nn.Conv2d(3, 6, 3, padding=1, groups=3),
+    ]
+    shapes = [(2, 3, 6, 6), (2, 3, 6, 6), (2, 3, 6, 6), (2, 3, 6, 6), (2, 3, 6, 6)]
+    uses = [(m, draw(*s) * (i + 1)) for i, (m, s) in enumerate(zip(modules, shapes, strict=True))]
+    uses += [(modules[0], draw(2, 3, 5, 6)), (modules[0], 7 * draw(2, 3, 6, 6))]
+    wide, plain = nn.Conv2d(7, 4, 1), nn.Conv2d(7, 4, 1, bias=False)
+    uses += [
+        (modules[3], 5 * draw(2, 3, 6, 6)),
+        (wide, draw(2, 7, 2, 3)),
+        (plain, draw(2, 7, 2, 3)),
+    ]
+    uses += [(wide, 2 * draw(2, 7, 2, 3)), (wide, draw(7, 2, 3)), (modules[3], draw(3, 6, 6))]
+    uses += [(wide, draw(2, 2, 3, 7).movedim(3, 1)), (nn.Conv2d(7, 4, 1, 2), draw(2, 7, 2, 3))]
+    layer = find(modules[0])
+    assert layer is not None
+    for sharing in (Sharing(), Sharing(reduce=True), Sharing(longest=5)):
+        found = layer.inputs_of([(m, x, None) for m, x in uses], sharing)
+        for (module, x), got in zip(uses, found, strict=True):
+            want = layer.inputs(module, x, sharing, None)
+            torch.testing.assert_close(got.second, want.second)
+            assert got.places == want.places
+            if module.bias is not None:
+                torch.testing.assert_close(got.first, want.first)

@@ -13,11 +13,15 @@ from torch import Tensor, nn
 from .affine import AffineBlock
 from .moments import Moments, Sharing, counted, shared_moments, shared_second_moment
 from .patches import (
+    channel_bytes,
     channel_moment,
+    channel_moments,
     patch_moment,
+    patch_sum,
     patches,
+    pointwise,
 )
-from .registry import Block, Layer, Use, joined, register
+from .registry import Block, Layer, Seen, Use, joined, register
 
 _TOGETHER = 2**27  # bytes of moments that are formed at once
 
@@ -58,6 +62,24 @@ class Conv(Layer):
         x = x * keep.view(-1, *[1] * (x.ndim - 1))
         return Moments(*patch_moment(module, x), keep.sum() * places)
 
+    def inputs_of(self, uses: Sequence[Seen], sharing: Sharing) -> list[Moments]:
+        """Pointwise ones by shape."""
+        found: dict[int, Moments] = {}
+        alike: dict[Any, list[int]] = {}
+        for i, (module, x, keep) in enumerate(uses):
+            if keep is None and _is_image(module, x, sharing):
+                alike.setdefault((x.shape, x.dtype, x.device), []).append(i)
+            else:  # these need the most memory, and come while few moments are there
+                found[i] = self.inputs(module, x, sharing, keep)
+        for (shape, *_), own in alike.items():
+            step = max(1, _TOGETHER // channel_bytes(uses[own[0]][1]))
+            for some in (own[a : a + step] for a in range(0, len(own), step)):
+                second = channel_moments([uses[i][1] for i in some])
+                for i, one in zip(some, second.split(1), strict=True):
+                    first = patch_sum(*uses[i][:2], one)
+                    found[i] = Moments(one, first, shape[0] * prod(shape[2:]))
+        return [found[i] for i in range(len(uses))]
+
     def outputs(self, module: Any, x: Tensor, delta: Tensor, sharing: Sharing) -> Tensor:
         d = delta if delta.ndim == 2 + len(module.kernel_size) else delta[None]
         if module.groups == 1 and not sharing.reduce and d.shape[1] <= sharing.longest:
@@ -76,6 +98,12 @@ def _gathered(module: Any, x: Tensor, sharing: Sharing, keep: Tensor | None) -> 
         found = more if found is None else found + more
     assert found is not None
     return found
+
+
+def _is_image(module: Any, x: Tensor, sharing: Sharing) -> bool:
+    """Whether the patches are the image, so that moments of several inputs are formed at once."""
+    plain = not sharing.reduce and module.groups == 1 and x.shape[1] <= sharing.longest
+    return plain and pointwise(module, x)
 
 
 def _places(module: Any, x: Tensor) -> list[int]:

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from ..._core.products import moment
 from .affine import AffineBlock
-from .moments import Moments, Sharing, means, moments, second_moment
-from .registry import Block, Layer, Use, joined, register
+from .moments import Moments, Sharing, means, moments, second_moment, stackable, stacked
+from .registry import Block, Layer, Seen, Use, joined, register
 
 
 @register(nn.Linear)
@@ -33,6 +33,22 @@ class Linear(Layer):
         biased = module._parameters.get("bias", x) is not None
         kept = None if keep is None else keep.flatten()
         return moments(x.reshape(1, -1, x.shape[-1]), sharing, kept, first=biased)
+
+    def inputs_of(self, uses: Sequence[Seen], sharing: Sharing) -> list[Moments]:
+        """Those with a bias in half precision side by side, by their shape."""
+        alike: dict[Any, list[int]] = {}
+        for i, (module, x, keep) in enumerate(uses):
+            short = x.shape[-1] <= sharing.longest and not sharing.reduce
+            if short and module._parameters.get("bias") is not None and stackable(x):
+                alike.setdefault((x.shape, x.dtype, x.device, keep is None), []).append(i)
+        found: dict[int, Moments] = {}
+        for some in alike.values():
+            keep = [k for i in some if (k := uses[i][2]) is not None]
+            found.update(zip(some, stacked([uses[i][1] for i in some], keep or None), strict=True))
+        return [
+            found[i] if i in found else self.inputs(module, x, sharing, keep)
+            for i, (module, x, keep) in enumerate(uses)
+        ]
 
     def outputs(self, module: Any, x: Tensor, delta: Tensor, sharing: Sharing) -> Tensor:
         if sharing.reduce:

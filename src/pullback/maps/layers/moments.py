@@ -16,14 +16,15 @@ layer's leading axes is established by a probe and not by guess.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..._core.products import moment
+from ..._core.products import half_moment_into, moment
 from ..._core.space import compute_dtype, tolerance
 
 _LEAK = 0.25  # of a covector that may reach other samples, by way of a batch normalization say
@@ -110,6 +111,7 @@ def find_layout(delta: Tensor, chosen: Tensor, features: int) -> SampleLayout | 
 
 
 _ROUND_OFF = 10  # in units of the last place
+_TOGETHER = 2**26  # bytes of inputs that are copied to be multiplied at once
 
 
 @dataclass(frozen=True)
@@ -224,6 +226,50 @@ def second_moment(x: Tensor, sharing: Sharing) -> Tensor:
         return moment(x[0])[None]
     x = x.to(compute_dtype(x.dtype))
     return x.mT @ x
+
+
+def stackable(x: Tensor) -> bool:
+    """Whether products of x can be written where they are wanted, in another precision than x's."""
+    return x.is_cuda and x.dtype in (torch.float16, torch.bfloat16)
+
+
+def stacked(uses: Sequence[Tensor], keep: Sequence[Tensor] | None = None) -> list[Moments]:
+    """The moments of several (..., n) in half precision on a GPU, of one shape, side by side.
+
+    `keep` says for each which places count, (...). Small ones are copied to be multiplied at once:
+    a launch each takes longer than to move them.
+    """
+    x, count = uses[0], len(uses)
+    n = x.shape[-1]
+    mask = None if keep is None else torch.stack([k.flatten() for k in keep])[..., None]
+    places = [x.numel() // n] * count if mask is None else mask.sum((1, 2)).unbind()
+    second = x.new_empty(count, 1, n, n, dtype=torch.float32)
+    first = x.new_empty(count, 1, n, dtype=torch.float32)
+    step = max(1, _TOGETHER // max(1, x.nbytes))
+    for a in range(0, count, step):
+        some = [x.reshape(1, -1, n) for x in uses[a : a + step]]
+        rows = some[0] if len(some) == 1 else torch.cat(some)
+        rows = rows if mask is None else rows * mask[a : a + step]
+        if len(some) == 1 and rows.dtype != second.dtype:
+            half_moment_into(second[a, 0], rows[0])
+        else:
+            _batched_into(second[a : a + step, 0], rows.mT, rows)
+        ones = _ones(rows.shape[1], rows.dtype, rows.device).expand(len(some), -1, -1)
+        _batched_into(first[a : a + step], ones, rows)
+    each = zip(second.unbind(), first.unbind(), places, strict=True)
+    return [Moments(*one) for one in each]
+
+
+@lru_cache(8)
+def _ones(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.ones(1, 1, n, dtype=dtype, device=device)
+
+
+def _batched_into(out: Tensor, x: Tensor, y: Tensor) -> None:
+    if x.dtype == out.dtype:
+        torch.bmm(x, y, out=out)
+    else:
+        torch.bmm(x, y, out_dtype=out.dtype, out=out)
 
 
 def moments(

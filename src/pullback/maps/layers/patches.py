@@ -7,9 +7,11 @@ copied with the channels last, which moves whole lines of memory, and multiplied
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -46,7 +48,7 @@ def patch_moment(module: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     if _sees_one(module):
         x = x[(..., *(slice(None, None, s) for s in module.stride))]
         second = channel_moment(x)
-        return second, _patch_sum(module, x, second)
+        return second, patch_sum(module, x, second)
     k, c = prod(module.kernel_size), x.shape[1]
     copied = x.nbytes * k // prod(module.stride)
     # sums over few samples would move the moments more often than the inputs
@@ -56,7 +58,7 @@ def patch_moment(module: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     for some in others:
         second += _line_moment(module, some)
     second = second.view(k, c, k, c).permute(1, 0, 3, 2).reshape(1, k * c, k * c)
-    return second, _patch_sum(module, x, second)
+    return second, patch_sum(module, x, second)
 
 
 def _line_moment(module: Any, x: Tensor) -> Tensor:
@@ -65,7 +67,7 @@ def _line_moment(module: Any, x: Tensor) -> Tensor:
     return moment(_unfolded(module, x, _ALIGNED))[:width, :width]
 
 
-def _patch_sum(module: Any, x: Tensor, second: Tensor) -> Tensor:
+def patch_sum(module: Any, x: Tensor, second: Tensor) -> Tensor:
     """Σ a (1, I), which is linear in x: of the samples' sum; (1, 1) where there is no bias."""
     if module._parameters.get("bias", x) is None:
         return second[:1, 0, :1]
@@ -74,6 +76,12 @@ def _patch_sum(module: Any, x: Tensor, second: Tensor) -> Tensor:
     alone = x.sum(0, keepdim=True, dtype=compute_dtype(x.dtype))
     seen = _unfolded(module, _channels_last(module, alone)).sum(0)
     return seen.view(-1, x.shape[1]).T.reshape(1, -1)
+
+
+def pointwise(module: Any, x: Tensor) -> bool:
+    """Whether the patches are the image x (B, C, *space) itself, as it lies in memory."""
+    plain = x.ndim == 2 + len(module.kernel_size) and x.is_contiguous() and x.numel() > 0
+    return plain and _sees_one(module) and set(module.stride) == {1}
 
 
 def _sees_one(module: Any) -> bool:
@@ -91,6 +99,34 @@ def channel_moment(x: Tensor) -> Tensor:
         return products(each, each).sum(0, keepdim=True)
     lines = channel_lines(x)[None]
     return products(lines, lines)
+
+
+def channel_moments(some: Sequence[Tensor]) -> Tensor:
+    """The same for several of one shape and row by row in memory, (K, C, C), in fewer launches."""
+    x, count = some[0], len(some)
+    if count == 1:
+        return channel_moment(x)
+    if _by_samples(x) and x.dtype != compute_dtype(x.dtype):
+        return torch.cat([channel_moment(x) for x in some])
+    if _by_samples(x):
+        each = x.new_empty(count, x.shape[0], x.shape[1], x.shape[1])
+        for out, lines in zip(each.unbind(), (x.flatten(2) for x in some), strict=True):
+            torch.bmm(lines, lines.mT, out=out)
+        return each.sum(1)
+    lines = _turned(some)
+    return products(lines, lines)
+
+
+def _turned(some: Sequence[Tensor]) -> Tensor:
+    """The channels of several (B, C, *space) of one shape, each in order, as (K, C, B·places)."""
+    c, count = some[0].shape[1], len(some)
+    return torch.cat([x.flatten(2).transpose(0, 1) for x in some]).view(count, c, -1)
+
+
+def channel_bytes(x: Tensor) -> int:
+    """What `channel_moments` needs for one of them."""
+    each = x.shape[0] * x.shape[1] ** 2 * compute_dtype(x.dtype).itemsize
+    return each if _by_samples(x) else x.nbytes
 
 
 def _by_samples(x: Tensor) -> bool:
@@ -139,4 +175,6 @@ def channel_lines(x: Tensor) -> Tensor:
     last = x.movedim(1, -1)
     if last.is_contiguous():
         return last.reshape(-1, x.shape[1]).T
+    if x.is_contiguous() and x.numel():
+        return _turned([x])[0]
     return x.transpose(0, 1).reshape(x.shape[1], -1)
