@@ -184,3 +184,13 @@ def test_only_what_is_not_finite_is_broken() -> None:
         broken[1, 1] = bad
         assert not pinv.finite(broken)
     assert not pinv.finite(torch.tensor([torch.inf, -torch.inf]))
+
+
+def test_a_path_is_that_of_its_own_right_hand_side() -> None:
+    a, one, two, r = random(6, 3), vector(3), vector(3) + 1, vector(6)
+    solver = PseudoInverse()
+    state = solver.init(Rows(a))
+    for g, white in ((one, None), (two, None), (a.T @ r, r), (one, None), (a.T @ r, None)):
+        fresh = solver.path(solver.init(Rows(a)), g, white)
+        assert_close(solver.path(state, g, white).gamma, fresh.gamma, 1e-14, "γ")
+    assert solver.path(state, one) is solver.path(state, one)

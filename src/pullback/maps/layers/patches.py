@@ -24,7 +24,8 @@ _ALIGNED = 8  # entries that lines of patches are a multiple of: tensor cores re
 
 def patches(module: Any, x: Tensor) -> Tensor:
     """The inputs (B, G, places, C/G·kernel) that each output place sees, channel-major."""
-    return windows(module, _padded(module, x))
+    pad, mode = module._reversed_padding_repeated_twice, module.padding_mode
+    return windows(module, F.pad(x, pad, "constant" if mode == "zeros" else mode))
 
 
 def windows(module: Any, x: Tensor) -> Tensor:
@@ -161,13 +162,19 @@ def _unfolded(module: Any, x: Tensor, aligned: int = 1) -> Tensor:
 
 
 def _channels_last(module: Any, x: Tensor) -> Tensor:
-    """Padded, (B, *space, C) in memory."""
-    return _padded(module, x).movedim(1, -1).contiguous()
-
-
-def _padded(module: Any, x: Tensor) -> Tensor:
+    """Padded, (B, *space, C) in memory, by one copy where it is padded with zeros."""
     pad, mode = module._reversed_padding_repeated_twice, module.padding_mode
-    return F.pad(x, pad, "constant" if mode == "zeros" else mode) if any(pad) else x
+    if not any(pad):
+        return x.movedim(1, -1).contiguous()
+    if mode != "zeros":
+        return F.pad(x, pad, mode).movedim(1, -1).contiguous()
+    sides = list(zip(pad[::2], pad[1::2], strict=True))[::-1]
+    space = [n + before + after for n, (before, after) in zip(x.shape[2:], sides, strict=True)]
+    out = inner = x.new_zeros(x.shape[0], *space, x.shape[1])
+    for axis, (before, _) in enumerate(sides, start=1):
+        inner = inner.narrow(axis, before, x.shape[1 + axis])
+    inner.copy_(x.movedim(1, -1))
+    return out
 
 
 def channel_lines(x: Tensor) -> Tensor:
