@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..._core.products import full_precision
+from . import blocked
 from .sides import add, is_diagonal, pseudo_inverse, round_off, shifted
 
 _LARGE = 128  # from this size on a matrix is inverted by itself on a CPU
-_AT_ONCE = 2**25  # entries of matrices inverted at once: each takes its memory several times
+_BLOCKED = 96  # from this size on matrices are inverted by panels on a GPU
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Inverses:
 
 @dataclass(frozen=True)
 class _Shifted:
-    """A side divided by `scale`, plus `shift`; formed where it is needed only."""
+    """A matrix or diagonal side/scale + shift·1, formed where it is needed only."""
 
     side: Tensor
     scale: Tensor | float | None
@@ -37,18 +38,24 @@ class _Shifted:
     def form(self) -> Tensor:
         """Return it, in memory of its own unless it is the side itself."""
         out = self.side if self.scale is None else over_groups(self.side, self.scale)
-        if self.shift is None:
-            return out
-        if self.shift.ndim > 1:
-            return add(out, self.shift)
-        return shifted(out, self.shift, spare=out is not self.side)
+        return out if self.shift is None else shifted(out, self.shift, spare=out is not self.side)
+
+    def write(self, out: Tensor) -> None:
+        """Form it in larger matrices that end in multiples of the identity."""
+        part = out[:, : self.side.shape[-1], : self.side.shape[-1]]
+        if self.scale is None:
+            part.copy_(self.side)
+        else:
+            over_groups(self.side, self.scale, part)
+        if self.shift is not None:
+            out.diagonal(dim1=-2, dim2=-1).add_(self.shift[:, None])
 
 
-def over_groups(side: Tensor, by: Tensor | float) -> Tensor:
+def over_groups(side: Tensor, by: Tensor | float, out: Tensor | None = None) -> Tensor:
     """Divide a side by a number, or by one per group, (G,)."""
     if isinstance(by, Tensor) and by.ndim:
         by = by.view(-1, *[1] * (side.ndim - 1))
-    return side / by
+    return torch.div(side, by, out=out)
 
 
 def inverses(
@@ -69,19 +76,20 @@ def inverses(
             working precision; without it such a side has failed.
         factors: give the lower Cholesky factors of matrices instead, to solve with.
     """
-    none = [None] * len(sides)
-    given = list(map(_Shifted, sides, scales or none, shifts or none))
-    out, told = list(sides), []
-    for indices in _alike(given):
-        counts = [len(sides[i]) for i in indices]
-        some = [given[i].form() for i in indices]
-        stack = some[0] if len(some) == 1 else torch.cat(some)
-        step = max(1, _AT_ONCE // max(1, stack[0].numel()))
-        parts = [_invert(part, singular, factors) for part in stack.split(step)]
-        found, good = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
+    given: list[_Shifted] = []
+    for i, side in enumerate(sides):
+        one = _Shifted(side, scales[i] if scales else None, shifts[i] if shifts else None)
+        if one.shift is not None and one.shift.ndim > 1:
+            one = _Shifted(add(_Shifted(side, one.scale, None).form(), one.shift), None, None)
+        given.append(one)
+    out = [one.side for one in given]
+    told: list[tuple[list[int], list[int], Tensor]] = []
+    for indices, found, good in _invert(given, singular, factors):
+        counts = [len(out[i]) for i in indices]
         told.append((indices, counts, good))
         for i, inverse in zip(indices, found.split(counts), strict=True):
-            out[i] = inverse
+            n = out[i].shape[-1]
+            out[i] = inverse if is_diagonal(out[i]) else inverse[:, :n, :n]
     failed = _failed(told, len(out))
     ranks: list[Tensor | None] = [None] * len(out)
     if singular:
@@ -92,11 +100,50 @@ def inverses(
     return Inverses(out, failed, ranks)
 
 
-def _invert(stack: Tensor, singular: bool, factors: bool) -> tuple[Tensor, Tensor]:
-    """Return inverses of matrices of one size, and which of them are to be trusted."""
-    if is_diagonal(stack):
-        return _reciprocal(stack)
-    return _cholesky(stack, strict=singular, factors=factors)
+def _invert(
+    given: Sequence[_Shifted], singular: bool, factors: bool
+) -> Iterator[tuple[list[int], Tensor, Tensor]]:
+    """Yield indices, their inverses one after the other, and which matrices are to be trusted."""
+    large: dict[tuple[object, ...], list[int]] = {}
+    sides = [one.side for one in given]
+    for indices in _alike(sides):
+        first = sides[indices[0]]
+        if _by_panels(first) and not is_diagonal(first) and not factors and not singular:
+            large.setdefault((first.dtype, first.device), []).extend(indices)
+            continue
+        some = [given[i].form() for i in indices]
+        stack = some[0] if len(some) == 1 else torch.cat(some)
+        if is_diagonal(stack):
+            yield indices, *_reciprocal(stack)
+        else:
+            yield indices, *_cholesky(stack, strict=singular, factors=factors)
+    for some in large.values():
+        together = _by_size(sides, some)
+        found = blocked.invert([_stacked([given[i] for i in indices]) for indices in together])
+        for indices, (inverse, good) in zip(together, found, strict=True):
+            yield indices, inverse, good
+
+
+def _stacked(some: Sequence[_Shifted]) -> Tensor:
+    """Form matrices of nearly one size in one stack, the first of them the largest."""
+    counts, largest = [len(one.side) for one in some], some[0].side
+    out = blocked.room(sum(counts), largest.shape[-1], largest)
+    for part, one in zip(out.split(counts), some, strict=True):
+        one.write(part)
+    return out
+
+
+def _by_size(sides: Sequence[Tensor], indices: Sequence[int]) -> list[list[int]]:
+    """Sides to be stacked, each time the largest first."""
+    sizes: dict[int, list[int]] = {}
+    for i in sorted(indices, key=lambda i: -sides[i].shape[-1]):
+        sizes.setdefault(blocked.padded(sides[i].shape[-1]), []).append(i)
+    return list(sizes.values())
+
+
+def _by_panels(side: Tensor) -> bool:
+    """Whether many products are faster than one factorization."""
+    return side.is_cuda and side.shape[-1] >= _BLOCKED
 
 
 def _failed(told: Sequence[tuple[list[int], list[int], Tensor]], count: int) -> list[bool]:
@@ -113,14 +160,13 @@ def _failed(told: Sequence[tuple[list[int], list[int], Tensor]], count: int) -> 
     return out
 
 
-def _alike(given: Sequence[_Shifted]) -> list[list[int]]:
+def _alike(sides: Sequence[Tensor]) -> list[list[int]]:
     """Indices of the sides by shape and dtype, but for the number of groups."""
     groups: dict[tuple[object, ...], list[int]] = {}
-    for i, one in enumerate(given):
-        n, device = one.side.shape[-1], one.side.device
-        dims = max(t.ndim for t in (one.side, one.shift) if t is not None)
-        alone = i if goes_alone(n, device) else -1
-        groups.setdefault((dims, n, one.side.dtype, device, alone), []).append(i)
+    for i, side in enumerate(sides):
+        alone = i if goes_alone(side.shape[-1], side.device) else -1
+        kind = (side.ndim, side.shape[-1], side.dtype, side.device, alone)
+        groups.setdefault(kind, []).append(i)
     return list(groups.values())
 
 
