@@ -28,8 +28,7 @@ from .._core.graph import unfused_attention
 from .._core.space import ParameterSpace, tolerance
 from .base import Linearization, Map, Pulled
 from .record import Entry, Recorder
-from .reverse import vectorized
-from .structure import LayerStructure
+from .structure import LayerStructure, vectorized
 
 
 class ModuleMap(Map):
