@@ -4,11 +4,9 @@ A model φ(w) and its twin ψ = φ∘f start from the same function, θ₀ = f�
 the same optimizer. Of the notions of van Oostrum, Müller and Ay (2023),
 
     Definition 5, on the model:            dψ·O(ψ, θ) = dφ·O(φ, w)   compares functions,
-    Definition 6, on the parameter space:  df·O(ψ, θ) = O(φ, w)      compares w₁ with f(θ₁);
+    Definition 6, on the parameter space:  df·O(ψ, θ) = O(φ, w)      compares w₁ with f(θ₁).
 
-the second implies the first. Definition 4 asks for the first for any two parametrizations through
-the same point, not related by an f; no method but the trivial one satisfies it, and it is not
-audited. Definitions speak of directions; an audit takes steps, at several sizes η, so that what is
+Definitions speak of directions; an audit takes steps, at several sizes η, so that what is
 left as η → 0 is the direction's mismatch, and what holds at every η holds for trajectories.
 """
 
