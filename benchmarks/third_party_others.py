@@ -43,11 +43,10 @@ def waves(random: torch.Generator) -> Batch:
 def clean(random: torch.Generator) -> Batch:
     """A picture without its noise."""
     seen, y = pictures("x", 16)(random)
-    quiet, _ = pictures("x", 16)(torch.Generator().manual_seed(0))
     angle = (3.14159 * y / CLASSES)[:, None, None]
     place = torch.arange(16) / 4
     wave = torch.sin(place[:, None] * angle.cos() + place * angle.sin())
-    return seen, wave[:, None].expand_as(quiet["x"]).contiguous()
+    return seen, wave[:, None].expand_as(seen["x"]).contiguous()
 
 
 def marked(random: torch.Generator) -> Batch:
@@ -71,7 +70,7 @@ def series(random: torch.Generator) -> Batch:
 class Recurrent(nn.Module):
     """A recurrent network between embeddings and logits."""
 
-    def __init__(self, cell: type[nn.RNNBase]) -> None:
+    def __init__(self, cell: type[nn.LSTM | nn.GRU]) -> None:
         super().__init__()
         self.words, self.head = nn.Embedding(WORDS, 32), nn.Linear(48, WORDS)
         self.cell = cell(32, 48, batch_first=True)
@@ -163,8 +162,9 @@ def plain_models() -> dict[str, Model]:
                 super().__init__()
                 self.inner = nn.Sequential(
                     nn.Conv2d(3, 16, 3, 2, 1), nn.ReLU(), nn.Conv2d(16, 32, 3, 2, 1), nn.ReLU(),
-                    nn.Flatten(), nn.Linear(512, 24), nn.Linear(24, 512), nn.Unflatten(1, (32, 4, 4)),
-                    nn.ReLU(), nn.ConvTranspose2d(32, 16, 4, 2, 1), nn.ReLU(),
+                    nn.Flatten(), nn.Linear(512, 24), nn.Linear(24, 512),
+                    nn.Unflatten(1, (32, 4, 4)), nn.ReLU(),
+                    nn.ConvTranspose2d(32, 16, 4, 2, 1), nn.ReLU(),
                     nn.ConvTranspose2d(16, 3, 4, 2, 1),
                 )  # fmt: skip
 
@@ -198,7 +198,8 @@ def torchvision_models() -> dict[str, Model]:
                 super().__init__()
                 self.inner = nn.Sequential(
                     BasicConv2d(3, 16, kernel_size=3, padding=1), nn.MaxPool2d(2),
-                    Inception(16, 8, 8, 16, 4, 8, 8), nn.MaxPool2d(2), Inception(40, 16, 16, 32, 4, 8, 8),
+                    Inception(16, 8, 8, 16, 4, 8, 8), nn.MaxPool2d(2),
+                    Inception(40, 16, 16, 32, 4, 8, 8),
                     nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, CLASSES),
                 )  # fmt: skip
 
@@ -317,13 +318,15 @@ def transformers_models() -> dict[str, Model]:
 
     pixels, plain = pictures("pixel_values"), text(use_cache=False)
     found = {
-        "RoBERTa": (hf.RobertaForSequenceClassification, hf.RobertaConfig, {**small, **label}, sentences),
+        "RoBERTa": (hf.RobertaForSequenceClassification, hf.RobertaConfig,
+                    {**small, **label}, sentences),
         "ALBERT": (hf.AlbertForSequenceClassification, hf.AlbertConfig,
                    {**small, **label, "embedding_size": 32}, sentences),
         "DeBERTa-v2": (hf.DebertaV2ForSequenceClassification, hf.DebertaV2Config,
                        {**small, **label}, sentences),
         "GPT-NeoX": (hf.GPTNeoXForCausalLM, hf.GPTNeoXConfig, small, plain),
-        "BEiT": (hf.BeitForImageClassification, hf.BeitConfig, {**image, "drop_path_rate": 0.0}, pixels),
+        "BEiT": (hf.BeitForImageClassification, hf.BeitConfig,
+                 {**image, "drop_path_rate": 0.0}, pixels),
         "ConvNeXt V2": (hf.ConvNextV2ForImageClassification, hf.ConvNextV2Config,
                         {"num_stages": 2, "hidden_sizes": [24, 48], "depths": [1, 1],
                          "num_labels": CLASSES, "image_size": 32}, pixels),
@@ -348,13 +351,13 @@ def transformers_models() -> dict[str, Model]:
     }
 
 
-#: run first
+#: run before the default of networks with batch norms was changed; its results were looked at
 FIRST = (
     "DenseNet", "Inception", "SqueezeNet", "MNASNet", "ShuffleNet", "RegNet", "MaxViT", "VGG",
     "RoBERTa", "ALBERT", "DeBERTa-v2", "OPT", "GPT-NeoX", "SegFormer", "BEiT", "ConvNeXt V2",
     "Wav2Vec2-Conformer", "Mamba2", "LSTM", "1-D convolutions", "autoencoder", "graph attention",
 )  # fmt: skip
-#: run once, after the defaults were settled
+#: run once, after that
 SECOND = (
     "MobileNetV2", "EfficientNetV2", "ResNeXt", "Phi", "ELECTRA", "DeiT", "MobileViT", "LeViT",
     "RWKV", "PatchTST", "GRU", "MLP-Mixer", "U-Net, plain torch",
@@ -362,11 +365,11 @@ SECOND = (
 
 
 def others() -> dict[str, Model]:
-    """Every one of these models whose package is installed."""
+    """Every one of these models whose package is installed, in the order of the two lists."""
     found = plain_models()
     for some in (transformers_models, torchvision_models):
         try:
             found |= some()
         except ImportError as error:
             print(f"left out: {some.__name__} ({error})")
-    return found
+    return {name: found[name] for name in (*FIRST, *SECOND) if name in found}
