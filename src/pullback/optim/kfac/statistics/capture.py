@@ -31,6 +31,7 @@ from ....grams.kronecker.packed import Side, packed
 from ....maps.layers import AffineBlock
 from ...checks import warn_derivatives, warn_mismatch
 from ..factors.factor import DIAGONAL, BlockKey, Factor
+from .beside import Beside, sets_precision
 from .cotangents import AllSums, measuring
 from .covectors import NotFinite, Recipe, covectors, covectors_of, random_signs
 from .descent import Descent
@@ -39,6 +40,7 @@ from .structure import Structure
 from .sums import DERIVED, MISSED, UNREACHED, Pool, means
 
 _LARGE = 2**24  # entries of an output from which on it is computed twice instead of kept
+_ENGINE: Any = torch.autograd.Variable._execution_engine
 _CHECKS = 3  # of the first gradients' length; the first one shows what loss it is
 _SCALED = 1e3  # how much longer than the metric says a loss's gradient is, if it was scaled
 
@@ -123,6 +125,8 @@ class StatisticsCapture:
         self.watch = Watch(self, model)
         self._checks = _CHECKS
         self._whole = False  # whether all places of the last pass counted
+        #: whether a second thread measures while a backward pass goes on; None for on a GPU
+        self.overlaps: bool | None = None
 
     @property
     def wanted(self) -> bool:
@@ -289,6 +293,7 @@ class StatisticsCapture:
             hope = self._whole and slope.is_cuda and (record.head is not None or not large)
             hope = hope and not empirical  # it cannot be measured again
             kept, dtype = z[0] if hope and not large else None, z[0].dtype
+            beside = self._second_thread(record, slope.device)
             try:  # z is not held any longer than it takes to draw from it
                 found = covectors_of(self.recipe, z.pop(), slope, inputs, random, hope)
                 given = root, slope, record, leaves, self.recipe.sharing, found.keep
@@ -296,26 +301,51 @@ class StatisticsCapture:
                 add = partial(self._add_along, weakref.ref(self), self.pool, found.samples)
                 if own is not None and self.structure.measure_along(own, add):
                     return False
-                fresh = self.structure.measure(root, found, record, leaves, own)
+                fresh = self.structure.measure(root, found, record, leaves, own, beside)
                 if isinstance(found.whole, DeferredFlags) and not all(found.whole.flags()):
                     value = record.head_output(dtype) if kept is None else kept
                     random.manual_seed(random.initial_seed())
                     found = covectors_of(self.recipe, value, slope, inputs, random)
-                    fresh = self.structure.measure(root, found, record, leaves)
+                    add = partial(self._add_along, weakref.ref(self), self.pool, found.samples)
+                    fresh = self.structure.measure(root, found, record, leaves, None, beside)
             except NotFinite:
                 self.pool.samples = torch.nan
                 return True
             self._whole = found.whole is not False
-            self.pool.add(fresh.sums, found.samples)
+        if beside is not None:
+            finish = partial(add, fresh.sums, beside)
+            if self._several:  # sums over processes begin at once
+                finish()
+            else:
+                _ENGINE.queue_callback(finish)
+            return False
+        self.pool.add(fresh.sums, found.samples)
         return True
+
+    def _second_thread(self, record: ForwardRecord, device: torch.device) -> Beside | None:
+        """Who measures while the backward pass goes on; nobody where that could change a result."""
+        once = self.recipe.metric.couples_samples or self.recipe.fisher == "empirical"
+        wanted = device.type == "cuda" if self.overlaps is None else self.overlaps
+        if once or record.compounds or not wanted or sets_precision(record.entries):
+            return None
+        return Beside(device, record.entries)
 
     @staticmethod
     def _add_along(
-        me: weakref.ref[StatisticsCapture], pool: Pool, samples: Any, sums: AllSums
+        me: weakref.ref[StatisticsCapture],
+        pool: Pool,
+        samples: Any,
+        sums: AllSums,
+        beside: Beside | None = None,
     ) -> None:
-        """Add what the user's own pass has given, at its end."""
+        """Add what was measured along the user's own pass, at its end."""
+        capture = me()
+        if beside is not None and not beside.join():
+            if capture is not None:
+                capture.overlaps = False  # from now on it is measured before the pass goes on
+            return
         pool.add(sums, samples)
-        if (capture := me()) is not None:
+        if capture is not None:
             capture.complete()
 
     def _note_derivative(self) -> None:

@@ -131,9 +131,15 @@ class CotangentPass:
         """Measure one use at its cotangent, once."""
         if i in self.uses:
             return
-        entry, layout = self._entries[i], self._layouts[i]
-        sharing = self.descent.sharing_at(entry, layout)
-        self.uses[i] = own = UseMoments(entry, sharing)
+        entry, beside = self._entries[i], self.descent.beside
+        self.uses[i] = own = UseMoments(entry, self.descent.sharing_at(entry, self._layouts[i]))
+        if beside is None:
+            self._measure(i, own, delta)
+        else:
+            beside.do(partial(self._measure, i, own, delta), delta)
+
+    def _measure(self, i: int, own: UseMoments, delta: Tensor) -> None:
+        entry, sharing = own.entry, own.sharing
         if self._proof is not None:
             every = delta.reshape(entry.shape)
             self._proof.add_use(entry, every, _formula(entry, every))
@@ -148,7 +154,7 @@ class CotangentPass:
             self._measure_units(own, delta, list(trained))
             return
         self._measure_sides(own, delta, trained)
-        if i in self._bases and (sharing.layout is not None or not layout):
+        if i in self._bases and (sharing.layout is not None or not self._layouts[i]):
             own.basis, basis = self._bases[i]
             own.spectrum = _squares_in(basis, own, delta)
 

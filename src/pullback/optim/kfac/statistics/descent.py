@@ -20,6 +20,7 @@ from torch.autograd.graph import GradientEdge
 from ...._core.graph import Root, pull
 from ....maps.layers.moments import Sharing, candidates, find_layout
 from ....maps.record import Entry
+from .beside import Beside
 from .covectors import Coupling, samples_axis
 from .record import ForwardRecord
 
@@ -46,6 +47,8 @@ class Descent:
     #: how the metric relates samples, and parameters held as diagonals since it cannot, with reason
     coupling: Coupling | None = None
     unrelated: Mapping[str, str] = field(default_factory=dict)
+    #: who measures while the covector goes on, None for at once
+    beside: Beside | None = None
 
     @cached_property
     def edges(self) -> list[GradientEdge]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -17,6 +18,7 @@ from ....maps.proof import NO_LAYER, Proof
 from ....maps.record import Entry
 from ...checks import refuse_sparse
 from ..factors.factor import DIAGONAL, BlockKey
+from .beside import Beside
 from .compound import CompoundReplays, tap_moments
 from .cotangents import AllSums, CotangentPass, UseMoments, UserPass, alike, form_inputs
 from .covectors import Covectors, NotFinite, Recipe
@@ -88,6 +90,7 @@ class Structure:
         def finish(down: CotangentPass) -> None:
             pool = Pool()
             if down.reached == route.reached:
+                self._note(route.plan)
                 self._add(down, route.plan, pool)
                 add(pool.sums)
             elif tried:  # nothing is added, and the next pass proves the route again
@@ -116,10 +119,12 @@ class Structure:
         record: ForwardRecord,
         leaves: Mapping[str, Tensor],
         own: Descent | None = None,
+        beside: Beside | None = None,
     ) -> Pool:
         """Pull back all covectors of one pass and return the sums; inputs are added once.
 
         `own` is the loss's own cotangent, if the user's pass might give the next sums by itself.
+        The sums are complete when what is done `beside` is.
         """
         pool, inputs = Pool(), found.reach is None
         given = record, leaves, self._sharing, found.keep
@@ -130,7 +135,8 @@ class Structure:
                 pool.of(key).inputs.update(sums.inputs)
         for covector, coupling in found.every:
             unrelated = coupling.unrelated(record, self._sharing) if coupling else {}
-            self._pull(Descent(root, covector, *given, inputs, coupling, unrelated), pool)
+            way = Descent(root, covector, *given, inputs, coupling, unrelated, beside)
+            self._pull(way, pool)
             inputs = False
             if own is not None:
                 self._try_along(own, covector, pool)
@@ -174,6 +180,9 @@ class Structure:
         if route is not None and self._follow(way, route, pool):
             return
         # the first time, or another way through the same layers
+        if way.beside is not None:
+            way.beside.join()
+            way.beside = None
         route, settled = self._prove_everywhere(way, pool) or self._prove(way, pool)
         if settled:
             self._routes[signature] = route
@@ -187,7 +196,11 @@ class Structure:
         if down.reached != route.reached:
             return False
         CompoundReplays(way, down.cotangents).add_to(pool, route.plan)
-        self._add(down, route.plan, pool)
+        self._note(route.plan)
+        if way.beside is None:
+            self._add(down, route.plan, pool)
+        else:
+            way.beside.do(partial(self._add, down, route.plan, pool))
         return True
 
     def _prove_everywhere(self, way: Descent, pool: Pool) -> tuple[Route, bool] | None:
@@ -220,21 +233,26 @@ class Structure:
         plan = BlockPlan(uses, plain, self._joint, remarks)
         ends = last_edges(way.root, way.edges[: len(entries)])
         replays.add_to(pool, plan)
+        self._note(plan)
         self._add(down, plan, pool)
         norms = _norms({n: g for n, g in down.gradients.items() if n not in plan.plain})
         settled = all(bool(norm > 0) for norm in norms)  # a gradient of zero proves nothing
         return Route(plan, layouts, down.reached, ends), settled
 
+    def _note(self, plan: BlockPlan) -> None:
+        """Note what holds for the parameters from now."""
+        if plan is self._plan:
+            return
+        self._plan = plan
+        self.plain = {n: why for n, why in plan.plain.items() if why}
+        unused = {n for n, why in plan.plain.items() if not why and n in self.partners}
+        new = {n: key.names for key in plan.keys for n in key.names if n not in unused}
+        kept = {n: names for n, names in self.partners.items() if not new.keys() & {*names}}
+        self.partners = {**kept, **new}
+        self.reasons = {n: r for n, r in self.reasons.items() if n not in new} | plan.reasons
+
     def _add(self, down: CotangentPass, plan: BlockPlan, pool: Pool) -> None:
-        """Add what was measured to its blocks, and note what holds for the parameters from now."""
-        if plan is not self._plan:
-            self._plan = plan
-            self.plain = {n: why for n, why in plan.plain.items() if why}
-            unused = {n for n, why in plan.plain.items() if not why and n in self.partners}
-            new = {n: key.names for key in plan.keys for n in key.names if n not in unused}
-            kept = {n: names for n, names in self.partners.items() if not new.keys() & {*names}}
-            self.partners = {**kept, **new}
-            self.reasons = {n: r for n, r in self.reasons.items() if n not in new} | plan.reasons
+        """Add what was measured to its blocks."""
         way = down.descent
         down.add_to(pool, plan)
         names = [n for n in plan.plain if n in way.leaves]
