@@ -86,20 +86,11 @@ class History:
 
     def joined(self, other: History) -> History:
         """This run followed by another."""
-        steps, spent = len(self), self.spent
-        return History(
-            self.loss + other.loss,
-            self.seconds + [spent + s for s in other.seconds],
-            self.damping + other.damping,
-            self.trials + other.trials,
-            self.accepted + other.accepted,
-            self.measured + [steps + m for m in other.measured],
-            self.error + other.error,
-            self.clock + [spent + c for c in other.clock],
-            self.validated + [steps + v for v in other.validated],
-            self.own + other.own,
-            self.fresh + other.fresh,
-            self.moved + [steps + m for m in other.moved],
-            self.restarted + [steps + r for r in other.restarted],
-            self.settled + [steps + r for r in other.settled],
-        )
+        counted = ("measured", "validated", "moved", "restarted", "settled")
+        later = {**dict.fromkeys(counted, len(self)), "seconds": self.spent, "clock": self.spent}
+
+        def shifted(name: str) -> list[Any]:
+            values = getattr(other, name)
+            return [v + later[name] for v in values] if name in later else values
+
+        return History(**{f.name: getattr(self, f.name) + shifted(f.name) for f in fields(self)})

@@ -56,14 +56,9 @@ class Settings:
             check_device(self.device)
 
     def _check_length(self) -> None:
-        least = {"steps": 0, "single": 0, "measure": 1}
-        given = {name: getattr(self, name) for name in least}
-        if not all(is_integer(n, least[name]) for name, n in given.items()):
-            raise PullbackError(
-                "The run's length is not usable",
-                f"got {', '.join(f'{name}={n!r}' for name, n in given.items())}",
-                "Use integers steps ≥ 0, single ≥ 0, measure ≥ 1",
-            )
+        for name, least in (("steps", 0), ("single", 0), ("measure", 1)):
+            n = getattr(self, name)
+            require(is_integer(n, least), f"{name}=", n, f"Use an integer {name} ≥ {least}")
         tol, budget, patience = self.tol, self.budget, self.patience
         usable = tol is None or (is_number(tol) and tol > 0)
         require(usable, "The tolerance tol", tol, "Use a finite number > 0, or None")
@@ -94,13 +89,9 @@ class Settings:
         require(is_integer(self.memory, 1), "The memory", self.memory, "Use bytes, an integer ≥ 1")
 
     def _check_callbacks(self) -> None:
-        found = self.callbacks
-        if not isinstance(found, (list, tuple)) or not all(map(callable, found)):
-            raise PullbackError(
-                "The callbacks are not usable",
-                f"got {found!r}",
-                "Put functions of (run, info) in a list: callbacks=[function]",
-            )
+        usable = isinstance(self.callbacks, (list, tuple)) and all(map(callable, self.callbacks))
+        remedy = "Put functions of (run, info) in a list: callbacks=[function]"
+        require(usable, "callbacks=", self.callbacks, remedy)
 
 
 def check_device(device: object) -> None:
