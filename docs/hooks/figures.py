@@ -1,4 +1,4 @@
-"""A hook of mkdocs: a figure opens at full size, and no number of a table is broken at its minus.
+"""A hook of mkdocs: a figure opens at full size, and no number of a table is broken.
 
 The pages stay plain Markdown, which GitHub shows as well.
 """
@@ -8,7 +8,9 @@ from typing import Any
 
 FIGURE = re.compile(r'<p>(<img [^>]*?src="([^"]+)"[^>]*>)')
 CELL = re.compile(r"<td.*?</td>", re.DOTALL)
-NUMBER = re.compile(r"\b\d[\d.]*e[-−+]\d+")
+NUMBER = re.compile(  # 1e-3, −0.6 ± 1.4, 24 ms, 2026-11-17
+    r"\b\d[\d.]*e[-−+]\d+|[-−]?\d[\d.]* ± [\d.]+|\b\d[\d.]* (?:ms|s|[MGT]i?B)\b|\b\d{4}-\d\d-\d\d\b"
+)
 
 
 def linked(html: str) -> str:
