@@ -1,4 +1,4 @@
-"""A hook of mkdocs: a figure opens at full size, and no number of a table is broken.
+"""A hook of mkdocs: a figure opens at full size; numbers and sentences of tables get room.
 
 The pages stay plain Markdown, which GitHub shows as well.
 """
@@ -23,6 +23,16 @@ def unbroken(html: str) -> str:
     return CELL.sub(lambda cell: NUMBER.sub(r'<span class="number">\g<0></span>', cell[0]), html)
 
 
+def roomy(html: str) -> str:
+    """Mark the cells of tables that hold sentences, so that they stay wide on a phone."""
+
+    def mark(cell: re.Match[str]) -> str:
+        words = len(re.sub("<[^>]*>", "", cell[0])) > 40
+        return cell[0].replace("<td", '<td class="words"', 1) if words else cell[0]
+
+    return CELL.sub(mark, html)
+
+
 def on_page_content(html: str, **_: Any) -> str:
-    """Return the page's body with both."""
-    return unbroken(linked(html))
+    """Return the page's body with all three."""
+    return unbroken(roomy(linked(html)))
