@@ -62,7 +62,7 @@ PROBLEMS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: pde.Box([(0, 1), (0, 1)]) - pde.Box([(-1, 2), (-1, 2)]),
         "difference",
     ),
-    "no domain": (lambda: pde.Problem("box", [EQUATION]), "no domain"),  # pyright: ignore[reportArgumentType]
+    "no domain": (lambda: pde.Problem("box", [EQUATION]), "The domain"),  # pyright: ignore[reportArgumentType]
     "no conditions": (lambda: pde.Problem(LINE, []), "no conditions"),
     "no condition": (lambda: problem(lambda u: u.x), "is none"),  # pyright: ignore[reportArgumentType]
     "no equation": (lambda: problem(pde.Dirichlet(0.0)), "no equation"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +28,6 @@ from .discretize import (
     shared,
     term,
 )
-from .evidence import evidence
 from .plan import Plan
 from .problem import Problem
 from .sampling import Points
@@ -72,6 +71,7 @@ class Collocation:
         self._processes = processes
         self._terms: list[tuple[Condition, Sites, Term]] = []
         self._dtype, self._device, self._single = like.dtype, like.device, single
+        self._built = like.dtype  # the objective's
         self._like = like.detach().new_empty(0)
         self.sites: dict[str, Sites] = plan.draw(plan.at(0))
         self.count = sum(refuse_coupled(problem, c, self.sites[c.name]) for c in problem.conditions)
@@ -89,19 +89,19 @@ class Collocation:
         conditions = self._problem.conditions
         return [fingerprint(self._problem, c, self.sites[c.name]) for c in conditions]
 
-    def at(self, step: int) -> Objective:
-        """The objective at the points and in the precision of this step."""
+    def at(self, step: int, double: bool = False) -> Objective:
+        """The objective at the points and in the precision of this step, or in float64."""
         drawn, refine = self._plan.at(step), self._plan.refine
         dtype = torch.float32 if step < self._single else self._dtype
+        if double and self._device.type != "mps":  # which has none
+            dtype = torch.float64
         self._trial.to(dtype)
-        new = self.objective is None
+        new = self.objective is None or dtype != self._built
         if drawn != self._drawn:
             self.sites, self._drawn, new = self._plan.draw(drawn), drawn, True
         elif refine is not None and refine.due(step) and self._refined != step:
             self.sites, new = self._refined_sites(step), True
             self._refined = step  # an interrupted step finds its points as they were
-        if step == self._single or (step == 0 and self._single):
-            new = True
         if new:
             self.objective = self._build(dtype)
         if self._causal is not None and self._causal.due(step):
@@ -152,10 +152,10 @@ class Collocation:
         if self.weights == before:
             terms = [(c, item) for c, _, item in self._terms]
             with torch.enable_grad():
-                found = evidence(terms, dict(self._trial.named_parameters()), self._processes)
-            for c in self._priors if not 1 / _SETTLED < found.factor < _SETTLED else []:
+                factor = evidence(terms, dict(self._trial.named_parameters()), self._processes)
+            for c in self._priors if not 1 / _SETTLED < factor < _SETTLED else []:
                 # beyond its first value a prior would replace the equation
-                self.weights[c.name] = min(c.weight, self.weights[c.name] * found.factor)
+                self.weights[c.name] = min(c.weight, self.weights[c.name] * factor)
         if self.weights == before:
             return False
         self.objective = self._build(next(self._trial.parameters()).dtype)
@@ -188,10 +188,10 @@ class Collocation:
         """Whether the loss is a sum of squares, which would vanish at a solution."""
         return not any(isinstance(c, Energy) for c in self._problem.conditions)
 
-    def full(self, steps: int) -> None:
-        """The trial in its own precision, and the objective with it, after so many steps."""
+    def full(self) -> None:
+        """The trial in its own precision, and the objective with it."""
         self._trial.to(self._dtype)
-        if self.objective is not None and steps <= self._single:
+        if self.objective is not None and self._built != self._dtype:
             self.objective = self._build(self._dtype)
 
     def nested(self) -> str:
@@ -264,7 +264,7 @@ class Collocation:
             self.objective = self._build(self._dtype)
 
     def _build(self, dtype: torch.dtype) -> Objective:
-        processes, self._terms = self._processes, []
+        processes, self._terms, self._built = self._processes, [], dtype
         for c in self._problem.conditions:
             sites = tuple(p.to(dtype, self._device) for p in self.sites[c.name])
             total = sites[0].weights.sum()
@@ -299,8 +299,7 @@ def balanced(problem: Problem, sites: Mapping[str, Sites]) -> dict[str, float]:
 
 def _visibility(problem: Problem, condition: Condition, sites: Sites) -> float:
     """Mean square of a condition's terms for a wave with the domain's own lengths."""
-    unknowns = {n: sites[0].x.new_tensor(v) for n, v in problem.unknowns.items()}
-    local = LocalResidual(problem, condition, sites, unknowns)
+    local = LocalResidual(problem, condition, sites)
     waves = (math.pi / (problem.domain.high - problem.domain.low)).tolist()
     space = problem.coordinates.space
 
@@ -313,3 +312,54 @@ def _visibility(problem: Problem, condition: Condition, sites: Sites) -> float:
     slopes = local.slopes({key: ones * size(key[2]) for key in local.keys})[1]
     total = sum(float(s.square().mean(0).sum()) * size(k[2]) ** 2 for k, s in slopes.items())
     return total if math.isfinite(total) and total > 0 else float("nan")
+
+
+_RIDGE = 1e-12  # of the largest entry: directions that neither equation nor prior see
+_FACTORS = [10.0 ** (k / 4) for k in range(-8, 5)]  # what is known here holds nearby alone
+
+
+def evidence(
+    terms: Sequence[tuple[Condition, Term]], params: Mapping[str, Tensor], processes: Processes
+) -> float:
+    r"""The factor by which the prior's weight should change: where the data's evidence is largest.
+
+    Let A_e, A_p, A_d be the weighted rows of equations, prior and data, and z their values. Around
+    the parameters the first two say that a change δ is normal with mean δ₀ and, up to the noise's
+    variance, precision K = A_eᵀA_e + s A_pᵀA_p. Data then are a Gaussian process with noise,
+
+        ν = z_d + A_d δ₀,   C = 1 + A_d K⁻¹ A_dᵀ,   −2 log p = n log νᵀC⁻¹ν + log det C + const,
+
+    whose smallest −2 log p over a grid of s is taken.
+    """
+    free = {n: p for n, p in params.items() if p.requires_grad}
+    size = sum(p.numel() for p in free.values())
+    like = torch.zeros(0, dtype=torch.float64, device=next(iter(free.values())).device)
+    grams = {kind: like.new_zeros(size, size + 1) for kind in ("equations", "prior")}
+    rows, values = [like.new_zeros(0, size)], [like]
+    for condition, item in terms:
+        linear = item.map.linearize(free)
+        a, z = linear.rows().detach().double(), linear.value.detach().flatten().double()
+        if isinstance(condition, Data):
+            rows.append(a)
+            values.append(z)
+        else:
+            kind = "prior" if isinstance(condition, Prior) else "equations"
+            grams[kind] += a.T @ torch.cat([a, z[:, None]], 1)
+    equations, prior = processes.sum([grams["equations"], grams["prior"]])
+    data, misfit = processes.gather([torch.cat(rows), torch.cat(values)])
+    return min(_FACTORS, key=lambda s: _marginal(equations + s * prior, data, misfit))
+
+
+def _marginal(known: Tensor, a: Tensor, z: Tensor) -> float:
+    """−2 log p, from K with its right-hand side."""
+    k, g = known[:, :-1].clone(), known[:, -1]
+    k.diagonal().add_(_RIDGE * k.diagonal().max())
+    lower = torch.linalg.cholesky_ex(k).L
+    spread = torch.linalg.solve_triangular(lower, a.T, upper=False)  # L⁻¹A_dᵀ
+    start = torch.linalg.solve_triangular(lower, -g[:, None], upper=False)[:, 0]
+    c = spread.T @ spread
+    c.diagonal().add_(1.0)
+    root = torch.linalg.cholesky_ex(c).L
+    off = torch.linalg.solve_triangular(root, (z + spread.T @ start)[:, None], upper=False)
+    cost = len(z) * off.square().sum().log() + 2 * root.diagonal().log().sum()
+    return float(cost) if torch.isfinite(cost) else float("inf")

@@ -22,6 +22,7 @@ class History:
         fresh: the loss then at fresh ones.
         moved: steps before which points were moved because the run overfitted them.
         restarted: steps before which a stuck run went on from other parameters.
+        settled: steps from which on a run took short steps, at its end or where it was stuck.
     """
 
     loss: list[float] = field(default_factory=list)
@@ -37,6 +38,7 @@ class History:
     fresh: list[float] = field(default_factory=list)
     moved: list[int] = field(default_factory=list)
     restarted: list[int] = field(default_factory=list)
+    settled: list[int] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.loss)
@@ -83,20 +85,13 @@ class History:
         return cls(**{f.name: list(state[f.name]) for f in fields(cls)})
 
     def joined(self, other: History) -> History:
-        """This run followed by another."""
-        steps, spent = len(self), self.spent
-        return History(
-            self.loss + other.loss,
-            self.seconds + [spent + s for s in other.seconds],
-            self.damping + other.damping,
-            self.trials + other.trials,
-            self.accepted + other.accepted,
-            self.measured + [steps + m for m in other.measured],
-            self.error + other.error,
-            self.clock + [spent + c for c in other.clock],
-            self.validated + [steps + v for v in other.validated],
-            self.own + other.own,
-            self.fresh + other.fresh,
-            self.moved + [steps + m for m in other.moved],
-            self.restarted + [steps + r for r in other.restarted],
-        )
+        """This run followed by another, whose steps and seconds count from its end."""
+        out = History.from_dict(self.as_dict())
+        for f in fields(History):
+            values = getattr(other, f.name)
+            if f.name in ("measured", "validated", "moved", "restarted", "settled"):
+                values = [len(self) + step for step in values]
+            elif f.name in ("seconds", "clock"):
+                values = [self.spent + second for second in values]
+            getattr(out, f.name).extend(values)
+        return out

@@ -74,10 +74,8 @@ class Plan:
         refine: Refine | str | None,
     ) -> None:
         self.problem, self.seed = problem, check_seed(seed)
-        if resample is not None and (not isinstance(resample, int) or resample < 1):
-            raise PullbackError(
-                "The resampling interval is not usable", f"got {resample!r}", "Use steps ≥ 1"
-            )
+        usable = resample is None or is_integer(resample, 1)
+        require(usable, "The resampling interval", resample, "Use steps ≥ 1")
         self.resample = resample
         #: the schedule of refinements, where there is one
         self.refine = refine if isinstance(refine, Refine) else None

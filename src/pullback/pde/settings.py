@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from .._core.errors import PullbackError
+from .._core.errors import PullbackError, require_kind
 from ..optim import StepInfo
 from ..solvers import Solver
 from ..steps import Step
@@ -51,19 +51,18 @@ class Settings:
     def __post_init__(self) -> None:
         self._check_length()
         self._check_stages()
-        self._check_callbacks()
+        listed = isinstance(self.callbacks, (list, tuple)) and all(map(callable, self.callbacks))
+        remedy = "Put functions of (run, info) in a list: callbacks=[function]"
+        require(listed, "callbacks=", self.callbacks, remedy)
         if self.device is not None:
             check_device(self.device)
 
     def _check_length(self) -> None:
         least = {"steps": 0, "single": 0, "measure": 1}
         given = {name: getattr(self, name) for name in least}
-        if not all(is_integer(n, least[name]) for name, n in given.items()):
-            raise PullbackError(
-                "The run's length is not usable",
-                f"got {', '.join(f'{name}={n!r}' for name, n in given.items())}",
-                "Use integers steps ≥ 0, single ≥ 0, measure ≥ 1",
-            )
+        usable = all(is_integer(n, least[name]) for name, n in given.items())
+        remedy = "Use integers steps ≥ 0, single ≥ 0, measure ≥ 1"
+        require(usable, "The run's length", given, remedy)
         tol, budget, patience = self.tol, self.budget, self.patience
         usable = tol is None or (is_number(tol) and tol > 0)
         require(usable, "The tolerance tol", tol, "Use a finite number > 0, or None")
@@ -73,15 +72,8 @@ class Settings:
         require(usable, "The patience", patience, "Use an integer ≥ 1, or None")
 
     def _check_stages(self) -> None:
-        kinds = {"solver": Solver, "step": Step}
-        for name, kind in kinds.items():
-            found = getattr(self, name)
-            if found is not None and not isinstance(found, kind):
-                raise PullbackError(
-                    f"{name} is not a {kind.__name__}",
-                    f"got {found!r}",
-                    f"Pass an instance of {kind.__name__}, or None for the default",
-                )
+        require_kind("solver", self.solver, Solver)
+        require_kind("step", self.step, Step)
         require(isinstance(self.causal, bool), "causal=", self.causal, "Use True or False")
         usable = self.refine in ("auto", None) or isinstance(self.refine, Refine)
         require(usable, "The refinement", self.refine, 'Use Refine(…), "auto" or None')
@@ -92,15 +84,6 @@ class Settings:
                 "Give these to the optimizer",
             )
         require(is_integer(self.memory, 1), "The memory", self.memory, "Use bytes, an integer ≥ 1")
-
-    def _check_callbacks(self) -> None:
-        found = self.callbacks
-        if not isinstance(found, (list, tuple)) or not all(map(callable, found)):
-            raise PullbackError(
-                "The callbacks are not usable",
-                f"got {found!r}",
-                "Put functions of (run, info) in a list: callbacks=[function]",
-            )
 
 
 def check_device(device: object) -> None:
