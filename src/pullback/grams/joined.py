@@ -1,8 +1,8 @@
 r"""The Gram of rows that live on several processes, A = (A_0; A_1; …), held alike by all of them.
 
-    parameter space   where the solver wants AᵀA, Σ_k A_kᵀA_k is summed; where it wants rows,
-                      A_k = Q_k R_k on each process: the stacked R_k have the Gram and the
-                      spectrum of A, and Q_kᵀr_k stands for r_k (tall-skinny QR)
+    parameter space   A_k = Q_k R_k on each process: the stacked R_k have the Gram and the
+                      spectrum of A, and Q_kᵀr_k stands for r_k (tall-skinny QR); where rows do
+                      not fit, Σ_k A_kᵀA_k is summed
     sample space      what A_k is made of (inputs a, cotangents δ) is gathered, tiles A_k A_jᵀ of
                       the kernel are shared out, and Aᵀc = Σ_k A_kᵀc_k is summed
 
@@ -21,12 +21,11 @@ from torch import Tensor, nn
 from .._core.errors import PullbackError
 from .._core.parcels import gather_objects
 from .._core.processes import Processes
-from .._core.products import gram
 from .._core.space import ParameterSpace
 from .._core.svd import qr
 from ..maps import Pulled
 from .assemble import Part, choose, dense, panel_bytes, panels, squares
-from .base import FactoredGram, Gram, Structure
+from .base import Gram
 from .forms import Dense, Kernel, Operator, Panels, Rows
 
 
@@ -156,37 +155,6 @@ class Stack:
         return self.processes.sum([squares(self.parts, self.space, budget)])[0]
 
 
-class StackedRows(FactoredGram):
-    """G = Σ_k A_kᵀA_k, where every process holds its own rows."""
-
-    def __init__(self, stack: Stack) -> None:
-        self._stack, self.count, self.size = stack, stack.count, stack.space.size
-        self.dtype, self.device = stack.space.dtype, stack.space.device
-        self.structure = Structure("rows", factored=True, low_rank=self.count < self.size)
-        self._a = stack.own_rows()
-
-    def project(self, v: Tensor) -> Tensor:
-        return self._stack.processes.gather([self._a @ v])[0]
-
-    def lift(self, c: Tensor) -> Tensor:
-        return self._sum(self._a.T @ c[self._stack.places[self._stack.processes.rank]])
-
-    def rows(self) -> Tensor:
-        return self._stack.processes.gather([self._a], "rows")[0]
-
-    def row_norms(self) -> Tensor:
-        return self._stack.processes.gather([self._a.norm(dim=1)])[0]
-
-    def dense(self) -> Tensor:
-        return self._sum(gram(self._a.T), "gram")
-
-    def diagonal(self) -> Tensor:
-        return self._sum(self._a.norm(dim=0).square())
-
-    def _sum(self, x: Tensor, what: str = "sums") -> Tensor:
-        return self._stack.processes.sum([x], what)[0]
-
-
 class StackedKernel(Kernel):
     """The kernel of a stack; many lifts are summed at once."""
 
@@ -228,12 +196,12 @@ def assemble_stack(
             space.dtype, space.device, lambda a: stack.processes.gather([a], "rows")[0],
         )  # fmt: skip
         return found, stack.gather(white)
-    if form == "rows" and p <= n and prefers != "small":
+    if form == "rows" and p <= n:
         a, white = stack.triangle(white)
         return Rows(a), white
     white = stack.gather(white)
     if form == "rows":
-        return StackedRows(stack) if p <= n else Rows(stack.rows()), white
+        return Rows(stack.rows()), white
     if form == "dense":
         return Dense(stack.dense(budget), n), white
     if form == "kernel":

@@ -17,8 +17,6 @@ import numpy as np
 
 from .base import Array
 
-_memory: dict[str, dict[str, Array]] = {}  # what no disk would take
-
 
 def folder() -> Path:
     """$PULLBACK_CACHE, or `pullback` in the platform's folder for caches."""
@@ -43,15 +41,15 @@ def cached(
     """The arrays `keys` of compute(), from disk if they were computed before.
 
     The file is named after name, parameters and version. A file that cannot be read is computed
-    again, and where nothing can be written the arrays stay in memory.
+    again, and where nothing can be written nothing is kept.
     """
     text = json.dumps([name, version, sorted(parameters.items())])
     path = folder() / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.npz"
-    arrays = _memory.get(str(path)) or _read(path, keys)
+    arrays = _read(path, keys)
     if arrays is None:
         arrays = compute()
-        if not _write(path, arrays):
-            _memory[str(path)] = arrays
+        with contextlib.suppress(OSError):
+            _write(path, arrays)
     return arrays
 
 
@@ -63,19 +61,14 @@ def _read(path: Path, keys: tuple[str, ...]) -> dict[str, Array] | None:
         return None
 
 
-def _write(path: Path, arrays: dict[str, Array]) -> bool:
+def _write(path: Path, arrays: dict[str, Array]) -> None:
     """Write beside the target and rename: a reader never meets half a file."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".part")
-    except OSError:
-        return False
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".part")
     try:
         with os.fdopen(handle, "wb") as file:
             np.savez(file, **arrays)  # pyright: ignore[reportArgumentType]
         os.replace(temporary, path)
     except OSError:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        return False
-    return True
+        os.unlink(temporary)
+        raise
