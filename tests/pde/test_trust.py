@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from pullback import PullbackError, pde
 from pullback.pde.progress import Log
 from pullback.pde.verdict import Verdict
+from pullback.steps import TargetRatio
 
 pi = math.pi
 
@@ -137,7 +138,7 @@ def test_runs_that_end_early_say_how_fast_they_were() -> None:
         solution = pde.solve(
             pde.Poisson(1), pde.mlp(1, 10, 1, seed=0), points=60, steps=30, progress=False
         )
-    losses = solution.history.loss
+    losses = solution.history.loss[: solution.history.settled[-1]]  # of long steps
     pace = 1 - (losses[-1] / losses[-21]) ** (1 / 20)
     assert solution.verdict.falling == pytest.approx(pace)
 
@@ -310,6 +311,24 @@ def test_stuck_runs_go_on_from_kicked_parameters(tmp_path: Path) -> None:
     assert part.history.loss == whole.history.loss
     for a, b in zip(part.network.parameters(), whole.network.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_runs_settle_at_their_end(dtype: torch.dtype) -> None:
+    """The last tenth of the steps is short, unless the caller says how long they are."""
+
+    def solved(**options: Any) -> pde.Solution:
+        network = pde.mlp(1, 10, 1, seed=0, dtype=dtype)
+        return pde.solve(pde.Poisson(1), network, points=60, steps=40, progress=False, **options)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        settled, given = solved(), solved(step=TargetRatio())
+    assert settled.history.settled == [36]
+    assert given.history.settled == []
+    assert settled.history.loss[:36] == given.history.loss[:36]
+    assert settled.error < given.error / 20
+    assert next(settled.network.parameters()).dtype == dtype
 
 
 def test_a_dense_gram_is_announced() -> None:

@@ -26,6 +26,20 @@ def finite(tensors: Sequence[Tensor], *, squares: bool = False) -> Tensor:
     return torch.isfinite(_largest_norm(some, inf))
 
 
+def finite_own(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the same of tensors that nobody else holds.
+
+    One kernel looks at many of them on a GPU, and writes what it has read.
+    """
+    first = tensors[0]
+    plain = all(t.dtype == first.dtype and t.is_contiguous() for t in tensors)
+    if not plain or not all(t.device == first.device for t in tensors) or not first.is_cuda:
+        return finite(tensors)
+    broken, one = torch.zeros(1, device=first.device), torch.ones(1, device=first.device)
+    torch._amp_foreach_non_finite_check_and_unscale_(list(tensors), broken, one)
+    return broken[0] == 0
+
+
 def _largest_norm(tensors: list[Tensor], order: float) -> Tensor:
     norms = torch._foreach_norm(tensors, order)
     if len({(n.dtype, n.device) for n in norms}) > 1:

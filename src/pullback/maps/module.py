@@ -83,16 +83,6 @@ class ModuleMap(Map):
         """φ(w) with a graph that is kept for many pullbacks."""
         return ModuleLinearization(self, params)
 
-    def evaluate(self, params: Mapping[str, Tensor]) -> Tensor:
-        """φ(w) alone, as `linearize` has it: torch takes other ways where nothing needs gradients.
-
-        Layers are not written down.
-        """
-        leaves = {n: p.detach().requires_grad_() for n, p in params.items()}
-        with torch.enable_grad(), self.call.replaying():
-            z = self.call_with(leaves, *self.call.args, **self.call.kwargs)
-        return z.detach().to(ParameterSpace(params).dtype)
-
 
 class ModuleLinearization(Linearization):
     """A replayed forward pass with its layers' inputs and the places where cotangents appear."""

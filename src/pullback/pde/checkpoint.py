@@ -12,7 +12,7 @@ from torch import nn
 
 from .._core.errors import PullbackError
 
-_VERSION = 3
+_VERSION = 4
 
 
 def save(path: Path, state: dict[str, Any]) -> None:

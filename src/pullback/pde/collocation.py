@@ -71,6 +71,7 @@ class Collocation:
         self._processes = processes
         self._terms: list[tuple[Condition, Sites, Term]] = []
         self._dtype, self._device, self._single = like.dtype, like.device, single
+        self._built = like.dtype  # the objective's
         self._like = like.detach().new_empty(0)
         self.sites: dict[str, Sites] = plan.draw(plan.at(0))
         self.count = sum(refuse_coupled(problem, c, self.sites[c.name]) for c in problem.conditions)
@@ -88,19 +89,19 @@ class Collocation:
         conditions = self._problem.conditions
         return [fingerprint(self._problem, c, self.sites[c.name]) for c in conditions]
 
-    def at(self, step: int) -> Objective:
-        """The objective at the points and in the precision of this step."""
+    def at(self, step: int, double: bool = False) -> Objective:
+        """The objective at the points and in the precision of this step, or in float64."""
         drawn, refine = self._plan.at(step), self._plan.refine
         dtype = torch.float32 if step < self._single else self._dtype
+        if double and self._device.type != "mps":  # which has none
+            dtype = torch.float64
         self._trial.to(dtype)
-        new = self.objective is None
+        new = self.objective is None or dtype != self._built
         if drawn != self._drawn:
             self.sites, self._drawn, new = self._plan.draw(drawn), drawn, True
         elif refine is not None and refine.due(step) and self._refined != step:
             self.sites, new = self._refined_sites(step), True
             self._refined = step  # an interrupted step finds its points as they were
-        if step == self._single or (step == 0 and self._single):
-            new = True
         if new:
             self.objective = self._build(dtype)
         if self._causal is not None and self._causal.due(step):
@@ -187,10 +188,10 @@ class Collocation:
         """Whether the loss is a sum of squares, which would vanish at a solution."""
         return not any(isinstance(c, Energy) for c in self._problem.conditions)
 
-    def full(self, steps: int) -> None:
-        """The trial in its own precision, and the objective with it, after so many steps."""
+    def full(self) -> None:
+        """The trial in its own precision, and the objective with it."""
         self._trial.to(self._dtype)
-        if self.objective is not None and steps <= self._single:
+        if self.objective is not None and self._built != self._dtype:
             self.objective = self._build(self._dtype)
 
     def nested(self) -> str:
@@ -263,7 +264,7 @@ class Collocation:
             self.objective = self._build(self._dtype)
 
     def _build(self, dtype: torch.dtype) -> Objective:
-        processes, self._terms = self._processes, []
+        processes, self._terms, self._built = self._processes, [], dtype
         for c in self._problem.conditions:
             sites = tuple(p.to(dtype, self._device) for p in self.sites[c.name])
             total = sites[0].weights.sum()

@@ -22,6 +22,7 @@ class History:
         fresh: the loss then at fresh ones.
         moved: steps before which points were moved because the run overfitted them.
         restarted: steps before which a stuck run went on from other parameters.
+        settled: steps from which on a run took short steps, at its end or where it was stuck.
     """
 
     loss: list[float] = field(default_factory=list)
@@ -37,6 +38,7 @@ class History:
     fresh: list[float] = field(default_factory=list)
     moved: list[int] = field(default_factory=list)
     restarted: list[int] = field(default_factory=list)
+    settled: list[int] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.loss)
@@ -87,7 +89,7 @@ class History:
         out = History.from_dict(self.as_dict())
         for f in fields(History):
             values = getattr(other, f.name)
-            if f.name in ("measured", "validated", "moved", "restarted"):
+            if f.name in ("measured", "validated", "moved", "restarted", "settled"):
                 values = [len(self) + step for step in values]
             elif f.name in ("seconds", "clock"):
                 values = [self.spent + second for second in values]

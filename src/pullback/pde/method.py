@@ -20,6 +20,8 @@ from .settings import Settings
 _CUT = 5e-14  # singular values below this share of the largest are noise, in float64
 _LARGE = 2500  # parameters above which a step moves in a random subspace
 _SUBSPACE = 1000  # its dimension
+#: steps whose reduction of the loss is nearly what was predicted, from tiny ones on
+SHORT = TargetRatio(0.9, radii=48, window=1e3)
 _PROBE = 512  # the side of the matrices that a device's speed is measured with
 
 

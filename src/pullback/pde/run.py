@@ -7,7 +7,8 @@ import os
 import time
 import warnings
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from .checks import precision, refuse_flat, refuse_shape
 from .collocation import Collocation
 from .discretize import Trial, coefficients
 from .history import History
-from .method import costs, optimizer, peak_memory, size, stepped
+from .method import SHORT, costs, optimizer, peak_memory, size, stepped
 from .plan import Plan
 from .problem import Problem
 from .progress import Line, shown
@@ -43,9 +44,11 @@ _LATE = 1e-12  # of the first loss, above which they do so where points are over
 _KICK = 0.01  # of the parameters' size
 _FEW = 4  # dimensions up to which all second derivatives of a network are looked at
 _LEVEL = 10, 0.05  # steps, and the share of the loss, after which a prior is weighed anew
+_SLOW = 0.01, 0.5  # of the loss: runs that fall by less are stuck, far from a solution and near
 _TRY = 40  # steps that a kick needs to pay
 _PACE = 20  # steps over which the loss is seen to fall
 _RESTART = 1e-3  # of their terms: residuals at which a run that is stuck starts anew
+_SETTLE = 10  # steps of the end, and of a stuck run, that go down into the valley; a tenth at most
 
 
 class Run:
@@ -73,37 +76,28 @@ class Run:
         refuse_shape(problem, network, like)
         self._device = like.device
         self._settings = settings
-        plan = Plan(
-            problem,
-            size(self._trial),
-            points=settings.points,
-            sampler=settings.sampler,
-            seed=settings.seed,
-            resample=settings.resample,
-            refine=settings.refine,
-        )
+        sampling = ("points", "sampler", "seed", "resample", "refine")
+        chosen = {name: getattr(settings, name) for name in sampling}
+        plan = Plan(problem, size(self._trial), **chosen)
         self._processes.adopt([*self._trial.parameters(), *self._trial.buffers()])
         self._points = Collocation(
             problem, self._trial, plan, like, settings.single, settings.causal, self._processes
         )
         if problem.domain.dim <= _FEW:
             refuse_flat(problem, network, self._points.sites)
-        self.optimizer = self._made(like.dtype)
+        self.history, self._dtype = History(), like.dtype
+        self.optimizer = self._made()
+        weights, seed = self._points.weights, settings.seed
         self._validation = Validation(
-            problem,
-            self._trial,
-            plan.counts,
-            self._points.weights,
-            settings.seed,
-            self._processes,
+            problem, self._trial, plan.counts, weights, seed, self._processes
         )
         self._adaptive = plan.adaptive
         self._path = None if checkpoint is None else Path(checkpoint)
-        self.history = History()
         self._yardstick = Yardstick(problem, like) if problem.known else None
         self._rejected, self._stuck = 0, False
         self._first = {n: p.detach().clone() for n, p in self._trial.named_parameters()}
         self._best: dict[str, Any] | None = None  # of the runs before the last restart
+        self._unsettled: dict[str, Any] | None = None  # before the last steps of all
         self._said = False
         #: seconds spent before this call, by a run that it goes on with
         self.begun = 0.0
@@ -153,10 +147,12 @@ class Run:
         due = self.history.spent + _SAVE_EVERY
         self._record_error()
         stopped, orderly = "", self._processes.alone
+        # one process ends at SIGTERM with a checkpoint, several of them after the same step
+        interruptible = terminable(self._path is not None) if orderly else held_back()
         show = self._settings.progress and self._processes.rank == 0
         try:
             with (
-                self._interruptible() as came,
+                interruptible as came,
                 shown(self.problem.name, self._settings.steps, enabled=show) as line,
             ):
                 first = len(self.history)
@@ -164,7 +160,8 @@ class Run:
                     line.say(text)
                 while not (stopped := self._finished()):
                     info = self._step()
-                    line(len(self.history), loss=info.loss, fresh=self._fresh, error=self.error)
+                    fresh = self.history.fresh[-1] if self.history.fresh else math.nan
+                    line(len(self.history), loss=info.loss, fresh=fresh, error=self.error)
                     if len(self.history) == first + 1 and self.first and not again:
                         self._announce(info, line)
                     if stopped := self._asked(info, came):
@@ -175,7 +172,7 @@ class Run:
                         due = self.history.spent + _SAVE_EVERY
             orderly = True
         finally:
-            self._points.full(len(self.history))
+            self._points.full()
             if not len(self.history):  # refused, perhaps after rounding to single precision
                 self._put(self._first)
             if orderly:
@@ -206,20 +203,14 @@ class Run:
         came.repeat()
         return solution
 
-    def _interruptible(self) -> AbstractContextManager[Interruption]:
-        """One process ends at SIGTERM with a checkpoint, several of them after the same step."""
-        return terminable(self._path is not None) if self._processes.alone else held_back()
-
     def _announce(self, info: StepInfo, line: Line) -> None:
         """Say what the run will take, and what its memory does not allow."""
-        kind = torch.finfo(next(self._trial.parameters()).dtype)
         left = self._settings.steps - len(self.history)
         seconds, budget = self.history.spent - self.begun, self._settings.budget
         rest = math.inf if budget is None else max(0.0, budget - seconds)
-        entries, peak = info.rows * info.parameters, peak_memory(self._device)
-        line.forecast(left, seconds, rest, entries * kind.bits // 8, peak)
+        need = info.rows * info.parameters * torch.finfo(self._dtype).bits // 8
+        line.forecast(left, seconds, rest, need, peak_memory(self._device))
         if info.gram == "dense" and self._settings.gram == "auto":
-            need = info.rows * info.parameters * kind.bits // 8
             warnings.warn(
                 f"The Jacobian takes {need / 2**30:.2g} GiB, more than memory= allows: the Gram "
                 "matrix is formed instead, which squares the condition number and costs half of "
@@ -229,8 +220,9 @@ class Run:
 
     @torch.no_grad()
     def _put(self, values: Mapping[str, Tensor]) -> None:
-        for name, p in self._trial.named_parameters():
-            p.copy_(values[name])
+        params = dict(self._trial.named_parameters())
+        for name, value in values.items():
+            params[name].copy_(value)
 
     def _asked(self, info: StepInfo, came: Interruption) -> str:
         """Why the run must end after this step: a callback or a signal, on any process."""
@@ -249,10 +241,12 @@ class Run:
         history = self.history
         if len(history) >= self._part * self._settings.steps:
             return f"all {self._settings.steps} steps were taken"
-        if self._settings.tol is not None:
-            value = history.error[-1] if history.error else history.loss[-1] if history else None
-            if value is not None and value <= self._settings.tol and self._confirmed():
-                return f"the tolerance {self._settings.tol:g} was reached"
+        if (tol := self._settings.tol) is not None and (history.error or history):
+            small = (history.error or history.loss)[-1] <= tol
+            if small and not history.error and self._points.squares:  # at fresh points too?
+                small = self._validation.loss(len(history)) <= tol
+            if small:
+                return f"the tolerance {tol:g} was reached"
         part = self._part if self._path is None else 1.0  # a checkpoint's run goes on when called
         budget = self._settings.budget
         if budget is not None and history.spent - self.begun >= part * budget:
@@ -261,25 +255,18 @@ class Run:
             # losses before and after do not compare
             self._validation.weights, self._best, self._rejected = self._points.weights, None, 0
             return ""
-        wait = self._settings.patience
-        if wait is not None and self._stagnation(max(1, wait // 2), self._slow) and self._revived():
+        wait, calm, rest = self._settings.patience, self._calm, self._rest
+        if calm is not None and calm < rest:
+            return ""
+        near = bool(history) and history.loss[-1] < _EARLY * history.loss[0]
+        stuck = wait is not None and bool(self._stagnation(max(1, wait // 2), _SLOW[near]))
+        if calm is None and (stuck or self._left <= rest) and self._settle():
+            return ""
+        if wait is not None and (stuck or calm == rest) and self._revived():
             return ""
         reason = self._stagnation(wait, 0.01)
         self._stuck = bool(reason)
         return reason
-
-    def _confirmed(self) -> bool:
-        """Whether a loss that is small enough is so at fresh points, where no error is known."""
-        if self.history.error or not self._points.squares:
-            return True
-        assert self._settings.tol is not None
-        return self._validation.loss(len(self.history)) <= self._settings.tol
-
-    @property
-    def _slow(self) -> float:
-        """The share by which the loss falls where a run is stuck; near a solution it falls fast."""
-        history = self.history
-        return 0.5 if history and history.loss[-1] < _EARLY * history.loss[0] else 0.01
 
     def _stagnation(self, wait: int | None, fall: float) -> str:
         """Why no more is to be expected from here, or nothing: the loss did not fall by a share."""
@@ -291,6 +278,45 @@ class Run:
             if history.loss[-1] > before - fall * abs(before):  # energies may be negative
                 return f"the loss fell by less than 1 % in {wait} steps"
         return ""
+
+    @property
+    def _rest(self) -> int:
+        """Steps that a run settles for."""
+        return max(1, min(_SETTLE, self._settings.steps // 10))
+
+    @property
+    def _left(self) -> float:
+        """Steps that are left; a budget that another call goes on from does not count."""
+        left, seconds = self._settings.steps - len(self.history), self.history.seconds
+        if self._settings.budget is None or self._path is not None or len(seconds) < 2:
+            return left
+        rest = self._settings.budget - (seconds[-1] - self.begun)
+        return min(left, rest / max(seconds[-1] - seconds[-2], 1e-9))
+
+    @property
+    def _calm(self) -> int | None:
+        """Steps since the run settles, None if it does not."""
+        history = self.history
+        others = max([*history.moved, *history.restarted], default=-1)
+        at = max(history.settled, default=-1)
+        return len(history) - at if at > others else None
+
+    def _settle(self) -> bool:
+        """Go down into the valley by short steps, whose predictions come true.
+
+        The longest step that lowers the loss at all leads along a valley's walls: what the loss
+        then shows is the error of that step, not the distance of the solution. Residuals are those
+        in float64, as when a linear system is refined.
+        """
+        settings, number = self._settings, len(self.history)
+        given = settings.step is not None or settings.optimizer is not None
+        if given or self._part < 1 or not self._points.settled(number):
+            return False
+        if self._path is not None and self._left <= self._rest:
+            self._unsettled = self._state()
+        self.history.settled.append(number)
+        self.optimizer, self._rejected = self._made(), 0
+        return True
 
     def _revived(self) -> bool:
         """Go on from stagnation with other points or parameters, where that may help.
@@ -306,21 +332,31 @@ class Run:
         if not self._matters(fresh):
             return False
         if self._drifting(own, fresh):
-            self._points.concentrate(number)
-            self._rejected = 0
-            self.history.moved.append(number)
+            self._move_points()
             return True
         best = math.inf if self._best is None else self._best["fresh"]
         taken = number - max(self.history.restarted, default=0)
-        if left >= max(_TRY, taken / 2) and fresh < 0.5 * best:
-            self._remember(fresh)
-            self._go_on_from(self._kicked())
-            return True
-        if left >= taken and self._validation.relative(number) > _RESTART:
-            self._remember(fresh)
-            self._go_on_from(self._shuffled())
-            return True
-        return False
+        kick = left >= max(_TRY, taken / 2) and fresh < 0.5 * best
+        if not kick and (left < taken or self._validation.relative(number) <= _RESTART):
+            return False
+        if fresh < best:
+            params = {n: p.detach().clone() for n, p in self._trial.named_parameters()}
+            self._best = {"fresh": fresh, "params": params, "points": self._points.state()}
+        self._put(self._kicked() if kick else self._shuffled())
+        self._processes.adopt([*self._trial.parameters()])
+        self._points.unsettle(number)
+        self.history.restarted.append(number)
+        self.optimizer, self._rejected = self._made(), 0
+        return True
+
+    def _move_points(self) -> None:
+        """Gather points where residuals are large, and go on from there by long steps."""
+        number, calm = len(self.history), self._calm
+        self._points.concentrate(number)
+        self.history.moved.append(number)
+        self._rejected = 0
+        if calm is not None:
+            self.optimizer = self._made()
 
     def _drifting(self, own: float, fresh: float) -> bool:
         """Whether points are being learned by heart: seen early, but not in the last digits."""
@@ -335,45 +371,34 @@ class Run:
 
     def _kicked(self) -> dict[str, Tensor]:
         """The parameters with a hundredth of their size in noise."""
-        generator = self._generator()
-        out = {}
-        for name, p in self._trial.named_parameters():
+        generator, out = self._generator(), {}
+        for name, p in self._solved.items():
             noise = torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p)
-            size = _KICK * p.detach().square().mean().sqrt()
-            out[name] = p.detach() + size * noise if p.requires_grad else p.detach().clone()
+            out[name] = p + _KICK * p.square().mean().sqrt() * noise
         return out
 
     def _shuffled(self) -> dict[str, Tensor]:
         """The first parameters, shuffled within each tensor."""
         generator = self._generator()
-        out = {}
-        for name, p in self._trial.named_parameters():
-            first = self._first[name].to(p)
-            order = torch.randperm(p.numel(), generator=generator).to(p.device)
-            out[name] = first.flatten()[order].view_as(p) if p.requires_grad else first
-        return out
+        firsts = {n: self._first[n].to(p) for n, p in self._solved.items()}
+        return {
+            n: p.flatten()[torch.randperm(p.numel(), generator=generator).to(p.device)].view_as(p)
+            for n, p in firsts.items()
+        }
+
+    @property
+    def _solved(self) -> dict[str, Tensor]:
+        """The parameters that are solved for."""
+        return {n: p.detach() for n, p in self._trial.named_parameters() if p.requires_grad}
 
     def _generator(self) -> torch.Generator:
         return torch.Generator().manual_seed(self._settings.seed + 7919 * len(self.history))
 
-    def _go_on_from(self, params: Mapping[str, Tensor]) -> None:
-        number = len(self.history)
-        self._put(params)
-        self._processes.adopt([*self._trial.parameters()])
-        self._points.unsettle(number)
-        dtype = next(self._trial.parameters()).dtype
-        self.optimizer = self._made(dtype)
-        self._rejected = 0
-        self.history.restarted.append(number)
-
-    def _made(self, dtype: torch.dtype) -> Optimizer:
-        count = self._points.count
-        return optimizer(self._trial, self._settings, dtype, self._processes, count)
-
-    def _remember(self, fresh: float) -> None:
-        if self._best is None or fresh < self._best["fresh"]:
-            params = {n: p.detach().clone() for n, p in self._trial.named_parameters()}
-            self._best = {"fresh": fresh, "params": params, "points": self._points.state()}
+    def _made(self) -> Optimizer:
+        """The optimizer of the steps to come."""
+        settings, count = self._settings, self._points.count
+        settings = settings if self._calm is None else replace(settings, step=SHORT)
+        return optimizer(self._trial, settings, self._dtype, self._processes, count)
 
     def _keep_best(self) -> bool:
         """Go back to the best of several tries; whether that was not the last."""
@@ -404,15 +429,11 @@ class Run:
 
     @property
     def _pace(self) -> float:
-        """The share by which the loss fell in each of the last steps, 0 if they do not compare."""
-        losses = self.history.loss
+        """The share by which the loss fell in each of the last long steps, 0 if not comparable."""
+        losses = self.history.loss[: len(self.history) - (self._calm or 0)]
         if len(losses) <= _PACE or not self._points.settled(len(losses) - _PACE - 1):
             return 0.0
         return 1 - max(0.0, losses[-1] / losses[-1 - _PACE]) ** (1 / _PACE)
-
-    @property
-    def _fresh(self) -> float:
-        return self.history.fresh[-1] if self.history.fresh else math.nan
 
     def _validate(self, number: int) -> None:
         """Look at fresh points, and move the run's own where they are overfitted."""
@@ -423,14 +444,13 @@ class Run:
         own, fresh = self._points.loss(), self._validation.loss(number)
         self.history.validate(own, fresh)
         if self._adaptive and self._drifting(own, fresh):
-            self._points.concentrate(number)
-            self.history.moved.append(number)
+            self._move_points()
 
     def _step(self) -> StepInfo:
         start = time.perf_counter()
         number = len(self.history)
         self._validate(number)
-        objective = self._points.at(number)
+        objective = self._points.at(number, double=self._calm is not None)
         info = stepped(self.optimizer, objective, self._trial, self._processes)
         self._say_nested()
         if self._device.type == "cuda":
@@ -473,30 +493,26 @@ class Run:
         error = math.nan
         with torch.no_grad(), self._processes.together():
             if self._processes.rank == 0:
-                error = self._yardstick.error(self._evaluated)
+                like = next(self.network.parameters())
+                error = self._yardstick.error(lambda x: self.network(x.to(like.dtype)))
         self.history.measure(self._processes.share(error))
-
-    def _evaluated(self, x: Tensor) -> Tensor:
-        return self.network(x.to(next(self.network.parameters()).dtype))
 
     def _save(self) -> None:
         assert self._path is not None
-        if self._processes.rank:
-            return
-        saved.save(
-            self._path,
-            {
-                "run": self._identity,
-                "trial": self._trial.state_dict(),
-                "optimizer": self.optimizer.state_dict(),
-                "history": self.history.as_dict(),
-                "rejected": self._rejected,
-                "looked": self.looked,
-                "first": self._first,
-                "best": self._best,
-                "points": self._points.state(),
-            },
-        )
+        if self._processes.rank == 0:
+            state = {"run": self._identity, "looked": self.looked, "first": self._first}
+            saved.save(self._path, {**state, **self._state(), "unsettled": self._unsettled})
+
+    def _state(self) -> dict[str, Any]:
+        """Where the run is; later steps leave it as it is."""
+        return {
+            "trial": {n: v.clone() for n, v in self._trial.state_dict().items()},
+            "optimizer": self.optimizer.state_dict(),
+            "history": self.history.as_dict(),
+            "rejected": self._rejected,
+            "best": self._best,
+            "points": self._points.state(),
+        }
 
     def _resume(self, path: Path) -> None:
         state = None
@@ -506,9 +522,16 @@ class Run:
         state = self._processes.share(state)
         if state is None:
             return
+        before, steps = state["unsettled"], self._settings.steps
+        if before is not None and steps > len(before["history"]["loss"]) + self._rest:
+            state |= before  # the end that it settled for was not the end
+        else:
+            self._unsettled = before
+        self._trial.to(next(iter(state["trial"].values())).dtype)
         saved.restore(path, self._trial, state["trial"])
-        self.optimizer.load_state_dict(state["optimizer"])
         self.history = History.from_dict(state["history"])
+        self.optimizer = self._made()
+        self.optimizer.load_state_dict(state["optimizer"])
         self._rejected = state["rejected"]
         if self.looked is None:  # else this process has looked since it was saved
             self.looked = state.get("looked")

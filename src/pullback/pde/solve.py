@@ -69,7 +69,8 @@ def solve(
         refine: a schedule that moves points to where the residual is large. By default that
             happens whenever the loss at fresh points is twice that at the run's own.
         solver, step, gram, memory: stages of the `NaturalGradient` underneath; by default every
-            damped solution from one factorization, and the largest good trust radius.
+            damped solution from one factorization, and the largest good trust radius; small ones
+            in the last ten steps.
         single: steps in float32 first.
         causal: let later times count once earlier ones are solved.
         slabs: time is cut into so many pieces, or at these times, that are solved one after the

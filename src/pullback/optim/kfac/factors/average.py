@@ -47,6 +47,17 @@ class Average:
         held = self.value
         return held.keys() == new.keys() and all(held[f].shape == t.shape for f, t in new.items())
 
+    def adds_up(self, new: Factors) -> bool:
+        """Whether one kernel on the device can add these factors: their memory is alike."""
+        if not self.mass.is_cuda or self.mean or self.value.keys() != new.keys():
+            return False
+        pairs = ((memory(self.value[f]), memory(t)) for f, t in new.items())
+        return all(
+            a.shape == b.shape and a.stride() == b.stride()
+            and a.dtype == b.dtype and a.device == b.device
+            for a, b in pairs
+        )  # fmt: skip
+
     @property
     def started(self) -> bool:
         """Whether there are statistics in it; waits for the device."""

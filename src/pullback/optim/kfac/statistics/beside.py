@@ -13,7 +13,7 @@ from torch.autograd.forward_ad import _set_fwd_grad_enabled
 
 from ....maps.record import Entry
 
-_WAITING = 2**27  # bytes of cotangents that wait to be measured
+_WAITING = 2**28  # bytes of cotangents that wait to be measured
 
 
 class Beside:
