@@ -433,5 +433,5 @@ def test_a_map_that_rounds_is_refused(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("start", [[1.0], 1.0])
 def test_a_start_that_is_no_tensor(start: object) -> None:
-    with pytest.raises(PullbackError, match="start .* float type"):
+    with pytest.raises(PullbackError, match=r"start .* float type"):
         flow.integrate(lambda v: v, torch.sum, start=start, t=(0.0, 1.0))  # pyright: ignore
