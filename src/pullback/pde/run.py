@@ -25,7 +25,7 @@ from .checks import precision, refuse_flat, refuse_shape
 from .collocation import Collocation
 from .discretize import Trial, coefficients
 from .history import History
-from .method import SHORT, costs, optimizer, peak_memory, size, stepped
+from .method import SHORT, costs, optimizer, size, stepped
 from .plan import Plan
 from .problem import Problem
 from .progress import Line, shown
@@ -208,7 +208,7 @@ class Run:
         seconds, budget = self.history.spent - self.begun, self._settings.budget
         rest = math.inf if budget is None else max(0.0, budget - seconds)
         need = info.rows * info.parameters * torch.finfo(self._dtype).bits // 8
-        line.forecast(left, seconds, rest, need, peak_memory(self._device))
+        line.forecast(left, seconds, rest, need)
         if info.gram == "dense" and self._settings.gram == "auto":
             warnings.warn(
                 f"The Jacobian takes {need / 2**30:.2g} GiB, more than memory= allows: the Gram "
