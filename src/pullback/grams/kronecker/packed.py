@@ -76,6 +76,18 @@ def packed(side: Tensor | Packed) -> Tensor | Packed:
     return Packed.of(side)
 
 
+def packed_together(sides: Sequence[Tensor]) -> list[Tensor | Packed]:
+    """Pack sides of one shape, at once where they are all that lies in one piece of memory."""
+    first, base = sides[0], sides[0]._base
+    alike = all([side._base is base for side in sides])
+    if base is None or not alike or base.numel() != len(sides) * first.numel():
+        return [packed(side) for side in sides]
+    every = packed(base.view(-1, *first.shape[1:]))
+    if not isinstance(every, Packed):
+        return list(sides)
+    return [Packed(part) for part in every.memory.split(len(first))]
+
+
 def whole(side: Tensor | Packed) -> Tensor:
     """Return the side as a tensor."""
     return side.whole() if isinstance(side, Packed) else side

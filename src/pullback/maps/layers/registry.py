@@ -185,6 +185,10 @@ class Layer(ABC):
         """Second moments of the inputs at the places that count: `keep` is from `counted`."""
         raise NotImplementedError(type(self).__name__)
 
+    def inputs_of(self, uses: Sequence[Seen], sharing: Sharing) -> list[Moments]:
+        """The same for several uses, some of which may be cheaper at once."""
+        return [self.inputs(module, x, sharing, keep) for module, x, keep in uses]
+
     def outputs(self, module: Any, x: Tensor, delta: Tensor, sharing: Sharing) -> Tensor:
         """Second moments Σ δδᵀ of one covector's cotangents, (G, O, O) or (G, O)."""
         raise NotImplementedError(type(self).__name__)

@@ -22,7 +22,7 @@ from torch.autograd.forward_ad import _set_fwd_grad_enabled
 
 from ...._core.space import compute_dtype
 from ....grams.kronecker.inverse import Inverse
-from ....grams.kronecker.packed import Side, memory, packed, whole
+from ....grams.kronecker.packed import Side, memory, packed, packed_together, whole
 from ....maps.layers import AffineBlock, Block, Use
 from ....maps.layers.moments import Moments, Sharing
 from ....maps.layers.product import ProductBlock
@@ -37,6 +37,7 @@ from .sums import BIAS, Pool, Sums, factors_of
 
 _HALF = (torch.float16, torch.bfloat16)
 _FEW = 2**18  # entries of a normalization's sums that are finished together with those of others
+_AT_ONCE = 2**26  # entries of inputs' moments before they are packed
 _PIECE = 2**25  # entries of cotangents whose formula is evaluated at once
 _WAITING = 2**25  # entries of inputs that are held until their moments are formed together
 _ENGINE: Any = torch.autograd.Variable._execution_engine
@@ -298,12 +299,19 @@ def _form_units(uses: Sequence[UseMoments]) -> None:
 
 
 def form_inputs(uses: Sequence[UseMoments]) -> None:
-    """Form Σ āāᵀ."""
+    """Form Σ āāᵀ, of uses of one kind and shape at once, so many that their matrices fit."""
+    kinds: dict[Any, list[UseMoments]] = {}
     for own in uses:
         if own.seen is not None:
-            module, x, keep = own.seen
-            moments = own.entry.layer.inputs(module, x, own.sharing, keep)
-            own.seen, own.inputs = None, replace(moments, second=packed(moments.second))
+            x = own.seen[1]
+            kinds.setdefault((own.entry.layer, own.sharing, x.shape, x.dtype), []).append(own)
+    for (layer, sharing, shape, _), every in kinds.items():
+        step = max(1, _AT_ONCE // shape[-1] ** 2) if shape else len(every)
+        for some in (every[a : a + step] for a in range(0, len(every), step)):
+            found = layer.inputs_of([own.seen for own in some if own.seen is not None], sharing)
+            second = packed_together([moments.second for moments in found])
+            for own, moments, side in zip(some, found, second, strict=True):
+                own.seen, own.inputs = None, replace(moments, second=side)
 
 
 def _block_of_use(
