@@ -1,13 +1,14 @@
 """K-FAC on models that others wrote: which blocks it finds, what it costs, and how it trains.
 
     python -m benchmarks.third_party [--only NAME ...] [--train] [--out FILE]
+    python -m benchmarks.third_party --others [--only NAME ...] [--out FILE]
 
 Models are built from small configurations with random weights. The shares are those of trained
 entries by block, after two steps of natural K-FAC. The ratio is the time of ten steps of
 `KFAC(model)`, statistics and inverses included, beside ten of AdamW. With --train each model learns
 a small task for 30 steps on the same batches: SGD with momentum, Adam and `KFAC(model)`, at three
 rates each: Adam's and K-FAC's are 1, 3 and 10 times their default. A score is the mean loss of the
-last five steps at the best rate.
+last five steps at the best rate. With --others only the training, of models in no table.
 Needs `pip install pullback[models] diffusers`; a model whose package is not there is left out.
 """
 
@@ -31,6 +32,7 @@ import pullback as pb
 from . import third_party_real
 from .kfac import NEVER, combined
 from .third_party_models import Model, models
+from .third_party_others import others
 from .third_party_real import shares
 from .timing import compare, environment, first_and_later
 
@@ -171,17 +173,21 @@ def summary(name: str, row: dict[str, Any]) -> str:
     """What was found of a model, on one line."""
     if row["refused"]:
         return f"{name}: refused: {row['refused']}"
-    parts = [f"{kind} {100 * share:.1f} %" for kind, share in row["shares"].items()]
-    parts += [f"{kind} {row['ratio'][kind]:.2f}x" for kind in ("10/100", "default")]
-    parts += [f"first step {row['first step']:.1f}"]
+    parts = []
+    if "shares" in row:
+        parts += [f"{row['parameters']:,}"]
+        parts += [f"{kind} {100 * share:.1f} %" for kind, share in row["shares"].items()]
+        parts += [f"{kind} {row['ratio'][kind]:.2f}x" for kind in ("10/100", "default")]
+        parts += [f"first step {row['first step']:.1f}"]
     parts += [f"{kind} {best(scores):.3f}" for kind, scores in row.get("scores", {}).items()]
-    return f"{name}: {row['parameters']:,}, {', '.join(parts)}"
+    return f"{name}: {', '.join(parts)}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="*", default=None)
     parser.add_argument("--train", action="store_true")
+    parser.add_argument("--others", action="store_true", help="models in no table: training alone")
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--real", action="store_true", help="three models at their full sizes")
     parser.add_argument("--device", default="cpu")
@@ -193,19 +199,22 @@ def main() -> None:
         out = options.out or RESULTS / f"third-party-real-{device.type}.json"
         third_party_real.main(device, options.quick, out, options.only)
         return
-    options.out = options.out or RESULTS / "third-party.json"
+    name = "third-party-others.json" if options.others else "third-party.json"
+    options.out = options.out or RESULTS / name
     torch.set_num_threads(1)
     found: dict[str, Any] = {}
     if options.out.exists():
         found = json.loads(options.out.read_text("utf-8"))["results"]
-    for name, case in models().items():
+    for name, case in (others() if options.others else models()).items():
         if options.only and name not in options.only:
             continue
         row = found.setdefault(name, {})
         try:
-            row |= {**coverage(case), **costs(case), "refused": None}
-            if options.train:
+            if not options.others:
+                row |= {**coverage(case), **costs(case)}
+            if options.train or options.others:
                 row["scores"] = race(case)
+            row["refused"] = None
         except pb.PullbackError as error:
             row["refused"] = str(error)
         print(summary(name, row), flush=True)

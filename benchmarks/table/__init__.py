@@ -17,7 +17,7 @@ from .costs import ablation, costs, kfac, kfac_versions, races, rules, vision, w
 from .defaults import pde_defaults, pde_seeds
 from .environments import environments
 from .gallery import pde_gallery, pde_race
-from .models import models, models_real
+from .models import models, models_others, models_real
 from .numbers import Rows
 from .peers import exact, greedy, kernels, pde, pde_chosen, poisson, scale, spectrum, trust
 from .traffic import in_collectives, on_paper, traffic
@@ -28,7 +28,8 @@ TABLES: dict[str, Callable[[], Rows]] = {
     table.__name__: table
     for table in (
         *(verdicts, failures),
-        *(costs, worth, kfac, kfac_versions, rules, races, vision, ablation, models, models_real),
+        *(costs, worth, kfac, kfac_versions, rules, races, vision, ablation),
+        *(models, models_others, models_real),
         *(exact, scale, pde, pde_chosen, poisson, trust, spectrum, greedy, kernels),
         *(pde_gallery, pde_race, pde_defaults, pde_seeds, traffic, on_paper, in_collectives),
         environments,

@@ -3,26 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
+from ..third_party_others import FIRST, SECOND
 from .numbers import Rows, record, size, times
 
 KINDS = ("kronecker", "units", "diagonal")
+NAMES = ("SGD", "Adam", "KFAC")
 
 
 def models() -> Rows:
     """Small configurations on a CPU: shares of blocks, costs, and losses after 30 steps."""
-    names = ("SGD", "Adam", "KFAC")
     head = ["model", "parameters", "Kronecker, units, diagonal", "10/100", "default"]
-    rows = [[*head, *(f"`{name}`" if name == "KFAC" else name for name in names)]]
+    rows = [[*head, *NAMES[:2], f"`{NAMES[2]}`"]]
     for model, one in record("third-party")["results"].items():
         if one["refused"]:
             rows.append([model, "–", one["refused"], *["–"] * 5])
             continue
         ratio = [times(one["ratio"][kind]) for kind in ("10/100", "default")]
-        scores = [_best(one["scores"][name]) for name in names]
-        shown = [f"{s:.3f}" if s >= 5e-4 else "0" for s in scores]
-        shown = [f"**{t}**" if s == min(scores) else t for t, s in zip(shown, scores, strict=True)]
-        rows.append([model, size(one["parameters"]), _shares(one["shares"]), *ratio, *shown])
+        shares = _shares(one["shares"])
+        rows.append([model, size(one["parameters"]), shares, *ratio, *_losses(one)])
+    return rows
+
+
+def models_others() -> Rows:
+    """Models in no other table, in the order of their two lists: losses after 30 steps."""
+    rows = [["model", "list", *NAMES[:2], f"`{NAMES[2]}`"]]
+    results = record("third-party-others")["results"]
+    for number, some in (("first", FIRST), ("second", SECOND)):
+        rows += [[model, number, *_losses(results[model])] for model in some if model in results]
     return rows
 
 
@@ -48,6 +57,13 @@ def models_real() -> Rows:
 
 def _shares(shares: Mapping[str, float]) -> str:
     return ", ".join(f"{100 * shares[kind]:.1f}" for kind in KINDS) + " %"
+
+
+def _losses(one: Mapping[str, Any]) -> list[str]:
+    """The losses at the best rates, the lowest in bold."""
+    scores = [_best(one["scores"][name]) for name in NAMES]
+    shown = [f"{s:.3f}" if s >= 5e-4 else "0" for s in scores]
+    return [f"**{t}**" if s == min(scores) else t for t, s in zip(shown, scores, strict=True)]
 
 
 def _best(scores: Mapping[str, float | None]) -> float:

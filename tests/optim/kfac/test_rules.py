@@ -487,15 +487,23 @@ def test_which_rule_it_is(options: dict[str, Any], rule: str, clip: float | None
         (nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4)), None, "spectral"),
         (nn.RMSNorm(4), None, "spectral"),
         (nn.GroupNorm(2, 4), None, "spectral"),
+        (nn.BatchNorm1d(4), None, "spectral"),
+        (nn.InstanceNorm2d(4), None, "spectral"),
         (nn.Linear(4, 4), None, "eigenbasis"),
         (nn.Embedding(5, 4), nn.CrossEntropyLoss(), "natural"),
+        (nn.BatchNorm1d(4), nn.CrossEntropyLoss(), "natural"),
     ],
     ids=str,
 )
-def test_models_of_tokens_take_the_spectral_rule(first, likelihood, rule: str) -> None:
+def test_transformers_and_normalized_networks_take_the_spectral_rule(
+    first: nn.Module, likelihood: Any, rule: str
+) -> None:
+    """Only a transformer's output layer is left to AdamW."""
     model = nn.ModuleList([first, nn.Linear(4, 6), nn.Linear(6, 3)])
     found = {row.name: row.rule for row in pb.KFAC(model, likelihood=likelihood).coverage()}
     assert found["1.weight"] == rule
+    batches = isinstance(first, nn.BatchNorm1d | nn.InstanceNorm2d)
+    assert found["2.weight"] == ("adam" if rule == "spectral" and not batches else rule)
 
 
 class Products(nn.Module):

@@ -335,7 +335,7 @@ def test_one_backward_pass() -> None:
 
 def test_mode_of_modules_is_compared_anew(along: list[bool]) -> None:
     model: Any = _mlp(nn.BatchNorm1d(5))
-    with pb.KFAC(model, statistics_every=1) as opt:
+    with pb.KFAC(model, rule="eigenbasis", statistics_every=1) as opt:
         for step in range(5):
             model[1].train(step >= 3)
             opt.zero_grad()

@@ -50,10 +50,10 @@ class KFAC(Optimizer):
 
     `KFAC(model)` takes Adam's steps in the eigenbases of every weight's two factors: R = Σ δδᵀ/N of
     the cotangents at the layer's output, and C = mean aaᵀ of its inputs. Embeddings, gains and
-    biases follow AdamW inside the same optimizer. For transformers and their
-    relatives, known by an embedding, an attention layer or a layer norm, it takes the polar factor
-    of the momentum, whitened by C (`rule="spectral"`); the output layer then follows AdamW too, all
-    of it at half the rate.
+    biases follow AdamW inside the same optimizer. For networks with a normalization, and for
+    transformers, known by an embedding, an attention layer or a layer norm, it takes the polar
+    factor of the momentum, whitened by C (`rule="spectral"`). A transformer's output layer then
+    follows AdamW too, and AdamW takes half the rate.
 
     With a likelihood, a metric or a damping it is the natural gradient of the K-FAC metric,
 
@@ -80,7 +80,8 @@ class KFAC(Optimizer):
         lr: η; schedulers may change it.
         rule: "eigenbasis", "spectral", "natural", or a `Rule`. By default "natural" where
             `likelihood`, `metric`, `fisher`, `damping`, `momentum`, `kl_clip`, `ekfac` or `step` is
-            given, else "spectral" for transformers and "eigenbasis" for others.
+            given, else "spectral" for transformers and normalized networks, and "eigenbasis"
+            for others.
         likelihood: whose Fisher information is the metric on outputs, such as `Categorical()`, or
             the loss itself, such as `nn.CrossEntropyLoss()` (`likelihoods.from_loss`).
         metric: instead, any metric of the library; by default that of ½‖·‖². `Sobolev` relates the

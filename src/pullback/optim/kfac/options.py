@@ -9,6 +9,7 @@ from numbers import Real
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase  # of batches and of single samples
 from torch.nn.parameter import UninitializedParameter
 
 from ..._core.capture import plain
@@ -115,19 +116,30 @@ _OF_TRANSFORMERS = (nn.Embedding, nn.MultiheadAttention, nn.LayerNorm, nn.RMSNor
 _NATURAL = ("momentum", "kl_clip", "ekfac", "step")
 
 
+def _default_rule(model: nn.Module) -> Rule | str:
+    """Return the rule for a model of which nothing else is known.
+
+    Behind a normalization the length of a weight has no effect, so that steps of a fixed size suit
+    it. The output layer of a transformer may be a vocabulary, which is left to AdamW.
+    """
+    every = list(model.modules())
+    if any(isinstance(m, _OF_TRANSFORMERS) for m in every):
+        return "spectral"
+    return Spectral(head=True) if any(isinstance(m, _NormBase) for m in every) else "eigenbasis"
+
+
 def rule_of(
     rule: Rule | str | None, betas: tuple[float, float], model: nn.Module, **given: Any
 ) -> Rule:
     """Return the rule that was given, or that the other arguments and the model ask for.
 
     A metric, a damping and all that belongs to the natural gradient ask for `Natural`. Where there
-    is nothing of the kind, transformers take `Spectral` and others `Eigenbasis`. Arguments that
-    were left out are None.
+    is nothing of the kind, transformers and other networks with normalizations take `Spectral`, and
+    the rest `Eigenbasis`. Arguments that were left out are None.
     """
     asked = [name for name, value in given.items() if value is not None]
     if rule is None:
-        transformer = any(isinstance(m, _OF_TRANSFORMERS) for m in model.modules())
-        rule = "natural" if asked else "spectral" if transformer else "eigenbasis"
+        rule = "natural" if asked else _default_rule(model)
     found: Any = _RULES[rule](betas) if isinstance(rule, str) and rule in _RULES else rule
     if isinstance(found, type) or not callable(getattr(found, "directions", None)):
         raise PullbackError(
