@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 from pullback import pde
-from pullback.pde.measure import Yardstick
 from pullback.pde.plan import Plan
+from pullback.pde.validation import Yardstick
 from pullback.steps import TargetRatio
 
 from .reference_engd import Reference

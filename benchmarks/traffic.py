@@ -93,8 +93,7 @@ def count(
     often: list[Any] = []  # and those that are summed with statistics
     for key in keys:
         value = state.averages[key].value
-        shapes = {f: t.shape for f, t in value.items()}
-        shared = shared_sides(key, shapes, read=read)
+        shared = shared_sides(key, value, read=read)
         for f, t in value.items():
             (rare if f.side in shared else often).append(map_memory(shape_of, t))
     factors = calls = whole = 0.0

@@ -9,7 +9,7 @@ import math
 import torch
 
 import pullback as pb
-from pullback.pde.references import burgers
+from pullback.pde.references import Burgers
 
 TRUTH = 0.1
 
@@ -17,7 +17,7 @@ TRUTH = 0.1
 def main(steps: int = 60, noise: float = 0.0) -> float:
     """Solve, and return the viscosity that was found."""
     domain = pb.pde.SpaceTime(pb.pde.Interval(-1, 1), (0, 1))
-    reference = burgers(TRUTH)
+    reference = Burgers(TRUTH)
     places = domain.sample(50, "sobol", seed=0).x
     values = reference(places)
     values = values + noise * torch.randn(values.shape, generator=torch.Generator().manual_seed(0))

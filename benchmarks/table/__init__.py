@@ -20,7 +20,7 @@ from .gallery import pde_gallery, pde_race
 from .models import models, models_real
 from .numbers import Rows
 from .peers import exact, greedy, kernels, pde, pde_chosen, poisson, scale, spectrum, trust
-from .traffic import on_paper, traffic
+from .traffic import in_collectives, on_paper, traffic
 from .verdicts import failures, own, verdicts
 
 #: name -> its rows, of which the first is the head
@@ -30,7 +30,7 @@ TABLES: dict[str, Callable[[], Rows]] = {
         *(verdicts, failures),
         *(costs, worth, kfac, kfac_versions, rules, races, vision, ablation, models, models_real),
         *(exact, scale, pde, pde_chosen, poisson, trust, spectrum, greedy, kernels),
-        *(pde_gallery, pde_race, pde_defaults, pde_seeds, traffic, on_paper),
+        *(pde_gallery, pde_race, pde_defaults, pde_seeds, traffic, on_paper, in_collectives),
         environments,
     )
 }

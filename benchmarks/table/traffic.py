@@ -68,3 +68,17 @@ def on_paper() -> Rows:
                 cells.append(f"{1e3 * spent:.1f} ms, {spent / step:.1%}")
             rows.append([model, str(processes), *cells])
     return rows
+
+
+def in_collectives() -> Rows:
+    """Milliseconds of a step that two processes on CPUs spend in K-FAC's own collectives."""
+    names = {"convnet": "convnet, 16 images each", "decoder": "decoder, 4 × 32 tokens each"}
+    rules = {"natural, kl_clip": "natural", "eigenbasis": "eigenbasis", "spectral": "spectral"}
+    found = {(row["model"], row["rule"]): row for row in record("traffic-time")["results"]}
+    rows = [["", "SGD", *rules.values()]]
+    for model, name in names.items():
+        own = [found[model, rule] for rule in rules]
+        step = f"{1e3 * found[model, 'SGD']['seconds']:.0f} ms"
+        parts = [(1e3 * r["collectives"], 1e3 * r["seconds"], r["share"]) for r in own]
+        rows.append([name, step, *(f"{a:.1f} of {b:.0f} ms, {share:.1%}" for a, b, share in parts)])
+    return rows

@@ -193,7 +193,7 @@ def test_replicas_of_pieces(pieces: World) -> None:
 
 
 def test_checkpoints_in_pieces(pieces: World, tmp_path: Path) -> None:
-    test_sharded.test_checkpoints(pieces, tmp_path, "clip")
+    test_sharded.test_checkpoints(pieces, tmp_path, "clip", (20, 16))
 
 
 # --- NCCL -----------------------------------------------------------------------------------------

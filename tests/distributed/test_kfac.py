@@ -201,6 +201,14 @@ def test_traffic(world: World) -> None:
     assert sent["inverses"][1] == pytest.approx(3 * 2 * paper["inverses"])
 
 
+def test_moments_turn_without_traffic(world: World) -> None:
+    """Bases are sent, of which the owner of the middle layer has most; all turn moments by them."""
+    (_, sent), *_ = world.run(_loop, "eigenbasis")
+    calls, size = sent["inverses"]
+    assert calls == 3
+    assert size == pytest.approx(3 * 2 * 4 * (20**2 + 17**2), rel=0.01)
+
+
 def test_lazy_sums(world: World) -> None:
     """Longer sides are summed before inversions alone, and without a clip all of them."""
     for clip, calls in ((None, 4), (1e-3, 4 + 5)):

@@ -115,6 +115,35 @@ def test_other_loops_are_those_of_one_process(world: World, way: str) -> None:
     assert place().type != "cpu" or bool(torch.isfinite(first).all())
 
 
+def pair(rank: int, size: int) -> Tensor:
+    """Two optimizers whose sums begin in another order on the first process."""
+    models = [model_of("dense"), model_of("convolutions")]
+    nets: list[Any] = [*models]
+    if size > 1:
+        nets = [DistributedDataParallel(model) for model in models]
+    options: dict[str, Any] = {**OPTIONS["clip"], "statistics_every": 2, "invert_every": 4}
+    opts = [pb.KFAC(net, 0.05, **options) for net in nets]
+    for number in range(6):
+        x, y = batch(number, sum(COUNTS), "dense")
+        rows = share(COUNTS, rank) if size > 1 else slice(None)
+        for opt in opts:
+            opt.zero_grad()
+        losses = [F.cross_entropy(net(x[rows]), y[rows], reduction="sum") for net in nets]
+        seen = models[0](x[rows]) if rank == 0 and size > 1 else None  # keeps statistics back
+        for loss in losses:
+            (loss / sum(COUNTS) * size).backward()
+        del seen
+        for opt in opts:
+            opt.step()
+    return torch.cat([p.detach().flatten().cpu() for m in models for p in m.parameters()])
+
+
+def test_optimizers_do_not_wait_for_each_other(world: World) -> None:
+    first, *rest = world.run(pair)
+    assert all(torch.equal(first, other) for other in rest)
+    torch.testing.assert_close(first, pair(0, 1), rtol=1e-10, atol=1e-10)
+
+
 def built(rank: int, size: int, metric: Any) -> None:
     net = DistributedDataParallel(model_of("dense"), process_group=GROUPS[size])
     pb.KFAC(net, 0.05, metric=metric)

@@ -10,10 +10,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import pullback as pb
+from pullback._core.shards import is_sharded, local
 
 from .test_kfac import OPTIONS
 from .training import IGNORED, batch, load, model_of, save, share, train
@@ -55,20 +63,32 @@ def run(
     how: dict[str, Any],
 ) -> dict[str, Tensor]:
     net = sharded(kind, size, **how.get("policy", {}))
-    options = {"lr": 0.05, "statistics_every": 2, "invert_every": 4, **options}
-    opt = pb.KFAC(net, **options)
+    opt = optimizer(net, options)
     if path := how.get("load"):
         load(net, opt, path, size)
-    for step in range(how.get("start", 0), how.get("steps", 10)):
+    advance(net, opt, kind, counts, rank, range(how.get("start", 0), how.get("steps", 10)))
+    if path := how.get("save"):
+        save(net, opt, path, size)
+    return whole(net)
+
+
+def optimizer(net: Any, options: dict[str, Any]) -> pb.KFAC:
+    given: dict[str, Any] = {"lr": 0.05, "statistics_every": 2, "invert_every": 4, **options}
+    return pb.KFAC(net, **given)
+
+
+def advance(
+    net: Any, opt: pb.KFAC, kind: str, counts: tuple[int, ...], rank: int, steps: range
+) -> None:
+    """Train on this process's samples."""
+    for step in steps:
         x, y = batch(step, sum(counts), kind)
         total, rows = (y != IGNORED).sum(), share(counts, rank)
         opt.zero_grad()
         z = net(x[rows]).flatten(0, -2)
-        (F.cross_entropy(z, y[rows].flatten(), reduction="sum") / total * size).backward()
+        loss = F.cross_entropy(z, y[rows].flatten(), reduction="sum") / total
+        (loss * len(counts)).backward()
         opt.step()
-    if path := how.get("save"):
-        save(net, opt, path, size)
-    return whole(net)
 
 
 def equal(
@@ -115,35 +135,34 @@ def test_mixed_precision(world: World) -> None:
         torch.testing.assert_close(found[0][name], p, rtol=0.05, atol=0.05)
 
 
-@pytest.mark.parametrize("name", ["clip", "eigenbasis"])
-def test_checkpoints(world: World, tmp_path: Path, name: str) -> None:
-    """Saved in two pieces, a run goes on in three pieces, in pairs, or whole."""
-    options, path = OPTIONS[name], str(tmp_path / "two")
-    world.run(run, "dense", (20, 16), options, {"save": path, "steps": 5}, size=2)
+@pytest.mark.parametrize(
+    ("name", "counts"), [("clip", (20, 16)), ("ekfac", (20, 16)), ("eigenbasis", (10, 8, 11, 7))]
+)
+def test_checkpoints(world: World, tmp_path: Path, name: str, counts: tuple[int, ...]) -> None:
+    """Saved in two pieces or in pairs, a run goes on in three, in the other way, or whole."""
+    options, path = OPTIONS[name], str(tmp_path / "saved")
+    size, other = len(counts), (10, 8, 11, 7) if len(counts) == 2 else (20, 16)
+    world.run(run, "dense", counts, options, {"save": path, "steps": 5}, size=size)
     want = train(0, 1, "dense", (36,), options)
     how: dict[str, Any] = {"load": path, "start": 5}
     found = world.run(run, "dense", COUNTS, options, how, size=3)
-    found += world.run(run, "dense", (10, 8, 11, 7), options, how)
+    found += world.run(run, "dense", other, options, how, size=len(other))
     found.append(train(0, 1, "dense", (36,), options, **how))
     for parameter, p in want.items():
-        for other in found:
-            torch.testing.assert_close(other[parameter], p, rtol=1e-10, atol=1e-10)
+        for state in found:
+            torch.testing.assert_close(state[parameter], p, rtol=1e-10, atol=1e-10)
 
 
 def held(rank: int, size: int, name: str) -> Any:
-    """Return what is held before and after a checkpoint, the bytes of that, and F̂'s diagonal."""
+    """Return what is held before and after a checkpoint, F̂'s diagonal, and what is saved."""
     net: Any = sharded("dense", size) if size > 1 else model_of("dense")
-    opt = pb.KFAC(net, **{"lr": 0.05, "statistics_every": 2, "invert_every": 4, **OPTIONS[name]})
-    for step in range(3):
-        x, y = batch(step, sum(COUNTS), "dense")
-        rows = share(COUNTS, rank) if size > 1 else slice(None)
-        opt.zero_grad()
-        loss = F.cross_entropy(net(x[rows]), y[rows], reduction="sum")
-        (loss * size / sum(COUNTS)).backward()
-        opt.step()
+    opt = optimizer(net, OPTIONS[name])
+    advance(net, opt, "dense", COUNTS if size > 1 else (sum(COUNTS),), rank, range(3))
     before, saved = opt.memory(), opt.state_dict()["state"]
-    factors = sum(t.nbytes for own in saved.values() for t in _tensors(own["average"]))
-    return before, opt.memory(), factors, opt.gram().diagonal().cpu()
+    parts = ("average", "inverse", "mean", "spectrum")
+    tensors = [t for own in saved.values() for part in parts for t in _tensors(own.get(part))]
+    pieces = [(tuple(t.shape), local(t).nbytes) for t in tensors if t.ndim]
+    return before, opt.memory(), opt.gram().diagonal().cpu(), pieces
 
 
 def _tensors(nested: Any) -> Iterator[Tensor]:
@@ -155,8 +174,8 @@ def _tensors(nested: Any) -> Iterator[Tensor]:
 
 @pytest.mark.parametrize("name", ["clip", "eigenbasis", "ekfac", "invariant damping"])
 def test_factors_are_held_by_their_owners(world: World, name: str) -> None:
-    """All processes together hold what one process does; masses are held by all."""
-    alone, _, saved, gram = held(0, 1, name)
+    """All processes together hold and save what one process does; masses are held by all."""
+    alone, _, gram, saved = held(0, 1, name)
     found = world.run(held, name, size=3)
     masses = 2 * 8 * 12  # in two other processes
     total = sum(before["averages"] for before, *_ in found)
@@ -165,10 +184,57 @@ def test_factors_are_held_by_their_owners(world: World, name: str) -> None:
     else:
         assert alone["averages"] <= total <= alone["averages"] + masses
         assert sum(before["inverses"] for before, *_ in found) == alone["inverses"]
-    for before, after, factors, diagonal in found:
+    for before, after, diagonal, pieces in found:
         assert before == after
-        assert factors == saved  # a checkpoint is whole everywhere
         torch.testing.assert_close(diagonal, gram, rtol=1e-8, atol=1e-10)
+        for (shape, size), (same, piece) in zip(saved, pieces, strict=True):
+            assert same == shape
+            assert piece <= size * -(-max(shape) // 3) / max(shape)
+    every = [pieces for *_, pieces in found]
+    for (_, size), *cut in zip(saved, *every, strict=True):
+        assert sum(piece for _, piece in cut) == size
+
+
+def resumed(rank: int, size: int, name: str, way: str) -> Any:
+    """Return parameters of a run, and of another one that takes up its state in the middle."""
+    nets = [sharded("convolutions", size) for _ in range(2)]
+    one, two = (optimizer(net, OPTIONS[name]) for net in nets)
+    counts = (10, 8, 11, 7)
+    advance(nets[0], one, "convolutions", counts, rank, range(5))
+    advance(nets[1], two, "convolutions", counts, rank, range(10, 13))
+    set_model_state_dict(nets[1], get_model_state_dict(nets[0]))
+    options = StateDictOptions(full_state_dict=True)
+    if way == "pieces":
+        two.load_state_dict(one.state_dict())
+    else:
+        state: Any = get_optimizer_state_dict(nets[0], one, options=options)
+        assert not any(is_sharded(t) for own in state["state"].values() for t in _tensors(own))
+        if way == "given out":
+            set_optimizer_state_dict(nets[1], two, state, options=options)
+        else:
+            every = enumerate(dict(nets[0].named_parameters()))
+            groups = one.state_dict()["param_groups"]
+            numbered = {i: state["state"][n] for i, n in every}
+            two.load_state_dict({"state": numbered, "param_groups": groups})
+    for net, opt in zip(nets, (one, two), strict=True):
+        advance(net, opt, "convolutions", counts, rank, range(5, 10))
+    return *map(whole, nets), one.memory(), two.memory()
+
+
+WAYS = {
+    "clip": "pieces",
+    "invariant damping": "pieces",
+    "ekfac": "given out",
+    "eigenbasis": "whole",
+}
+
+
+@pytest.mark.parametrize(("name", "way"), WAYS.items())
+def test_resumes_to_the_same_bits(world: World, name: str, way: str) -> None:
+    """A state is taken up in pieces, or whole on every process, by replicas of shards."""
+    for one, two, *bytes_held in world.run(resumed, name, way):
+        assert bytes_held[0] == bytes_held[1]
+        assert all(torch.equal(p, two[n]) for n, p in one.items())
 
 
 def parted(rank: int, size: int, at: int) -> None:

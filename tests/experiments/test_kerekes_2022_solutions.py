@@ -204,7 +204,7 @@ def test_bad_observations() -> None:
         nuclear_norm_completion((2, 2), zero, torch.tensor([0, 2]), values)
     with pytest.raises(PullbackError, match="rows does not fit"):
         nuclear_norm_completion((2, 2), zero[:1], zero, values)
-    with pytest.raises(PullbackError, match="Nothing is observed"):
+    with pytest.raises(PullbackError, match="values is empty"):
         nuclear_norm_completion((2, 2), zero[:0], zero[:0], values[:0])
     with pytest.raises(PullbackError, match="float type"):
         nuclear_norm_completion((2, 2), zero, zero, zero)

@@ -316,8 +316,8 @@ BAD: dict[str, tuple[dict[str, object], str]] = {
     "times outside": ({"at": [0.5, 2.0]}, "at="),
     "times out of order": ({"at": [0.5, 0.2]}, "at="),
     "no times": ({"at": []}, "at="),
-    "tolerance": ({"rtol": 0.0}, "tolerances"),
-    "budget": ({"max_evaluations": 0}, "tolerances"),
+    "tolerance": ({"rtol": 0.0}, "rtol"),
+    "budget": ({"max_evaluations": 0}, "max_evaluations"),
     "no event": ({"events": [3]}, "event"),
     "no loss": ({"closure_or_objective": 3}, "no loss"),
     "start of a module": ({"start": tensor(1)}, "start"),
@@ -433,5 +433,5 @@ def test_a_map_that_rounds_is_refused(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("start", [[1.0], 1.0])
 def test_a_start_that_is_no_tensor(start: object) -> None:
-    with pytest.raises(PullbackError, match="start is not usable"):
+    with pytest.raises(PullbackError, match=r"start .* float type"):
         flow.integrate(lambda v: v, torch.sum, start=start, t=(0.0, 1.0))  # pyright: ignore

@@ -78,7 +78,7 @@ def test_verdicts(name: str, kind: type[nn.Module]) -> None:
             assert RANK[str(verdict)] >= RANK[str(table.verdicts("parameters")[key])]
     if (name, kind) == ("NGD, pseudo-inverse", nn.ReLU):  # and not conversely
         assert str(table.row("neuron rescaling").verdict) == F
-        assert str(table.row("neuron rescaling").parameters.verdict) == N
+        assert str(table.row("neuron rescaling").places["parameters"].verdict) == N
 
 
 def test_every_optimizer_of_the_table_is_expected_and_explained() -> None:

@@ -153,8 +153,8 @@ def test_proposition_1_non_proper_points_have_measure_zero_in_the_model() -> Non
 
 
 BAD = {
-    "radius": (lambda: properness(lambda x: x, tensor(1), radius=0), "nowhere"),
-    "tries": (lambda: properness(lambda x: x, tensor(1), tries=0), "nowhere"),
+    "radius": (lambda: properness(lambda x: x, tensor(1), radius=0), "radius"),
+    "tries": (lambda: properness(lambda x: x, tensor(1), tries=0), "tries"),
     "another point": (lambda: properness(lambda x: x, tensor(1), others=[tensor(2)]), "another"),
 }
 

@@ -96,7 +96,7 @@ def test_models_without_parameters(x: Tensor) -> None:
         with refused("no tangent space"):
             ntk(empty, x)
     with refused("model is not usable"):
-        ntk(torch.tanh, x)
+        ntk(torch.tanh, x)  # type: ignore[arg-type]
     with refused("model is not usable"):
         ntk(3, x, params={})  # type: ignore[arg-type]
 
@@ -175,8 +175,13 @@ def test_where_there_are_no_derivatives(model: nn.Module, x: Tensor) -> None:
         assert ntk(model, x).shape == (4, 4, 2, 2)
     with refused("parameters are not usable"):
         ntk(nn.Linear(3, 2, device="meta"), x)
-    with refused("parameters are not usable"):
-        ntk(lambda p, x: x @ p["w"], x, params={"w": torch.ones(3, 2, dtype=torch.long)})
+
+
+class Implicit:
+    """A basis by its products, which are to be transposes of each other."""
+
+    def __init__(self, forward: Tensor, backward: Tensor) -> None:
+        self.matvec, self.rmatvec = forward.matmul, backward.matmul
 
 
 def test_bases(model: nn.Module, x: Tensor) -> None:
@@ -191,27 +196,23 @@ def test_bases(model: nn.Module, x: Tensor) -> None:
     for wrong in ([{"0.weight": draw(2)}], [{"none": draw(2)}]):
         with refused("tangent vector does not fit"):
             gtk(model, x, basis=wrong)
-    with refused("tangent vector is not usable"):
+    with refused("tangent vector is not of a float"):
         gtk(model, x, basis=["0.weight"])
     with refused("tangent vector does not fit"):
         gtk(model, x, basis=[{"0.bias": [1.0]}])
     with refused("complex"):
         gtk(model, x, basis=draw(p, 2) * 1j)
     for wrong in ([], 3, "C"):
-        with refused("basis is not usable|tangent vector is not usable"):
+        with refused("basis is not usable|tangent vector is not of a float"):
             gtk(model, x, basis=wrong)
     c = draw(p, 3)
     with refused("contradicts itself"):
-        gtk(model, x, basis=(lambda v: c @ v, lambda v: 2 * c.T @ v))
+        gtk(model, x, basis=Implicit(c, 2 * c.T))
     with refused("its products fail"):
-        gtk(model, x, basis=(lambda v: c[1:] @ v, lambda v: c[1:].T @ v))
+        gtk(model, x, basis=Implicit(c[1:], c[1:].T))
 
 
 def test_metrics(model: nn.Module, x: Tensor) -> None:
-    with refused("damping"):
-        projected_kernel(model, x, metric=Euclidean(), damping=-1.0)
-    with refused("Unknown reduction"):
-        natural_ntk(model, x, reduction="none")
     with refused("metric is not usable"):
         projected_kernel(model, x, metric="euclidean")  # type: ignore[arg-type]
     with refused("does not fit the memory"):
@@ -224,7 +225,7 @@ def test_gradients(model: nn.Module, x: Tensor) -> None:
     kernel = NTK(Tangent(model))
     with refused("cotangents do not fit"):
         functional_gradient(kernel, x, draw(3, 2))
-    with refused("cotangents are not finite"):
+    with refused("cotangents is not finite"):
         functional_gradient(kernel, x, draw(4, 2) * torch.nan)
     with refused("cotangents do not fit"):
         functional_gradient(lambda a, b: a @ b.T, x, draw(3, 2))
@@ -237,15 +238,12 @@ def test_gradients(model: nn.Module, x: Tensor) -> None:
             call(model, x)
         with refused("no one thing"):
             call(model, x, gradient=draw(4, 2), values=draw(4, 2))
-        with refused("no one thing"):
+        with refused("not finite"):
             call(model, x, values=draw(4, 2) * torch.nan)
         with refused("cotangents do not fit"):
             call(model, x, gradient=draw(4, 3))
     with refused("Unknown form"):
         project(model, x, gradient=draw(4, 2), form="dense")
-    one = kernel.expand(x, draw(4, 2))
-    with refused("different tangent spaces"):
-        one + NTK(Tangent(model)).expand(x, draw(4, 2))
 
 
 def test_degenerate_tangent_spaces_are_no_error(x: Tensor) -> None:
@@ -266,11 +264,11 @@ def test_integer_inputs_are_fine() -> None:
 
 def test_no_tensors(model: nn.Module, x: Tensor) -> None:
     cotangents: Any = [1.0]
-    with refused("no tensor"):
+    with refused("float type"):
         functional_gradient(NTK(Tangent(model)), x, cotangents)
-    with refused("no tensor"):
+    with refused("float type"):
         functional_gradient(lambda a, b: a @ b.T, x, cotangents)
-    with refused("not usable"):
+    with refused("float type"):
         rkhs_inner(torch.ones(3), kernel=torch.eye(3, dtype=torch.long))
     with refused("cut-off"):
         project(model, x, gradient=model(x), rcond=-1.0)

@@ -58,7 +58,6 @@ def test_every_form_of_a_basis(net: str, k: int) -> None:
         "CSR": c.to_sparse_csr(),
         "CSC": c.to_sparse_csc(),
         "object": Implicit(c),
-        "functions": (lambda v: c @ v, lambda v: c.T @ v),
         "dicts": vectors,
         "flat vectors": list(c.T),
         "float32": c.float().double(),

@@ -162,7 +162,7 @@ def test_refusals() -> None:
         predict(kernel, x, y, x, reduction="none")
     with pytest.raises(PullbackError, match="diag_reg"):
         predict(kernel, x, y, x, diag_reg=-1.0)
-    with pytest.raises(PullbackError, match="no targets"):
+    with pytest.raises(PullbackError, match="targets is empty"):
         predict(kernel, x, y[:0], x)
     with pytest.raises(PullbackError, match="does not fit the values"):
         predict(kernel, x, draw(4, 3), x)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pullback.maps.reverse import vectorized
+from pullback.maps.structure import vectorized
 from pullback.testing import assert_close
 
 NETS = {

@@ -62,7 +62,7 @@ PROBLEMS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: pde.Box([(0, 1), (0, 1)]) - pde.Box([(-1, 2), (-1, 2)]),
         "difference",
     ),
-    "no domain": (lambda: pde.Problem("box", [EQUATION]), "no domain"),  # pyright: ignore[reportArgumentType]
+    "no domain": (lambda: pde.Problem("box", [EQUATION]), "The domain"),  # pyright: ignore[reportArgumentType]
     "no conditions": (lambda: pde.Problem(LINE, []), "no conditions"),
     "no condition": (lambda: problem(lambda u: u.x), "is none"),  # pyright: ignore[reportArgumentType]
     "no equation": (lambda: problem(pde.Dirichlet(0.0)), "no equation"),
@@ -151,8 +151,8 @@ RUNS: dict[str, tuple[Callable[[], Any], str]] = {
     "points as float": (lambda: solve(points=100.0), "no number of points"),
     "points of nothing": (lambda: solve(points={"robin": 3}), "no condition 'robin'"),
     "seed": (lambda: solve(seed="one"), "seed"),
-    "steps": (lambda: solve(steps=-1), "steps= is not usable"),
-    "steps as float": (lambda: solve(steps=2.5), "steps= is not usable"),
+    "steps": (lambda: solve(steps=-1), "length"),
+    "steps as float": (lambda: solve(steps=2.5), "length"),
     "single": (lambda: solve(single=-1), "single"),
     "resample": (lambda: solve(resample=0), "resampling"),
     "slabs": (lambda: solve(slabs=2), "need time"),

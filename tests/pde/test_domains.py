@@ -27,7 +27,7 @@ from pullback.pde.domains import (
 )
 from pullback.pde.sampling import Gauss, Grid, Points, Sampler
 
-SAMPLERS: list[str | Sampler] = ["sobol", "grid", "gauss", "uniform", "lhs", Grid(ends=True)]
+SAMPLERS: list[str | Sampler] = ["sobol", "grid", "gauss", "uniform", "lhs", Grid()]
 PI = math.pi
 Field = Callable[[Tensor], Tensor]
 square = Box([(0, 1), (0, 1)])
@@ -525,10 +525,10 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "box of a triple": (lambda: Box([(0, 1, 2)]), "two ends"),
     "no box": (lambda: Box([]), "needs bounds"),
     "a number as a box": (lambda: Box(3), "needs bounds"),  # pyright: ignore
-    "flat ball": (lambda: Ball((0, 0), 0), "radius > 0"),
-    "negative ball": (lambda: Ball((0, 0), -1), "radius > 0"),
-    "nan ball": (lambda: Ball((0, 0), NAN), "radius > 0"),
-    "infinite ball": (lambda: Ball((0, 0), INF), "radius > 0"),
+    "flat ball": (lambda: Ball((0, 0), 0), "ball's radius"),
+    "negative ball": (lambda: Ball((0, 0), -1), "ball's radius"),
+    "nan ball": (lambda: Ball((0, 0), NAN), "ball's radius"),
+    "infinite ball": (lambda: Ball((0, 0), INF), "ball's radius"),
     "nan center": (lambda: Ball((0, NAN)), "center"),
     "scalar center": (lambda: Ball(0.0), "center"),  # pyright: ignore
     "two corners": (lambda: Polygon([(0, 0), (1, 1)]), "at least three"),

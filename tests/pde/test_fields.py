@@ -158,7 +158,7 @@ def test_call_by_names() -> None:
             call(wrong, offered, "It")
 
 
-def test_call_of_what_cannot_be_remembered() -> None:
+def test_call_of_objects_and_their_methods() -> None:
     """Callables without a hash, bound methods, and functions that come and go."""
 
     class Scaled:

@@ -13,7 +13,8 @@ from pullback.maps.jets import Jet, Scheme
 from pullback.pde.conditions import Condition, Energy
 from pullback.pde.discretize import Sites, Trial, nested, term
 from pullback.pde.fields import call
-from pullback.pde.problems import Ready, kink
+from pullback.pde.problems import Ready
+from pullback.pde.problems.periodic import smoothed_kink
 from pullback.solvers import Cholesky
 from pullback.steps import LevenbergMarquardt
 
@@ -48,7 +49,7 @@ HARD: dict[str, tuple[Callable[..., Ready], dict[str, Any]]] = {
     "kdv": (pde.KdV, {}),
     "schroedinger": (pde.Schroedinger, {}),
     "fokker-planck": (pde.LogFokkerPlanck, {"dim": 3}),
-    "cavity": (pde.Cavity, {"regularized": True}),
+    "cavity": (pde.Cavity, {}),
 }
 
 
@@ -159,7 +160,7 @@ def test_smoothed_kink_is_the_heat_equations() -> None:
     near = (2 * gap + (50 - math.pi**2) * gap**3) * torch.exp(-25 * gap**2)
     rest = x**2 * torch.cos(math.pi * x) - near
     for decay in (0.0, 10.0):
-        jet = (kink.start(x, at[:, 1:], 1e-4, decay) - rest).stacked()
+        jet = (smoothed_kink(x, at[:, 1:], 1e-4, decay) - rest).stacked()
         w, w_t, w_xx = (jet[scheme.position[i], :, 0] for i in ((), (1,), (0, 0)))
         left = w_t - 1e-4 * w_xx + decay * w
         # nearly constant in a layer where w_t falls by a factor 40
@@ -249,7 +250,6 @@ def test_a_short_time_is_solved_in_part(make: Callable[..., Ready]) -> None:
         (lambda: pde.KuramotoSivashinsky(time=3.0), "chaotic"),
         (lambda: pde.Wave(-1.0), "speed"),
         (lambda: pde.Burgers(0.0), "viscosity"),
-        (lambda: pde.Cavity(hard=True), "jumps"),
         (lambda: pde.setup("poison"), "poisson2d"),
         (lambda: pde.setup("burgers").solve(slabs=2), "need an initial condition"),
     ],

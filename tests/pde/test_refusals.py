@@ -63,8 +63,8 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"device": "meta"}, "no values"),
     ({"device": 1.5}, "device 1.5 cannot be used"),
     ({"refine": 40}, "refinement is not usable"),
-    ({"solver": pb.solvers.Cholesky}, "solver is not a Solver"),
-    ({"step": "armijo"}, "step is not a Step"),
+    ({"solver": pb.solvers.Cholesky}, "solver= is not a Solver"),
+    ({"step": "armijo"}, "step= is not a Step"),
     ({"memory": 0}, "memory"),
     ({"memory": 1e9}, "memory"),
     ({"memory": "4GB"}, "memory"),
@@ -80,9 +80,9 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"callbacks": print}, "in a list"),
     ({"callbacks": [3]}, "in a list"),
     ({"callbacks": None}, "in a list"),
-    ({"steps": True}, "steps= is not usable"),
-    ({"single": True}, "single= is not usable"),
-    ({"measure": True}, "measure= is not usable"),
+    ({"steps": True}, "length"),
+    ({"single": True}, "length"),
+    ({"measure": True}, "length"),
 ]
 CONDITIONS: Table = {
     "Robin of a string": (lambda: pde.Robin("1", 1.0), "numbers a and b"),
@@ -101,10 +101,10 @@ CONDITIONS: Table = {
         lambda: drawn(pde.Neumann(0.0, on=lambda d: d.pairs("y"))),
         "single points are needed",
     ),
-    "data of strings": (lambda: pde.Data(["a"], [1.0]), "Measured points"),
-    "data of nothing": (lambda: pde.Data([[0.5]], None), "Measured values"),
-    "data at one number": (lambda: pde.Data(0.5, [1.0]), "Measured points"),
-    "complex data": (lambda: pde.Data([0.5], torch.ones(1) * 1j), "Measured values"),
+    "data of strings": (lambda: pde.Data(["a"], [1.0]), "measured points"),
+    "data of nothing": (lambda: pde.Data([[0.5]], None), "measured values"),
+    "data at one number": (lambda: pde.Data(0.5, [1.0]), "measured points"),
+    "complex data": (lambda: pde.Data([0.5], torch.ones(1) * 1j), "measured values"),
     "data somewhere": (
         lambda: pde.Data([0.5], [1.0], on=LINE.boundary),
         "its points are its region",
@@ -115,8 +115,8 @@ CONDITIONS: Table = {
     "weight per point": (lambda: pde.Dirichlet(0.0, weight=torch.ones(2)), "weight"),
 }
 PROBLEMS: Table = {
-    "no domain": (lambda: pde.Problem(None, [EQUATION]), "no domain"),
-    "a region": (lambda: pde.Problem(LINE.boundary, [EQUATION]), "no domain"),
+    "no domain": (lambda: pde.Problem(None, [EQUATION]), "The domain"),
+    "a region": (lambda: pde.Problem(LINE.boundary, [EQUATION]), "The domain"),
     "one condition": (lambda: pde.Problem(LINE, EQUATION), "Pass a list"),
     "conditions of none": (lambda: pde.Problem(LINE, None), "Pass a list"),
     "fields as a string": (lambda: problem(fields="u"), "fields"),
@@ -173,7 +173,6 @@ POINTS: Table = {
     "where": (lambda: SQUARE.where(3), "predicate"),
     "where on a boundary": (lambda: SQUARE.boundary.where(None), "predicate"),
     "where among points": (lambda: SQUARE.points(X).where(3), "predicate"),
-    "grid": (lambda: pb.pde.sampling.Grid(-1), "ends"),  # pyright: ignore[reportArgumentType]
     "flat points": (lambda: solution()(torch.zeros(3)), r"shape \(N, 1\)"),
     "points of another dimension": (lambda: solution()(X), r"shape \(N, 1\)"),
     "points as a list": (lambda: solution()([[0.5]]), r"shape \(N, 1\)"),

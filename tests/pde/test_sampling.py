@@ -23,7 +23,7 @@ from pullback.pde.sampling import (
     sampler,
 )
 
-ALL = [Grid(), Grid(ends=True), Gauss(), Uniform(), LatinHypercube(), Sobol()]
+ALL = [Grid(), Gauss(), Uniform(), LatinHypercube(), Sobol()]
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -79,22 +79,16 @@ def test_gauss_with_many_nodes_is_split_into_panels() -> None:
     assert float(w @ (20 * x[:, 0]).sin()) == pytest.approx((1 - math.cos(20)) / 20, abs=1e-14)
 
 
-def test_grid_is_the_midpoint_or_the_trapezoid_rule() -> None:
+def test_grid_is_the_midpoint_rule() -> None:
     x, w = Grid().unit(4, 1, generator())
     assert x[:, 0].tolist() == [0.125, 0.375, 0.625, 0.875]
     assert w.tolist() == [0.25] * 4
-    x, w = Grid(ends=True).unit(5, 1, generator())
-    assert x[:, 0].tolist() == [0, 0.25, 0.5, 0.75, 1]
-    assert w.tolist() == [0.125, 0.25, 0.25, 0.25, 0.125]
-    angles, _ = Grid(ends=True).draw(4, (Axis(periodic=True),), generator())
-    assert angles[:, 0].tolist() == [0.125, 0.375, 0.625, 0.875], "0 and 2π are one angle"
 
 
-@pytest.mark.parametrize("ends", [False, True])
-def test_grid_is_of_second_order(ends: bool) -> None:
+def test_grid_is_of_second_order() -> None:
     errors = []
     for m in (10, 20):
-        x, w = Grid(ends).unit(m + ends, 1, generator())
+        x, w = Grid().unit(m, 1, generator())
         errors.append(abs(float(w @ x[:, 0].exp()) - (math.e - 1)))
     assert errors[0] / errors[1] == pytest.approx(4, rel=0.01)
 
@@ -122,7 +116,7 @@ def test_sobol_is_better_spread_than_uniform() -> None:
 def test_names() -> None:
     kinds = [type(sampler(name)) for name in ("sobol", "grid", "gauss", "uniform", "lhs")]
     assert kinds == [Sobol, Grid, Gauss, Uniform, LatinHypercube]
-    mine = Grid(ends=True)
+    mine = Grid()
     assert sampler(mine) is mine
     assert set(SAMPLERS) == {"sobol", "grid", "gauss", "uniform", "lhs"}
 

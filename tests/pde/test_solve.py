@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from pullback import PullbackError, pde
 from pullback.optim import NaturalGradient
 from pullback.pde.history import History
-from pullback.pde.measure import Yardstick
+from pullback.pde.validation import Yardstick
 
 pi = math.pi
 Case = tuple[pde.Problem, nn.Module, dict[str, Any]]
@@ -501,7 +501,7 @@ def test_modes_of_the_network_are_left_alone() -> None:
 
 
 def test_points_by_condition_and_several_samplers() -> None:
-    for sampler in ("grid", "gauss", "sobol", "lhs", "uniform", pde.Grid(ends=True)):
+    for sampler in ("grid", "gauss", "sobol", "lhs", "uniform", pde.Grid()):
         solution = run(steps=2, sampler=sampler, points={"equation": 20})
         assert len(solution.history) == 2
 

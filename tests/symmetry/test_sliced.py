@@ -156,7 +156,7 @@ def test_what_cannot_be_wrapped_is_refused() -> None:
         Sliced(model)  # pyright: ignore[reportArgumentType]
     with pytest.raises(PullbackError, match="model is not known"):
         Sliced(torch.optim.Adam(model.parameters()))
-    with pytest.raises(PullbackError, match="no slice 'round'"):
+    with pytest.raises(PullbackError, match="Unknown slice 'round'"):
         sliced(model, torch.optim.Adam(model.parameters()), slice="round")
     with pytest.raises(PullbackError, match="copied"):
         copy.deepcopy(sliced(model, torch.optim.Adam(model.parameters())))

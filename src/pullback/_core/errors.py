@@ -67,6 +67,22 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"the nearest are {', '.join(close)}"
 
 
+def require(usable: bool, what: str, got: object, remedy: str) -> None:
+    """Refuse what is not usable."""
+    if not usable:
+        raise PullbackError(f"{what} is not usable", f"got {got!r}", remedy)
+
+
+def require_kind(name: str, value: object, kind: type) -> None:
+    """Refuse a stage that is neither of its kind nor None."""
+    if value is not None and not isinstance(value, kind):
+        raise PullbackError(
+            f"{name}= is not a {kind.__name__}",
+            f"got {value!r}",
+            f"Pass an object of pullback.{name}s, or None for the default",
+        )
+
+
 def refuse_unknown(what: str, name: object, known: Iterable[object]) -> None:
     """Raise where a name is none of those that an option knows."""
     if name not in (choices := tuple(known)):

@@ -10,11 +10,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from .processes import Processes
+from .processes import Processes, from_bytes, to_bytes
 
 T = TypeVar("T")
-
-_ALIGNED = 16  # bytes that every tensor in the buffer begins at a multiple of
 
 
 def gather_objects(
@@ -33,15 +31,15 @@ def gather_objects(
     stream = io.BytesIO()
     packer = _Packer(stream, own)
     packer.dump(value)
-    pieces = [_bytes(t.to(device)) for t in packer.tensors]
-    kinds = [(tuple(t.shape), t.dtype) for t in packer.tensors]
-    empty = torch.empty(0, dtype=torch.uint8, device=device)
-    buffers = processes.parts([torch.cat([empty, *pieces])], "objects")[0]
+    given = [t.to(device) for t in packer.tensors]
+    kinds = [(tuple(t.shape), t.dtype) for t in given]
+    buffers = processes.parts([to_bytes(given, device)], "objects")[0]
     found = processes.values((stream.getvalue(), kinds), "objects")
-    return [
-        _Unpacker(io.BytesIO(code), own, _tensors(kinds, buffer)).load()
-        for (code, kinds), buffer in zip(found, buffers, strict=True)
-    ]
+    out = []
+    for (code, kinds), buffer in zip(found, buffers, strict=True):
+        like = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in kinds]
+        out.append(_Unpacker(io.BytesIO(code), own, from_bytes(buffer, like)).load())
+    return out
 
 
 class _Packer(pickle.Pickler):
@@ -73,19 +71,3 @@ class _Unpacker(pickle.Unpickler):
 
     def persistent_load(self, pid: Any) -> Any:
         return self._own[pid] if isinstance(pid, str) else self._tensors[pid]
-
-
-def _bytes(t: Tensor) -> Tensor:
-    """The tensor's bytes, filled up to whole lines."""
-    flat = t.detach().contiguous().flatten().view(torch.uint8)
-    return torch.nn.functional.pad(flat, (0, -len(flat) % _ALIGNED))
-
-
-def _tensors(kinds: list[tuple[tuple[int, ...], torch.dtype]], buffer: Tensor) -> list[Tensor]:
-    """Views of the buffer, in the order in which they were packed."""
-    out, at = [], 0
-    for shape, dtype in kinds:
-        size = torch.Size(shape).numel() * dtype.itemsize
-        out.append(buffer[at : at + size].view(dtype).view(shape))
-        at += size + -size % _ALIGNED
-    return out

@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 from torch import Tensor
 
-from .errors import PullbackError
+from .errors import PullbackError, require
 from .processes import Processes
 
 K = TypeVar("K", bound=Hashable)
@@ -24,10 +24,8 @@ class Placement(Generic[K]):
     def __init__(self, processes: Processes, workers: int | None = None) -> None:
         size = processes.size
         workers = size if workers is None else workers
-        if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
-            raise PullbackError(
-                "workers is not usable", f"got {workers!r}", "Give a number of processes"
-            )
+        usable = isinstance(workers, int) and not isinstance(workers, bool) and workers >= 1
+        require(usable, "workers", workers, "Give a number of processes")
         if size % workers:
             raise PullbackError(
                 "The processes cannot be divided into teams",

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any, Generic, TypeVar
-from weakref import WeakKeyDictionary
 from zlib import crc32
 
 import torch
@@ -59,10 +58,6 @@ class Pending(Generic[T]):
     def then(self, change: Callable[[T], S]) -> Pending[S]:
         """Return what is made of the result when it is there."""
         return Pending(lambda: change(self._result()), self._works, self._sent)
-
-
-#: by group, another one of the same processes
-_APART: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 
 class Processes:
@@ -130,17 +125,16 @@ class Processes:
         return self.within(group)
 
     def apart(self) -> Processes | None:
-        """Return a group of the same processes, in which order does not depend on this one's.
+        """Return a new group of the same processes: order in it does not depend on other groups.
 
-        All processes of the program take part where it has to be made. There is none for a part of
-        them, since the others would not know.
+        All processes of the program take part. There is none for a part of them, since the others
+        would not know. It lasts as long as the program.
         """
         if self.alone or self.group is None or self.size != dist.get_world_size():
             return None
-        if self.group not in _APART:
-            limit, backend = _time_limit(self.group, self.device), dist.get_backend(self.group)
-            _APART[self.group] = dist.new_group(timeout=limit, backend=backend)
-        return self.within(_APART[self.group])
+        limit, backend = _time_limit(self.group, self.device), dist.get_backend(self.group)
+        group: Any = dist.new_group(timeout=limit, backend=backend)
+        return self.within(group)
 
     # --- tensors --------------------------------------------------------------------------------
 
@@ -240,7 +234,7 @@ class Processes:
             here = [(t, r) for t, r in zip(tensors, owners, strict=True) if t.device == device]
             by_rank = [[t for t, owner in here if owner == rank] for rank in range(self.size)]
             lengths = [sum(_aligned(t.nbytes) for t in own) for own in by_rank]
-            cut, mine = _gathered_length(lengths), _bytes(by_rank[self.rank], device)
+            cut, mine = _gathered_length(lengths), to_bytes(by_rank[self.rank], device)
             every = [mine.new_empty(0)] * self.size
             if cut:
                 flat = mine.new_zeros(cut)
@@ -253,7 +247,24 @@ class Processes:
                 every[rank] = torch.cat([every[rank], rest])
             for rank, own in enumerate(by_rank):
                 if own and rank != self.rank:
-                    torch._foreach_copy_(own, _from_bytes(every[rank], own))
+                    torch._foreach_copy_(own, from_bytes(every[rank], own))
+
+    def scatter(self, t: Tensor, owner: int | None, what: str = "scattered") -> Tensor:
+        """Return the owner's tensor as a `DTensor`, cut along its longest axis.
+
+        Elsewhere it shows shape and dtype. Without an owner all processes have it.
+        """
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        given = t.contiguous() if owner in (None, self.rank) else t.new_empty(t.shape)
+        assert self.group is not None
+        mesh = DeviceMesh.from_group(self.group, t.device.type)
+        cut = [Shard(t.shape.index(max(t.shape)))]
+        sent = (self.size - 1) / self.size * t.nbytes if owner == self.rank else 0.0
+        return self._send(
+            what, sent, lambda: distribute_tensor(given, mesh, cut, src_data_rank=owner)
+        )
 
     def adopt(self, tensors: Sequence[Tensor], what: str = "adopted") -> None:
         """Copy the tensors of the first process to all others, in place."""
@@ -525,7 +536,7 @@ def _aligned(count: int) -> int:
     return -(-count // _ALIGNED) * _ALIGNED
 
 
-def _bytes(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+def to_bytes(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     """Return the bytes of tensors of any dtypes, one after the other."""
     parts = [torch.empty(0, dtype=torch.uint8, device=device)]
     for t in tensors:
@@ -534,7 +545,7 @@ def _bytes(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     return torch.cat(parts)
 
 
-def _from_bytes(buffer: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+def from_bytes(buffer: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """Return tensors like these from their bytes, as views."""
     out, at = [], 0
     for t in like:

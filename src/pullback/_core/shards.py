@@ -29,6 +29,26 @@ def local(t: Tensor) -> Tensor:
     return whole.to_local() if is_sharded(t) else t
 
 
+def whole(t: Tensor) -> Tensor:
+    """Return all pieces of a tensor together; the processes that have them call it."""
+    own: Any = t.detach()
+    return own.full_tensor() if is_sharded(t) else own
+
+
+def cut_like(t: Tensor, p: Tensor) -> Tensor:
+    """Return a copy of a tensor, whole or in pieces, cut as a parameter is, in its dtype."""
+    own = t.detach().to(p.device, p.dtype, copy=True)
+    given: list[Any] = [own, p]
+    cuts = [(x.device_mesh, x.placements) if is_sharded(x) else None for x in given]
+    if cuts[0] == cuts[1]:
+        return own
+    if cuts[1] is None:
+        return whole(own)
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(whole(own), *cuts[1], src_data_rank=None)
+
+
 class Shards:
     """How the parameters of a model are cut: each along one axis, over the processes of a mesh."""
 

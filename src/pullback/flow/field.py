@@ -18,7 +18,7 @@ from .._core.state import Snapshot
 from ..likelihoods import Bernoulli, Categorical
 from ..maps import ObjectiveMap
 from ..metrics import Fisher
-from ..optim import NaturalGradient, Objective
+from ..optim import NaturalGradient
 from ..optim.checks import loss_of, refuse_metric
 
 
@@ -26,12 +26,6 @@ class Host:
     """The parameters of a module that require gradients, as one flat vector in float64."""
 
     def __init__(self, model: nn.Module) -> None:
-        if not isinstance(model, nn.Module):
-            raise PullbackError(
-                "The flow needs the model itself",
-                f"got {type(model).__name__}",
-                "Pass an nn.Module, or a function φ with start= and a loss on its values",
-            )
         self.model = plain(model)
         self.params = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         self.space = ParameterSpace(self.params)
@@ -248,15 +242,12 @@ class ObjectiveField(VectorField):
     """The field of an objective: residuals as a function of the parameter dict, ½‖·‖²."""
 
     def __init__(
-        self, model: nn.Module, objective: Callable[..., Any] | Objective, kind: str, **options: Any
+        self, model: nn.Module, objective: Callable[..., Any], kind: str, **options: Any
     ) -> None:
         self.host = Host(model)
         self.model, self.space, self.start = self.host.model, self.host.space, self.host.now()
         self._objective = objective
-        reduction = options["reduction"]
-        self._residuals = (
-            None if isinstance(objective, Objective) else ObjectiveMap(objective, reduction)
-        )
+        self._residuals = ObjectiveMap(objective, options["reduction"])
         self._optimizer = NaturalGradient(model, **options) if kind == "natural" else None
         if self._optimizer is not None:
             refuse_metric(self._optimizer.metric)
@@ -281,17 +272,9 @@ class ObjectiveField(VectorField):
             return float(self._total(self.space.split(flat)))
 
     def _total(self, params: dict[str, Tensor]) -> Tensor:
-        if isinstance(self._objective, Objective):
-            return self._objective.loss(params)
-        assert self._residuals is not None
         return 0.5 * self._residuals(params).square().sum()
 
     def values(self, flat: Tensor) -> Tensor:
-        """All residuals, weighted, (n,); of an `Objective` the values of its terms' maps."""
+        """All residuals, weighted, (n,)."""
         with torch.no_grad():
-            params = self.space.split(flat)
-            if isinstance(self._objective, Objective):
-                pieces = [term.map(params).flatten() for term in self._objective.terms]
-                return torch.cat(pieces)
-            assert self._residuals is not None
-            return self._residuals(params)[:, 0]
+            return self._residuals(self.space.split(flat))[:, 0]

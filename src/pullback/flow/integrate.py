@@ -15,9 +15,9 @@ import scipy
 import torch
 from torch import Tensor, nn
 
-from .._core.errors import PullbackError
+from .._core.checks import refuse_number, refuse_values
+from .._core.errors import PullbackError, refuse_unknown
 from ..metrics import Euclidean, Metric, MetricFunction
-from ..optim import Objective
 from ..solvers import PseudoInverse, Solver
 from .field import KINDS, ClosureField, ObjectiveField, VectorField
 from .march import March
@@ -35,14 +35,9 @@ class FunctionModule(nn.Module):
 
     def __init__(self, phi: Callable[..., Tensor], start: Start, whole: bool) -> None:
         super().__init__()
-        named = {"xi": start} if isinstance(start, Tensor) else dict(start)
+        named = dict(start) if isinstance(start, Mapping) else {"xi": start}
         for name, value in named.items():
-            if not isinstance(value, Tensor) or not value.is_floating_point() or not value.numel():
-                raise PullbackError(
-                    f"The start {name!r} is not usable",
-                    f"got {value!r}",
-                    "Pass real, non-empty floating-point tensors",
-                )
+            refuse_values(f"The start {name!r}", value)
         self.names = tuple(named)
         self.single, self.whole, self.phi = isinstance(start, Tensor), whole, phi
         self.shape: torch.Size | None = None
@@ -131,7 +126,7 @@ METHODS = ("DOP853", "RK45", "LSODA", "Radau", "BDF")
 
 def integrate(
     model: nn.Module | Callable[..., Tensor],
-    closure_or_objective: Callable[..., Any] | Objective | Supervised,
+    closure_or_objective: Callable[..., Any] | Supervised,
     metric: Metric | Tensor | Callable[[Tensor], Tensor] | None = None,
     t: tuple[float, float] = (0.0, 10.0),
     *,
@@ -154,8 +149,8 @@ def integrate(
         model: a module in float64; or a function φ of a tensor or a dict of tensors.
         closure_or_objective: for a module, a closure of no arguments (backward is called
             for it, if it does not), a function of the parameter dict that returns residuals (as
-            `NaturalGradient.step(objective=...)` takes), an `optim.Objective`, or `Supervised`,
-            which stays exact where logits diverge. For a function φ, a loss on its values.
+            `NaturalGradient.step(objective=...)` takes), or `Supervised`, which stays exact where
+            logits diverge. For a function φ, a loss on its values.
         metric: as in `NaturalGradient`; for a function φ a matrix over the entries of z, a
             function z ↦ matrix, or a metric object.
         t: from and to.
@@ -180,14 +175,12 @@ def integrate(
         loss that is not finite, an exhausted budget) ends with its reason, before anything
         that is not finite; only requests that make no sense raise.
     """
-    if kind not in KINDS:
-        raise PullbackError(f"Unknown kind {kind!r}", "it is not a flow", f"Use one of {KINDS}")
-    if method not in METHODS:
-        raise PullbackError(
-            f"Unknown method {method!r}", "it is no integrator", f"Use one of {METHODS}"
-        )
+    refuse_unknown("kind", kind, KINDS)
+    refuse_unknown("method", method, METHODS)
     times = _times(t, at)
-    _refuse_tolerances(rtol, atol, max_step, max_evaluations)
+    refuse_number("rtol", rtol, positive=True)
+    refuse_number("atol", atol)
+    refuse_number("max_evaluations", max_evaluations, least=1, whole=True)
     if kind == "natural":
         options["solver"] = PseudoInverse() if solver is None else solver
     elif options or solver is not None or metric is not None:
@@ -225,18 +218,13 @@ def _field(
         )
     options["reduction"] = reduction or ("mean" if module else "sum")
     if not module:
-        if not isinstance(start, (Tensor, Mapping)):
-            raise PullbackError(
-                "The start is not usable",
-                f"got {type(start).__name__}",
-                "Pass a tensor or a dict of tensors",
-            )
         if not callable(model) or not callable(target):
             raise PullbackError(
                 "This is no map with a loss",
                 f"got {type(model).__name__} and {type(target).__name__}",
                 "Pass φ and a function of its values",
             )
+        assert start is not None
         phi: Callable[..., Tensor] = cast(Any, model)
         loss: Callable[[Tensor], Tensor] = cast(Any, target)
         return FunctionField(phi, loss, start, kind, metric=metric, **options)
@@ -250,7 +238,7 @@ def _field(
                 "Give it to Supervised, which uses it for loss and metric alike",
             )
         return SupervisedField(model, target, kind, metric=metric, **options)
-    if isinstance(target, Objective) or _wants_parameters(target):
+    if _wants_parameters(target):
         return ObjectiveField(model, target, kind, **options)
     return ClosureField(model, target, kind, **options)
 
@@ -295,12 +283,3 @@ def _times(t: Any, at: Any) -> tuple[float, float, Tensor | None]:
             f"Use increasing times between {first:g} and {last:g}",
         )
     return first, last, times
-
-
-def _refuse_tolerances(rtol: float, atol: float, max_step: float, budget: int) -> None:
-    if not (rtol > 0 and atol >= 0 and max_step > 0 and budget > 0):
-        raise PullbackError(
-            "The tolerances are not usable",
-            f"got rtol={rtol}, atol={atol}, max_step={max_step}, max_evaluations={budget}",
-            "Use positive numbers",
-        )

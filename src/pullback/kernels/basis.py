@@ -9,14 +9,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from .._core.checks import refuse_values
 from .._core.errors import PullbackError
 from .._core.space import ParameterSpace
 from ..grams import FactoredGram, Operator, Rows
 from ..maps import Linearization
 from .kernel import NTK, FeatureKernel, TangentKernel
-from .tangent import Model, Tangent, as_tangent
+from .tangent import Tangent, as_tangent
 from .tiles import MEMORY
 
 
@@ -28,8 +29,6 @@ def as_basis(basis: Any, space: ParameterSpace) -> FactoredGram:
         return Rows(_matrix(basis, space).mT)
     if callable(getattr(basis, "matvec", None)) and callable(getattr(basis, "rmatvec", None)):
         return _implicit(basis.matvec, basis.rmatvec, space)
-    if isinstance(basis, Sequence) and len(basis) == 2 and all(map(callable, basis)):
-        return _implicit(basis[0], basis[1], space)
     if isinstance(basis, Sequence) and basis:
         return Rows(torch.stack([_flat(v, space) for v in basis]))
     raise PullbackError(
@@ -46,14 +45,10 @@ def _matrix(matrix: Tensor, space: ParameterSpace) -> Tensor:
             f"it has shape {tuple(matrix.shape)} for {space.size} parameters",
             f"Pass C of shape ({space.size}, k), one column per direction",
         )
-    if matrix.is_complex():
-        raise PullbackError("The basis is complex", "tangent vectors are real", "Pass its parts")
     if matrix.layout not in (torch.strided, torch.sparse_coo):
         matrix = matrix.to_sparse_csr()
     values = matrix.coalesce().values() if matrix.layout == torch.sparse_coo else matrix
-    values = values.values() if values.layout == torch.sparse_csr else values
-    if not bool(torch.isfinite(values).all()):
-        raise PullbackError("The basis is not finite", "C contains NaN or infinity", "Check it")
+    refuse_values("The basis", values.values() if values.layout == torch.sparse_csr else values)
     return matrix.detach().to(space.device, space.dtype)
 
 
@@ -69,12 +64,7 @@ def _flat(vector: Any, space: ParameterSpace) -> Tensor:
                 "Give one tensor per moved parameter, in its shape",
             )
         vector = space.flatten({n: vector.get(n) for n in space.names})
-    if not isinstance(vector, Tensor):
-        raise PullbackError(
-            "A tangent vector is not usable",
-            f"got {type(vector).__name__}",
-            "Pass a dict of tensors by parameter name, or a flat tensor",
-        )
+    refuse_values("A tangent vector", vector)
     return _matrix(vector.reshape(-1, 1), space)[:, 0]
 
 
@@ -144,7 +134,7 @@ class GTK(FeatureKernel):
 
 
 def gtk(
-    model: Model | Tangent,
+    model: nn.Module | Tangent,
     x: Any,
     x2: Any = None,
     *,
@@ -162,7 +152,7 @@ def gtk(
         x2: other inputs, by default x.
         basis: C: a matrix (p, k), dense or sparse, in the order of the parameters; a list of
             tangent vectors, each a dict by parameter name or a flat tensor; or an object with
-            `matvec` and `rmatvec` (or the pair of functions) over flat vectors.
+            `matvec` and `rmatvec` over flat vectors.
         layout: "full", "diagonal" or "trace".
         params: the parameters to differentiate by, and where.
         chunk: samples at a time.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._core.errors import PullbackError
-from .tangent import Tangent, arguments, part
+from .tangent import Tangent, arguments, part, samples
 
 _SAMPLES = 1024  # of x* at a time
 
@@ -38,7 +38,7 @@ class FunctionChange:
 
     def _by_chunks(self, x: Any, function: Callable[[Any], Tensor]) -> Tensor:
         args = arguments(x)
-        starts = range(0, len(args[0]), _SAMPLES)
+        starts = range(0, samples(args), _SAMPLES)
         with torch.no_grad():
             return torch.cat([function(part(args, a, a + _SAMPLES)) for a in starts])
 
@@ -50,18 +50,6 @@ class FunctionChange:
         return replace(self, direction=scale * self.direction)
 
     __rmul__ = __mul__
-
-    def __neg__(self) -> FunctionChange:
-        return -1.0 * self
-
-    def __add__(self, other: FunctionChange) -> FunctionChange:
-        if other.tangent is not self.tangent:
-            raise PullbackError(
-                "These moves belong to different tangent spaces",
-                "their directions have no sum",
-                "Build both from one Tangent",
-            )
-        return replace(self, direction=self.direction + other.direction)
 
 
 @dataclass(frozen=True)

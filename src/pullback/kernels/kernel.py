@@ -14,15 +14,16 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .._core.capture import Selector
+from .._core.checks import refuse_values
 from .._core.errors import PullbackError
 from .._core.processes import Processes
-from ..maps import Linearization
+from ..maps import Call, Linearization
 from .change import FunctionChange
-from .layouts import KernelLayout, as_layout, refuse_no_tensor
-from .tangent import Arguments, Model, Tangent, arguments, as_tangent, part
+from .layouts import KernelLayout, as_layout
+from .tangent import Tangent, arguments, as_tangent, part, samples
 from .tiles import MEMORY, assemble_tiles, check_sizes
 
 
@@ -37,6 +38,11 @@ class TangentKernel(ABC):
         """B v, (p,): the gradient that belongs to the differential v."""
 
     @abstractmethod
+    def matrix(
+        self, x: Any, x2: Any, layout: KernelLayout, chunk: int | None, memory: int | None
+    ) -> Tensor:
+        """K(x, x2) in a layout, K(x, x) where x2 is None."""
+
     def __call__(
         self,
         x: Any,
@@ -47,6 +53,7 @@ class TangentKernel(ABC):
         memory: int | None = None,
     ) -> Tensor:
         """K(x, x2), or K(x, x); not divided by the number of samples."""
+        return self.matrix(x, None if x2 is x else x2, as_layout(layout), chunk, memory)
 
     def expand(self, x: Any, cotangents: Tensor) -> FunctionChange:
         """Σ_i K(·, x_i) c_i for cotangents c (N, *event): the tangent vector dφ·B Jᵀc."""
@@ -60,23 +67,19 @@ class TangentKernel(ABC):
 
 
 class NTK(TangentKernel):
-    """Θ(x, x') = J(x) J(x')ᵀ."""
+    """Θ(x, x') = J(x) J(x')ᵀ; the tiles may be shared by several processes."""
+
+    def __init__(self, tangent: Tangent, processes: Processes | None = None) -> None:
+        super().__init__(tangent)
+        self._processes = processes
 
     def raised(self, v: Tensor) -> Tensor:
         return v
 
-    def __call__(
-        self,
-        x: Any,
-        x2: Any = None,
-        *,
-        layout: str = "full",
-        chunk: int | None = None,
-        memory: int | None = None,
-        processes: Processes | None = None,
+    def matrix(
+        self, x: Any, x2: Any, layout: KernelLayout, chunk: int | None, memory: int | None
     ) -> Tensor:
-        form = as_layout(layout)
-        return assemble_tiles(self.tangent, x, _other(x, x2), form, chunk, memory, processes)
+        return assemble_tiles(self.tangent, x, x2, layout, chunk, memory, self._processes)
 
 
 class FeatureKernel(TangentKernel):
@@ -91,16 +94,10 @@ class FeatureKernel(TangentKernel):
     def width(self) -> int:
         """Entries that the features of one output need, J's row included where it is formed."""
 
-    def __call__(
-        self,
-        x: Any,
-        x2: Any = None,
-        *,
-        layout: str = "full",
-        chunk: int | None = None,
-        memory: int | None = None,
+    def matrix(
+        self, x: Any, x2: Any, layout: KernelLayout, chunk: int | None, memory: int | None
     ) -> Tensor:
-        x2, memory = _other(x, x2), MEMORY if memory is None else memory
+        memory = MEMORY if memory is None else memory
         h = self.features_at(x, chunk, memory)
         h2 = h if x2 is None else self.features_at(x2, chunk, memory)
         if h.shape[1] != h2.shape[1]:
@@ -109,19 +106,13 @@ class FeatureKernel(TangentKernel):
                 f"{h.shape[1]} and {h2.shape[1]} entries",
                 "Pass inputs for which the model has the same number of outputs",
             )
-        return self.joined(as_layout(layout), h, h2, x, x2, chunk, memory)
-
-    def joined(
-        self, layout: KernelLayout, h: Tensor, h2: Tensor, x: Any, x2: Any, chunk: Any, memory: int
-    ) -> Tensor:
-        """The kernel from its features."""
         return layout.of_features(h, h2)
 
     def features_at(self, x: Any, chunk: int | None = None, memory: int = MEMORY) -> Tensor:
         """H(x), in chunks of samples that fit the memory."""
         check_sizes(chunk, memory)
         args = arguments(x)
-        n = len(args[0])
+        n = samples(args)
         probe = self.tangent.probe(args)
         held = probe.event.numel() * self.width * torch.finfo(self.tangent.space.dtype).bits // 8
         step = max(1, min(n, memory // held)) if chunk is None else chunk
@@ -134,7 +125,7 @@ class FeatureKernel(TangentKernel):
 
 
 def ntk(
-    model: Model | Tangent,
+    model: nn.Module | Tangent,
     x: Any,
     x2: Any = None,
     *,
@@ -150,8 +141,7 @@ def ntk(
     For a linear layer with inputs ā and output cotangents δ the share is (ā ā'ᵀ) ∘ (δ δ'ᵀ).
 
     Args:
-        model: a module with one output per sample, of any shape (m entries), or a function of
-            (parameter dict, inputs) with `params`.
+        model: a module with one output per sample, of any shape (m entries).
         x: inputs, samples first; a tuple for models of several arguments, a dict for named ones.
         x2: other inputs, by default x itself: then half of the work is done, and K is symmetric.
         layout: "full" (N, N2, m, m), "diagonal" (N, N2, m), or "trace" (N, N2), the sum over
@@ -172,12 +162,11 @@ def ntk(
             [ 3., 15.]]))
     """
     tangent = as_tangent(model, params, copy=False, output=output)
-    processes = Processes(group)
-    return NTK(tangent)(x, x2, layout=layout, chunk=chunk, memory=memory, processes=processes)
+    return NTK(tangent, Processes(group))(x, x2, layout=layout, chunk=chunk, memory=memory)
 
 
 def ntk_operator(
-    model: Model | Tangent,
+    model: nn.Module | Tangent,
     x: Any,
     x2: Any = None,
     *,
@@ -191,30 +180,20 @@ def ntk_operator(
 def check_cotangents(cotangents: Tensor, linear: Linearization) -> Tensor:
     """One cotangent per entry of the output, in its shape."""
     shape = linear.value.shape
-    refuse_no_tensor("The cotangents", cotangents)
+    refuse_values("The batch of cotangents", cotangents)
     if cotangents.numel() != shape.numel() or len(cotangents) != len(linear.value):
         raise PullbackError(
             "The cotangents do not fit the model's output",
             f"{tuple(cotangents.shape)} for values of shape {tuple(shape)}",
             "Pass ∂ℓ/∂f, one number per entry of the output",
         )
-    if not bool(torch.isfinite(cotangents).all()):
-        raise PullbackError(
-            "The cotangents are not finite", "they contain NaN or infinity", "Check the loss"
-        )
     return cotangents.detach().reshape(shape).to(linear.value)
-
-
-def _other(x: Any, x2: Any) -> Any:
-    """None where x2 is x."""
-    return None if x2 is x else x2
 
 
 class KernelOperator:
     """u ↦ J(x) B J(x2)ᵀ u by one reverse and one forward pass: nothing is formed.
 
-    Vectors are (N2, *event), or flat (N2·m,); the answer has the same kind of shape. `@` also
-    takes matrices (N2·m, k), and gives (N·m, k).
+    Vectors are (N2, *event), or flat (N2·m,); the answer has the same kind of shape.
     """
 
     def __init__(self, kernel: TangentKernel, x: Any, x2: Any = None, chunk: int = 1024) -> None:
@@ -224,10 +203,10 @@ class KernelOperator:
         self._two = self._one if x2 is None else _parts(arguments(x2), chunk)
         first, tangent = self._one[0], kernel.tangent
         probe = tangent.probe(first)
-        tangent.chunk(first, 0, min(len(first[0]), 2 * len(probe.value)), probe)
+        tangent.chunk(first, 0, min(samples(first), 2 * len(probe.value)), probe)
         self.event, space = tuple(probe.event), tangent.space
         m = probe.event.numel()
-        self.shape = tuple(m * sum(len(a[0]) for a in side) for side in (self._one, self._two))
+        self.shape = tuple(m * sum(samples(a) for a in side) for side in (self._one, self._two))
         self.dtype, self.device = space.dtype, space.device
 
     def matvec(self, u: Tensor) -> Tensor:
@@ -239,7 +218,7 @@ class KernelOperator:
                 f"Pass {self.shape[1]} entries",
             )
         tangent, flat = self._kernel.tangent, u.ndim == 1 and self.event != ()
-        pieces = u.reshape(-1, *self.event).to(self.dtype).split([len(a[0]) for a in self._two])
+        pieces = u.reshape(-1, *self.event).to(self.dtype).split([samples(a) for a in self._two])
         with torch.no_grad():
             v = tangent.space.zeros(tangent.space.size)
             for args, piece in zip(self._two, pieces, strict=True):
@@ -248,26 +227,7 @@ class KernelOperator:
             out = torch.cat([tangent.at(args).jvp(v) for args in self._one])
         return out.flatten() if flat else out
 
-    def rmatvec(self, u: Tensor) -> Tensor:
-        """Kᵀ u."""
-        return self.T.matvec(u)
 
-    @property
-    def T(self) -> KernelOperator:
-        """K(x2, x)."""
-        other = object.__new__(KernelOperator)
-        other.__dict__.update(self.__dict__)
-        other._one, other._two, other.shape = self._two, self._one, self.shape[::-1]
-        return other
-
-    def __matmul__(self, u: Tensor) -> Tensor:
-        """K u, or K of every column of a matrix (N2·m, k)."""
-        values = u.shape[1:] == self.event and u.numel() == self.shape[1]
-        if not values and u.ndim == 2 and u.shape[0] == self.shape[1]:
-            return torch.stack([self.matvec(column) for column in u.T], 1)
-        return self.matvec(u)
-
-
-def _parts(args: Arguments, chunk: int) -> list[Arguments]:
+def _parts(args: Call, chunk: int) -> list[Call]:
     check_sizes(chunk)
-    return [part(args, a, a + chunk) for a in range(0, len(args[0]), chunk)]
+    return [part(args, a, a + chunk) for a in range(0, samples(args), chunk)]

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from math import isfinite
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -140,17 +138,14 @@ def _kernel(one: Pulled, two: Pulled, budget: int) -> Tensor:
     return one.kernel(None if two is one else two, budget=budget)
 
 
-def refuse_no_tensor(what: str, value: object) -> None:
-    """Raise where something else was given, a list say."""
-    if not isinstance(value, Tensor):
-        raise PullbackError(
-            f"{what} are no tensor", f"got {type(value).__name__}", "Pass a torch.Tensor"
-        )
-
-
 def refuse_infinite(what: str, *tensors: Tensor) -> None:
-    """Raise where one of these is not finite."""
-    _refuse_infinite(what, tensors, norms(tensors))
+    """Raise where one of these is not finite, with one synchronization."""
+    if tensors and not bool(torch.stack([torch.isfinite(t).all() for t in tensors]).all()):
+        raise PullbackError(
+            f"{what} not finite",
+            "they contain NaN or infinity, or the output overflows",
+            "Check them with torch.isfinite",
+        )
 
 
 def refuse_broken(
@@ -174,43 +169,15 @@ def refuse_broken(
             f"{len(x)} went in, {len(z)} came out",
             "Give input and output one entry per sample on their first axis",
         )
-    coupled = alone is not None and z[: len(alone)].shape != alone.shape
-    pair = [] if alone is None or coupled else [z[: len(alone)] - alone, alone]
-    found = norms([*params, x, z, *pair])
-    k = len(params)
-    _refuse_infinite("The parameters are", params, found[:k])
-    _refuse_infinite("The model's inputs or outputs are", (x, z), found[k : k + 2])
-    if pair:
-        computed = getattr(linear, "graph", z)
-        coupled = not found[-2] <= tolerance(computed.dtype, 10) * found[-1]
-    if coupled:
+    refuse_infinite("The parameters are", *params)
+    refuse_infinite("The model's inputs or outputs are", x, z)
+    if alone is None:
+        return
+    limit = tolerance(getattr(linear, "graph", z).dtype, 10) * alone.norm()
+    few = z[: len(alone)]
+    if few.shape != alone.shape or not bool((few - alone).norm() <= limit):
         raise PullbackError(
             "The model couples the samples of a batch",
             "its output for a sample depends on the others, so there is no kernel of two points",
             "Use GroupNorm or LayerNorm in place of statistics over the batch",
-        )
-
-
-def norms(tensors: Sequence[Tensor]) -> list[float]:
-    """‖t‖ of each, with one synchronization; 0 for integers."""
-    parts: list[Any] = [torch.view_as_real(t) if t.is_complex() else t.detach() for t in tensors]
-    real = [i for i, t in enumerate(parts) if t.is_floating_point()]
-    out = [0.0] * len(parts)
-    if real:
-        found = torch._foreach_norm([parts[i] for i in real])
-        if len({n.dtype for n in found}) > 1:
-            found = [n.to(torch.float32) for n in found]
-        for i, size in zip(real, torch.stack(list(found)).tolist(), strict=True):
-            out[i] = size
-    return out
-
-
-def _refuse_infinite(what: str, tensors: Sequence[Tensor], sizes: Sequence[float]) -> None:
-    # a norm is finite only if all entries are; one that overflows is looked at entry by entry
-    doubtful = [t for t, size in zip(tensors, sizes, strict=True) if not isfinite(size)]
-    if doubtful and not bool(torch.stack([torch.isfinite(t).all() for t in doubtful]).all()):
-        raise PullbackError(
-            f"{what} not finite",
-            "they contain NaN or infinity, or the output overflows",
-            "Check them with torch.isfinite",
         )

@@ -26,11 +26,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, jvp, vjp
+from torch.func import functional_call
 
 from .._core.capture import Selector, plain, select
-from .._core.errors import PullbackError, reraise_fatal
+from .._core.checks import refuse_number, refuse_values
+from .._core.errors import PullbackError
 from .._core.graph import unfused_attention
+from ..maps import FunctionLinearization
 from ..maps.module import refuse_coupled
 from ..solvers import Relative
 from .layouts import as_matrix
@@ -143,8 +145,7 @@ def _covariance(prior: Kernel, x: Any, x_test: Any, m: int, response: Tensor, re
 
 
 def _targets(y: Tensor) -> tuple[Tensor, torch.Size]:
-    if not isinstance(y, Tensor) or not y.ndim or not len(y):
-        raise PullbackError("There are no targets", f"got {y!r}", "Pass y of shape (N, *event)")
+    refuse_values("The batch of targets", y)
     y = y.detach()
     return (y[:, None], torch.Size((1,))) if y.ndim == 1 else (y.flatten(1), y.shape[1:])
 
@@ -152,8 +153,7 @@ def _targets(y: Tensor) -> tuple[Tensor, torch.Size]:
 def _regularization(diag_reg: float | Relative, k: Tensor) -> float:
     if isinstance(diag_reg, Relative):
         return diag_reg.value * float(k.diagonal().mean())
-    if not 0 <= diag_reg < float("inf"):
-        raise PullbackError("diag_reg is not usable", f"got {diag_reg}", "Use a number ≥ 0")
+    refuse_number("diag_reg", diag_reg)
     return float(diag_reg)
 
 
@@ -164,10 +164,8 @@ def _refuse_broken(k: Tensor, across: Tensor, y: Tensor) -> None:
             f"{y.numel()} numbers for kernels {tuple(k.shape)} and {tuple(across.shape)}",
             "Pass one target per training input and output",
         )
-    if not all(bool(torch.isfinite(v).all()) for v in (k, across, y)):
-        raise PullbackError(
-            "Kernel or targets are not finite", "they contain NaN or infinity", "Check the data"
-        )
+    for matrix in (k, across):
+        refuse_values("The kernel", matrix)
 
 
 class Linearized(nn.Module):
@@ -187,7 +185,6 @@ class Linearized(nn.Module):
         own = dict(self.weights.named_parameters())
         self._names = tuple(tangent.params)
         self._output = output
-        self._forward_mode = True
         for name, parameter in own.items():
             parameter.requires_grad_(name in self._names)
         for i, name in enumerate(self._names):
@@ -215,17 +212,9 @@ class Linearized(nn.Module):
             out = functional_call(self.weights, {**fixed, **p}, args)
             return select(out, self._output)
 
-        if self._forward_mode:
-            try:
-                with unfused_attention():  # the fused one has no forward mode
-                    value, change, *_ = jvp(function, (self.origin(),), (move,))
-                return value + change
-            except (RuntimeError, NotImplementedError) as error:
-                reraise_fatal(error)
-                self._forward_mode = False  # nor has a recurrent cell
-        value, pull, *_ = vjp(function, self.origin())
-        push = vjp(lambda u: pull(u)[0], torch.zeros_like(value))[1]  # u ↦ Jᵀu is linear
-        return value + push(move)[0]
+        with unfused_attention():  # the fused one has no forward mode
+            at = FunctionLinearization(function, self.origin())
+            return at.value + at.jvp(at.space.flatten(move))
 
 
 def linearize(

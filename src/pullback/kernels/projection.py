@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .._core.errors import PullbackError, refuse_unknown
-from .._core.factor import Scaled
 from .._core.products import full_precision
 from ..grams import Part, assemble
 from ..grams.assemble import choose
@@ -24,10 +23,11 @@ from ..maps import Linearization, identity_covectors
 from ..metrics import Euclidean, Fisher, Metric, as_metric
 from ..solvers import PseudoInverse
 from .change import Expansion, FunctionChange
-from .kernel import NTK, FeatureKernel, check_cotangents
-from .layouts import KernelLayout
-from .tangent import Model, Tangent, arguments, as_tangent
+from .kernel import FeatureKernel, check_cotangents
+from .tangent import Tangent, arguments, as_tangent
 from .tiles import MEMORY
+
+AnyMetric = Metric | Callable[[Tensor], Tensor]
 
 
 class Projected(FeatureKernel):
@@ -37,9 +37,7 @@ class Projected(FeatureKernel):
         tangent: the tangent space.
         support: the inputs on which the metric measures functions.
         metric: any metric, or a function of z.
-        damping: λ in (G + λ)⁻¹; then K_f is no projection.
         rcond: singular values of A below rcond·σ_max count as zero, as in `PseudoInverse`.
-        reduction: "sum" for G = JᵀMJ, "mean" to divide it by the number of samples.
         memory: bytes that A may take; beyond, A Aᵀ is used, whose condition is the square.
     """
 
@@ -47,22 +45,16 @@ class Projected(FeatureKernel):
         self,
         tangent: Tangent,
         support: Any,
-        metric: Metric | Callable[[Tensor], Tensor] | None = None,
+        metric: AnyMetric | None = None,
         *,
-        damping: float = 0.0,
         rcond: float | None = None,
-        reduction: str = "sum",
         memory: int = MEMORY,
     ) -> None:
         super().__init__(tangent)
-        if not 0 <= damping < float("inf"):
-            raise PullbackError("The damping is not usable", f"got {damping}", "Use a number ≥ 0")
         chosen = Euclidean() if metric is None else as_metric(metric)
-        self.damping, self.support = damping, arguments(support)
-        self.linear = tangent.at(self.support)
-        factor = chosen.factor(self.linear.value, inputs=self.support[0])
-        if (count := _count(reduction, chosen, self.linear.value)) != 1:
-            factor = Scaled(factor, 1 / count, tuple(self.linear.value.shape[1:]))
+        args = arguments(support)
+        self.linear = tangent.at(args)
+        factor = chosen.factor(self.linear.value, inputs=args.tensors[0])
         self.part, self._solver = Part(self.linear, factor), PseudoInverse(rcond)
         self._factorize(memory)
 
@@ -90,37 +82,20 @@ class Projected(FeatureKernel):
         return self.rank + (0 if self._v is None else self.tangent.space.size)
 
     def raised(self, v: Tensor) -> Tensor:
-        """(G + λ)⁺ v."""
-        return self._solver.solve(self._spectrum, v, self.damping).x
+        """G⁺v."""
+        return self._solver.solve(self._spectrum, v).x
 
-    def pushed(self, linear: Linearization) -> Tensor:
-        """J V, (N, m, k)."""
+    def features(self, linear: Linearization) -> Tensor:
+        """H = J V Σ⁻¹, (N, m, k), so that K_f = H H'ᵀ."""
         shape = len(linear.value), linear.value[0].numel(), self.rank
         if self._v is not None:
-            return (linear.rows() @ self._v).view(shape)
+            return (linear.rows() @ self._v).view(shape) / self._sigma
         pulled = linear.pullback(identity_covectors(linear.value))
         across = pulled.kernel(self.part.pulled)  # J(x) Jᵀ, or J(x) Aᵀ
         if self.part.factor.couples_samples:
             across = self.part.transpose(across)
         assert self._spectrum.left is not None
-        return (self._spectrum.left(across.T) / self._sigma[:, None]).T.reshape(shape)
-
-    def features(self, linear: Linearization) -> Tensor:
-        """H = J V (Σ² + λ)^(−½), so that K_f = H H'ᵀ on the range of G."""
-        return self.pushed(linear) / (self._sigma.square() + self.damping).sqrt()
-
-    def joined(
-        self, layout: KernelLayout, h: Tensor, h2: Tensor, x: Any, x2: Any, chunk: Any, memory: int
-    ) -> Tensor:
-        k = layout.of_features(h, h2)
-        if self.damping == 0:
-            return k
-        # what J has outside the range of G meets λ alone
-        name = {4: "full", 3: "diagonal", 2: "trace"}[k.ndim]
-        whole = NTK(self.tangent)(x, x2, layout=name, chunk=chunk, memory=memory)
-        root = (self._sigma.square() + self.damping).sqrt()
-        inside = layout.of_features(h * root, h2 * root if h2 is not h else h * root)
-        return k + (whole - inside) / self.damping
+        return (self._spectrum.left(across.T) / self._sigma[:, None] ** 2).T.reshape(shape)
 
     def coefficients(self, cotangents: Tensor) -> Tensor:
         """⟨∇ℓ, h_i⟩ = Σ_n c_n·h_i(x_n), (k,), for cotangents c on the support."""
@@ -128,26 +103,24 @@ class Projected(FeatureKernel):
         return torch.einsum("nmk,nm->k", self.features(self.linear), c.flatten(1))
 
     def direction(self, cotangents: Tensor) -> Tensor:
-        """(G + λ)⁺Jᵀc, (p,): from r with S r = c where there is one, which keeps the digits."""
+        """G⁺Jᵀc, (p,): from r with S r = c where there is one, which keeps the digits."""
         c = check_cotangents(cotangents, self.linear)
         white = self.part.factor.whiten(c).value
         gradient = self.linear.vjp(c)
         flat = None if white is None else white.flatten()
-        return self._solver.solve(self._spectrum, gradient, self.damping, whitened=flat).x
+        return self._solver.solve(self._spectrum, gradient, whitened=flat).x
 
 
 def projected_kernel(
-    model: Model | Tangent,
+    model: nn.Module | Tangent,
     x: Any,
     x2: Any = None,
     *,
-    metric: Metric | Callable[[Tensor], Tensor],
+    metric: AnyMetric,
     support: Any = None,
     layout: str = "full",
     params: Mapping[str, Tensor] | None = None,
-    damping: float = 0.0,
     rcond: float | None = None,
-    reduction: str = "sum",
     memory: int = MEMORY,
 ) -> Tensor:
     """K_f = J (JᵀMJ)⁺ J'ᵀ of any metric, in the layouts of `ntk`.
@@ -164,21 +137,16 @@ def projected_kernel(
         support: the inputs on which the metric measures, by default x.
         layout: "full", "diagonal" or "trace".
         params: the parameters to differentiate by, and where.
-        damping: λ in (G + λ)⁻¹.
         rcond: the cut-off on singular values of A.
-        reduction: "sum", or "mean" for G divided by the number of samples.
         memory: bytes that A may take.
     """
-    tangent = as_tangent(model, params)
     given = x if support is None else support
-    kernel = Projected(
-        tangent, given, metric, damping=damping, rcond=rcond, reduction=reduction, memory=memory
-    )
+    kernel = Projected(as_tangent(model, params), given, metric, rcond=rcond, memory=memory)
     return kernel(x, x2, layout=layout, memory=memory)
 
 
 def natural_ntk(
-    model: Model | Tangent,
+    model: nn.Module | Tangent,
     x: Any,
     x2: Any = None,
     *,
@@ -195,13 +163,7 @@ def natural_ntk(
     return projected_kernel(model, x, x2, metric=metric, **options)
 
 
-def _count(reduction: str, metric: Metric, z: Tensor) -> int:
-    refuse_unknown("reduction", reduction, ("sum", "mean"))
-    return metric.samples(z) if reduction == "mean" else 1
-
-
 FORMS = ("pushforward", "orthonormal", "kernel")
-AnyMetric = Metric | Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -222,7 +184,7 @@ class Combination:
 
 
 def project(
-    model: Model | Tangent,
+    model: nn.Module | Tangent,
     x: Any,
     *,
     gradient: Tensor | None = None,
@@ -261,7 +223,7 @@ def project(
 
 
 def surject(
-    model: Model | Tangent,
+    model: nn.Module | Tangent,
     x: Any,
     *,
     gradient: Tensor | None = None,
@@ -277,17 +239,16 @@ def surject(
     c = check_cotangents(_one_of(gradient, values), linear)
     if values is not None:
         chosen = Euclidean() if metric is None else as_metric(metric)
-        c = chosen.factor(linear.value, inputs=arguments(x)[0]).matvec(c)
+        c = chosen.factor(linear.value, inputs=arguments(x).tensors[0]).matvec(c)
     return FunctionChange(tangent, linear.vjp(c))
 
 
 def _one_of(gradient: Tensor | None, values: Tensor | None) -> Tensor:
     given = gradient if values is None else values
-    both = gradient is not None and values is not None
-    if both or given is None or not bool(torch.isfinite(given).all()):
+    if given is None or (gradient is not None and values is not None):
         raise PullbackError(
             "There is no one thing to project",
-            "gradient= and values= were given both or not at all, or are not finite",
+            "gradient= and values= were given both or not at all",
             "Pass the loss's differential as gradient=, or a function's values as values=",
         )
     return given

@@ -22,12 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._core.checks import refuse_values
 from .._core.errors import PullbackError
 from .._core.svd import svd
 from .change import Expansion, FunctionChange
 from .kernel import TangentKernel
-from .layouts import as_matrix, refuse_no_tensor
-from .tangent import arguments
+from .layouts import as_matrix
+from .tangent import arguments, samples
 
 
 def rkhs_inner(
@@ -71,8 +72,8 @@ def _whitener(kernel: Tensor | None, basis: Tensor | None, rcond: float | None) 
             "Pass the kernel's matrix on the points, or the basis' values there",
         )
     given = kernel if basis is None else basis
+    refuse_values("The kernel or basis", given)
     assert given is not None
-    _refuse_broken(given)
     cut = max(given.shape) * torch.finfo(given.dtype).eps if rcond is None else rcond
     if basis is not None:
         whole = svd(basis)
@@ -108,10 +109,7 @@ def _coordinates(f: Tensor, whitener: Tensor, n: int) -> tuple[bool, Tensor]:
             f"Pass {n} values, or one row of {n} per function",
         )
     flat = flat.to(whitener)
-    if not bool(torch.isfinite(flat).all()):
-        raise PullbackError(
-            "A function is not finite", "its values contain NaN or infinity", "Check them"
-        )
+    refuse_values("A function", flat)
     w = flat @ whitener.T
     # W⁺ = Wᵀ(W Wᵀ)⁻¹, and W's rows are orthogonal
     back = (w / whitener.square().sum(1)) @ whitener
@@ -123,16 +121,6 @@ def _coordinates(f: Tensor, whitener: Tensor, n: int) -> tuple[bool, Tensor]:
             "Project it first (kernels.project), or lower rcond",
         )
     return single, w
-
-
-def _refuse_broken(matrix: Tensor) -> None:
-    fits = matrix.ndim >= 2 and matrix.numel() and matrix.is_floating_point()
-    if not fits or not bool(torch.isfinite(matrix).all()):
-        raise PullbackError(
-            "The kernel or basis is not usable",
-            f"its shape is {tuple(matrix.shape)} and its dtype {matrix.dtype}, or it is not finite",
-            "Pass a finite floating-point matrix with one row per value",
-        )
 
 
 InputKernel = Callable[[Any, Any], Tensor]
@@ -163,13 +151,13 @@ def functional_gradient(
             f"got {type(kernel).__name__}",
             "Pass NTK, GTK or Projected of a Tangent, or a function of two batches of inputs",
         )
-    points = arguments(x)
-    refuse_no_tensor("The cotangents", cotangents)
-    if len(cotangents) != len(points[0]) or not bool(torch.isfinite(cotangents).all()):
+    points = samples(arguments(x))
+    refuse_values("The batch of cotangents", cotangents)
+    if len(cotangents) != points:
         raise PullbackError(
             "The cotangents do not fit the points",
-            f"{tuple(cotangents.shape)} for {len(points[0])} points, or not finite",
-            "Pass one finite cotangent per point",
+            f"{tuple(cotangents.shape)} for {points} points",
+            "Pass one cotangent per point",
         )
     c = cotangents.detach()
     return Expansion(kernel, x, c[:, None] if c.ndim == 1 else c)

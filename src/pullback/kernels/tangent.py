@@ -2,52 +2,40 @@ r"""The tangent space T_fΦ of a model at its parameters: J(x) = dφ_w at any in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from .._core.capture import Selector, plain
 from .._core.errors import PullbackError, reraise_fatal
 from .._core.space import ParameterSpace
 from .._core.state import RandomState
-from ..maps import Call, FunctionLinearization, Linearization, ModuleMap, shared_plans
+from ..maps import Call, Linearization, ModuleMap, shared_plans
+from ..maps.module import ModuleLinearization
 from ..optim.checks import refuse_inference
+from ..optim.closure import as_call
 from .layouts import refuse_broken, refuse_infinite
 
-Function = Callable[..., Tensor]  # of a parameter dict and inputs
-Model = nn.Module | Function
-
 _PROBE = 4  # samples of a batch that are also run by themselves
-_KEPT = 64  # shapes of inputs remembered per model
-
-Answer = TypeVar("Answer")
-
-
-@dataclass(frozen=True)
-class Cost:
-    """What pulling one covector of one sample back takes."""
-
-    #: numbers that are held
-    entries: int
-    #: multiply-adds of the largest layer; infinite where it is not known
-    widest: float
-
-
-#: by model and by what goes in, from the last time; too old a number costs time or memory alone
-_COSTS: WeakKeyDictionary[nn.Module, dict[Any, Cost]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
 class Probe:
-    """Values (few, *event) of samples that were run by themselves, and what one of them costs."""
+    """What a few samples show that are run by themselves.
+
+    Attributes:
+        value: (few, *event).
+        entries: numbers that are held to pull one covector of one sample back.
+        widest: multiply-adds of the largest layer for it.
+    """
 
     value: Tensor
-    cost: Cost
+    entries: int
+    widest: float
 
     @property
     def event(self) -> torch.Size:
@@ -61,22 +49,25 @@ class Tangent:
     w is kept as it is now: a step of an optimizer does not move the tangent space.
 
     Args:
-        model: a module, or a function of (parameter dict, inputs).
+        model: a module.
         params: the parameters by name, and their values; by default the module's own that require
-            gradients. For a module, those not named keep their values and are not differentiated.
+            gradients. Those not named keep their values and are not differentiated.
         output: which tensor of a structured output is the function's value.
         copy: without, the parameters are not copied, and a step of an optimizer does move them.
     """
 
     def __init__(
         self,
-        model: Model,
+        model: nn.Module,
         params: Mapping[str, Tensor] | None = None,
         *,
         output: Selector = None,
         copy: bool = True,
     ) -> None:
-        self.model = plain(model) if isinstance(model, nn.Module) else model
+        if not isinstance(model, nn.Module):
+            got = type(model).__name__
+            raise PullbackError("The model is not usable", f"got {got}", "Pass an nn.Module")
+        self.model = plain(model)
         self.params = _parameters(self.model, params, copy)
         self._unseen = [] if copy else list(self.params.values())  # seen with the first values
         self.space = ParameterSpace(self.params)
@@ -86,89 +77,58 @@ class Tangent:
         """J at inputs x: one tensor, a tuple or a dict of the model's arguments, samples first."""
         return self._at(arguments(x), None)
 
-    def _at(self, args: Arguments, alone: Tensor | None) -> Linearization:
+    def _at(self, args: Call, alone: Tensor | None) -> ModuleLinearization:
         """The same, whose first values must be `alone`, (few, *event)."""
-        linear = self._run(self._linearize, args)
-        refuse_broken(linear, args[0], alone, self._unseen)
-        self._unseen = []
-        return linear
-
-    def _run(self, answer: Callable[[Arguments], Answer], args: Arguments) -> Answer:
-        """What the model says, if it can be asked and depends on no random numbers."""
         refuse_inference("it records no graph, so there are no derivatives", "The model")
         random = RandomState(self.space.device)
         try:
-            found = answer(args)
+            linear = self._linearize(args)
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
             reraise_fatal(error)
+            shapes = [tuple(a.shape) for a in args.tensors]
             raise PullbackError(
                 "The model cannot be run on these inputs",
-                f"for shapes {[tuple(a.shape) for a in args]} it says: {_first_line(error)}",
+                f"for shapes {shapes} it says: {_first_line(error)}",
                 "Pass what the model takes, samples first, in its own dtype and on its device",
             ) from error
         if not random.unchanged():
-            both: Any = found, answer(args)  # with other numbers
+            again = self._linearize(args)  # with other numbers
             random.restore()
-            if torch.equal(*(getattr(one, "value", one) for one in both)):
-                return found
-            raise PullbackError(
-                "The model draws random numbers",
-                "every call is another function, so that two batches have no common tangent space",
-                "Call .eval() on it",
-            )
-        return found
+            if not torch.equal(linear.value, again.value):
+                raise PullbackError(
+                    "The model draws random numbers",
+                    "every call is another function, so that two batches have no common tangent "
+                    "space",
+                    "Call .eval() on it",
+                )
+        refuse_broken(linear, args.tensors[0], alone, self._unseen)
+        self._unseen = []
+        return linear
 
-    def _linearize(self, args: Arguments) -> Linearization:
-        model = self.model
-        if isinstance(model, nn.Module):
-            source = ModuleMap(model, args.call(), output=self.output, plans=self._plans)
-            linear = source.linearize(self.params)
-            if (plans := shared_plans(linear)) is not None:
-                source.plans = plans
-            self._remember(args, linear)
-            return linear
-
-        def function(params: dict[str, Tensor]) -> Tensor:
-            call = args.call()
-            z = model(params, *call.args, **call.kwargs)
-            return z.unsqueeze(-1) if z.ndim == 1 else z
-
-        return FunctionLinearization(function, self.params)
-
-    def _evaluate(self, args: Arguments) -> Tensor:
-        assert isinstance(self.model, nn.Module)
-        return ModuleMap(self.model, args.call(), output=self.output).evaluate(self.params)
-
-    def _remember(self, args: Arguments, linear: Any) -> None:
-        costs = _COSTS.setdefault(linear.map.model, {})
-        if len(costs) >= _KEPT:
-            costs.clear()
-        n = len(args[0])
-        costs[self._kind(args)] = Cost(linear.footprint // n or self.space.size, linear.widest / n)
-
-    def _kind(self, args: Arguments) -> Any:
-        return self.space.names, args.names, tuple((a.shape[1:], a.dtype) for a in args)
+    def _linearize(self, args: Call) -> ModuleLinearization:
+        source = ModuleMap(self.model, args, output=self.output, plans=self._plans)
+        linear = source.linearize(self.params)
+        if (plans := shared_plans(linear)) is not None:
+            source.plans = plans
+        return linear
 
     def probe(self, x: Any) -> Probe:
         """What a few samples show when they are run by themselves."""
         args = arguments(x)
-        few = part(args, 0, max(1, min(_PROBE, len(args[0]) // 2)))
-        if not isinstance(self.model, nn.Module):
-            return Probe(self._at(few, None).value, Cost(self.space.size, float("inf")))
-        known = _COSTS.get(self.model, {}).get(self._kind(args))
-        if known is not None:
-            return Probe(self._run(self._evaluate, few), known)
-        return Probe(self._at(few, None).value, _COSTS[self.model][self._kind(args)])
+        count = max(1, min(_PROBE, samples(args) // 2))
+        linear = self._at(part(args, 0, count), None)
+        entries = linear.footprint // count or self.space.size
+        return Probe(linear.value, entries, linear.widest / count)
 
-    def chunk(self, args: Arguments, start: int, stop: int, probe: Probe) -> Linearization:
+    def chunk(self, args: Call, start: int, stop: int, probe: Probe) -> Linearization:
         """J at the samples in [start, stop); the first chunk must have the values of the probe.
 
         Where they differ the model couples the samples of a batch.
         """
         few = len(probe.value)
-        compared = start == 0 and len(args[0]) > few
+        compared = start == 0 and samples(args) > few
         if compared and stop <= few:
-            self._at(part(args, 0, min(len(args[0]), 2 * _PROBE)), probe.value)
+            self._at(part(args, 0, min(samples(args), 2 * _PROBE)), probe.value)
             compared = False
         return self._at(part(args, start, stop), probe.value if compared else None)
 
@@ -179,7 +139,7 @@ class Tangent:
 
 
 def as_tangent(
-    model: Model | Tangent,
+    model: nn.Module | Tangent,
     params: Mapping[str, Tensor] | None = None,
     *,
     copy: bool = True,
@@ -191,68 +151,47 @@ def as_tangent(
     return Tangent(model, params, copy=copy, output=output)
 
 
-class Arguments(tuple[Tensor, ...]):
-    """The tensors of a call, samples first: the last ones by these names, and other constants."""
+def arguments(x: Any) -> Call:
+    """The model's arguments, each tensor with one entry per sample on its first axis.
 
-    names: tuple[str, ...] = ()
-    constants: Mapping[str, Any] = MappingProxyType({})
-
-    def like(self, tensors: Iterable[Tensor]) -> Arguments:
-        """Other tensors in the same places."""
-        out = Arguments(tensors)
-        out.names, out.constants = self.names, self.constants
-        return out
-
-    def call(self) -> Call:
-        """The call that they are the arguments of."""
-        by_place = len(self) - len(self.names)
-        named = dict(zip(self.names, self[by_place:], strict=True))
-        return Call.of(*self[:by_place], **named, **self.constants)
-
-
-def arguments(x: Any) -> Arguments:
-    """The model's arguments, each with one entry per sample on its first axis.
-
-    A dict gives them by name; what is no tensor there is a constant.
+    A dict gives them by name; what is no tensor is a constant.
     """
-    if isinstance(x, Arguments):
-        return x
-    args = Arguments(x if isinstance(x, (tuple, list)) else (x,))
-    if isinstance(x, Mapping):
-        named = {n: t for n, t in x.items() if isinstance(t, Tensor)}
-        args = Arguments(named.values())
-        args.names = tuple(named)
-        args.constants = {n: value for n, value in x.items() if n not in named}
-    if not args or not all(isinstance(a, Tensor) and a.ndim for a in args):
+    call = as_call(tuple(x) if isinstance(x, list) else x)
+    tensors = call.tensors
+    if not tensors or not all(a.ndim for a in tensors):
         raise PullbackError(
             "The inputs are not usable",
-            f"got {[type(a).__name__ for a in args]}",
+            f"got {[type(a).__name__ for a in (*call.args, *call.kwargs.values())]}",
             "Pass a tensor with one entry per sample on its first axis, or a tuple of such tensors",
         )
-    if len({len(a) for a in args}) > 1 or not len(args[0]):
+    if len({len(a) for a in tensors}) > 1 or not len(tensors[0]):
         raise PullbackError(
             "The inputs have no common samples",
-            f"their first axes have sizes {[len(a) for a in args]}",
+            f"their first axes have sizes {[len(a) for a in tensors]}",
             "Pass at least one sample, and as many in every argument",
         )
     # a tensor made in inference mode cannot be part of a graph
-    return args.like(a.clone() if a.is_inference() else a.detach() for a in args)
+    return _mapped(call, lambda a: a.clone() if a.is_inference() else a.detach())
 
 
-def part(args: Arguments, start: int, stop: int) -> Arguments:
+def _mapped(call: Call, function: Callable[[Tensor], Tensor]) -> Call:
+    args, kwargs = tree_map_only(Tensor, function, (call.args, call.kwargs))
+    return Call.of(*args, **kwargs)
+
+
+def samples(call: Call) -> int:
+    """How many there are."""
+    return len(call.tensors[0])
+
+
+def part(call: Call, start: int, stop: int) -> Call:
     """The samples in [start, stop)."""
-    return args.like(a[start:stop] for a in args)
+    return _mapped(call, lambda a: a[start:stop])
 
 
-def _parameters(model: Any, params: Mapping[str, Tensor] | None, copy: bool) -> dict[str, Tensor]:
-    if not isinstance(model, nn.Module):
-        if not callable(model) or params is None:
-            raise PullbackError(
-                "The model is not usable",
-                f"got {type(model).__name__} {'without' if params is None else 'with'} parameters",
-                "Pass a module, or a function of (parameter dict, inputs) with params=",
-            )
-        return _snapshot(params, copy)
+def _parameters(
+    model: nn.Module, params: Mapping[str, Tensor] | None, copy: bool
+) -> dict[str, Tensor]:
     own = dict(model.named_parameters())
     if params is None:
         params = {n: p for n, p in own.items() if p.requires_grad}
@@ -263,10 +202,6 @@ def _parameters(model: Any, params: Mapping[str, Tensor] | None, copy: bool) -> 
             f"unknown or of another shape: {unknown}" if unknown else "there is none to move",
             "Unfreeze a parameter of the module, or name its own in params=",
         )
-    return _snapshot(params, copy)
-
-
-def _snapshot(params: Mapping[str, Tensor], copy: bool) -> dict[str, Tensor]:
     wrong = [n for n, p in params.items() if not p.is_floating_point() or p.is_meta]
     if wrong:
         raise PullbackError(

@@ -14,7 +14,7 @@ from .._core.processes import Processes
 from .._core.products import SPLIT_ABOVE, full_precision
 from ..maps import Pulled
 from .layouts import KernelLayout
-from .tangent import Tangent, arguments
+from .tangent import Tangent, arguments, samples
 
 MEMORY = 2**30  # bytes for what is pulled back and for temporaries; the kernel itself is beside it
 
@@ -28,7 +28,7 @@ class Batch:
 
     def __init__(self, tangent: Tangent, x: Any, layout: KernelLayout) -> None:
         self.args = arguments(x)
-        self.count = len(self.args[0])
+        self.count = samples(self.args)
         self._tangent, self._layout = tangent, layout
         self._probe = tangent.probe(self.args)
         self.event = self._probe.event
@@ -43,7 +43,7 @@ class Batch:
 
     def fit(self, chunk: int | None, memory: int) -> None:
         """Choose the chunks, and whether they are kept."""
-        held = self._probe.cost.entries * self.event.numel() * self._tangent.space.dtype.itemsize
+        held = self._probe.entries * self.event.numel() * self._tangent.space.dtype.itemsize
         self._keep = 2 * self.count * held <= memory
         # two chunks at a time
         self._step = max(1, min(self.count, memory // (4 * held))) if chunk is None else chunk
@@ -54,7 +54,7 @@ class Batch:
 
     def large(self) -> bool:
         """Whether pulling a chunk back has products that pay to be split."""
-        return 2 * self._probe.cost.widest * self._step * self.event.numel() >= SPLIT_ABOVE
+        return 2 * self._probe.widest * self._step * self.event.numel() >= SPLIT_ABOVE
 
     def slices(self) -> list[slice]:
         """The chunks."""
@@ -165,7 +165,7 @@ def gather_tiles(own: Iterable[Tile], empty: Tensor, processes: Processes) -> It
 
 def _refuse_others(tangent: Tangent, x: Any, x2: Any, processes: Processes) -> None:
     """Raise where processes have other inputs or parameters."""
-    batches = arguments(x), () if x2 is None else arguments(x2)
+    batches = arguments(x).tensors, [] if x2 is None else arguments(x2).tensors
     named = {f"x{i or ''}[{j}]": a for i, args in enumerate(batches) for j, a in enumerate(args)}
     named |= tangent.params
     seen = {name: (tuple(t.shape), _digest(t)) for name, t in named.items()}
@@ -190,8 +190,8 @@ def assemble_tiles(
 ) -> Tensor:
     """The tiles as one tensor; a single tile is not copied."""
     processes = Processes() if processes is None else processes
-    n = len(arguments(x)[0])
-    n2 = n if x2 is None else len(arguments(x2)[0])
+    n = samples(arguments(x))
+    n2 = n if x2 is None else samples(arguments(x2))
     found = tiles(tangent, x, x2, layout, chunk, memory, processes)
     if not processes.alone:
         _refuse_others(tangent, x, x2, processes)

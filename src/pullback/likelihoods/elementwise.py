@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._core.errors import PullbackError
+from .._core.errors import PullbackError, require
 from .._core.factor import Diagonal, Factor
 from .base import Likelihood, bounded_exp
 
@@ -20,10 +20,8 @@ class IndependentEntries(Likelihood):
     """
 
     def __init__(self, event: int = 0) -> None:
-        if not isinstance(event, int) or event < 0:
-            raise PullbackError(
-                "The event axes are not usable", f"got {event!r}", "Use a whole number ≥ 0"
-            )
+        usable = isinstance(event, int) and event >= 0
+        require(usable, "The number of event axes", event, "Use a whole number ≥ 0")
         self.event = event
 
     def _summed(self, nll: Tensor) -> Tensor:
@@ -76,12 +74,9 @@ class Gaussian(Likelihood):
     """
 
     def __init__(self, variance: float | str = 1.0) -> None:
-        if variance != "learned" and not (isinstance(variance, (int, float)) and variance > 0):
-            raise PullbackError(
-                "Gaussian's variance is not usable",
-                f"got {variance!r}",
-                'Give a positive number, or "learned" for outputs (mean, log-variance)',
-            )
+        usable = variance == "learned" or (isinstance(variance, (int, float)) and variance > 0)
+        remedy = 'Give a positive number, or "learned" for outputs (mean, log-variance)'
+        require(usable, "Gaussian's variance", variance, remedy)
         self.variance = variance
 
     def _halves(self, z: Tensor) -> tuple[Tensor, Tensor]:

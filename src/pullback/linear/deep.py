@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._core.checks import refuse_number, refuse_values
 from .._core.errors import PullbackError
 from .._core.factor import Factor
 from ..grams import FactoredGram
@@ -17,9 +18,6 @@ from .minimum_norm import minimum_norm, split
 from .parameters import (
     FactoredModule,
     RandomSource,
-    refuse_nonfinite,
-    refuse_rcond,
-    refuse_shape,
     whole_numbers,
 )
 from .tangents import (
@@ -82,7 +80,7 @@ class DeepMatrix(FactoredModule):
         factors = [torch.as_tensor(w) for w in factors]
         for i, w in enumerate(factors):
             before = factors[i - 1].shape[-1] if i else "d"
-            refuse_shape(f"Factor {i}", w, (before, "d"))
+            refuse_values(f"Factor {i}", w, (before, "d"))
         dims = [w.shape[0] for w in factors] + [w.shape[1] for w in factors[-1:]]
         return cls(dims, factors, **options)
 
@@ -161,19 +159,19 @@ class DeepMatrix(FactoredModule):
             if not len(entries[0]):
                 raise PullbackError("There are no entries", "rows are empty", "Observe some")
         shape = (self.dims[0], self.dims[-1]) if entries is None else entries[0].shape
-        refuse_shape("The gradient", grad, shape)
-        refuse_nonfinite("The gradient", grad)
-        refuse_rcond(rcond)
+        refuse_values("The gradient", grad, shape)
+        if rcond is not None:
+            refuse_number("rcond", rcond, below=1.0)
         dtype = torch.promote_types(self.compute_dtype, grad.dtype)
         factors, unit = self.values(dtype), 1.0
         for w in factors:
-            refuse_nonfinite("A factor", w)
+            refuse_values("A factor", w)
         if damping == 0:
             factors, unit = level_factors(factors)
         tangent = _tangent(factors, range(self.depth), None, entries)
         r = grad.detach().to(dtype).flatten() * unit
         found = minimum_norm(tangent, r, damping=damping, rcond=rcond)
-        refuse_nonfinite("The natural gradient", found)
+        refuse_values("The natural gradient", found)
         return self.like_factors(tangent.split(found))
 
     def split_natural_gradient(self, grad: Tensor) -> tuple[Tensor, ...]:
@@ -186,7 +184,7 @@ class DeepMatrix(FactoredModule):
         Args:
             grad: ∇_β, (d₀, d_L).
         """
-        refuse_shape("The gradient", grad, (self.dims[0], self.dims[-1]))
+        refuse_values("The gradient", grad, (self.dims[0], self.dims[-1]))
         dtype = torch.promote_types(self.compute_dtype, grad.dtype)
         return self.like_factors(split(self.values(dtype), grad.detach().to(dtype)))
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .._core.checks import refuse_number, refuse_values
 from .._core.errors import PullbackError
 from .._core.factor import Factor
 from ..grams import FactoredGram
@@ -15,8 +16,6 @@ from .grams import CoreGram, Sides, agrees_with_autograd
 from .parameters import (
     FactoredModule,
     RandomSource,
-    refuse_nonfinite,
-    refuse_shape,
     refuse_zero_tangent,
     whole_numbers,
 )
@@ -99,8 +98,7 @@ class DiagonalNetwork(FactoredModule):
         Coordinates at which two factors vanish do not move (h = 0).
         """
         c, h = self._checked(grad)
-        if not damping >= 0:
-            raise PullbackError("The damping is not usable", f"got {damping}", "Use a number ≥ 0")
+        refuse_number("The damping", damping)
         lengths = h.square() + damping
         return self._moves(c, torch.where(h > 0, grad.detach().to(h.dtype) / lengths, 0.0))
 
@@ -111,7 +109,7 @@ class DiagonalNetwork(FactoredModule):
             x: inputs (N, D); more or fewer samples than dimensions.
             y: labels −1 or +1, (N,).
         """
-        refuse_shape("The data matrix x", x, ("N", self.dim))
+        refuse_values("The data matrix x", x, ("N", self.dim))
         factors = self.values(torch.promote_types(self.compute_dtype, x.dtype))
         c, h = tangent(factors)
         refuse_zero_tangent(h.max())
@@ -130,14 +128,13 @@ class DiagonalNetwork(FactoredModule):
         fisher = population_fisher(torch.stack(self.values(h.dtype)).prod(0))
         d = fisher.solve(torch.where(h > 0, grad.detach().to(h.dtype), 0.0))
         along = torch.where(h > 0, d / h.square(), 0.0)
-        refuse_nonfinite("The natural gradient", along)
+        refuse_values("The natural gradient", along)
         return self._moves(c, along)
 
     def _checked(self, grad: Tensor) -> tuple[Tensor, Tensor]:
-        refuse_shape("The gradient", grad, (self.dim,))
-        refuse_nonfinite("The gradient", grad)
+        refuse_values("The gradient", grad, (self.dim,))
         c, h = tangent(self.values(torch.promote_types(self.compute_dtype, grad.dtype)))
-        refuse_nonfinite("A product of factors", h)
+        refuse_values("A product of factors", h)
         refuse_zero_tangent(h.max())
         return c, h
 

@@ -109,7 +109,7 @@ class TangentGram(FactoredGram):
         return self._sides.transpose(self._tangent.push(self._tangent.split(v)))
 
     def lift(self, c: Tensor) -> Tensor:
-        return torch.cat([m.flatten() for m in self._tangent.pull(self._sides.apply(c))])
+        return self._tangent.pulled(self._sides.apply(c))
 
     def kernel(self) -> Tensor:
         return self._sides.transpose(self._sides.transpose(self._tangent.kernel()).T)

@@ -18,27 +18,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .._core.checks import refuse_values
 from .._core.errors import PullbackError
-from ..grams import FactoredGram, Gram
-from ..grams.base import Structure
+from ..grams import FactoredGram, Operator
 from ..solvers import ConjugateGradient, PseudoInverse
 from .grams import Sides, tangent_gram
-from .parameters import refuse_nonfinite, refuse_shape, refuse_zero_tangent
+from .parameters import refuse_zero_tangent
 from .tangents import FactorTangent, MatrixTangent, around
-
-
-class _Kernel(Gram):
-    """Λ ↦ Σ L LᵀΛ RᵀR on flat Λ, (N·m,)."""
-
-    def __init__(self, tangent: MatrixTangent) -> None:
-        self._tangent = tangent
-        self.size = self.count = tangent.count
-        sample = tangent.terms[0].left
-        self.dtype, self.device = sample.dtype, sample.device
-        self.structure = Structure("operator", factored=False, closed=True)
-
-    def matvec(self, v: Tensor) -> Tensor:
-        return self._tangent.push(self._tangent.pull(v))
 
 
 def solve_iteratively(
@@ -65,7 +51,11 @@ def solve_iteratively(
 
     z = torch.where(inside, u.T @ r.view(tangent.shape) @ h, 0.0)
     solver = ConjugateGradient(damping, tol=tol, preconditioner=scaled)
-    found = solver.solve(_Kernel(tangent), (u @ z @ h.T).flatten())
+    kernel = Operator(  # JJᵀ
+        tangent.pulled, lambda v: tangent.push(tangent.split(v)),
+        (tangent.size, tangent.count), r.dtype, r.device,
+    )  # fmt: skip
+    found = solver.solve(kernel, (u @ z @ h.T).flatten())
     limit = 10 * torch.finfo(r.dtype).eps ** 0.5
     if not found.status.ok or not (found.residual or 0.0) <= limit:
         raise PullbackError(
@@ -74,7 +64,7 @@ def solve_iteratively(
             "the factors are nearly rank-deficient",
             "Add damping, or use split_natural_gradient where it exists",
         )
-    return torch.cat([m.flatten() for m in tangent.pull(found.x)])
+    return tangent.pulled(found.x)
 
 
 def _adapted(sides: Sequence[Tensor], rcond: float | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -146,10 +136,10 @@ def split_obstacle(factors: Sequence[Tensor]) -> str:
     if not len(factors):
         raise PullbackError("There are no factors", "the list is empty", "Pass at least one matrix")
     for i, w in enumerate(factors):
-        refuse_shape(f"Factor {i}", w, (factors[i - 1].shape[-1] if i else "d", "d"))
+        refuse_values(f"Factor {i}", w, (factors[i - 1].shape[-1] if i else "d", "d"))
     before, after = around(factors)
     for i, (a, b) in enumerate(zip(before, after, strict=True)):
-        rows, columns = _rank(a), _rank(b)
+        rows, columns = (int(torch.linalg.matrix_rank(side)) for side in (a, b))
         if rows < a.shape[0]:
             return f"the {i} factors before factor {i} multiply to rank {rows} of {a.shape[0]} rows"
         if columns < b.shape[1]:
@@ -160,14 +150,9 @@ def split_obstacle(factors: Sequence[Tensor]) -> str:
     return ""
 
 
-def _rank(a: Tensor) -> int:
-    refuse_nonfinite("A product of factors", a)
-    return int(torch.linalg.matrix_rank(a))
-
-
 def split(factors: Sequence[Tensor], grad: Tensor) -> list[Tensor]:
     """(1/L) A_i⁺ ∇ B_i⁺ for every i; refused where it is no solution."""
-    refuse_nonfinite("The gradient", grad)
+    refuse_values("The gradient", grad)
     reason = split_obstacle(factors)
     if reason:
         raise PullbackError(

@@ -4,70 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .._core.checks import refuse_number, refuse_values
 from .._core.errors import PullbackError
 from .._core.space import compute_dtype
 from ..maps import Linearization
 
 
-def refuse_shape(name: str, got: Tensor, want: Sequence[int | str]) -> None:
-    """Raise unless the tensor has this shape; a letter stands for any length."""
-    if not isinstance(got, Tensor):
-        raise PullbackError(f"{name} is no tensor", f"got {type(got).__name__}", "Pass a tensor")
-    if got.is_complex() or got.is_meta:
-        kind = "it is on the meta device" if got.is_meta else f"it is of {got.dtype}"
-        raise PullbackError(f"{name} has no real entries", kind, "Pass real numbers")
-    fits = got.ndim == len(want) and all(
-        isinstance(w, str) or w == g for g, w in zip(got.shape, want, strict=True)
-    )
-    if not fits:
-        shape = ", ".join(map(str, want)) + ("," if len(want) == 1 else "")
-        raise PullbackError(
-            f"{name} does not fit the model",
-            f"it has shape {tuple(got.shape)}",
-            f"Pass a tensor of shape ({shape})",
-        )
-
-
-def refuse_nonfinite(name: str, value: Tensor) -> None:
-    """Raise where an entry is infinite or not a number."""
-    if not bool(torch.isfinite(value).all()):
-        raise PullbackError(
-            f"{name} is not finite",
-            "it contains infinite entries or entries that are not numbers",
-            "Check the data and the parameters for overflow",
-        )
-
-
-def refuse_data(x: Tensor, y: Tensor, dim: int | None = None) -> None:
+def refuse_data(x: Tensor, y: Tensor, dim: int | str = "D") -> None:
     """Raise unless x is (N, D) and y is (N,), real, finite and not empty."""
-    refuse_shape("The data matrix x", x, ("N", "D" if dim is None else dim))
-    refuse_shape("The labels y", y, (x.shape[0],))
-    if 0 in x.shape:
-        raise PullbackError(
-            "The data is empty", f"x has shape {tuple(x.shape)}", "Pass at least one sample"
-        )
-    refuse_kind("The data matrix x", x)
-    refuse_nonfinite("The data matrix x", x)
-    refuse_nonfinite("The labels y", y)
-
-
-def refuse_kind(name: str, value: Tensor) -> None:
-    """Raise unless the tensor is of a real float type."""
-    if not isinstance(value, Tensor) or not value.is_floating_point():
-        got = value.dtype if isinstance(value, Tensor) else type(value).__name__
-        raise PullbackError(f"{name} is not of a float type", f"got {got}", "Call .double() on it")
-
-
-def refuse_rcond(rcond: float | None) -> None:
-    """Raise unless it is None or a share of the largest singular value."""
-    if rcond is not None and not 0 <= rcond < 1:
-        raise PullbackError("rcond is not usable", f"got {rcond}", "Use a number from 0 to 1")
+    refuse_values("The data matrix x", x, ("N", dim))
+    refuse_values("The labels y", y.double(), (len(x),))
 
 
 def signs(y: Tensor, dtype: torch.dtype) -> Tensor:
@@ -136,23 +87,15 @@ class RandomSource:
             )
         tensors = [torch.as_tensor(w).detach() for w in factors]
         for i, (w, shape) in enumerate(zip(tensors, shapes, strict=True)):
-            refuse_shape(f"Factor {i}", w, shape)
-            if not w.is_floating_point():
-                raise PullbackError(
-                    f"Factor {i} is not of a float type", f"got {w.dtype}", "Pass float tensors"
-                )
+            refuse_values(f"Factor {i}", w, shape)
         return [w.to(device=self.device, dtype=self.dtype, copy=True) for w in tensors]
 
 
-def whole_numbers(name: str, given: Any, least: int = 1) -> tuple[int, ...]:
-    """The given values as integers ≥ least."""
+def whole_numbers(name: str, given: Any) -> tuple[int, ...]:
+    """The given values as integers ≥ 1."""
     values: list[Any] = list(given) if isinstance(given, Iterable) else [None]
-    if not all(
-        isinstance(v, Integral) and not isinstance(v, bool) and int(v) >= least for v in values
-    ):
-        raise PullbackError(
-            f"{name} is not usable", f"got {given!r}", f"Use whole numbers ≥ {least}"
-        )
+    for value in values:
+        refuse_number(name, value, least=1, whole=True)
     return tuple(int(v) for v in values)
 
 

@@ -29,17 +29,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .._core.checks import refuse_number, refuse_values
 from .._core.errors import PullbackError
 from .._core.space import compute_dtype
 from .._core.svd import Svd, svd
-from .parameters import (
-    refuse_data,
-    refuse_kind,
-    refuse_nonfinite,
-    refuse_rcond,
-    refuse_shape,
-    signs,
-)
+from .parameters import refuse_data, signs
 
 _STEP, _RANGE = 0.25, 45.0  # the trapezoidal error is e^{−2π²/_STEP}, the tail's e^{−_RANGE}
 
@@ -76,11 +70,7 @@ class PopulationFisher:
 
 def population_fisher(beta: Tensor) -> PopulationFisher:
     """F at β, (D,)."""
-    refuse_shape("β", beta, ("D",))
-    refuse_nonfinite("β", beta)
-    refuse_kind("β", beta)
-    if not len(beta):
-        raise PullbackError("β is empty", "it has no entries", "Pass at least one")
+    refuse_values("β", beta, ("D",))
     top = beta.abs().max()  # squares of large or small entries are not representable
     size = torch.where(top > 0, top * torch.linalg.vector_norm(beta / top), 0.0)
     a, c = curvatures(size)
@@ -127,8 +117,7 @@ def logistic_natural_gradient(
     tensor([-2.,  2.])
     """
     refuse_data(x, y)
-    refuse_shape("β", beta, (x.shape[-1],))
-    refuse_kind("β", beta)
+    refuse_values("β", beta, (x.shape[-1],))
     given = torch.promote_types(x.dtype, beta.dtype)
     dtype = compute_dtype(given)
     x, beta = x.detach().to(dtype), beta.detach().to(dtype)
@@ -140,11 +129,11 @@ def natural_logit_move(
 ) -> Tensor:
     """F⁺∇ for any J given as rows (N, q) of d(logits): −(S J)⁺(S y/φ(y·logits)), S² = φφ(−·)."""
     refuse_data(rows, y)
-    refuse_shape("The logits", logits, (rows.shape[0],))
-    refuse_nonfinite("A logit", logits)
+    refuse_values("The logits", logits, (len(rows),))
     y = signs(y, rows.dtype)
     u = y * logits
-    refuse_rcond(rcond)
+    if rcond is not None:
+        refuse_number("rcond", rcond, below=1.0)
     floor = max(rows.shape) * torch.finfo(rows.dtype).eps if rcond is None else rcond
     basis, solve = _factored(rows, floor)
     if basis.shape[1] == 0:

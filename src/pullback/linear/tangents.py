@@ -159,6 +159,10 @@ class FactorTangent(ABC):
     def core(self) -> Tensor:
         """J in the coordinates QᵀdW K of all terms, (n, q)."""
 
+    def pulled(self, u: Tensor) -> Tensor:
+        """Jᵀu, (p,)."""
+        return torch.cat([m.flatten() for m in self.pull(u)])
+
     def split(self, v: Tensor) -> list[Tensor]:
         """A flat (..., p) vector as one tensor per term."""
         pieces = v.split([a * b for a, b in (t.shape for t in self.terms)], -1)

@@ -28,8 +28,7 @@ from .._core.graph import unfused_attention
 from .._core.space import ParameterSpace, tolerance
 from .base import Linearization, Map, Pulled
 from .record import Entry, Recorder
-from .reverse import vectorized
-from .structure import LayerStructure
+from .structure import LayerStructure, vectorized
 
 
 class ModuleMap(Map):
@@ -83,16 +82,6 @@ class ModuleMap(Map):
     def linearize(self, params: Mapping[str, Tensor]) -> ModuleLinearization:
         """φ(w) with a graph that is kept for many pullbacks."""
         return ModuleLinearization(self, params)
-
-    def evaluate(self, params: Mapping[str, Tensor]) -> Tensor:
-        """φ(w) alone, as `linearize` has it: torch takes other ways where nothing needs gradients.
-
-        Layers are not written down.
-        """
-        leaves = {n: p.detach().requires_grad_() for n, p in params.items()}
-        with torch.enable_grad(), self.call.replaying():
-            z = self.call_with(leaves, *self.call.args, **self.call.kwargs)
-        return z.detach().to(ParameterSpace(params).dtype)
 
 
 class ModuleLinearization(Linearization):

@@ -10,7 +10,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from .._core.errors import PullbackError
+from .._core.errors import PullbackError, require
 from .._core.factor import Factor, Mixed
 from .._core.space import compute_dtype
 from .base import Fisher, Metric
@@ -60,9 +60,8 @@ class Sobolev(Metric):
                 f"got kernel={kernel!r} with scale={scale!r} and order={order!r}",
                 "Give scale and order, or a kernel that has its own, as a function of two batches",
             )
-        number = isinstance(jitter, Real) and 0 <= jitter < float("inf")
-        if jitter is not None and not number:
-            raise PullbackError("The jitter is not usable", f"got {jitter!r}", "Use a number ≥ 0")
+        usable = jitter is None or (isinstance(jitter, Real) and 0 <= jitter < float("inf"))
+        require(usable, "The jitter", jitter, "Use a number ≥ 0")
         if inner is not None and not isinstance(inner, Fisher):
             raise PullbackError(
                 "Sobolev's inner metric is not a Fisher metric",

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from .._core.capture import plain
-from .._core.errors import PullbackError
+from .._core.errors import PullbackError, require
 from .._core.graph import leaves_below
 from .._core.shards import is_sharded
 from ..likelihoods import MSE, Gaussian, Likelihood
@@ -279,14 +279,10 @@ def own_group(
         sharded: whether parameters may lie on several processes.
     """
     given = param_group.get("params") if isinstance(param_group, dict) else None
-    if not isinstance(given, Iterable):
-        raise PullbackError(
-            "A param group is not usable",
-            f"got {param_group!r}",
-            'Give a dict with "params" and, if you like, options of their own',
-        )
+    remedy = 'Give a dict with "params" and, if you like, options of their own'
+    require(isinstance(given, Iterable), "A param group", param_group, remedy)
     group = dict(param_group)
-    group["params"] = [given] if isinstance(given, Tensor) else list(given)
+    group["params"] = [given] if isinstance(given, Tensor) else list(given or ())
     held = {*held}
     for p in group["params"]:
         p = p[1] if isinstance(p, tuple) else p

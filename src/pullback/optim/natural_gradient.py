@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .._core.capture import Selector, plain
-from .._core.errors import PullbackError, Status, refuse_unknown
+from .._core.errors import PullbackError, Status, refuse_unknown, require_kind
 from .._core.processes import Traffic, find_processes, refuse_untold
 from .._core.products import full_precision
 from ..grams import FORMS, Part, Stack, assemble, assemble_stack, coverage
@@ -112,8 +111,8 @@ class NaturalGradient(Optimizer):
         reduction = reduction_of(likelihood) if reduction is None else reduction
         refuse_unknown("gram", gram, FORMS)
         refuse_unknown("reduction", reduction, ("mean", "sum"))
-        _instance("solver", solver, Solver)
-        _instance("step", step, Step)
+        require_kind("solver", solver, Solver)
+        require_kind("step", step, Step)
         self.model = model
         self.metric = metric_of(likelihood, metric)
         self.solver = Cholesky() if solver is None else solver
@@ -139,7 +138,7 @@ class NaturalGradient(Optimizer):
     def _begin_together(self) -> None:
         """All processes have the same options, and begin where the first one is."""
         stages = ("metric", "solver", "rule", "gram", "reduction", "batch_dim", "maximize")
-        options = {n: re.sub(" at 0x[0-9a-f]+", "", repr(getattr(self, n))) for n in stages}
+        options = {n: getattr(self, n) for n in stages}
         self._processes.same(
             "their options", {**options, "parameters": [*self._names.values()]},
             "Build the optimizer alike on all processes",
@@ -485,12 +484,3 @@ def _record(
         trials=move.trials,
         coverage=coverage(parts),
     )
-
-
-def _instance(name: str, value: object, kind: type) -> None:
-    if value is not None and not isinstance(value, kind):
-        raise PullbackError(
-            f"{name}= is not a {kind.__name__}",
-            f"got {value!r}",
-            f"Pass an object of pullback.{name}s",
-        )

@@ -98,10 +98,8 @@ def refuse_flat(problem: Problem, network: nn.Module, sites: Mapping[str, Sites]
     found = sorted({type(m).__name__ for m in network.modules() if isinstance(m, _KINKED)})
     if not found:
         return
-    like, unknowns = next(network.parameters()), {}
-    for name, value in problem.unknowns.items():
-        unknowns[name] = torch.tensor(value, dtype=torch.float64)
-    asked = [LocalResidual(problem, c, sites[c.name], unknowns).keys for c in problem.conditions]
+    like = next(network.parameters())
+    asked = [LocalResidual(problem, c, sites[c.name]).keys for c in problem.conditions]
     if not any(i is None or len(i) > 1 for keys in asked for _, _, i in keys):
         return
     axes = range(problem.domain.dim)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +28,6 @@ from .discretize import (
     shared,
     term,
 )
-from .evidence import evidence
 from .plan import Plan
 from .problem import Problem
 from .sampling import Points
@@ -153,10 +152,10 @@ class Collocation:
         if self.weights == before:
             terms = [(c, item) for c, _, item in self._terms]
             with torch.enable_grad():
-                found = evidence(terms, dict(self._trial.named_parameters()), self._processes)
-            for c in self._priors if not 1 / _SETTLED < found.factor < _SETTLED else []:
+                factor = evidence(terms, dict(self._trial.named_parameters()), self._processes)
+            for c in self._priors if not 1 / _SETTLED < factor < _SETTLED else []:
                 # beyond its first value a prior would replace the equation
-                self.weights[c.name] = min(c.weight, self.weights[c.name] * found.factor)
+                self.weights[c.name] = min(c.weight, self.weights[c.name] * factor)
         if self.weights == before:
             return False
         self.objective = self._build(next(self._trial.parameters()).dtype)
@@ -300,8 +299,7 @@ def balanced(problem: Problem, sites: Mapping[str, Sites]) -> dict[str, float]:
 
 def _visibility(problem: Problem, condition: Condition, sites: Sites) -> float:
     """Mean square of a condition's terms for a wave with the domain's own lengths."""
-    unknowns = {n: sites[0].x.new_tensor(v) for n, v in problem.unknowns.items()}
-    local = LocalResidual(problem, condition, sites, unknowns)
+    local = LocalResidual(problem, condition, sites)
     waves = (math.pi / (problem.domain.high - problem.domain.low)).tolist()
     space = problem.coordinates.space
 
@@ -314,3 +312,54 @@ def _visibility(problem: Problem, condition: Condition, sites: Sites) -> float:
     slopes = local.slopes({key: ones * size(key[2]) for key in local.keys})[1]
     total = sum(float(s.square().mean(0).sum()) * size(k[2]) ** 2 for k, s in slopes.items())
     return total if math.isfinite(total) and total > 0 else float("nan")
+
+
+_RIDGE = 1e-12  # of the largest entry: directions that neither equation nor prior see
+_FACTORS = [10.0 ** (k / 4) for k in range(-8, 5)]  # what is known here holds nearby alone
+
+
+def evidence(
+    terms: Sequence[tuple[Condition, Term]], params: Mapping[str, Tensor], processes: Processes
+) -> float:
+    r"""The factor by which the prior's weight should change: where the data's evidence is largest.
+
+    Let A_e, A_p, A_d be the weighted rows of equations, prior and data, and z their values. Around
+    the parameters the first two say that a change δ is normal with mean δ₀ and, up to the noise's
+    variance, precision K = A_eᵀA_e + s A_pᵀA_p. Data then are a Gaussian process with noise,
+
+        ν = z_d + A_d δ₀,   C = 1 + A_d K⁻¹ A_dᵀ,   −2 log p = n log νᵀC⁻¹ν + log det C + const,
+
+    whose smallest −2 log p over a grid of s is taken.
+    """
+    free = {n: p for n, p in params.items() if p.requires_grad}
+    size = sum(p.numel() for p in free.values())
+    like = torch.zeros(0, dtype=torch.float64, device=next(iter(free.values())).device)
+    grams = {kind: like.new_zeros(size, size + 1) for kind in ("equations", "prior")}
+    rows, values = [like.new_zeros(0, size)], [like]
+    for condition, item in terms:
+        linear = item.map.linearize(free)
+        a, z = linear.rows().detach().double(), linear.value.detach().flatten().double()
+        if isinstance(condition, Data):
+            rows.append(a)
+            values.append(z)
+        else:
+            kind = "prior" if isinstance(condition, Prior) else "equations"
+            grams[kind] += a.T @ torch.cat([a, z[:, None]], 1)
+    equations, prior = processes.sum([grams["equations"], grams["prior"]])
+    data, misfit = processes.gather([torch.cat(rows), torch.cat(values)])
+    return min(_FACTORS, key=lambda s: _marginal(equations + s * prior, data, misfit))
+
+
+def _marginal(known: Tensor, a: Tensor, z: Tensor) -> float:
+    """−2 log p, from K with its right-hand side."""
+    k, g = known[:, :-1].clone(), known[:, -1]
+    k.diagonal().add_(_RIDGE * k.diagonal().max())
+    lower = torch.linalg.cholesky_ex(k).L
+    spread = torch.linalg.solve_triangular(lower, a.T, upper=False)  # L⁻¹A_dᵀ
+    start = torch.linalg.solve_triangular(lower, -g[:, None], upper=False)[:, 0]
+    c = spread.T @ spread
+    c.diagonal().add_(1.0)
+    root = torch.linalg.cholesky_ex(c).L
+    off = torch.linalg.solve_triangular(root, (z + spread.T @ start)[:, None], upper=False)
+    cost = len(z) * off.square().sum().log() + 2 * root.diagonal().log().sum()
+    return float(cost) if torch.isfinite(cost) else float("inf")

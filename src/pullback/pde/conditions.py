@@ -84,12 +84,9 @@ class Equation(Condition):
 
     def __init__(self, *residuals: Callable[..., Any], **options: Any) -> None:
         super().__init__(**options)
-        if not residuals or not all(map(callable, residuals)):
-            raise PullbackError(
-                "An equation needs residuals",
-                f"got {residuals!r}",
-                "Pass functions such as lambda u: u.laplacian + 1",
-            )
+        usable = bool(residuals) and all(map(callable, residuals))
+        remedy = "Pass functions such as lambda u: u.laplacian + 1"
+        require(usable, "An equation without residuals", residuals, remedy)
         self.residuals = residuals
 
     def default(self, domain: Domain) -> Region:
@@ -299,12 +296,8 @@ class Energy(Condition):
 
     def __init__(self, density: Callable[..., Any], **options: Any) -> None:
         super().__init__(**options)
-        if not callable(density):
-            raise PullbackError(
-                "An energy needs its density",
-                f"got {density!r}",
-                "Pass a function such as lambda u: 0.5 * u.x**2 - u",
-            )
+        remedy = "Pass a function such as lambda u: 0.5 * u.x**2 - u"
+        require(callable(density), "The density of an energy", density, remedy)
         self.density = density
 
     def default(self, domain: Domain) -> Region:
@@ -323,8 +316,7 @@ def _measured(values: object, what: str) -> Tensor:
         found = torch.as_tensor(values, dtype=torch.float64) if usable else torch.zeros(())
     except (TypeError, ValueError, RuntimeError):
         found = torch.zeros(())
-    if not found.ndim:
-        raise PullbackError(
-            f"Measured {what} are not usable", f"got {values!r}", "Pass a tensor of real numbers"
-        )
+    require(
+        bool(found.ndim), f"The tensor of measured {what}", values, "Pass a tensor of real numbers"
+    )
     return found

@@ -119,21 +119,26 @@ Fields = Mapping[Key, Tensor]
 class LocalResidual:
     """A residual F at points as a function of the fields' derivatives c there.
 
+    Unknown coefficients have their initial values unless others are given.
+
     Attributes:
         scheme: the derivatives that it needs.
         keys: those that it asks for, by site and field.
     """
 
     def __init__(
-        self, problem: Problem, condition: Condition, sites: Sites, unknowns: Mapping[str, Tensor]
+        self,
+        problem: Problem,
+        condition: Condition,
+        sites: Sites,
+        unknowns: Mapping[str, Tensor] | None = None,
     ) -> None:
         self._problem, self._condition, self._sites = problem, condition, sites
-        self._unknowns, self._columns = unknowns, problem.columns(sites[0].x)
+        self._unknowns = unknowns or problem.coefficients(sites[0].x)
+        self._columns = problem.columns(sites[0].x)
         request, _ = _dry_run(problem, condition, sites)
         self.scheme = request.scheme(problem.coordinates)
-        indices = sorted(request.indices, key=lambda i: (len(i), i))
-        wanted: list[Index | None] = [*indices, *([None] if request.laplacian else [])]
-        places = range(len(sites))
+        places, wanted = range(len(sites)), request.wanted
         self.keys: list[Key] = [(s, f, i) for s in places for f in problem.fields for i in wanted]
 
     def fields(self, trial: Trial) -> Fields:
@@ -201,8 +206,7 @@ def _energy(
     view: Any,
 ) -> EnergyTerm:
     """z holds just the derivatives that the density depends on."""
-    indices = sorted(request.indices, key=lambda i: (len(i), i))
-    wanted: list[Index | None] = [*indices, *([None] if request.laplacian else [])]
+    wanted = request.wanted
 
     def operator(channels: Any, params: dict[str, Tensor]) -> Tensor:
         out = []
@@ -289,7 +293,7 @@ def _dry_run(
         return made_up + 0.01 * (len(index) + 3 * sum(index))  # each derivative its own values
 
     channels = [dict.fromkeys(problem.fields, asked) for _ in sites]
-    unknowns = unknowns or {n: x.new_tensor(v) for n, v in problem.unknowns.items()}
+    unknowns = unknowns or problem.coefficients(x)
     view = _view(problem, sites, problem.columns(x), channels, unknowns, known)
     found = condition.residual(view)
     columns = _columns(condition, found, len(x))

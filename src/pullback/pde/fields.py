@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -82,6 +81,12 @@ class Request:
     indices: set[Index] = field(default_factory=set)
     laplacian: bool = False
 
+    @property
+    def wanted(self) -> list[Index | None]:
+        """All of them, lower orders first; None is the Laplacian."""
+        indices = sorted(self.indices, key=lambda i: (len(i), i))
+        return [*indices, *([None] if self.laplacian else [])]
+
     def scheme(self, coordinates: Coordinates) -> Scheme:
         """The channels to carry; a Laplacian of one axis is a second derivative."""
         space = coordinates.space
@@ -151,7 +156,7 @@ class Field:
                 "u.normal is a derivative in space",
                 "Write u.t, or use a part of the boundary in space",
             )
-        return sum_of(self._normals[:, i] * self._channel((i,)) for i in axes)
+        return (self._normals[:, list(axes)] * self.grad).sum(-1)
 
     def d(self, *names: str) -> Tensor:
         """The derivative along the named coordinates."""
@@ -171,14 +176,6 @@ class Field:
         return func(*plain[0], **plain[1])
 
 
-def sum_of(terms: Iterable[Tensor]) -> Tensor:
-    """Their sum."""
-    first, *others = terms
-    for other in others:
-        first = first + other
-    return first
-
-
 def _forward(name: str) -> None:
     def method(self: Field, *args: Any) -> Any:
         plain = [a.value if isinstance(a, Field) else a for a in args]
@@ -195,24 +192,10 @@ for _name in ("neg", "pos", "abs", "getitem", "lt", "le", "gt", "ge", "eq", "ne"
 Field.__hash__ = object.__hash__
 
 
-_SIGNATURES: WeakKeyDictionary[Any, list[inspect.Parameter]] = WeakKeyDictionary()
-
-
-def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    """Its parameters; a residual is called at every trial, and inspecting it takes longer."""
-    try:
-        found = _SIGNATURES.get(function)
-    except TypeError:  # it has no hash, or no weak reference
-        return list(inspect.signature(function).parameters.values())
-    if found is None:
-        found = _SIGNATURES[function] = list(inspect.signature(function).parameters.values())
-    return found
-
-
 def names(function: Callable[..., Any]) -> set[str]:
     """The names of its parameters, with "**" where it takes any."""
     try:
-        parameters = _parameters(function)
+        parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # `call` refuses it
         return set()
     return {"**" if p.kind is p.VAR_KEYWORD else p.name for p in parameters}
@@ -221,7 +204,7 @@ def names(function: Callable[..., Any]) -> set[str]:
 def call(function: Callable[..., Any], offered: Mapping[str, Any], what: str) -> Any:
     """The function of those offered things that its parameters name."""
     try:
-        parameters = _parameters(function)
+        parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
         raise PullbackError(
             f"{what} does not name its arguments",

@@ -9,7 +9,7 @@ from numbers import Integral, Real
 import torch
 from torch import Tensor
 
-from .._core.errors import PullbackError
+from .._core.errors import PullbackError, require
 
 
 def is_number(value: object) -> bool:
@@ -26,10 +26,10 @@ def is_integer(value: object, least: int) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
 
 
-def require(usable: bool, what: str, got: object, remedy: str) -> None:
-    """Refuse what is not usable."""
-    if not usable:
-        raise PullbackError(f"{what} is not usable", f"got {got!r}", remedy)
+def check_positive(what: str, value: float) -> float:
+    """A finite number > 0."""
+    require(is_number(value) and value > 0, what, value, "Use a positive number")
+    return float(value)
 
 
 def check_count(n: object, what: str = "n") -> int:

@@ -56,12 +56,8 @@ def mlp(
     >>> sum(p.numel() for p in mlp(2, 32, 1, seed=0).parameters())
     129
     """
-    if len(sizes) < 2 or not all(isinstance(s, int) and s > 0 for s in sizes):
-        raise PullbackError(
-            "A network needs its sizes",
-            f"got {sizes}",
-            "Pass inputs, widths, outputs: mlp(2, 32, 1)",
-        )
+    usable = len(sizes) >= 2 and all(isinstance(s, int) and s > 0 for s in sizes)
+    require(usable, "The list of sizes", sizes, "Pass inputs, widths, outputs: mlp(2, 32, 1)")
     if isinstance(activation, str) and activation not in ACTIVATIONS:
         raise PullbackError(
             f"Unknown activation {activation!r}",
@@ -293,8 +289,7 @@ class Symmetric(nn.Module):
 
     def __init__(self, network: nn.Module, axis: int, sign: int) -> None:
         super().__init__()
-        if sign not in (1, -1):
-            raise PullbackError("The sign is not usable", f"got {sign!r}", "Use 1 or −1")
+        require(sign in (1, -1), "The sign", sign, "Use 1 or −1")
         require(isinstance(network, nn.Module), "The network", network, "Pass a module")
         require(is_integer(axis, 0), "The axis", axis, "Use the index of a coordinate: 0, 1, …")
         self.network, self.axis, self.sign = network, axis, sign

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import matplotlib
 import numpy as np
@@ -16,11 +16,13 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
-from torch import Tensor, nn
+from torch import Tensor
 
 from .._core.errors import PullbackError
-from .history import History
 from .problem import Problem
+
+if TYPE_CHECKING:
+    from .solution import Solution
 
 _CELLS = 200  # along each side of a heat map
 _CURVE = 1000  # points of a curve
@@ -55,21 +57,7 @@ _STYLE: dict[Any, Any] = {
 }
 
 
-class Drawn(Protocol):
-    """What is drawn of a `Solution`."""
-
-    problem: Problem
-    network: nn.Module
-    history: History
-    unknowns: dict[str, float]
-    spectrum: Tensor | None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """u at points (N, d): (N, m)."""
-        ...
-
-
-def draw(solution: Drawn, path: str | Path | None = None) -> Figure:
+def draw(solution: Solution, path: str | Path | None = None) -> Figure:
     """Solution and |error| of every field, convergence, singular values.
 
     Curves in one dimension, heat maps in two (time to the right where there is time), beyond that
@@ -94,7 +82,7 @@ def draw(solution: Drawn, path: str | Path | None = None) -> Figure:
     return figure
 
 
-def _figure(solution: Drawn) -> Figure:
+def _figure(solution: Solution) -> Figure:
     problem, cut = solution.problem, Cut.through(solution.problem)
     found, truth = _values(solution, cut.points)
     rows, bottom = len(problem.fields), _convergence(solution)
@@ -116,7 +104,7 @@ def _figure(solution: Drawn) -> Figure:
     return figure
 
 
-def _title(solution: Drawn) -> str:
+def _title(solution: Solution) -> str:
     parameters = sum(p.numel() for p in solution.network.parameters())
     history = solution.history
     parts = [f"{parameters:,} parameters", f"{len(history):,} steps", f"{history.spent:.1f} s"]
@@ -126,7 +114,7 @@ def _title(solution: Drawn) -> str:
     return f"{solution.problem.name}:  " + ",  ".join(parts)
 
 
-def _values(solution: Drawn, x: Tensor) -> tuple[Any, Any]:
+def _values(solution: Solution, x: Tensor) -> tuple[Any, Any]:
     """u and what it should be, (N, m); fields known up to a constant are moved onto the truth."""
     problem = solution.problem
     found = solution(x).detach().cpu().double().numpy()
@@ -267,7 +255,7 @@ class Panel:
         _tidy(axes, *_decades(min(shown), max(shown)))
 
 
-def _convergence(solution: Drawn) -> list[Panel]:
+def _convergence(solution: Solution) -> list[Panel]:
     """What there is to show of the way."""
     history, panels = solution.history, []
     if any(e > 0 for e in history.error):

@@ -143,6 +143,10 @@ class Problem:
     def _coordinates(self, x: Tensor) -> dict[str, Tensor]:
         return dict(zip(self.domain.names, x.unbind(-1), strict=True))
 
+    def coefficients(self, like: Tensor) -> dict[str, Tensor]:
+        """The unknowns' initial values by name."""
+        return {n: like.new_tensor(v) for n, v in self.unknowns.items()}
+
     def _source(self, name: str, x: Tensor) -> Tensor:
         """A source at points (N, d): (N,)."""
         with torch.enable_grad():
@@ -195,17 +199,11 @@ class Problem:
 
 def _check_given(domain: object, conditions: object, fields: object, free: object) -> None:
     """Refuse what is no domain, no list of conditions, no list of names."""
-    if not isinstance(domain, Domain):
-        raise PullbackError(
-            "The problem has no domain", f"got {domain!r}", "Pass a Box, Disk, SpaceTime…"
-        )
+    require(isinstance(domain, Domain), "The domain", domain, "Pass a Box, Disk, SpaceTime…")
     listed = isinstance(conditions, (list, tuple))
     require(listed, "conditions", conditions, "Pass a list: [Equation(…), Dirichlet(…)]")
-    wrong = [c for c in conditions if not isinstance(c, Condition)]  # pyright: ignore[reportGeneralTypeIssues]
-    if wrong:
-        raise PullbackError(
-            "Something among the conditions is none", f"got {wrong[0]!r}", "Use Equation(…)"
-        )
+    for c in conditions:  # pyright: ignore[reportGeneralTypeIssues]
+        require(isinstance(c, Condition), "A condition that is none", c, "Use Equation(…)")
     for what, names in {"fields": fields, "free": free}.items():
         usable = isinstance(names, (list, tuple)) and all(map(_is_name, names))
         require(usable, what, names, f'Pass names that residuals can have: {what}=("u", "p")')

@@ -25,7 +25,6 @@ from .checks import precision, refuse_flat, refuse_shape
 from .collocation import Collocation
 from .discretize import Trial, coefficients
 from .history import History
-from .measure import Yardstick
 from .method import SHORT, costs, optimizer, peak_memory, size, stepped
 from .plan import Plan
 from .problem import Problem
@@ -33,7 +32,7 @@ from .progress import Line, shown
 from .settings import Settings
 from .signals import Interruption, held_back, terminable
 from .solution import Solution
-from .validation import Validation
+from .validation import Validation, Yardstick
 from .verdict import Verdict, overfitted
 
 _SAVE_EVERY = 60.0  # seconds between two checkpoints

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.quasirandom import SobolEngine
 
 from .._core.errors import PullbackError
-from .kinds import require
 
 _PANEL = 256  # a Gauss rule of more nodes is split into panels: its cost is quadratic
 
@@ -76,12 +75,10 @@ class Axis:
 
     Attributes:
         periodic: u = 0 and u = 1 are the same place (an angle).
-        degenerate: an end is a single point whatever the other coordinates are (a center, a pole).
         power: u = r^power with r the smooth coordinate (a radius in `power` dimensions).
     """
 
     periodic: bool = False
-    degenerate: bool = False
     power: int = 1
 
 
@@ -143,27 +140,13 @@ class Product(Sampler):
 
 
 class Grid(Product):
-    """Equally spaced points: the midpoint rule, or the trapezoid rule with `ends=True`.
+    """Equally spaced points: the midpoint rule, of second order.
 
-    Midpoints lie inside and have equal weights; both rules are of second order. Where an axis is
-    an angle, a radius or a polar angle the ends are left out in any case: they would coincide.
+    Midpoints lie inside and have equal weights.
     """
 
-    def __init__(self, ends: bool = False) -> None:
-        require(isinstance(ends, bool), "ends", ends, "Use True or False; n is said when sampling")
-        self.ends = ends
-
     def rule(self, m: int, axis: Axis) -> tuple[Tensor, Tensor]:
-        if not self.ends or m == 1 or axis.periodic or axis.degenerate:
-            nodes = (torch.arange(m, dtype=torch.float64) + 0.5) / m
-            return nodes, torch.full_like(nodes, 1 / m)
-        nodes = torch.linspace(0, 1, m, dtype=torch.float64)
-        weights = torch.full_like(nodes, 1 / (m - 1))
-        weights[0] = weights[-1] = 0.5 / (m - 1)
-        return nodes, weights
-
-    def __repr__(self) -> str:
-        return f"Grid(ends={self.ends})"
+        return equal((torch.arange(m, dtype=torch.float64) + 0.5) / m)
 
 
 class Gauss(Product):

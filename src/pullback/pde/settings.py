@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from .._core.errors import PullbackError
+from .._core.errors import PullbackError, require_kind
 from ..optim import StepInfo
 from ..solvers import Solver
 from ..steps import Step
@@ -51,14 +51,18 @@ class Settings:
     def __post_init__(self) -> None:
         self._check_length()
         self._check_stages()
-        self._check_callbacks()
+        listed = isinstance(self.callbacks, (list, tuple)) and all(map(callable, self.callbacks))
+        remedy = "Put functions of (run, info) in a list: callbacks=[function]"
+        require(listed, "callbacks=", self.callbacks, remedy)
         if self.device is not None:
             check_device(self.device)
 
     def _check_length(self) -> None:
-        for name, least in (("steps", 0), ("single", 0), ("measure", 1)):
-            n = getattr(self, name)
-            require(is_integer(n, least), f"{name}=", n, f"Use an integer {name} ≥ {least}")
+        least = {"steps": 0, "single": 0, "measure": 1}
+        given = {name: getattr(self, name) for name in least}
+        usable = all(is_integer(n, least[name]) for name, n in given.items())
+        remedy = "Use integers steps ≥ 0, single ≥ 0, measure ≥ 1"
+        require(usable, "The run's length", given, remedy)
         tol, budget, patience = self.tol, self.budget, self.patience
         usable = tol is None or (is_number(tol) and tol > 0)
         require(usable, "The tolerance tol", tol, "Use a finite number > 0, or None")
@@ -68,15 +72,8 @@ class Settings:
         require(usable, "The patience", patience, "Use an integer ≥ 1, or None")
 
     def _check_stages(self) -> None:
-        kinds = {"solver": Solver, "step": Step}
-        for name, kind in kinds.items():
-            found = getattr(self, name)
-            if found is not None and not isinstance(found, kind):
-                raise PullbackError(
-                    f"{name} is not a {kind.__name__}",
-                    f"got {found!r}",
-                    f"Pass an instance of {kind.__name__}, or None for the default",
-                )
+        require_kind("solver", self.solver, Solver)
+        require_kind("step", self.step, Step)
         require(isinstance(self.causal, bool), "causal=", self.causal, "Use True or False")
         usable = self.refine in ("auto", None) or isinstance(self.refine, Refine)
         require(usable, "The refinement", self.refine, 'Use Refine(…), "auto" or None')
@@ -87,11 +84,6 @@ class Settings:
                 "Give these to the optimizer",
             )
         require(is_integer(self.memory, 1), "The memory", self.memory, "Use bytes, an integer ≥ 1")
-
-    def _check_callbacks(self) -> None:
-        usable = isinstance(self.callbacks, (list, tuple)) and all(map(callable, self.callbacks))
-        remedy = "Put functions of (run, info) in a list: callbacks=[function]"
-        require(usable, "callbacks=", self.callbacks, remedy)
 
 
 def check_device(device: object) -> None:

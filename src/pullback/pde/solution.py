@@ -22,10 +22,9 @@ from .conditions import Data, Prior
 from .discretize import Trial, derivatives, draw, fingerprint
 from .domains import PointSet
 from .history import History
-from .measure import Yardstick
 from .networks import Slabs
 from .problem import Problem
-from .validation import Residual, Validation
+from .validation import Residual, Validation, Yardstick
 from .verdict import Verdict
 
 _FRESH, _SEED = 2000, 104_729  # points that the solution is checked at

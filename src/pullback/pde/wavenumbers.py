@@ -68,9 +68,10 @@ def oscillation(problem: Problem) -> Oscillation:
 def is_linear(problem: Problem) -> bool:
     """Whether all equations are linear in the fields; unknown coefficients are held."""
     points = problem.domain.sample(_PLACES, "sobol")
-    locals = [_local(problem, c, points) for c in problem.conditions if isinstance(c, Equation)]
+    equations = [c for c in problem.conditions if isinstance(c, Equation)]
+    residuals = [LocalResidual(problem, c, (points,)) for c in equations]
     zero = torch.zeros_like(points.x[:, 0])
-    return all(x.affine(dict.fromkeys(x.keys, zero)) for x in locals)
+    return all(x.affine(dict.fromkeys(x.keys, zero)) for x in residuals)
 
 
 def _data(problem: Problem, condition: Condition) -> tuple[Tensor, bool]:
@@ -90,22 +91,13 @@ def _data(problem: Problem, condition: Condition) -> tuple[Tensor, bool]:
         lines = [x for x in found if x is not None]
         lengths = [float(x.x[-1, axis] - x.x[0, axis]) for x in lines]
         if lines and max(lengths) >= _SHORT * float(extent[axis]):
-            values = _residual(problem, condition, _joined(lines)).split(_ALONG)
+            values = _residual(problem, condition, Points.cat(lines)).split(_ALONG)
             for v, n in zip(values, lengths, strict=True):
                 if n >= _SHORT * float(extent[axis]):
                     band, peak = (2 * math.pi * x / n for x in _periods(v))
                     out[axis] = max(float(out[axis]), band)
                     peaked = peaked or peak * float(extent[axis]) > SMOOTH * math.pi
     return out, peaked
-
-
-def _joined(lines: list[Points]) -> Points:
-    normals = [x.normals for x in lines if x.normals is not None]
-    return Points(
-        torch.cat([x.x for x in lines]),
-        torch.cat([x.weights for x in lines]),
-        torch.cat(normals) if normals else None,
-    )
 
 
 def _line(problem: Problem, region: Region, starts: Points, i: int, axis: int) -> Points | None:
@@ -132,13 +124,8 @@ def _line(problem: Problem, region: Region, starts: Points, i: int, axis: int) -
 
 def _residual(problem: Problem, condition: Condition, points: Points) -> Tensor:
     """The residual where all fields are zero, (N, R)."""
-    local = _local(problem, condition, points)
+    local = LocalResidual(problem, condition, (points,))
     return local({key: torch.zeros_like(points.x[:, 0]) for key in local.keys}).nan_to_num(0, 0, 0)
-
-
-def _local(problem: Problem, condition: Condition, points: Points) -> LocalResidual:
-    unknowns = {n: points.x.new_tensor(v) for n, v in problem.unknowns.items()}
-    return LocalResidual(problem, condition, (points,), unknowns)
 
 
 def _periods(values: Tensor) -> tuple[float, float]:
@@ -198,7 +185,7 @@ class _Symbol:
     """Σ a_α(x) (iκ)^α of an equation linearized at zero fields, over Σ |a_α κ^α|."""
 
     def __init__(self, problem: Problem, condition: Condition, points: Points) -> None:
-        local = _local(problem, condition, points)
+        local = LocalResidual(problem, condition, (points,))
         zero = torch.zeros_like(points.x[:, 0])
         self._fields, self._space = problem.fields, problem.coordinates.space
         self._slopes = {

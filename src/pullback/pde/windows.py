@@ -7,8 +7,9 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from ..maps.jets import Jet, Scheme, Unsupported, nested
+from ..maps import Scheme
 from .conditions import Condition, Initial
+from .discretize import derivatives
 from .domains import SpaceTime
 from .networks import Rescaled
 from .problem import Problem
@@ -32,20 +33,12 @@ def continued(condition: Condition, problem: Problem, before: nn.Module | None) 
     if before is None or not isinstance(condition, Initial):
         return condition
     at = problem.fields.index(condition.field) if condition.field else 0
-    time = problem.domain.dim - 1
     out = copy.copy(condition)
 
-    @torch.no_grad()
     def ended(points: Tensor, order: int) -> Tensor:
-        x = points.to(next(before.parameters()))
-        if not order:
-            return before(x)[:, at]
-        scheme = Scheme.of([(time,)])
-        try:
-            found = before(Jet.input(x, scheme)).stacked()
-        except Unsupported:
-            found = nested(before, x, scheme)
-        return found[scheme.position[time,], :, at]
+        index = (problem.domain.dim - 1,) * order
+        scheme, x = Scheme.of([index]), points.to(next(before.parameters()))
+        return derivatives(before, x[None], scheme)[scheme.position[index], 0, :, at]
 
     out.value = lambda points: ended(points, 0)
     if condition.velocity is not None:

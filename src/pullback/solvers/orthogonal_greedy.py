@@ -8,7 +8,7 @@ from math import isfinite
 import torch
 from torch import Tensor
 
-from .._core.errors import PullbackError, Status, refuse_unknown
+from .._core.errors import Status, refuse_unknown, require
 from ..grams import FactoredGram, Gram
 from .base import Damping, Solution, Solver, resolve
 from .pinv import keeps_digits
@@ -101,10 +101,14 @@ class OrthogonalGreedy(Solver):
         block: int = 1,
         rcond: float | None = None,
     ) -> None:
-        _positive("k", k)
-        _positive("block", block)
-        _fraction("tol", tol)
-        _fraction("rcond", rcond)
+        for name, count in (("k", k), ("block", block)):
+            usable = isinstance(count, int) and count >= 1
+            require(usable, f"OrthogonalGreedy({name}=...)", count, "Use a whole number ≥ 1")
+        for name, share in (("tol", tol), ("rcond", rcond)):
+            usable = share is None or 0 <= share < 1
+            require(
+                usable, f"OrthogonalGreedy({name}=...)", share, "Use a number in [0, 1) or None"
+            )
         refuse_unknown("rule", rule, RULES)
         self.k, self.rule, self.tol = k, rule, tol
         self.damping, self.block, self.rcond = damping, block, rcond
@@ -197,21 +201,3 @@ def _gain(basis: SelectedTangents, since: int) -> float:
     """The largest share of ∇Lᵀh that one of the last vectors brought."""
     gains = basis.y[: basis.count].square()
     return float(gains[since:].max() / gains.sum())
-
-
-def _positive(name: str, value: int) -> None:
-    if not isinstance(value, int) or value < 1:
-        raise PullbackError(
-            f"OrthogonalGreedy(...) got {name}={value!r}",
-            "it counts tangent vectors",
-            "Use a whole number ≥ 1",
-        )
-
-
-def _fraction(name: str, value: float | None) -> None:
-    if value is not None and not 0 <= value < 1:
-        raise PullbackError(
-            f"OrthogonalGreedy(...) got {name}={value!r}",
-            "it is a fraction",
-            "Use a number in [0, 1), or None",
-        )

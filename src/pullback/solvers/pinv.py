@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._core.errors import PullbackError, Status
+from .._core.errors import Status, require
 from .._core.svd import svd
 from ..grams import FactoredGram, Gram
 from .base import Damping, Path, Solution, Solver, delicate, measure_residual, resolve
@@ -66,10 +66,8 @@ class PseudoInverse(Solver):
     prefers = "rows"
 
     def __init__(self, rcond: float | None = None, *, double: bool = False) -> None:
-        if rcond is not None and not 0 <= rcond < 1:
-            raise PullbackError(
-                "The cut-off is not usable", f"got rcond={rcond!r}", "Use 0 ≤ rcond < 1, or None"
-            )
+        usable = rcond is None or 0 <= rcond < 1
+        require(usable, "The cut-off rcond", rcond, "Use 0 ≤ rcond < 1, or None")
         self.rcond, self.double = rcond, double
 
     def init(self, gram: Gram) -> Spectrum:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._core.errors import PullbackError, Status
+from .._core.errors import Status, require
 from ..solvers import Damping, Path, Solution
 
 _TRIAL_BYTES = 2**29  # that trial moves may take together
@@ -121,8 +121,7 @@ def in_chunks(losses: Callable[[Tensor], Tensor], values: Tensor, like: Tensor) 
 
 def positive(name: str, value: Any) -> Any:
     """The value, if it is a positive number."""
-    if not isinstance(value, (int, float)) or not value > 0:
-        raise PullbackError(f"{name} is not usable", f"got {value!r}", "Use a positive number")
+    require(isinstance(value, (int, float)) and value > 0, name, value, "Use a positive number")
     return value
 
 

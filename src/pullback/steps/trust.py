@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from .._core.errors import PullbackError
+from .._core.errors import PullbackError, require
 from ..solvers import Path
 from .base import Local, Move, Step, failed, in_chunks, positive
 
@@ -38,12 +38,9 @@ class RatioDamping:
     def __post_init__(self) -> None:
         good = all(isinstance(value, (int, float)) for value in vars(self).values())
         good = good and 0 <= self.low <= self.high < inf and 1 <= self.increase < inf
-        if not (good and 0 < self.decrease <= 1 and 0 <= self.smallest <= self.largest < inf):
-            raise PullbackError(
-                "The control of the damping is not usable",
-                f"got {self!r}",
-                "Use 0 ≤ low ≤ high, increase ≥ 1, 0 < decrease ≤ 1, 0 ≤ smallest ≤ largest",
-            )
+        good = good and 0 < self.decrease <= 1 and 0 <= self.smallest <= self.largest < inf
+        remedy = "Use 0 ≤ low ≤ high, increase ≥ 1, 0 < decrease ≤ 1, 0 ≤ smallest ≤ largest"
+        require(good, "The control of the damping", self, remedy)
 
     def next(self, damping: float, ratio: float, increase: float | None = None) -> float:
         """The next λ; `increase` replaces the factor by which it grows."""

@@ -8,8 +8,8 @@ from typing import Any, Literal
 from torch import nn
 
 from .._core.capture import Selector, plain
-from .._core.errors import PullbackError
-from .actions.charts import ChartAction, FixedNorm, in_parameters, with_values
+from .._core.errors import PullbackError, refuse_unknown
+from .actions.charts import ChartAction, in_parameters, with_values
 from .actions.scaling import Action, Scaling, two_sided
 from .candidates.mixings import mixings, scalings
 from .candidates.shifts import shifts, streams
@@ -62,10 +62,7 @@ def find(
     >>> find(net, torch.randn(7, 3)).generators().shape
     torch.Size([9, 53])
     """
-    if group not in ("neuron", "layer"):
-        raise PullbackError(
-            f"group={group!r} is not known", "units or layers are scaled", "Use 'neuron' or 'layer'"
-        )
+    refuse_unknown("group", group, ("neuron", "layer"))
     model = plain(model)
     run = Example(model, guess_input(model) if example is None else example, output)
     if not run.params:
@@ -73,23 +70,19 @@ def find(
     if actions is not None:
         return _verified(run, actions, group, [])
     walk, traced = Walk(), trace(run)
-    walk.run(traced)
+    walk.run(traced, run.fixed)
     notes = [SPECIALIZED, *walk.notes] if traced.specialized else walk.notes
     return _verified(run, candidates(walk, run), group, notes)
 
 
 def candidates(walk: Walk, run: Example) -> list[Action]:
     """What the graph suggests."""
-    fixed = [
-        FixedNorm(f.gain, f.shift, run.fixed[f.mean], (run.fixed[f.variance] + f.eps).rsqrt())
-        for f in walk.folds
-    ]
     params = with_values(run.params, walk.matrices)
     mixed = mixings(walk)  # first: their scales are not counted again
     found = [
-        *scalings(walk, fixed),
+        *scalings(walk),
         *mixed,
-        *shifts(walk, params, fixed),
+        *shifts(walk, params),
         *streams(walk.ledger, params),
     ]
     return [in_parameters(action, walk.matrices) for action in found]

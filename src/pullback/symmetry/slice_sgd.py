@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
-from math import isfinite
 from typing import Any
 
 import torch
@@ -13,7 +12,8 @@ from torch.optim import Optimizer
 from torch.optim.sgd import sgd
 
 from .._core.capture import plain
-from .._core.errors import PullbackError
+from .._core.checks import refuse_number
+from .._core.errors import refuse_unknown
 from .._core.processes import find_processes
 from ..optim.checks import own_group, refuse_model, refuse_sharded, refuse_sparse
 from ..steps.memory import shared_numbers
@@ -90,10 +90,8 @@ class SliceSGD(Optimizer):
         refuse_model(model, "SliceSGD")
         find_processes(model, processes, "SliceSGD", "processes")
         refuse_sharded(model, "a unit's incoming and outgoing weights are scaled together")
-        _one_of("group", group, ("neuron", "layer"))
-        _one_of("gradient", gradient, GRADIENTS)
-        for name, value in (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay)):
-            _number(name, value)
+        refuse_unknown("group", group, ("neuron", "layer"))
+        refuse_unknown("gradient", gradient, GRADIENTS)
         self.model, self.group, self.gradient = model, group, gradient
         self.every, self.sweeps, self.captured = every, sweeps, captured
         self.scalings, _ = scalings_of(symmetry, model)
@@ -122,7 +120,8 @@ class SliceSGD(Optimizer):
         """Take up more of the model's parameters, with their own rates."""
         group = own_group(param_group, self._names)
         for name in ("lr", "momentum", "weight_decay"):
-            _number(name, group.get(name, self.defaults[name]))
+            value = group.get(name, self.defaults[name])
+            refuse_number(f"{name}=", float(value) if isinstance(value, Tensor) else value)
         super().add_param_group(group)
         self._complete_state()
         self._keeper.own(self.param_groups)
@@ -234,21 +233,6 @@ class SliceSGD(Optimizer):
         return f"{super().__repr__()[:-1]}    {about}\n)"
 
 
-def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise PullbackError(
-            f"Unknown {name} {value!r}", "it is not one of the choices", f"Use one of {allowed}"
-        )
-
-
-def _number(name: str, value: Any) -> None:
-    good = isinstance(value, Tensor) or (
-        isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value)
-    )
-    if not good or not float(value) >= 0:
-        raise PullbackError(f"{name}= is not usable", f"got {value!r}", "Use a number ≥ 0")
-
-
 def _sgd_step(
     params: Sequence[Tensor],
     gradients: Sequence[Tensor],
@@ -261,15 +245,13 @@ def _sgd_step(
     """v ← momentum·v + g + weight_decay·w, w ← w − lr·v; v is kept in the state of each w."""
     ws, gs = list(params), list(gradients)
     sparse = any(g.is_sparse for g in gs)
-    if not (momentum or weight_decay or sparse or isinstance(lr, Tensor)):
-        torch._foreach_add_(ws, gs, alpha=-lr)  # what sgd comes to, without its detours
-        return
     buffers = [state[w].get("momentum_buffer") if momentum else None for w in ws]
     sgd(
         ws,
         gs,
         buffers,
         has_sparse_grad=sparse,
+        foreach=not sparse,
         weight_decay=weight_decay,
         momentum=momentum,
         lr=lr,  # pyright: ignore[reportArgumentType]

@@ -10,14 +10,8 @@ import torch
 from torch import Tensor
 
 from pullback import PullbackError
-from pullback.linear.parameters import (
-    refuse_data,
-    refuse_kind,
-    refuse_nonfinite,
-    refuse_shape,
-    signs,
-    whole_numbers,
-)
+from pullback._core.checks import refuse_values
+from pullback.linear.parameters import refuse_data, signs, whole_numbers
 
 __all__ = [
     # classifiers
@@ -350,11 +344,9 @@ def _observed(
 ) -> tuple[Tensor, Tensor]:
     """The matrix with the observations, zero elsewhere, and where they are."""
     shape = _sides(shape)
-    refuse_shape("The observed values", values, ("n",))
-    refuse_shape("The observed rows", rows, values.shape)
-    refuse_shape("The observed columns", columns, values.shape)
-    refuse_kind("The observed values", values)
-    refuse_nonfinite("The observations", values)
+    refuse_values("The observed values", values, ("n",))
+    refuse_values("The observed rows", rows.double(), values.shape)
+    refuse_values("The observed columns", columns.double(), values.shape)
     if rows.is_floating_point() or columns.is_floating_point():
         raise PullbackError(
             "The indices are not whole numbers",
@@ -362,8 +354,6 @@ def _observed(
             "Pass integer tensors, such as those of mask.nonzero().T",
         )
     rows, columns = rows.long(), columns.long()
-    if not len(values):
-        raise PullbackError("Nothing is observed", "there are no entries", "Pass some entries")
     inside = (rows >= 0) & (rows < shape[0]) & (columns >= 0) & (columns < shape[1])
     if not bool(inside.all()):
         raise PullbackError(

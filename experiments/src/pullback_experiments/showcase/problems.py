@@ -15,8 +15,8 @@ from pullback import KFAC, HessianFree, NaturalGradient, pde
 from pullback.likelihoods import Categorical
 from pullback.optim import Objective
 from pullback.pde.discretize import Trial, term
-from pullback.pde.measure import Yardstick
 from pullback.pde.plan import Plan
+from pullback.pde.validation import Yardstick
 from pullback.solvers import PseudoInverse
 from pullback.steps import TargetRatio
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from pullback import pde
 from pullback.optim import Objective
 from pullback.pde.discretize import Trial, term
-from pullback.pde.measure import Yardstick
 from pullback.pde.plan import Plan
+from pullback.pde.validation import Yardstick
 
 _WEIGHT = 100.0  # of the boundary, the paper's
 

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..._core.capture import select
+from ..._core.checks import refuse_number
 from ..._core.errors import PullbackError, reraise_fatal
 from ..._core.space import tolerance
 from ..charts.diffeomorphism import Diffeomorphism
@@ -57,8 +58,7 @@ def check_sizes(sizes: Sequence[float], steps: int) -> tuple[float, ...]:
             f"got {list(sizes)}; the order in the step size takes two different positive ones",
             "Use multiples of the lr such as (1, 0.1, 0.01)",
         )
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
-        raise PullbackError("The number of steps is not usable", f"got {steps!r}", "Use 0 or more")
+    refuse_number("The number of steps", steps, whole=True)
     return tuple(sorted(set(usable), reverse=True))
 
 
@@ -76,22 +76,22 @@ def check_model(model: nn.Module, setting: Setting) -> None:
             "no parameter requires a gradient",
             "Unfreeze at least one parameter",
         )
-    one, two = (_value(model, setting.at, seed) for seed in (setting.seed, setting.seed + 1))
+    one, two = (_value(model, setting.x, seed) for seed in (setting.seed, setting.seed + 1))
     if not torch.equal(one, two) and bool(torch.isfinite(one).all()):
         raise PullbackError(
             "The model is not deterministic",
             "two calls on the same inputs differ, as with dropout in training mode",
             "Call model.eval(), or set the dropout to zero",
         )
-    if setting.probes is not None:
-        _refuse_probes(model, setting.probes, setting.seed)
+    if "probes" in setting.points:
+        _refuse_probes(model, setting.points["probes"], setting.seed)
     with torch.no_grad(), seeded(setting.seed, setting.x.device):
         refuse_loss(setting.loss(one, setting.y))
 
 
 def check_twin(model: nn.Module, twin: Twin, setting: Setting, name: str) -> None:
     """Raise where the twin does not compute the model's function from the start."""
-    one, two = (_value(m, setting.at, setting.seed) for m in (model, twin.model))
+    one, two = (_value(m, setting.x, setting.seed) for m in (model, twin.model))
     limit = tolerance(one.dtype, 10) * float(one.norm())
     if one.shape != two.shape or not float((one - two).norm()) <= limit:
         raise PullbackError(
@@ -183,7 +183,8 @@ def audit(
     """
     x, y = check_batch(batch)
     sizes, loss = check_sizes(sizes, steps), loss_fn or half_square_or_cross_entropy
-    setting = Setting(x, y, x, loss, probes, seed)
+    points = {"batch": x} if probes is None else {"batch": x, "probes": probes}
+    setting = Setting(x, y, loss, points, seed)
     check_model(model, setting)
     given = _named(transformations)
     twins, rows, skipped = dict[str, Twin](), list[AuditRow](), list[Skipped]()

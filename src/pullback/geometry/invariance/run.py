@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,17 +33,15 @@ class Setting:
 
     Attributes:
         x, y: the batch.
-        at: where functions are compared, the batch's inputs again.
         loss: (outputs, targets) ↦ a scalar.
-        probes: other inputs at which functions are compared.
+        points: inputs at which functions are compared, those of the "batch" and other "probes".
         seed: of torch's generators, at the start of each run.
     """
 
     x: Tensor
     y: Tensor
-    at: Tensor
     loss: Loss
-    probes: Tensor | None
+    points: Mapping[str, Tensor]
     seed: int
 
 
@@ -52,14 +50,11 @@ class RunState:
     """Where a run has arrived, or a tangent vector there.
 
     Attributes:
-        batch, probes: z on the batch and on the probes.
-        parameters: w = f(θ) as one vector.
+        places: what is compared: z at the setting's points, and w = f(θ) as "parameters".
         theta: θ by name.
     """
 
-    batch: Tensor
-    probes: Tensor | None
-    parameters: Tensor
+    places: dict[str, Tensor]
     theta: Params
 
 
@@ -128,11 +123,9 @@ def duplicate(model: nn.Module) -> nn.Module:
 @torch.no_grad()
 def observe(start: Twin, model: nn.Module, setting: Setting) -> RunState:
     """The present function values, and the original's weights."""
-    probes = setting.probes
+    values = {n: select(model(x), None).to(torch.float64) for n, x in setting.points.items()}
     return RunState(
-        select(model(setting.at), None).detach().to(torch.float64),
-        None if probes is None else select(model(probes), None).detach().to(torch.float64),
-        _flat(start.weights(model)),
+        {**values, "parameters": _flat(start.weights(model))},
         {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad},
     )
 
@@ -153,14 +146,11 @@ def push(start: Twin, setting: Setting, one: RunState, two: RunState) -> RunStat
         found = FunctionLinearization(function, one.theta)
         return found.jvp(found.space.flatten(step)).to(torch.float64)
 
-    probes = setting.probes
-    moved = two.parameters - one.parameters
-    return RunState(
-        along(setting.at),
-        None if probes is None else along(probes),
-        moved if start.push is None else _flat(start.push(one.theta, step)),
-        step,
-    )
+    moved = two.places["parameters"] - one.places["parameters"]
+    if start.push is not None:
+        moved = _flat(start.push(one.theta, step))
+    values = {name: along(x) for name, x in setting.points.items()}
+    return RunState({**values, "parameters": moved}, step)
 
 
 def _flat(params: Params) -> Tensor:
@@ -168,10 +158,11 @@ def _flat(params: Params) -> Tensor:
 
 
 def _lost(state: RunState) -> RunState:
-    probes = None if state.probes is None else torch.full_like(state.probes, torch.nan)
-    nan = (torch.full_like(t, torch.nan) for t in (state.batch, state.parameters))
-    theta = {n: torch.full_like(t, torch.nan) for n, t in state.theta.items()}
-    return RunState(next(nan), probes, next(nan), theta)
+    both = (
+        {n: torch.full_like(t, torch.nan) for n, t in each.items()}
+        for each in (state.places, state.theta)
+    )
+    return RunState(*both)
 
 
 def _made(make: Make, model: nn.Module) -> list[Optimizer]:

@@ -11,7 +11,7 @@ m(η) ∝ η for small η; for one that depends on coordinates m(0) does not van
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -104,27 +104,19 @@ class AuditRow:
 
     Attributes:
         optimizer, transformation: their names.
-        batch: functions compared at the batch: Definition 5, invariance on the model.
-        parameters: w₁ compared with f(θ₁): Definition 6, invariance on the parameter space.
-        probes: functions compared at other inputs, if any were given.
+        places: "batch", functions compared there: Definition 5, invariance on the model;
+            "parameters", w₁ compared with f(θ₁): Definition 6, invariance on the parameter space;
+            "probes", functions compared at other inputs, if any were given.
     """
 
     optimizer: str
     transformation: str
-    batch: Measure
-    parameters: Measure
-    probes: Measure | None = None
+    places: Mapping[str, Measure]
 
     @property
     def verdict(self) -> Verdict:
         """On the model: what the update does to the function at the batch."""
-        return self.batch.verdict
-
-    @property
-    def places(self) -> dict[str, Measure]:
-        """The measures by where they were taken."""
-        found = {"batch": self.batch, "probes": self.probes, "parameters": self.parameters}
-        return {name: m for name, m in found.items() if m is not None}
+        return self.places["batch"].verdict
 
 
 @dataclass(frozen=True)
@@ -203,7 +195,8 @@ class Audit:
         rows = {(r.optimizer, r.transformation): r for r in self.rows}
         keys = [(o, t) for o in self.optimizers for t in self.transformations]
         told = {
-            key: (r.verdict, format_mismatch(r.batch.direction.mismatch)) for key, r in rows.items()
+            key: (r.verdict, format_mismatch(r.places["batch"].direction.mismatch))
+            for key, r in rows.items()
         }
         return {key: told.get(key) for key in keys}
 
@@ -218,22 +211,19 @@ class Audit:
 
 def details(audit: Audit) -> str:
     """One optimizer: where it is invariant, the mismatch at small steps and after finite ones."""
-    steps = max((len(r.batch.finite) for r in audit.rows), default=0)
+    steps = max((len(r.places["batch"].finite) for r in audit.rows), default=0)
     columns = ["transformation", "on the batch", "order", "η → 0", "one step", f"{steps} steps"]
     columns += ["on probes", "on parameters"]
-    rows = [
-        [
-            r.transformation,
-            str(r.batch.verdict),
-            "–" if r.batch.order is None else f"{r.batch.order:.1f}",
-            format_mismatch(r.batch.direction.mismatch),
-            format_mismatch(r.batch.steps[0].mismatch),
-            _last(r.batch),
-            "–" if r.probes is None else str(r.probes.verdict),
-            str(r.parameters.verdict),
-        ]
-        for r in audit.rows
-    ]
+    rows = []
+    for r in audit.rows:
+        batch = r.places["batch"]
+        others = (
+            str(r.places[n].verdict) if n in r.places else "–" for n in ("probes", "parameters")
+        )
+        order = "–" if batch.order is None else f"{batch.order:.1f}"
+        seen = (batch.direction, batch.steps[0])
+        sizes = (format_mismatch(s.mismatch) for s in seen)
+        rows.append([r.transformation, str(r.verdict), order, *sizes, _last(batch), *others])
     return _set(f"Audit of {', '.join(audit.optimizers)}", columns, rows)
 
 

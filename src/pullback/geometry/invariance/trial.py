@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from ..._core.errors import PullbackError
 from ..charts.transformations import Twin
@@ -63,7 +63,6 @@ def _name(make: Any) -> str:
 
 #: a round-off, with its slack, at which larger steps need not be looked at
 CLEAR = 1e-3
-Look = Callable[[RunState], Tensor]
 
 
 @dataclass(frozen=True)
@@ -99,7 +98,7 @@ class OptimizerTrial:
         self.contender, self.setting, self.sizes = contender, setting, sizes
         self.steps, self.resolution = steps, resolution
         self.mine = self._runs(identity_twin(model))
-        if any(not _gap(_batch, s[1], s[0]) > 0 for s in self.mine.small):
+        if any(not _gap("batch", s[1], s[0]) > 0 for s in self.mine.small):
             raise PullbackError(
                 f"{contender.name} does not move the model",
                 "after a step the outputs are what they were",
@@ -110,7 +109,7 @@ class OptimizerTrial:
         """The twin's runs beside the original's."""
         theirs = self._runs(twin, lenient=True)
 
-        def measure(of: Look) -> Measure:
+        def measure(of: str) -> Measure:
             small = zip(self.mine.small, theirs.small, strict=True)
             off = zip(self.mine.off, theirs.off, strict=True)
             steps = [self._step(of, s, t[1], o) for (s, t), o in zip(small, off, strict=True)]
@@ -123,8 +122,8 @@ class OptimizerTrial:
                 self.contender.slack,
             )  # fmt: skip
 
-        probes = None if self.setting.probes is None else measure(_probes)
-        return AuditRow(self.contender.name, name, measure(_batch), measure(_parameters), probes)
+        places = {place: measure(place) for place in self.mine.long[0].places}
+        return AuditRow(self.contender.name, name, places)
 
     def _runs(self, start: Twin, *, lenient: bool = False) -> Runs:
         make, setting, sizes = self.contender.make, self.setting, self.sizes
@@ -146,21 +145,21 @@ class OptimizerTrial:
         )
 
     def _step(
-        self, of: Look, mine: Sequence[RunState], theirs: RunState, off: tuple[RunState, RunState]
+        self, of: str, mine: Sequence[RunState], theirs: RunState, off: tuple[RunState, RunState]
     ) -> Seen:
         """m(η), and the larger of what round-off does to either end, at least to the values."""
         moved = _gap(of, mine[1], mine[0])
         shifts = [_gap(of, a, b) for a, b in zip(off, (mine[1], theirs), strict=True)]
-        values = self.resolution * float(of(mine[0]).norm())
+        values = self.resolution * float(mine[0].places[of].norm())
         noise = max([values, *filter(math.isfinite, shifts)])
         return Seen(_over(_gap(of, theirs, mine[1]), moved), self._least(_over(noise, moved)))
 
-    def _direction(self, of: Look, theirs: Runs) -> Seen:
+    def _direction(self, of: str, theirs: Runs) -> Seen:
         """m(0), from the smallest step that stands out of round-off."""
         best = Seen(math.inf, math.inf)
         for number in reversed(range(len(self.sizes))):
             (mine, mine_off), (other, other_off) = self.mine.pushes(number), theirs.pushes(number)
-            length = float(of(mine).norm())
+            length = float(mine.places[of].norm())
             shifts = [_gap(of, mine_off, mine), _gap(of, other_off, other)]
             noise = max([0.0, *filter(math.isfinite, shifts)])
             # a step is known as the difference of two points, which round-off sets
@@ -187,21 +186,8 @@ def _size(start: RunState, step: RunState) -> float:
     return one / two if two > 0 else 1.0
 
 
-def _batch(state: RunState) -> Tensor:
-    return state.batch
-
-
-def _probes(state: RunState) -> Tensor:
-    assert state.probes is not None
-    return state.probes
-
-
-def _parameters(state: RunState) -> Tensor:
-    return state.parameters
-
-
-def _gap(of: Look, one: RunState, two: RunState) -> float:
-    gap = float((of(one) - of(two)).norm())
+def _gap(of: str, one: RunState, two: RunState) -> float:
+    gap = float((one.places[of] - two.places[of]).norm())
     return gap if math.isfinite(gap) else math.inf
 
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ..._core.capture import plain
-from ..._core.errors import PullbackError
+from ..._core.checks import refuse_values
+from ..._core.errors import PullbackError, refuse_unknown
 from ..._core.factor import Factor, Scaled
 from ..._core.space import ParameterSpace
 from ...maps import Call, FunctionLinearization, Linearization, ModuleMap
@@ -37,7 +38,7 @@ class NamedCoordinates:
         self.single = isinstance(xi, Tensor) and not isinstance(phi, nn.Module)
         named = _named(phi, xi)
         for name, value in named.items():
-            _refuse(name, value)
+            refuse_values(f"The coordinate {name!r}", value)
         self.point = {n: v.detach() for n, v in named.items()}
         self.space = ParameterSpace(self.point)
 
@@ -47,20 +48,20 @@ class NamedCoordinates:
 
     def flat(self, v: Vector, what: str = "The vector") -> Tensor:
         """The (p,) vector of a tensor shaped like ξ, a flat tensor, or a dict by name."""
+        named = dict(v) if isinstance(v, Mapping) else {_NAME: v}
+        for value in named.values():
+            refuse_values(what, value)
+        shapes = {n: tuple(x.shape) for n, x in named.items()}
+        given = shapes if isinstance(v, Mapping) else shapes[_NAME]
+        if given not in (self.shape, (self.space.size,)):
+            raise PullbackError(
+                f"{what} does not fit ξ",
+                f"got {given}, ξ has {self.shape}",
+                "Shape it like ξ, or flatten both",
+            )
         if isinstance(v, Mapping):
-            given = {n: tuple(x.shape) for n, x in v.items()}
-            wanted = dict(zip(self.space.names, self.space.shapes, strict=True))
-            if self.single or given != wanted:
-                raise _misfit(what, given, self.shape)
-            flat = self.space.flatten({n: x.detach().to(self.space.device) for n, x in v.items()})
-            return _finite(flat, what)
-        if isinstance(v, Tensor) and (v.is_complex() or v.is_meta):
-            kind = "on the meta device" if v.is_meta else f"of {v.dtype}"
-            raise PullbackError(f"{what} is not usable", f"it is {kind}", "Pass real numbers")
-        wanted = (self.shape, (self.space.size,)) if self.single else ((self.space.size,),)
-        if not isinstance(v, Tensor) or tuple(v.shape) not in wanted:
-            raise _misfit(what, tuple(getattr(v, "shape", ())), self.shape)
-        return _finite(v.detach().reshape(-1).to(self.space.device, self.space.dtype), what)
+            return self.space.flatten({n: x.detach().to(self.space.device) for n, x in v.items()})
+        return v.detach().reshape(-1).to(self.space.device, self.space.dtype)
 
     def like(self, flat: Tensor) -> Tensor | dict[str, Tensor]:
         """The flat (p,) vector in the form in which ξ was given."""
@@ -106,31 +107,6 @@ def _named(phi: Phi, xi: Vector | None) -> dict[str, Tensor]:
     )
 
 
-def _refuse(name: str, value: Tensor) -> None:
-    what = f"The coordinates {name!r} are not usable"
-    if not isinstance(value, Tensor) or not value.is_floating_point():
-        kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
-        raise PullbackError(what, f"got {kind}", "Pass real floating-point tensors")
-    if value.is_meta:
-        raise PullbackError(what, "they are on the meta device", "Pass tensors that hold numbers")
-    if value.numel() == 0:
-        raise PullbackError(what, f"the shape {tuple(value.shape)} is empty", "Give at least one")
-    if not bool(torch.isfinite(value).all()):
-        raise PullbackError(what, "some are NaN or infinite", "Look at finite points only")
-
-
-def _finite(v: Tensor, what: str) -> Tensor:
-    if bool(torch.isfinite(v).all()):
-        return v
-    raise PullbackError(f"{what} is not finite", "it has NaN or infinite entries", "Check it")
-
-
-def _misfit(what: str, got: object, wanted: object) -> PullbackError:
-    return PullbackError(
-        f"{what} does not fit ξ", f"got {got}, ξ has {wanted}", "Shape it like ξ, or flatten both"
-    )
-
-
 MetricLike = Metric | Tensor | Callable[[Tensor], Tensor] | None
 
 
@@ -148,10 +124,7 @@ class Ambient:
         inputs: Any,
         reduction: str | None,
     ) -> None:
-        if reduction not in (None, "mean", "sum"):
-            raise PullbackError(
-                f"Unknown reduction {reduction!r}", "g is a sum or a mean", 'Use "mean" or "sum"'
-            )
+        refuse_unknown("reduction", reduction, (None, "mean", "sum"))
         self.module = phi if isinstance(phi, nn.Module) else None
         self.reduction = reduction or ("sum" if self.module is None else "mean")
         self._phi = phi
@@ -190,10 +163,7 @@ class Ambient:
         with torch.no_grad():
             z = self.value(coordinates, coordinates.point)
         self._shape = z.shape
-        if not bool(torch.isfinite(z).all()):
-            raise PullbackError(
-                "φ is not finite at ξ", "some of its values are NaN or infinite", "Move ξ"
-            )
+        refuse_values("φ(ξ)", z)
         if self.module is not None and not self.whole:
             return self._map().linearize(coordinates.point)
 
@@ -229,16 +199,13 @@ class Ambient:
 
     def vector(self, v: Tensor, value: Tensor, what: str) -> Tensor:
         """A tangent vector or covector at z, in φ's own shape or flat, as arranged inside."""
+        refuse_values(what, v)
         shapes = ((value.numel(),), tuple(self._shape or ()), tuple(value.shape))
-        if not isinstance(v, Tensor) or tuple(v.shape) not in shapes:
+        if tuple(v.shape) not in shapes:
             raise PullbackError(
                 f"{what} does not fit φ(ξ)",
-                f"got {tuple(getattr(v, 'shape', ()))}, φ(ξ) has {tuple(self._shape or ())}",
+                f"got {tuple(v.shape)}, φ(ξ) has {tuple(self._shape or ())}",
                 "Shape it like φ(ξ)",
-            )
-        if not bool(torch.isfinite(v).all()):
-            raise PullbackError(
-                f"{what} is not finite", "it has NaN or infinite entries", "Check it"
             )
         return v.detach().to(value).reshape(value.shape)
 

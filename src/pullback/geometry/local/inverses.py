@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..._core.checks import refuse_values
 from ..._core.errors import PullbackError
 from ...grams import FactoredGram, Gram, Rows
 from ...solvers import Damping, PseudoInverse, Solution, Solver, resolve
@@ -146,12 +147,7 @@ class WeightedNorm(_Undamped):
     """
 
     def __init__(self, weight: Tensor, rcond: float | None = None) -> None:
-        if not isinstance(weight, Tensor) or weight.ndim not in (1, 2):
-            raise PullbackError(
-                "The weight is not usable",
-                f"got {tuple(getattr(weight, 'shape', ()))}",
-                "Pass a positive definite matrix (p, p), or its diagonal (p,)",
-            )
+        refuse_values("The weight", weight)
         self.weight, self._inverse = weight, PseudoInverse(rcond)
 
     def init(self, gram: Gram) -> tuple[Gram, Any]:
@@ -186,7 +182,7 @@ class WeightedNorm(_Undamped):
         else:
             root, info = torch.linalg.cholesky_ex(w)
             good = bool(info == 0) and bool(torch.allclose(w, w.T))
-        if not good or not bool(torch.isfinite(w).all()):
+        if not good:
             raise PullbackError(
                 "The weight is not positive definite",
                 "xᵀWx would be no norm, and its smallest solution not unique",

@@ -17,8 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..._core.checks import refuse_number, refuse_values
 from ..._core.errors import PullbackError
 from ...grams import Gram, Part, assemble
+from ...optim.checks import refuse_inference
 from ...solvers import PseudoInverse, Solver
 from .ambient import Ambient, MetricLike, NamedCoordinates, Phi, Vector
 from .inverses import Rank, default_rcond
@@ -28,12 +30,6 @@ Loss = Callable[[Tensor], Tensor]
 
 def differential(loss: Loss, value: Tensor) -> Tensor:
     """∂L/∂z at z, in its shape."""
-    if not callable(loss):
-        raise PullbackError(
-            "The loss is not usable",
-            f"got {type(loss).__name__}",
-            "Pass a function of φ(ξ) that gives a scalar tensor",
-        )
     with torch.enable_grad():
         z = value.detach().clone().requires_grad_()
         total = loss(z)
@@ -43,14 +39,12 @@ def differential(loss: Loss, value: Tensor) -> Tensor:
                 f"got {tuple(getattr(total, 'shape', ()))}",
                 "Reduce it to a scalar tensor",
             )
-        if not bool(torch.isfinite(total)):
-            raise PullbackError("L is not finite at φ(ξ)", f"got {float(total.detach())}", "Move ξ")
+        refuse_values("L", total)
         slope = None
         if total.requires_grad:
             (slope,) = torch.autograd.grad(total.reshape(()), z, allow_unused=True)
     slope = torch.zeros_like(z) if slope is None else slope
-    if not bool(torch.isfinite(slope).all()):
-        raise PullbackError("dL is not finite at φ(ξ)", "the loss is undefined there", "Move ξ")
+    refuse_values("dL", slope)
     return slope.detach()
 
 
@@ -126,18 +120,13 @@ class Point:
         reduction: str | None = None,
         rcond: float | None = None,
     ) -> None:
-        if torch.is_inference_mode_enabled():
-            raise PullbackError(
-                "There is no derivative in inference mode",
-                "it records no graph",
-                "Use torch.no_grad() in place of torch.inference_mode()",
-            )
+        refuse_inference("it records no graph, so there are no derivatives", "Point")
         self._coordinates = NamedCoordinates(phi, xi)
         self._ambient = Ambient(phi, metric, inputs, reduction)
         self._linear = self._ambient.linearize(self._coordinates)
         self._part = Part(self._linear, self._ambient.factor(self._linear.value))
-        if rcond is not None and not 0 <= rcond < 1:
-            raise PullbackError("rcond is not usable", f"got {rcond}", "Use a number from 0 to 1")
+        if rcond is not None:
+            refuse_number("rcond", rcond, below=1.0)
         self._rcond = rcond
         self._refuse_stochastic()
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..._core.checks import refuse_number
 from ..._core.errors import PullbackError
 from .ambient import MetricLike, NamedCoordinates, Phi, Vector
 from .inverses import Rank
@@ -88,12 +89,8 @@ def properness(
         rcond: what counts as zero.
     """
     options = {"inputs": inputs, "rcond": rcond}
-    if not radius > 0 or tries < 1:
-        raise PullbackError(
-            "There is nowhere to look",
-            f"got radius={radius}, tries={tries}",
-            "Use a radius > 0 and at least one try",
-        )
+    refuse_number("The radius", radius, positive=True)
+    refuse_number("The number of tries", tries, least=1, whole=True)
     here = Point(phi, xi, metric, **options)
     starts = [xi, *others]
     points = [here, *(_same(phi, other, metric, here, options) for other in starts[1:])]

@@ -11,6 +11,7 @@ import scipy
 import torch
 from torch import Tensor
 
+from ..._core.checks import refuse_number
 from ..._core.errors import PullbackError
 from ..local.ambient import MetricLike, Phi, Vector
 from .landscape import Landscape, Rounded, round_landscape
@@ -91,10 +92,7 @@ def flatness(
     >>> print(f"{found.volume:.3f}")  # 2π(2√2 − 1)/3
     3.829
     """
-    if not epsilon > 0:
-        raise PullbackError(
-            "epsilon is not positive", f"got {epsilon}", "Say how far the loss may rise"
-        )
+    refuse_number("epsilon", epsilon, positive=True)
     landscape = Landscape(
         phi,
         loss,

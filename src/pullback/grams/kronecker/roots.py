@@ -95,8 +95,8 @@ def eigenbasis(side: Tensor) -> Tensor:
     return out
 
 
-def turn_basis(side: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
-    r"""Return an orthonormal E' in which C, (G, n, n), is closer to diagonal than in E, and EᵀE'.
+def turn_basis(side: Tensor, basis: Tensor) -> Tensor:
+    r"""Return an orthonormal E' in which C, (G, n, n), is closer to diagonal than in E.
 
     One step of first-order perturbation theory: E' is the orthonormalized E + EK with
 
@@ -114,10 +114,10 @@ def turn_basis(side: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
     k = s * gap / (gap.square() + 4 * s.square() + noise**2)
     k = (k - k.mT) / 2
     k *= (_ANGLE / _largest(k).clamp(min=_ANGLE))[:, None, None]
-    new = basis + _product(basis, k)
+    new = basis + product(basis, k)
     for _ in range(2):  # X(3 − XᵀX)/2
-        new = 1.5 * new - 0.5 * _product(new, _product(new.mT, new))
-    return new, _product(basis.mT, new)
+        new = 1.5 * new - 0.5 * product(new, product(new.mT, new))
+    return new
 
 
 def _largest(k: Tensor, steps: int = 6) -> Tensor:
@@ -132,7 +132,7 @@ def _largest(k: Tensor, steps: int = 6) -> Tensor:
     return norm[:, 0, 0].sqrt()
 
 
-def _product(x: Tensor, y: Tensor) -> Tensor:
+def product(x: Tensor, y: Tensor) -> Tensor:
     """Return XY; on a GPU with 11 bits of each entry, which are at most of the order of 1."""
     if x.is_cuda and x.dtype == torch.float32:
         return torch.bmm(x.half(), y.half(), out_dtype=torch.float32)

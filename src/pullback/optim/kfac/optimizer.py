@@ -20,7 +20,7 @@ from ..._core.capture import Selector, plain
 from ..._core.errors import PullbackError
 from ..._core.flags import DeferredFlags, finite
 from ..._core.processes import Traffic, find_processes, group_of, refuse_untold, unwrapped
-from ..._core.shards import Parameters, is_sharded, local, reshard
+from ..._core.shards import Parameters, cut_like, is_sharded, local, reshard
 from ...grams.kronecker import Kronecker
 from ...likelihoods import Likelihood
 from ...metrics import Metric
@@ -308,18 +308,27 @@ class KFAC(Optimizer):
         """Param groups, and under each parameter momentum, averages, inverses and schedule.
 
         Where processes hold parts of it (`workers` fewer than all, or statistics since the last
-        inversion), all of them call this together.
+        inversion), all of them call this together. Where `fully_shard` has cut the model, averages
+        and inverses are `DTensor`s too.
         """
-        own = self.blocks.preconditioner
-        spread = self._replicas.collect(own, self._held.blocks)
-        self._held.take_memory()
-        self._publish()
-        out = super().state_dict()
-        if spread:
-            out["state"] = {number: dict(held) for number, held in out["state"].items()}
-            self._replicas.release(own, self._held.averages)
+        held, replicas = self.blocks, self._replicas
+        try:
+            replicas.collect(held.preconditioner, held.blocks)
+            publish(held, self.state, self._chosen, replicas.piece)
+        except RuntimeError as error:
+            if replicas.alone:
+                raise
+            raise PullbackError(
+                "state_dict() did not hear from all processes",
+                "each of them holds a part of the state, and one did not call it, or is lost",
+                "Call state_dict() on all processes together; one of them may write it",
+            ) from error
+        else:
+            out = super().state_dict()
+            return {**out, "state": {number: dict(own) for number, own in out["state"].items()}}
+        finally:
+            replicas.release(held.preconditioner, held.averages)
             self._publish()
-        return out
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Resume to the same bits; a state that cannot be used changes nothing."""
@@ -334,14 +343,13 @@ class KFAC(Optimizer):
         fresh = self._empty_state(dict(self._held.schedule))
         restore(fresh, saved, params, self._forecast())
         self._settle()
-        self._replicas.stop_overlap()
         super().load_state_dict({**state_dict, "state": {}})
         fresh.succeed(self._held, saved)
         self._held = fresh
         for name, own in saved.items():
             p = params[name]
             for part in [part for part in BUFFERS if part in own]:
-                self.state[p][part] = own[part].detach().to(p.device, p.dtype, copy=True)
+                self.state[p][part] = cut_like(own[part], p)
         self._make_buffers()
         self._publish()
         self._resume()

@@ -16,12 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._core.errors import PullbackError
 from ..._core.flags import checksum
 from ..._core.placement import Placement
-from ..._core.processes import Processes
+from ..._core.processes import Pending, Processes
 from ..._core.shards import Groups, Parameters
-from ...grams.kronecker.inverse import Inverse
+from ...grams.kronecker.inverse import MOMENTS, Inverse
 from ...grams.kronecker.packed import (
     Packed,
     Side,
@@ -34,12 +33,11 @@ from ...grams.kronecker.packed import (
 )
 from ..checks import refuse_sparse
 from .factors.average import Average
-from .factors.factor import SPECTRUM, BlockKey, Factor
-from .factors.preconditioner import Preconditioner, placeholder
+from .factors.factor import SPECTRUM, BlockKey, Factors
+from .factors.preconditioner import Averages, Preconditioner, placeholder
 from .statistics.capture import StatisticsCapture
 from .statistics.reduction import (
     BlockTensors,
-    ComingAverages,
     Counts,
     Layouts,
     SentSums,
@@ -53,9 +51,12 @@ from .statistics.reduction import (
     zeros_of,
 )
 from .statistics.sums import Pool, means
+from .update import Tensors
 
 #: blocks with statistics, in an order that all processes have
 Blocks = Sequence[tuple[BlockKey, Average]]
+#: their keys, and averages on their way to become those of all processes
+ComingAverages = tuple[list[BlockKey], Pending[list[Side]]]
 
 
 class Replicas:
@@ -160,9 +161,10 @@ class Replicas:
             scale = capture.scale(pool.samples, loss_scale)
             self._coming = self._begin_averages(sent, pool, scale, blocks, ema)
 
-    def stop_overlap(self) -> None:
-        """Begin nothing ahead any more: all processes loaded a state, and some may have begun."""
-        if self._layouts is not None:
+    def succeed(self) -> None:
+        """Go on with a state that all processes loaded, whose averages are whole."""
+        self._shared = False
+        if self._layouts is not None:  # some may have begun, so that nothing is begun ahead now
             self._sent = self._coming = self._apart = None
             self._overlaps = False
 
@@ -175,7 +177,7 @@ class Replicas:
         capture: StatisticsCapture,
         params: Parameters,
         groups: Groups,
-        gradients: Mapping[str, Tensor],
+        gradients: Tensors,
         schedule: Mapping[str, Any],
     ) -> None:
         """Make the pooled sums those of all processes; raise on all where they contradict."""
@@ -223,7 +225,7 @@ class Replicas:
         flags: Sequence[bool],
         params: Parameters,
         groups: Groups,
-        gradients: Mapping[str, Tensor],
+        gradients: Tensors,
         schedule: Mapping[str, Any],
     ) -> tuple[bool, list[bool]]:
         """Return whether all processes have `told` the same, and which flags are true on all.
@@ -282,7 +284,7 @@ class Replicas:
 
         def sides() -> Iterator[Side]:
             for key, average in blocks:
-                some = self._shared_sides(key, {f: t.shape for f, t in average.value.items()})
+                some = self._shared_sides(key, average.value)
                 pool.sums = sent.shares(key, self._counts)
                 new = means(pool, scale).get(key, {})
                 for f in sorted(f for f in average.value if f.side in some):
@@ -290,8 +292,7 @@ class Replicas:
 
         if not all(sent.fits(key, average) for key, average in blocks):
             return None
-        keys = [key for key, _ in blocks]
-        return ComingAverages(keys, launch_sides(sides(), sent.processes))
+        return [key for key, _ in blocks], launch_sides(sides(), sent.processes)
 
     def _lerp(self, old: Side, new: Side | None, ema: float) -> Side:
         """Return ema·old + (1 − ema)·new of this process's shares."""
@@ -307,18 +308,15 @@ class Replicas:
 
     # --- averages as shares ---------------------------------------------------------------------
 
-    def _shared_sides(
-        self, key: BlockKey, shapes: Mapping[Factor, Sequence[int]]
-    ) -> frozenset[str]:
+    def _shared_sides(self, key: BlockKey, factors: Factors) -> frozenset[str]:
         """The sides of a block of which processes hold shares between inversions."""
-        return shared_sides(key, shapes, read=self._read) if self._lazy else frozenset()
+        return shared_sides(key, factors, read=self._read) if self._lazy else frozenset()
 
     def _sides(self, blocks: Blocks) -> list[Side]:
         """The sides of which processes hold shares, in an order that all have."""
         out = []
         for key, average in blocks:
-            value = average.value
-            some = self._shared_sides(key, {f: t.shape for f, t in value.items()})
+            value, some = average.value, self._shared_sides(key, average.value)
             out += [value[f] for f in sorted(value) if f.side in some]
         return out
 
@@ -339,8 +337,8 @@ class Replicas:
         if not self._shared:
             return
         sides = self._sides(blocks)
-        if coming is not None and coming.keys == [key for key, _ in blocks]:
-            totals = coming.sides.wait()
+        if coming is not None and coming[0] == [key for key, _ in blocks]:
+            totals = coming[1].wait()
         else:
             totals = sum_sides(sides, self.processes)
         for side, total in zip(sides, totals, strict=True):
@@ -356,7 +354,7 @@ class Replicas:
             return 1.0 if self.keeps(key) else None
         if not self._shared or self.processes.rank == 0:
             return 1.0
-        shared = self._shared_sides(key, {f: t.shape for f, t in average.value.items()})
+        shared = self._shared_sides(key, average.value)
         return float("mean" not in shared) if shared else None
 
     def total(self, share: Tensor) -> Tensor:
@@ -385,23 +383,15 @@ class Replicas:
 
     # --- on the way out -------------------------------------------------------------------------
 
-    def place(
-        self,
-        own: Preconditioner,
-        averages: Mapping[BlockKey, Average],
-        keys: Set[BlockKey],
-        *,
-        loaded: bool = False,
-    ) -> None:
-        """Give new blocks an owner; averages that were `loaded` are no shares."""
-        self._shared = self._shared and not loaded
+    def place(self, own: Preconditioner, averages: Averages, keys: Set[BlockKey]) -> None:
+        """Give new blocks an owner."""
         if not self.alone:
             new = sorted(keys - self.placement.owners.keys(), key=lambda key: key.names)
             kinds = {k: (own.shapes[k], own.inverses[k].kind) for k in new}
             self.placement.assign({k: (kinds[k], _cost(own, k)) for k in new})
             self.release(own, averages)
 
-    def release(self, own: Preconditioner, averages: Mapping[BlockKey, Average]) -> None:
+    def release(self, own: Preconditioner, averages: Averages) -> None:
         """Give up the memory of inverses that other teams hold, and of averages that others own."""
         for average in [a for key, a in averages.items() if not self.keeps(key)]:
             average.change(placeholder)
@@ -411,11 +401,7 @@ class Replicas:
             own.absent.add(key)
 
     def renew(
-        self,
-        own: Preconditioner,
-        averages: Mapping[BlockKey, Average],
-        keys: Sequence[BlockKey],
-        value: float,
+        self, own: Preconditioner, averages: Averages, keys: Sequence[BlockKey], value: float
     ) -> None:
         """Prepare these blocks, each by its owner, and send them to those who hold them."""
         if self.alone:
@@ -423,9 +409,9 @@ class Replicas:
             return
         for key in keys:
             own.notes.pop(key, None)
-        mine = [k for k in keys if self.placement.owns(k)]
+        mine, before = [k for k in keys if self.placement.owns(k)], own.bases(keys)
         with self.processes.together("renew its inverses"):
-            own.renew(averages, mine, value)
+            own.renew(averages, mine, value, alone=False)
         ends = {k: (k in own.ready, own.notes.get(k), _form(own.inverses[k])) for k in mine}
         every = {k: end for some in self.processes.values(ends) for k, end in some.items()}
         for key in [k for k in keys if k not in ends]:
@@ -440,6 +426,7 @@ class Replicas:
                 own.inverses[key] = _room(own.inverses[key], form, held=held)
                 own.regroup()
         self.send(own, keys)
+        own.turn_moments(before)
 
     def send(self, own: Preconditioner, keys: Sequence[BlockKey]) -> None:
         """Send what the owners of these blocks have renewed to the other members of their teams.
@@ -453,7 +440,7 @@ class Replicas:
         for key in [k for k in keys if k in own.ready and self.placement.holds(k)]:
             held, even = own.inverses[key].tensors(), own.symmetric(key)
             some = sent[key] = []
-            for name in [name for name in held if name not in own.untouched]:
+            for name in [name for name in held if name not in MOMENTS]:
                 side = triangle(held[name]) if name in even else held[name]
                 some.append(memory(side))
                 if isinstance(side, Packed):
@@ -464,36 +451,32 @@ class Replicas:
         for t, side in mirrored:
             t.copy_(side.whole())
 
-    def collect(self, own: Preconditioner, blocks: Blocks) -> bool:
-        """Bring the whole state here; return whether parts of other processes are among it.
+    def collect(self, own: Preconditioner, blocks: Blocks) -> None:
+        """Bring the whole state here, unless `piece` cuts it; `release` gives it up again."""
+        if self._owned:
+            return
+        self.whole(blocks)
+        if self.placement.teams:
+            owners = self.placement.owners
+            keys = sorted((k for k in own.ready if k in owners), key=lambda key: key.names)
+            for key in own.absent.intersection(keys):
+                own.change(key, Tensor.contiguous)
+            own.absent.clear()
+            held = {key: [*own.inverses[key].tensors().values()] for key in keys}
+            self.placement.send_across(held, "state")
 
-        Those are given up again by `release`.
-        """
-        owners = self.placement.owners
-        try:
-            self.assemble(blocks)
-            if self.placement.teams:
-                keys = sorted((k for k in own.ready if k in owners), key=lambda key: key.names)
-                for key in own.absent.intersection(keys):
-                    own.change(key, Tensor.contiguous)
-                own.absent.clear()
-                own.regroup()
-                held = {key: [*own.inverses[key].tensors().values()] for key in keys}
-                self.placement.send_across(held, "state")
-        except RuntimeError as error:
-            raise PullbackError(
-                "state_dict() did not hear from all processes",
-                "each of them holds a part of the state, and one did not call it, or is lost",
-                "Call state_dict() on all processes together; one of them may write it",
-            ) from error
-        return self.placement.teams or self._owned
+    def piece(self, key: BlockKey, t: Tensor) -> Tensor:
+        """Return a tensor of a block for `state_dict`: where owners hold it, cut into pieces."""
+        if self._owned:
+            return self.processes.scatter(t, self.placement.owners.get(key), "state")
+        return t.contiguous() if 0 in t.stride() else t  # shown, and without memory so far
 
     def complete(
         self,
         own: Preconditioner,
         found: dict[str, Tensor],
         stacks: list[Tensor],
-        gradients: Mapping[str, Tensor],
+        gradients: Tensors,
     ) -> tuple[dict[str, Tensor], list[Tensor]]:
         """Return the directions of this team's blocks together with those of other teams."""
         if not self.placement.teams:
@@ -532,7 +515,7 @@ def _room(mine: Inverse, form: tuple[dict[str, Any], bool], *, held: bool) -> In
     return Inverse(**room, factors=form[1])
 
 
-def _lengths(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+def _lengths(tensors: Tensors) -> dict[str, str]:
     """Return what tells tensors apart, in words."""
     some = {n: t for n, t in tensors.items() if t.numel()}
     return {

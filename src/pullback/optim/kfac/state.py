@@ -14,8 +14,9 @@ A bias that shares the block of its weight has numbers alone there.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from math import prod
 from typing import Any
@@ -25,6 +26,7 @@ from torch import Tensor
 
 from ..._core.errors import PullbackError
 from ..._core.flags import finite_own
+from ..._core.shards import whole
 from ...grams.kronecker.inverse import MOMENTS, Inverse
 from ...grams.kronecker.packed import Side, as_side, memory
 from .factors.average import Average, ema_update
@@ -89,11 +91,6 @@ class KFACState:
                     self.drop(other)  # a bias whose weight came with another group
                 self.reserve(key, factors)
 
-    def take_memory(self) -> None:
-        """Give every reserved block its memory."""
-        for key in list(self.reserved):
-            self.allocate(key, self.averages[key].value)
-
     def make_room(self, found: Mapping[BlockKey, Factors]) -> bool:
         """Make room for statistics whose blocks are new or have other shapes; say if it did."""
         leaders = {n: k for k in self.averages for n in k.names}
@@ -148,8 +145,7 @@ class KFACState:
                 self.reserve(key, average.value)  # they were frozen when it was saved
         old.schedule.update(self.schedule)  # the dict itself is shared
         self.schedule = old.schedule
-        keys = self.averages.keys() - self.reserved
-        self.replicas.place(self.preconditioner, self.averages, keys, loaded=True)
+        self.replicas.succeed()
 
     # --- statistics → averages → inverses → directions ------------------------------------------
 
@@ -268,8 +264,13 @@ class KFACState:
 # --- published and taken up again ---------------------------------------------------------------
 
 
-def publish(state: KFACState, into: State, params: Tensors) -> None:
-    """Write the state under its parameters; tensors are the state's own, not copies."""
+def publish(
+    state: KFACState,
+    into: State,
+    params: Tensors,
+    cut: Callable[[BlockKey, Tensor], Tensor] = lambda _, t: t,
+) -> None:
+    """Write the state under its parameters; tensors are its own, or what `cut` makes of them."""
     for p in params.values():  # a number keeps a dict that a flattened checkpoint would lose
         into[p] |= {"schedule": state.schedule, "average": {"mass": 0.0}, "inverse": {"ready": 0}}
         if state.mean:
@@ -277,52 +278,57 @@ def publish(state: KFACState, into: State, params: Tensors) -> None:
         if state.preconditioner.ekfac:
             into[p]["spectrum"] = {"mass": 0.0}
     for key, average in state.averages.items():
-        own, held = into[params[key.names[0]]], state.preconditioner
-        own["average"] = {**_nested(average.value), "mass": average.mass}
-        own["inverse"] = {**held.inverses[key].tensors(), "ready": int(key in held.ready)}
+        own, held, piece = into[params[key.names[0]]], state.preconditioner, partial(cut, key)
+        own["average"] = {**_nested(average.value, piece), "mass": average.mass}
+        inverse = {n: piece(t) for n, t in held.inverses[key].tensors().items()}
+        own["inverse"] = {**inverse, "ready": int(key in held.ready)}
         if state.mean:
-            own["mean"] = {**_nested(average.mean), "count": average.count}
+            own["mean"] = {**_nested(average.mean, piece), "count": average.count}
         if key in held.spectra:
-            spectrum = held.spectra[key]
-            own["spectrum"] = {"values": memory(spectrum.value[SPECTRUM]), "mass": spectrum.mass}
+            values, mass = memory(held.spectra[key].value[SPECTRUM]), held.spectra[key].mass
+            own["spectrum"] = {"values": piece(values), "mass": mass}
 
 
-def _nested(factors: Factors) -> dict[str, Any]:
+def _nested(factors: Factors, change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for factor, t in factors.items():
-        out.setdefault(factor.role, {})[factor.side] = memory(t)
+        out.setdefault(factor.role, {})[factor.side] = change(memory(t))
     return out
 
 
-def _factors(nested: Mapping[str, Any], p: Tensor) -> dict[Factor, Side]:
+def _factors(nested: Mapping[str, Any], change: Callable[[Tensor], Tensor]) -> dict[Factor, Side]:
     return {
-        Factor(role, side): as_side(_own(t, p))
+        Factor(role, side): as_side(change(t))
         for role, own in nested.items()
         if isinstance(own, Mapping)
         for side, t in own.items()
     }
 
 
-def _own(t: Tensor, p: Tensor) -> Tensor:
-    """A copy on the parameter's device, in its own dtype."""
-    return t.detach().to(p.device, copy=True)
+def _shown(p: Tensor, t: Tensor) -> Tensor:
+    """Return zeros of a tensor's shape that take no memory."""
+    return torch.zeros((), dtype=t.dtype, device=p.device).expand(t.shape)
 
 
 def restore(
-    state: KFACState,
-    saved: Mapping[str, Mapping[str, Any]],
-    params: Tensors,
-    expected: Forecast,
+    state: KFACState, saved: Mapping[str, Mapping[str, Any]], params: Tensors, expected: Forecast
 ) -> None:
-    """Fill an empty state with what `publish` wrote, by name; partners are as `expected`."""
+    """Fill an empty state with what `publish` wrote, by name; partners are as `expected`.
+
+    Blocks are shown first, so that every process takes up the tensors that it is to hold.
+    """
     try:
+        given = {n: own["average"] for n, own in saved.items()}
+        shown = {n: _factors(own, partial(_shown, params[n])) for n, own in given.items()}
         # those without factors of their own share the block of a weight
-        factors = {n: _factors(own["average"], params[n]) for n, own in saved.items()}
-        shared = [n for n, own in factors.items() if not own]
-        for name, own in factors.items():
+        shared = [n for n, own in shown.items() if not own]
+        for name, own in shown.items():
             if own:
                 key = _key_of(name, params, own, expected, shared)
-                _restore_block(state, key, own, saved[name], params)
+                _show_block(state, key, own, saved[name], params)
+        state.replicas.place(state.preconditioner, state.averages, state.averages.keys())
+        for key in state.averages:
+            _fill_block(state, key, saved[key.names[0]], params[key.names[0]])
         schedule = next(iter(saved.values()))["schedule"]
         for name in _SCHEDULE:
             value = schedule[name]
@@ -331,52 +337,52 @@ def restore(
         raise incomplete(f"its averages cannot be read ({error!r})") from error
 
 
-def _restore_block(
-    state: KFACState,
-    key: BlockKey,
-    factors: dict[Factor, Side],
-    own: Mapping[str, Any],
-    params: Tensors,
+def _show_block(
+    state: KFACState, key: BlockKey, factors: Factors, own: Mapping[str, Any], params: Tensors
 ) -> None:
-    held, p = state.preconditioner, params[key.names[0]]
+    """Reserve a saved block; raise where it is not that of these parameters, or of this rule."""
     size, wanted = prod(block_shape(key, factors)), sum(params[n].numel() for n in key.names)
     if size != wanted:
         names = " and ".join(key.names)
         raise _foreign(f"{names} had {size} entries, and have {wanted} now")
-    state.allocate(key, factors)
-    average = state.averages[key]
-    average.value, average.mass = factors, _own(own["average"]["mass"], p)
-    if state.mean:
-        average.mean, average.count = _factors(own["mean"], p), own["mean"]["count"]
-    tensors = {n: _own(t, p) for n, t in own["inverse"].items() if n != "ready"}
-    room = held.inverses[key]
-    if _moments(tensors) != _moments(room.tensors()):
+    state.reserve(key, factors)
+    both = own["inverse"], state.preconditioner.inverses[key].tensors()
+    moments = [{n: t.shape for n, t in some.items() if n in MOMENTS} for some in both]
+    if moments[0] != moments[1]:
         raise PullbackError(
             "The saved state is of another rule",
             f"moments of {key.names[0]} are not those that this one keeps",
             "Load it into an optimizer with the same rule=",
         )
+
+
+def _fill_block(state: KFACState, key: BlockKey, own: Mapping[str, Any], p: Tensor) -> None:
+    """Take up what this process holds of a block; pieces are brought together one by one."""
+
+    def take(here: bool, t: Tensor) -> Tensor:
+        t = whole(t)
+        return t.to(p.device, copy=True) if here else _shown(p, t)
+
+    held, average = state.preconditioner, state.averages[key]
+    every, kept = partial(take, True), partial(take, state.replicas.keeps(key))
+    average.value, average.mass = _factors(own["average"], kept), every(own["average"]["mass"])
+    if state.mean:
+        average.mean, average.count = _factors(own["mean"], kept), own["mean"]["count"]
+    here, room = key not in held.absent, held.inverses[key]
+    tensors: Any = {n: take(here, t) for n, t in own["inverse"].items() if n != "ready"}
     held.inverses[key] = Inverse(**{"left": None, **tensors}, factors=room.factors)
+    state.reserved.discard(key)
     if own["inverse"]["ready"]:
         held.ready.add(key)
     if key in held.spectra:
-        values, mass = own["spectrum"]["values"], own["spectrum"]["mass"]
-        held.spectra[key] = Average({SPECTRUM: _own(values, p)}, _own(mass, p))
+        values, mass = (every(own["spectrum"][part]) for part in ("values", "mass"))
+        held.spectra[key] = Average({SPECTRUM: values}, mass)
     if average.started:
         state.learned.add(key)
 
 
-def _moments(tensors: Tensors) -> dict[str, torch.Size]:
-    """The shapes of a rule's moments, by name."""
-    return {n: t.shape for n, t in tensors.items() if n in MOMENTS}
-
-
 def _key_of(
-    name: str,
-    params: Tensors,
-    factors: Factors,
-    expected: Forecast,
-    shared: Sequence[str],
+    name: str, params: Tensors, factors: Factors, expected: Forecast, shared: Sequence[str]
 ) -> BlockKey:
     """Return the block whose first parameter this is, from the roles and shapes of its factors."""
     p, roles, partner = params[name], {f.role for f in factors}, expected.partners.get(name)
@@ -411,19 +417,13 @@ def saved_by_name(
         saved = dict(state_dict["state"])
     except (KeyError, TypeError, ValueError) as error:
         raise _not_ours("it has no state by parameter") from error
-    if "pullback" in saved:
-        raise PullbackError(
-            "The saved state is of an older version",
-            "averages and inverses are kept under their parameters now",
-            "Start the optimizer anew from the model's own state",
-        )
     if list(map(len, numbers)) != list(map(len, names)):
         raise _foreign("its param groups differ")
     pairs = zip(chain(*names), chain(*numbers), strict=True)
     # frozen parameters may be left out
     out = {name: saved[n] for name, n in pairs if saved.get(n) is not None}
     if not out or any(not isinstance(o, Mapping) or "average" not in o for o in out.values()):
-        raise _not_ours("it holds no averages")
+        raise _not_ours("it holds no averages under its parameters")
     for own in out.values():
         missing = [key for key in wanted if key not in own]
         missing += [n for n in _SCHEDULE if n not in own.get("schedule", {})]
@@ -442,7 +442,10 @@ def incomplete(why: str) -> PullbackError:
 
 
 def _not_ours(why: str) -> PullbackError:
-    return PullbackError("The saved state is not KFAC's", why, "Load what KFAC.state_dict() gave")
+    remedy = (
+        "Load what KFAC.state_dict() of this version gave, or start anew from the model's state"
+    )
+    return PullbackError("The saved state is not KFAC's", why, remedy)
 
 
 def _foreign(why: str) -> PullbackError:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..._core.errors import PullbackError
-from ..kinds import check_names
+from ..kinds import check_names, check_positive, require
 from ..sampling import Axis
 from .domain import Domain
 from .patch import Patch, Placed
@@ -39,17 +39,9 @@ class Ball(Domain):
         names: Sequence[str] | None = None,
     ) -> None:
         c = torch.as_tensor(center, dtype=torch.float64).detach().cpu()
-        if c.ndim != 1 or not len(c) or not c.isfinite().all():
-            raise PullbackError(
-                "A ball's center is not a point",
-                f"got {center!r}",
-                "Pass its finite coordinates, such as (0.0, 0.0)",
-            )
-        if not (float(radius) > 0 and math.isfinite(radius)):
-            raise PullbackError(
-                "A ball is empty or unbounded", f"got radius={radius}", "Use a finite radius > 0"
-            )
-        self.center, self.radius = c, float(radius)
+        point = c.ndim == 1 and len(c) > 0 and bool(c.isfinite().all())
+        require(point, "A ball's center", center, "Pass finite coordinates, such as (0.0, 0.0)")
+        self.center, self.radius = c, check_positive("A ball's radius", radius)
         self.names = check_names(names, len(c))
         self.low, self.high = c - self.radius, c + self.radius
 
@@ -63,7 +55,7 @@ class Ball(Domain):
             r = self.radius * u[:, :1] ** (1 / d)
             return self.center + r * direction(u[:, 1:]), None
 
-        axes = (Axis(),) if d == 1 else (Axis(degenerate=True, power=d), *_angles(d))
+        axes = (Axis(),) if d == 1 else (Axis(power=d), *_angles(d))
         return (Patch(axes, size, place),)
 
     def inside(self, x: Tensor, tol: float) -> Tensor:
@@ -132,4 +124,4 @@ def direction(u: Tensor) -> Tensor:
 
 def _angles(d: int) -> tuple[Axis, ...]:
     """The axes of S^(d−1), d ≥ 2."""
-    return (Axis(degenerate=True),) * (d - 2) + (Axis(periodic=True),)
+    return (Axis(),) * (d - 2) + (Axis(periodic=True),)

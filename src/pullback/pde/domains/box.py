@@ -22,7 +22,7 @@ class Box(Domain):
     """Π [aᵢ, bᵢ] in any dimension.
 
     Its boundary is its 2d faces: the two ends in one dimension. Midpoints (the sampler "grid")
-    avoid edges and corners; `Grid(ends=True)` has them once on each face that meets there.
+    avoid edges and corners.
 
     Args:
         bounds: the pairs (aᵢ, bᵢ).

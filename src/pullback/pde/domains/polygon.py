@@ -58,7 +58,7 @@ class Polygon(Domain):
             def place(u: Tensor) -> Placed:
                 return a + u[:, :1].sqrt() * ((b - a) + u[:, 1:] * (c - b)), None
 
-            axes = (Axis(degenerate=True, power=2), Axis())
+            axes = (Axis(power=2), Axis())
             return Patch(axes, 0.5 * float(_cross(b - a, c - b)), place)
 
         return [patch(*corners) for corners in triangulate(chain)]

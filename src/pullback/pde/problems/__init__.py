@@ -1,11 +1,10 @@
 """Ready problems with their standard set-ups, exact solutions and hard constraints."""
 
-from .elliptic import Helmholtz, Multiscale, Poisson
+from .elliptic import Helmholtz, Multiscale, Poisson, Ritz1D, RitzPoisson
 from .evolution import Burgers, Heat, LogFokkerPlanck, Schroedinger, Wave
 from .flow import Cavity, Kovasznay
 from .periodic import AllenCahn, Convection, GrayScott, KdV, KuramotoSivashinsky
 from .ready import Ready
-from .ritz import Ritz1D, RitzPoisson
 from .setup import SETUPS, Setup, setup
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Steady linear equations: Poisson, also with two scales, and Helmholtz."""
+"""Steady equations: Poisson, also with two scales and as an energy, and Helmholtz."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..._core.errors import PullbackError
-from ..conditions import Condition, Dirichlet, Equation
+from ..conditions import Condition, Dirichlet, Energy, Equation
 from ..domains import Box, Interval
 from ..kinds import is_integer
 from .ready import Ready, bump, checked_dim, checked_number, distance, written
@@ -140,4 +140,48 @@ def Helmholtz(a1: int = 1, a2: int = 4, k: float = 1.0, *, hard: bool = False) -
         name=f"Helmholtz a=({a1}, {a2}) k={k:g}",
         equation=f"Δu + {written(k**2)}u = q, u* = sin {written(a1)}πx sin {written(a2)}πy",
         hard=distance(box, bump(box)) if hard else None,
+    )
+
+
+def Ritz1D() -> Ready:
+    """min ∫ ½u'² + ¼u⁴ − f u on [−1, 1], with natural boundary conditions; u* = cos πx.
+
+    The minimizer satisfies −u'' + u³ = f and u'(±1) = 0, so f = π² cos πx + cos³ πx.
+    """
+
+    def exact(x: Any) -> Any:
+        return torch.cos(_PI * x)
+
+    def density(u: Any, x: Any) -> Any:
+        f = _PI**2 * exact(x) + exact(x) ** 3
+        return 0.5 * u.x**2 + 0.25 * u**4 - f * u
+
+    return Ready(
+        Interval(-1, 1),
+        [Energy(density)],
+        exact=exact,
+        name="Ritz 1D",
+        equation="min ∫ ½u'² + ¼u⁴ − fu, u* = cos πx",
+    )
+
+
+def RitzPoisson(dim: int = 2) -> Ready:
+    """min ∫ ½|∇u|² − f u on [0, 1]^d, d ≤ 3, u* = Π sin πxᵢ; zero boundary values are hard.
+
+    Minimizers of the energy with a boundary penalty solve another problem (they are off by
+    O(1/penalty)), so there is no soft variant: use `wrap`.
+    """
+    exact, f, text = _poisson(checked_dim("Ritz problem", dim, high=3))
+    box = Box([(0, 1)] * dim)
+
+    def density(u: Any, points: Any) -> Any:
+        return 0.5 * u.grad.square().sum(-1) - f(points) * u
+
+    return Ready(
+        box,
+        [Energy(density)],
+        exact=exact,
+        name=f"Ritz Poisson {dim}D",
+        equation=f"min ∫ ½|∇u|² − fu, u* = {text}",
+        hard=distance(box, bump(box)),
     )

@@ -11,7 +11,8 @@ import torch
 from .. import references
 from ..conditions import Condition, Dirichlet, Equation, Initial
 from ..domains import Box, Interval, SpaceTime
-from .ready import Ready, bump, checked_dim, checked_positive, distance, written
+from ..kinds import check_positive
+from .ready import Ready, bump, checked_dim, distance, written
 
 _PI = math.pi
 
@@ -65,7 +66,7 @@ def Wave(
     u* = sin πx cos cπt + ½ sin 4πx cos 4cπt. Hard: u = u*(x, 0) + 4x(1 − x)t² · N, which has
     the initial velocity 0. The weight is that of boundary and initial values.
     """
-    c, time = checked_positive("speed", speed), checked_positive("time", time)
+    c, time = check_positive("The speed", speed), check_positive("The time", time)
     space = Interval(0, 1)
     domain, edge = SpaceTime(space, (0, time)), bump(space)
 
@@ -97,7 +98,7 @@ def Burgers(viscosity: float = 0.01 / math.pi, *, hard: bool = False) -> Ready:
     For ν = 0.01/π a layer of width ~ν forms at x = 0 around t = 1/π. Compared with the Cole–Hopf
     formula. Hard: u = −sin πx + (1 − x²)t · N.
     """
-    nu = checked_positive("viscosity", viscosity)
+    nu = check_positive("The viscosity", viscosity)
     domain = SpaceTime(Interval(-1, 1), (0, 1))
 
     def start(x: Any) -> Any:
@@ -107,7 +108,7 @@ def Burgers(viscosity: float = 0.01 / math.pi, *, hard: bool = False) -> Ready:
     return Ready(
         domain,
         [equation] if hard else [equation, Dirichlet(0.0), Initial(start)],
-        reference=references.burgers(nu),
+        reference=references.Burgers(nu),
         name=f"Burgers ν={nu:.4g}",
         equation=f"u_t + u u_x = {written(nu, ' ')}u_xx",
         hard=distance(domain, lambda x, t: (1 - x**2) * t, start) if hard else None,

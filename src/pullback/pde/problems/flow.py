@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from ..._core.errors import PullbackError
 from .. import references
 from ..conditions import Condition, Dirichlet, Equation
 from ..domains import Box
-from .ready import Ready, bump, checked_positive, distance
+from ..kinds import check_positive
+from .ready import Ready, bump, distance
 
 _PI = math.pi
 
@@ -35,7 +35,7 @@ def Kovasznay(reynolds: float = 40.0) -> Ready:
     u* = 1 − e^(λx) cos 2πy, v* = (λ/2π) e^(λx) sin 2πy, p* = ½(1 − e^(2λx)),
     λ = Re/2 − √(Re²/4 + 4π²).
     """
-    re = checked_positive("Reynolds number", reynolds)
+    re = check_positive("The Reynolds number", reynolds)
     rate = re / 2 - math.sqrt(re**2 / 4 + 4 * _PI**2)
 
     def u(x: Any, y: Any) -> Any:
@@ -59,27 +59,18 @@ def Kovasznay(reynolds: float = 40.0) -> Ready:
     )
 
 
-def Cavity(reynolds: float = 100.0, *, regularized: bool = False, hard: bool = False) -> Ready:
+def Cavity(reynolds: float = 100.0, *, hard: bool = False) -> Ready:
     """Flow in [0, 1]² driven by its lid y = 1, p up to a constant.
 
-    Compared with a Legendre–Galerkin solution. The lid moves with velocity 1, or 16x²(1−x)² where
-    `regularized`. The velocity 1 jumps at the upper corners, where p ~ 1/r is not
-    square-integrable: look at `Solution.errors` of u and v then, as the error of all fields
-    together means little. Hard (regularized only): u = 16x²(1−x)²y² + b·N₁, v = b·N₂, p = N₃
-    with b = 16x(1−x)y(1−y).
+    Compared with a Legendre–Galerkin solution. The lid's velocity is 16x²(1−x)²: one of 1 would
+    jump at the corners, where p ~ 1/r is not square-integrable. Hard: u = 16x²(1−x)²y² + b·N₁,
+    v = b·N₂, p = N₃ with b = 16x(1−x)y(1−y).
     """
-    re = checked_positive("Reynolds number", reynolds)
+    re = check_positive("The Reynolds number", reynolds)
     box = Box([(0, 1)] * 2)
-    if hard and not regularized:
-        raise PullbackError(
-            "The cavity's lid velocity cannot be built in",
-            "it jumps at the corners",
-            "Use regularized=True, or hard=False",
-        )
 
     def lid(x: Any, y: Any) -> Any:
-        speed = 16 * x**2 * (1 - x) ** 2 if regularized else torch.ones_like(x)
-        return torch.where(y >= 1, speed, torch.zeros_like(x))
+        return torch.where(y >= 1, 16 * x**2 * (1 - x) ** 2, torch.zeros_like(x))
 
     def walls(points: Any) -> Any:
         edge = bump(box)(points)
@@ -98,9 +89,9 @@ def Cavity(reynolds: float = 100.0, *, regularized: bool = False, hard: bool = F
         box,
         conditions,
         fields=("u", "v", "p"),
-        reference=references.cavity(re, regularized),
+        reference=references.Cavity(re),
         free=("p",),
-        name=f"Cavity Re={re:g}" + (" regularized" if regularized else ""),
-        equation=f"u·∇u + ∇p = Δu/{re:g}, ∇·u = 0, lid " + ("16x²(1−x)²" if regularized else "1"),
+        name=f"Cavity Re={re:g}",
+        equation=f"u·∇u + ∇p = Δu/{re:g}, ∇·u = 0, lid 16x²(1−x)²",
         hard=distance(box, walls, moving) if hard else None,
     )

@@ -10,8 +10,8 @@ import torch
 from .. import references
 from ..conditions import Equation, Initial, Periodic
 from ..domains import Interval, SpaceTime
-from . import kink
-from .ready import Ready, checked_number, checked_positive, periodic, written
+from ..kinds import check_positive
+from .ready import Ready, checked_number, periodic, written
 
 _PI = math.pi
 
@@ -45,17 +45,17 @@ def AllenCahn(diffusion: float = 1e-4, reaction: float = 5.0, *, hard: bool = Fa
     initial value whose kink at x = ±1 the heat equation smooths as time goes on, damped by the
     reaction's slope −2ρ at u = −1.
     """
-    d, rho = checked_positive("diffusion", diffusion), checked_positive("reaction", reaction)
+    d, rho = check_positive("The diffusion", diffusion), check_positive("The reaction", reaction)
     domain = SpaceTime(Interval(-1, 1), (0, 1))
     equation = Equation(lambda u: u.t - d * u.xx - rho * (u - u**3))
     soft = [Periodic("x", 1), Initial(lambda x: x**2 * torch.cos(_PI * x))]
     return Ready(
         domain,
         [equation] if hard else [equation, *soft],
-        reference=references.allen_cahn(d, rho),
+        reference=references.AllenCahn(d, rho),
         name=f"Allen–Cahn D={d:g} ρ={rho:g}",
         equation=f"u_t = {d:g} u_xx + {written(rho)}(u − u³)",
-        hard=periodic(domain, lambda x, t: kink.start(x, t, d, 2 * rho), 2.0) if hard else None,
+        hard=periodic(domain, lambda x, t: smoothed_kink(x, t, d, 2 * rho), 2.0) if hard else None,
     )
 
 
@@ -77,7 +77,7 @@ def KdV(
     return Ready(
         domain,
         [equation] if hard else [equation, Periodic("x", 2), first],
-        reference=references.kdv(eta, mu),
+        reference=references.KortewegDeVries(eta, mu),
         name=f"KdV η={eta:g} μ={mu:g}",
         equation=f"u_t + {written(eta, ' ')}u u_x + {mu:g}² u_xxx = 0",
         hard=periodic(domain, start, 2.0) if hard else None,
@@ -90,7 +90,7 @@ def KuramotoSivashinsky(time: float = 0.5, *, initial_weight: float = 1.0) -> Re
     From u(x, 0) = cos x (1 + sin x) up to t = `time` ≤ 1. Chaotic: errors of one time grow later.
     Compared with a Fourier solution. The solution is odd about x = π/2.
     """
-    reference = references.kuramoto_sivashinsky(checked_positive("time", time))
+    reference = references.KuramotoSivashinsky(check_positive("The time", time))
     a, b, c = 100 / 16, 100 / 16**2, 100 / 16**4
     start = Initial(lambda x: torch.cos(x) * (1 + torch.sin(x)), weight=initial_weight)
     return Ready(
@@ -108,7 +108,7 @@ def GrayScott(diffusion: float = 0.2, time: float = 0.5, *, initial_weight: floa
     From u = 1 − ½b, v = ¼b, b = e^{−10(1 − cos πx)}: the pulse of v splits, and splits again.
     Compared with a Fourier solution. Both fields are even in x.
     """
-    d, time = checked_positive("diffusion", diffusion), checked_positive("time", time)
+    d, time = check_positive("The diffusion", diffusion), check_positive("The time", time)
 
     def bump(x: Any) -> Any:
         return torch.exp(-10 * (1 - torch.cos(_PI * x)))
@@ -132,7 +132,49 @@ def GrayScott(diffusion: float = 0.2, time: float = 0.5, *, initial_weight: floa
             Initial(lambda x: 0.25 * bump(x), field="v", weight=initial_weight, name="initial v"),
         ],
         fields=("u", "v"),
-        reference=references.gray_scott(d, time),
+        reference=references.GrayScott(d, time),
         name=f"Gray–Scott D={d:g} t ≤ {time:g}",
         equation=f"u_t = {d:g} u_xx + 40(1 − u) − 1000uv², v_t = {d / 2:g} v_xx − 100v + 1000uv²",
     )
+
+
+_NEAR = 0.2  # how far from the ends the damped part reaches
+_TINY = 1e-30  # keeps t = 0 finite: a layer of width 1e-15
+
+
+def smoothed_kink(x: Any, t: Any, diffusion: float, decay: float = 0.0) -> Any:
+    r"""x² cos πx at t = 0, and three times continuously differentiable across x = ±1 after it.
+
+    The periodic x² cos πx is −1 + 2|ξ| − π²|ξ|³ + smooth terms, ξ the distance from x = ±1. An
+    equation with u_xx smooths these kinks at once, and a smooth network cannot take them away:
+    built in as they are, they would stay. So with τ = Dt, z = ξ/√(4τ) and the sum over both ends,
+
+        x² cos πx + Σ 2√(4τ) ierfc(z) − π² (Σ 6 (4τ)^{3/2} i³erfc(z) − 3τx²),
+
+    where 2√(4τ) ierfc(z) has slope −2 at ξ = 0⁺, and 6(4τ)^{3/2} i³erfc(z) the third
+    derivative −6 and the slope −6τ, which 3τx² takes back. Images farther away than these are
+    e^(−1/τ) and left out.
+
+    A reaction with slope −decay there damps what is smoothed: where S solves the heat equation,
+    e^(−decay·t)·S solves S_t = DS_xx − decay·S. So that part is damped, together with what has
+    the same kinks and stays near the ends: K = Σ (2ξ + (2/δ² − π²)ξ³) e^(−ξ²/δ²).
+    """
+    width = torch.sqrt(4 * diffusion * t + _TINY)
+    first, third, same = 0.0, 0.0, 0.0
+    for gap in (1 - x, 1 + x):
+        one, three = _iterated(gap / width)
+        first, third = first + one, third + three
+        kinks = 2 * gap + (2 / _NEAR**2 - math.pi**2) * gap**3
+        same = same + kinks * torch.exp(-(gap**2) / _NEAR**2)
+    smooth = x**2 * torch.cos(math.pi * x)
+    cubic = 6 * width**3 * third - 3 * diffusion * t * x**2
+    layer = same + 2 * width * first - math.pi**2 * cubic
+    return smooth - same + torch.exp(-decay * t) * layer
+
+
+def _iterated(z: Any) -> tuple[Any, Any]:
+    """ierfc and i³erfc, by 2n·iⁿerfc = iⁿ⁻²erfc − 2z·iⁿ⁻¹erfc from (2/√π)e^(−z²) and erfc."""
+    bell, zero = torch.exp(-(z**2)) * (2 / math.sqrt(math.pi)), 1 - torch.erf(z)
+    one = 0.5 * bell - z * zero
+    two = 0.25 * zero - 0.5 * z * one
+    return one, (one - 2 * z * two) / 6

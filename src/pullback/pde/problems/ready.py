@@ -103,12 +103,6 @@ def checked_dim(what: str, dim: int, low: int = 1, high: int | None = None) -> i
     return dim
 
 
-def checked_positive(what: str, value: float) -> float:
-    """The coefficient, if it is a positive number."""
-    require(is_number(value) and value > 0, f"The {what}", value, "Use a number > 0")
-    return float(value)
-
-
 def checked_number(what: str, value: float) -> float:
     """The coefficient, if it is a finite number."""
     require(is_number(value), f"The {what}", value, "Use a finite number")

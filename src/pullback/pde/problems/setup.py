@@ -19,12 +19,11 @@ from ..plan import Refine
 from ..problem import Problem
 from ..solution import Solution
 from ..solve import solve
-from .elliptic import Helmholtz, Multiscale, Poisson
+from .elliptic import Helmholtz, Multiscale, Poisson, Ritz1D
 from .evolution import Burgers, Heat, LogFokkerPlanck, Schroedinger, Wave
 from .flow import Cavity, Kovasznay
 from .periodic import AllenCahn, Convection, GrayScott, KdV, KuramotoSivashinsky
 from .ready import Ready
-from .ritz import Ritz1D
 
 
 @dataclass(frozen=True)
@@ -177,16 +176,15 @@ SETUPS: dict[str, Callable[[], Setup]] = {
         Kovasznay(), 2, 30, 30, 3, steps=400,
         points={"equation": 2500, "dirichlet u": 400, "dirichlet v": 400},
     ),
-    # the smooth lid: with the jumping one the pressure's error has no meaning
     "cavity": lambda: _made(
-        Cavity(regularized=True, hard=True), 2, 30, 30, 3, points=3600, steps=600
+        Cavity(hard=True), 2, 30, 30, 3, points=3600, steps=600
     ),
     "cavity-400": lambda: _made(
-        Cavity(400.0, regularized=True, hard=True), 2, 30, 30, 30, 3,
+        Cavity(400.0, hard=True), 2, 30, 30, 30, 3,
         points=6000, sampler="sobol", steps=600,
     ),
     "cavity-1000": lambda: _made(
-        Cavity(1000.0, regularized=True, hard=True), 2, 30, 30, 30, 3,
+        Cavity(1000.0, hard=True), 2, 30, 30, 30, 3,
         points=6000, sampler="sobol", steps=600,
     ),
     # with 3000 points the loss at fresh ones is three times as large

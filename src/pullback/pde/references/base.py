@@ -1,8 +1,7 @@
-"""What a reference solution is: a function of points that knows its own error."""
+"""What a reference solution is: a function of points of its domain."""
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
@@ -29,11 +28,6 @@ class Reference(ABC):
     @abstractmethod
     def values(self, points: Array) -> Array:
         """u at points (N, d) of the domain, (N, m); numpy float64 in and out."""
-
-    @property
-    @abstractmethod
-    def accuracy(self) -> float:
-        """Estimated relative L2 error over the domain, from two resolutions."""
 
     def __call__(self, x: Tensor) -> Tensor:
         points = self._inside(x)
@@ -65,17 +59,6 @@ class Reference(ABC):
                 f"Keep each coordinate in its interval: {self.domain}",
             )
         return np.clip(points, low, high)
-
-
-def positive(name: str, value: float) -> float:
-    """The value, if it is a positive finite number; a refusal if not."""
-    if not (math.isfinite(value) and value > 0):
-        raise PullbackError(
-            f"There is no reference for {name}={value}",
-            f"{name} must be positive and finite",
-            f"Pass {name} > 0",
-        )
-    return float(value)
 
 
 def relative(a: Array, b: Array) -> float:

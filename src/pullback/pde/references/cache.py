@@ -35,7 +35,7 @@ def folder() -> Path:
 
 def cached(
     name: str,
-    parameters: Mapping[str, float | bool],
+    parameters: Mapping[str, float],
     version: int,
     keys: tuple[str, ...],
     compute: Callable[[], dict[str, Array]],

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from functools import cached_property
 
 import numpy as np
 
-from .base import Array, Reference, positive, relative
+from ..kinds import check_positive
+from .base import Array, Reference
 
 _CHUNK = 2**21  # quadrature values held at once
 _DIGITS = 40.0  # e^{−40} of the largest value of the integrand is left out
@@ -22,12 +22,16 @@ class Burgers(Reference):
 
     The integrands are entire and decay like Gaussians, so the trapezoidal rule converges
     faster than any power. Basdevant et al., Computers & Fluids 14 (1986) 23–41.
+
+    >>> import torch
+    >>> Burgers(nu=0.01 / torch.pi)(torch.tensor([[0.5, 0.25]], dtype=torch.float64))
+    tensor([[-0.8032]], dtype=torch.float64)
     """
 
     domain = ((-1.0, 1.0), (0.0, 1.0))
 
     def __init__(self, nu: float) -> None:
-        self.nu = positive("nu", nu)
+        self.nu = check_positive("nu", nu)
         # nodes for a step of a quarter of the narrowest Gaussian's width √(2νt/(1+πt))
         width = math.sqrt(2 * self.nu / (1 + math.pi))
         reach = math.sqrt(4 * _DIGITS * self.nu + 4 / math.pi)
@@ -58,26 +62,3 @@ class Burgers(Reference):
         x, t = x[:, 0], t[:, 0]
         u = np.where(t == 0, -np.sin(math.pi * x), u)
         return np.where(np.abs(x) == 1, 0.0, u)
-
-    @property
-    def accuracy(self) -> float:
-        return self._error
-
-    @cached_property
-    def _error(self) -> float:
-        unit = np.random.default_rng(0).random((512, 2))
-        points = unit * np.array([2.0, 1.0]) - np.array([1.0, 0.0])
-        return relative(
-            self.values(points), self.quadrature(points, 3 * self.half_nodes // 2, 0.25)
-        )
-
-
-def burgers(nu: float) -> Burgers:
-    """Burgers' equation with viscosity ν and u(x, 0) = −sin πx, to rounding error.
-
-    >>> import torch
-    >>> u = burgers(nu=0.01 / torch.pi)
-    >>> u(torch.tensor([[0.5, 0.25]], dtype=torch.float64))
-    tensor([[-0.8032]], dtype=torch.float64)
-    """
-    return Burgers(nu)

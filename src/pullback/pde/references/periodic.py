@@ -11,7 +11,8 @@ import numpy as np
 import scipy
 
 from ..._core.errors import PullbackError
-from .base import Array, Reference, positive, relative, resolved
+from ..kinds import check_positive
+from .base import Array, Reference, relative, resolved
 from .cache import cached
 from .etdrk4 import Trajectory, integrate
 
@@ -39,11 +40,8 @@ class Periodic(Reference):
     domain = ((-1.0, 1.0), (0.0, 1.0))
     name: ClassVar[str]
     version: ClassVar[int] = 1
-
-    @property
-    @abstractmethod
-    def parameters(self) -> dict[str, float | bool]:
-        """What the solution depends on."""
+    #: what the solution depends on
+    parameters: dict[str, float]
 
     @abstractmethod
     def resolution(self, coarse: bool) -> Resolution:
@@ -136,13 +134,10 @@ class AllenCahn(Periodic):
 
     name = "allen-cahn"
 
-    def __init__(self, diffusion: float, reaction: float) -> None:
-        self.diffusion = positive("diffusion", diffusion)
-        self.reaction = positive("reaction", reaction)
-
-    @property
-    def parameters(self) -> dict[str, float | bool]:
-        return {"diffusion": self.diffusion, "reaction": self.reaction}
+    def __init__(self, diffusion: float = 1e-4, reaction: float = 5.0) -> None:
+        self.diffusion = check_positive("diffusion", diffusion)
+        self.reaction = check_positive("reaction", reaction)
+        self.parameters = {"diffusion": self.diffusion, "reaction": self.reaction}
 
     def resolution(self, coarse: bool) -> Resolution:
         factor = 2 if coarse else 1
@@ -208,9 +203,10 @@ class KortewegDeVries(Periodic):
 
     name = "kdv"
 
-    def __init__(self, eta: float, mu: float) -> None:
-        self.eta = positive("eta", eta)
-        self.mu = positive("mu", mu)
+    def __init__(self, eta: float = 1.0, mu: float = 0.022) -> None:
+        self.eta = check_positive("eta", eta)
+        self.mu = check_positive("mu", mu)
+        self.parameters = {"eta": self.eta, "mu": self.mu}
         # solitons have width ∝ μ/√η and speed ∝ η; at least what cos πx and its harmonics need
         self._sharpness = max(0.3, math.sqrt(self.eta) * 0.022 / self.mu)
         self._rate = max(1.0, self.eta) * self._sharpness
@@ -220,10 +216,6 @@ class KortewegDeVries(Periodic):
                 "its solitons are too narrow and fast for a solution within a minute",
                 "Choose mu ≥ 0.022·√eta/3",
             )
-
-    @property
-    def parameters(self) -> dict[str, float | bool]:
-        return {"eta": self.eta, "mu": self.mu}
 
     def resolution(self, coarse: bool) -> Resolution:
         factor = 2 if coarse else 1
@@ -252,8 +244,8 @@ class KuramotoSivashinsky(Periodic):
 
     name = "kuramoto-sivashinsky"
 
-    def __init__(self, time: float) -> None:
-        self.time = positive("time", time)
+    def __init__(self, time: float = 0.5) -> None:
+        self.time = check_positive("time", time)
         if time > 1:
             raise PullbackError(
                 f"There is no reference for time={time}",
@@ -261,10 +253,7 @@ class KuramotoSivashinsky(Periodic):
                 "Choose time ≤ 1",
             )
         self.domain = ((0.0, 2 * math.pi), (0.0, self.time))
-
-    @property
-    def parameters(self) -> dict[str, float | bool]:
-        return {"time": self.time}
+        self.parameters = {"time": self.time}
 
     def resolution(self, coarse: bool) -> Resolution:
         factor = 2 if coarse else 1
@@ -297,19 +286,17 @@ class GrayScott(Periodic):
     outputs = 2
     name = "gray-scott"
 
-    def __init__(self, diffusion: float, time: float) -> None:
-        self.diffusion, self.time = positive("diffusion", diffusion), positive("time", time)
+    def __init__(self, diffusion: float = 0.2, time: float = 0.5) -> None:
+        self.diffusion = check_positive("diffusion", diffusion)
+        self.time = check_positive("time", time)
         self.domain = ((-1.0, 1.0), (0.0, self.time))
+        self.parameters = {"diffusion": self.diffusion, "time": self.time}
         if time > 2 or not 0.05 <= diffusion <= 5:
             raise PullbackError(
                 f"There is no reference for diffusion={diffusion}, time={time}",
                 "its pulses are too narrow, or the time too long, for a solution within a minute",
                 "Choose 0.05 ≤ diffusion ≤ 5 and time ≤ 2",
             )
-
-    @property
-    def parameters(self) -> dict[str, float | bool]:
-        return {"diffusion": self.diffusion, "time": self.time}
 
     def resolution(self, coarse: bool) -> Resolution:
         factor = 2 if coarse else 1
@@ -329,23 +316,3 @@ class GrayScott(Periodic):
         fed = -reaction
         fed[0] += 40
         return np.stack([fed, reaction])
-
-
-def allen_cahn(diffusion: float = 1e-4, reaction: float = 5.0) -> AllenCahn:
-    """The Allen–Cahn equation u_t = D u_xx + ρ(u − u³), periodic, from x² cos πx."""
-    return AllenCahn(diffusion, reaction)
-
-
-def kdv(eta: float = 1.0, mu: float = 0.022) -> KortewegDeVries:
-    """The Korteweg–de Vries equation u_t + η u u_x + μ² u_xxx = 0, periodic, from cos πx."""
-    return KortewegDeVries(eta, mu)
-
-
-def kuramoto_sivashinsky(time: float = 0.5) -> KuramotoSivashinsky:
-    """The Kuramoto–Sivashinsky equation on [0, 2π], periodic, from cos x (1 + sin x)."""
-    return KuramotoSivashinsky(time)
-
-
-def gray_scott(diffusion: float = 0.2, time: float = 0.5) -> GrayScott:
-    """The Gray–Scott equations (u, v) on [−1, 1], periodic, from a bump."""
-    return GrayScott(diffusion, time)

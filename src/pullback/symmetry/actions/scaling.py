@@ -8,7 +8,7 @@ dimension of the group: vectors in the kernel of J.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -192,6 +192,21 @@ def two_sided(actions: Iterable[object]) -> list[Scaling]:
     """
     scalings = [a for a in actions if isinstance(a, Scaling)]
     return [s for s in scalings if len({leg.power > 0 for leg in s.legs}) == 2]
+
+
+def connected(keys: Iterable[Iterable[Hashable]]) -> list[list[int]]:
+    """The indices of things that common keys join: groups, each in order.
+
+    >>> connected([["a"], ["b"], ["a", "c"], ["c"]])
+    [[0, 2, 3], [1]]
+    """
+    groups: list[tuple[set[Hashable], list[int]]] = []
+    for i, mine in enumerate(map(set, keys)):
+        near = [g for g in groups if not g[0].isdisjoint(mine)]
+        apart = [g for g in groups if g[0].isdisjoint(mine)]
+        names = mine.union(*(names for names, _ in near))
+        groups = [*apart, (names, [*(j for _, others in near for j in others), i])]
+    return sorted(sorted(members) for _, members in groups)
 
 
 Index = Tensor

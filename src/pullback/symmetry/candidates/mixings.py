@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..actions.charts import ChartAction, FixedNorm
+from ..actions.charts import ChartAction
 from ..actions.scaling import Action, Leg, Mixing, Scaling
 from ..graph.ledger import Ledger, Producer, Readers, Reading, Row, source_of
 from ..graph.scales import Form
@@ -19,7 +19,7 @@ from ..graph.walk import ParameterRegion, Walk
 Units = dict[int, tuple[int, int]]  # atom -> (scaling, unit)
 
 
-def scalings(walk: Walk, norms: list[FixedNorm]) -> list[Action]:
+def scalings(walk: Walk) -> list[Action]:
     """One scaling for each layer whose outputs kept scales of their own."""
     arrays = [(name, r, _whole(r, array)) for name, r, array in _arrays(walk)]
     units = _units(walk, [array for _, _, array in arrays])
@@ -29,11 +29,11 @@ def scalings(walk: Walk, norms: list[FixedNorm]) -> list[Action]:
         for scaling, leg in _legs(walk, name, array, units):
             legs[scaling].append(leg)
     sizes = Counter(scaling for scaling, _ in units.values())
-    reached = [_reached(walk, fold.labels, units) for fold in walk.folds]
+    reached = [(norm, _reached(walk, labels, units)) for norm, labels in walk.folds]
     out: list[Action] = []
     for s, found in enumerate(legs):
         scaling = Scaling(sizes[s], _joined(found), _about(found))
-        mine = {n.shift: n for n, those in zip(norms, reached, strict=True) if s in those}
+        mine = {norm.shift: norm for norm, those in reached if s in those}
         # x ← αx, g ← g/α leaves g x/σ alone, and the norm's constant stays if β changes with g
         out.append(ChartAction(scaling, mine) if mine else scaling)
     return out

@@ -14,14 +14,13 @@ from math import lcm
 
 import torch
 
-from ..actions.charts import FixedNorm
-from ..actions.scaling import Action, Leg, Parameters
+from ..actions.scaling import Action, Leg, Parameters, connected
 from ..actions.shifts import Reader, Shift, bias_shift, common_shift, folded_shift, mean_shift
 from ..graph.ledger import Ledger, Producer, Readers, Reading, Row, source_of
 from ..graph.walk import Walk
 
 
-def shifts(walk: Walk, params: Parameters, norms: list[FixedNorm]) -> Iterator[Action]:
+def shifts(walk: Walk, params: Parameters) -> Iterator[Action]:
     """Biases that other biases can take over, or that do nothing."""
     readers, ledger = Readers(walk.ledger), walk.ledger
     for p, made in enumerate(ledger.producers):
@@ -32,7 +31,7 @@ def shifts(walk: Walk, params: Parameters, norms: list[FixedNorm]) -> Iterator[A
         for row in rows:
             groups.setdefault(_reading(readers.of[row]), []).append(row)
         for group in groups.values():
-            yield from _moved_bias(ledger, made, group, readers, norms)
+            yield from _moved_bias(walk, made, group, readers)
     for event in ledger.events:
         if event.kind in ("norm", "softmax"):
             yield from _common(ledger, readers, event, params)
@@ -52,9 +51,7 @@ def _reading(events: list[tuple[Reading, bool]]) -> object:
     )
 
 
-def _moved_bias(
-    ledger: Ledger, made: Producer, rows: list[Row], readers: Readers, norms: list[FixedNorm]
-) -> Iterator[Action]:
+def _moved_bias(walk: Walk, made: Producer, rows: list[Row], readers: Readers) -> Iterator[Action]:
     """What the biases of outputs with the same readers can do."""
     source = made.source([i for _, i in rows])
     if source is None:
@@ -67,13 +64,13 @@ def _moved_bias(
     elif kinds == {("null", False)}:
         yield bias_shift(n, [source], about=f"bias {name} before a batch norm, which does nothing")
     elif kinds == {("fold", False)} and len(events) == 1:
-        norm = norms[events[0][0].where["fold"]]
+        norm, _ = walk.folds[events[0][0].where["fold"]]
         at = torch.tensor([_place(readers.of[r][0][0], r) for r in rows])
         yield folded_shift(source, n, norm, at, f"bias {name} into {norm.shift}")
     elif kinds == {("linear", False)}:
         found = []
         for k, (event, _) in enumerate(events):
-            reader = ledger.producers[event.where["reader"]]
+            reader = walk.ledger.producers[event.where["reader"]]
             if reader.bias is None or reader.bias_rows is None or event.where.get("padded"):
                 return
             at = torch.tensor([_place(readers.of[r][k][0], r) for r in rows])
@@ -144,26 +141,12 @@ def streams(ledger: Ledger, params: Parameters) -> Iterator[Action]:
 
 
 def _components(ledger: Ledger) -> list[list[int]]:
-    """Producers that are connected by sums, in order."""
-    root = list(range(len(ledger.producers)))
-
-    def find(p: int) -> int:
-        while root[p] != p:
-            p = root[p]
-        return p
-
-    owner: dict[str, int] = {}
+    """Producers that are connected by sums, in order; a layer that is used twice has one bias."""
+    keys = []
     for p, made in enumerate(ledger.producers):
-        for term in made.terms:
-            if term is not None:
-                root[find(p)] = find(term)
         leg = made.source(range(len(made.rows)))
-        if leg is not None:  # a layer that is used twice has one bias
-            root[find(p)] = find(owner.setdefault(leg.name, p))
-    groups: dict[int, list[int]] = {}
-    for p in range(len(root)):
-        groups.setdefault(find(p), []).append(p)
-    return [g for g in groups.values() if any(ledger.producers[p].terms for p in g)]
+        keys.append([p, *(t for t in made.terms if t is not None), *([leg.name] if leg else [])])
+    return [g for g in connected(keys) if any(ledger.producers[p].terms for p in g)]
 
 
 def _held(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..._core.capture import plain
+from ..._core.checks import refuse_number
 from ..._core.errors import PullbackError
 from ..._core.replay import Replay, recording
 from ..actions.scaling import Scaling
@@ -53,14 +54,9 @@ class Keeper:
         sweeps: int | None = None,
         captured: int | None = None,
     ) -> None:
-        given = {"every": every, "sweeps": sweeps, "captured": captured}
-        for name, value in given.items():
-            if value is None and name != "every":
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise PullbackError(
-                    f"{name}= is not usable", f"got {value!r}", "Use a whole number ≥ 1"
-                )
+        for name, value in (("every", every), ("sweeps", sweeps), ("captured", captured)):
+            if value is not None or name == "every":
+                refuse_number(f"{name}=", value, least=1, whole=True)
         self.named = dict(plain(model).named_parameters(remove_duplicate=False))
         self.scalings, self.every, self.sweeps = tuple(scalings), every, sweeps
         self.captured = captured

@@ -152,7 +152,7 @@ class Producer:
     Attributes:
         kind: "linear", "conv", "layer_norm", "gain", "embedding", "table",
             "sum".
-        weight: the parameter with the layer's outputs along axis `axis`, None if it has none.
+        weight: the parameter with the layer's outputs along its first axis; None if it has none.
         rows: where output i stands along that axis.
         atoms: the label of each output.
         bias, bias_rows: the same for the bias, once it was met.
@@ -164,7 +164,6 @@ class Producer:
     weight: str | None
     rows: Tensor
     atoms: Tensor
-    axis: int = 0
     bias: str | None = None
     bias_rows: Tensor | None = None
     bias_size: int | None = None

@@ -19,7 +19,6 @@ from torch.fx.experimental.proxy_tensor import (
     get_proxy_slot,
     make_fx,
 )
-from torch.nn.modules import transformer
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -154,14 +153,7 @@ def _trace(example: Example, inputs: tuple[Any, Any]) -> Traced:
     # cuDNN's recurrent layers would be one operation each
     apart = torch.backends.cudnn.flags(enabled=False)
     kept = _attributes_kept(example.model)
-    with (
-        torch.no_grad(),
-        unfused_attention(),
-        _masks_unread(),
-        warnings.catch_warnings(),
-        apart,
-        kept,
-    ):
+    with torch.no_grad(), unfused_attention(), warnings.catch_warnings(), apart, kept:
         warnings.simplefilter("ignore")
         module = make_fx(functionalize(call, remove="mutations"))(*values, inputs)
     module.graph.eliminate_dead_code()  # what outputs that do not count were made of
@@ -291,21 +283,6 @@ def _attributes_kept(model: nn.Module) -> Iterator[None]:
                     delattr(module, name)
             for name, value in held.items():
                 object.__setattr__(module, name, value)
-
-
-@contextlib.contextmanager
-def _masks_unread() -> Iterator[None]:
-    """Torch's transformers do not look at a mask to see whether it is causal.
-
-    They would choose a kernel by its values, which a trace has not, and not another function.
-    """
-    found: Any = transformer
-    before = found._detect_is_causal_mask
-    found._detect_is_causal_mask = lambda mask, is_causal=None, size=None: bool(is_causal)
-    try:
-        yield
-    finally:
-        found._detect_is_causal_mask = before
 
 
 def _wide(t: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
-from ..actions.charts import Chart, VectorView
+from ..actions.charts import Chart, FixedNorm, VectorView
 from .ledger import NONE, Act, Ledger, Ref, Value, read_matrix
 from .scales import FIXED, Scales, collapse, equate_uses
 from .tracing import Traced
@@ -52,23 +52,23 @@ class Walk:
         ledger: linear layers, and who reads their outputs.
         held: the parameters that were met, by name.
         notes: what was given up, and why.
-        folds: batch norms with fixed statistics.
+        folds: batch norms with fixed statistics, and the labels (C,) of what they read.
         matrices: weights and biases held in another shape, or used times a number, by the names
             that stand for them.
-        names: of the constants behind the graph's placeholders.
+        constants: what is behind the graph's placeholders, if it is no parameter and no input.
     """
 
     scales: Scales = field(default_factory=Scales)
     ledger: Ledger = field(default_factory=Ledger)
     held: dict[str, list[ParameterRegion]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    folds: list[Any] = field(default_factory=list)
+    folds: list[tuple[FixedNorm, Tensor]] = field(default_factory=list)
     matrices: dict[str, Chart] = field(default_factory=dict)
-    names: dict[str, str] = field(default_factory=dict)
+    constants: dict[str, Tensor] = field(default_factory=dict)
     _axes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
 
-    def run(self, traced: Traced) -> None:
-        """Walk the graph; outputs are fixed."""
+    def run(self, traced: Traced, fixed: Mapping[str, Tensor]) -> None:
+        """Walk the graph, with these values of its constants; outputs are fixed."""
         values: dict[Node, Any] = {}
         remaining = {n: len(n.users) for n in traced.graph.nodes}
         places = iter(traced.params)
@@ -76,8 +76,8 @@ class Walk:
         for node in traced.graph.nodes:
             if node.op == "placeholder":
                 name, shape = next(places, None), _shape(node)
-                if name is None:
-                    self.names[node.name] = next(constants, "")
+                if name is None and (constant := next(constants, None)) is not None:
+                    self.constants[node.name] = fixed[constant]
                 values[node] = Act.constant(shape) if name is None else Ref.whole(name, shape)
             elif node.op == "get_attr":
                 values[node] = Act.constant(_shape(node))

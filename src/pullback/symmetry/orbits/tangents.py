@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from ..._core.errors import PullbackError
 from ..._core.space import ParameterSpace
-from ...grams import Gram
+from ...grams import Operator
 from ...solvers import ConjugateGradient
-from ..actions.scaling import Action
+from ..actions.scaling import Action, connected
 
 _LARGEST = 2**25  # entries of a component's generators that are decomposed
 
@@ -26,7 +26,10 @@ class Orbits:
     def __init__(self, actions: Sequence[Action], params: Mapping[str, Tensor]) -> None:
         self.space = ParameterSpace(params)
         self.params = {n: w.detach().to(self.space.dtype) for n, w in params.items()}
-        self.components = tuple(_components(actions))
+        #: actions that are connected by parameters they both move
+        self.components = [
+            [actions[i] for i in some] for some in connected(a.names for a in actions)
+        ]
 
     def horizontal(self, v: Tensor | Mapping[str, Tensor]) -> Tensor:
         """v less its part along the orbits."""
@@ -81,9 +84,20 @@ class Orbits:
 
     def _iterated(self, actions: Sequence[Action], v: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Zᵀc with ZZᵀc = Z v by preconditioned conjugate gradients; consistent, so c exists."""
-        gram = GeneratorGram(self, actions)
-        inverse = 1 / gram.estimate_diagonal()
-        solver = ConjugateGradient(0.0, tol=1e-14, preconditioner=lambda c: inverse * c)
+        names, k = _names(actions), sum(a.dimension for a in actions)
+        component = ParameterSpace({n: self.params[n] for n in names})
+        gram = Operator(
+            lambda c: component.flatten(self.move(actions, c)),
+            lambda flat: self.pair(actions, component.split(flat)),
+            (component.size, k),
+            self.space.dtype,
+            self.space.device,
+        )
+        # the mean of (ZZᵀs)∘s over random signs s estimates the diagonal
+        signs = 2.0 * torch.randint(0, 2, (8, k), generator=torch.Generator().manual_seed(3)) - 1
+        diagonal = torch.stack([gram.matvec(s) * s for s in signs.to(self.space.zeros(0))]).sum(0)
+        scale = torch.where(diagonal != 0, diagonal.abs(), 1.0)
+        solver = ConjugateGradient(0.0, tol=1e-14, preconditioner=lambda c: c / scale)
         return self.move(actions, solver.solve(gram, self.pair(actions, v)).x)
 
     def pair(self, actions: Sequence[Action], v: Mapping[str, Tensor]) -> Tensor:
@@ -99,42 +113,5 @@ class Orbits:
         return out
 
 
-class GeneratorGram(Gram):
-    """ZZᵀ (k, k) of a component, by products."""
-
-    def __init__(self, orbits: Orbits, actions: Sequence[Action]) -> None:
-        self._orbits, self._actions = orbits, actions
-        self.size = self.count = sum(a.dimension for a in actions)
-        self.dtype, self.device = orbits.space.dtype, orbits.space.device
-
-    def matvec(self, v: Tensor) -> Tensor:
-        return self._orbits.pair(self._actions, self._orbits.move(self._actions, v))
-
-    def estimate_diagonal(self) -> Tensor:
-        """The mean of (ZZᵀs)∘s over random signs s; 1 where that is zero."""
-        generator = torch.Generator().manual_seed(3)
-        total = self._orbits.space.zeros(self.size)
-        for _ in range(8):
-            signs = torch.randint(0, 2, (self.size,), generator=generator).to(total) * 2 - 1
-            total += self.matvec(signs) * signs
-        return torch.where(total != 0, total.abs(), 1.0)
-
-
 def _names(actions: Sequence[Action]) -> list[str]:
     return list(dict.fromkeys(n for a in actions for n in a.names))
-
-
-def _components(actions: Sequence[Action]) -> Iterator[list[Action]]:
-    """Actions that are connected by parameters they both move."""
-    groups: list[tuple[set[str], list[Action]]] = []
-    for action in actions:
-        names, members = set(action.names), [action]
-        apart = []
-        for other, theirs in groups:
-            if other & names:
-                names |= other
-                members = theirs + members
-            else:
-                apart.append((other, theirs))
-        groups = [*apart, (names, members)]
-    return (members for _, members in groups)

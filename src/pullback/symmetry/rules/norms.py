@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Node
 
+from ..actions.charts import FixedNorm
 from ..graph.ledger import NONE, Act, Producer, Ref
 from ..graph.scales import FIXED, collapse
 from ..graph.walk import Walk, rule
@@ -66,22 +66,11 @@ def batch_norm(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) 
         return _outputs(node, _affine(walk, act.shape, gain, shift, "gain"))
     out = gained(walk, Act.of(label, act.shape), gain, "gain")
     eps = float(args[6] if "no_training" in str(node.target) else args[7])
-    source = [walk.names.get(a.name, "") for a in node.args[3:5]]  # pyright: ignore
+    mean, variance = (walk.constants[a.name] for a in node.args[3:5])  # pyright: ignore
     _channels(walk, act, [list(range(act.shape[1]))], "fold", fold=len(walk.folds))
-    walk.folds.append(Fold(gain.name, shift.name, source[0], source[1], eps, label.flatten()))
+    norm = FixedNorm(gain.name, shift.name, mean, (variance + eps).rsqrt())
+    walk.folds.append((norm, label.flatten()))
     return _outputs(node, added(walk, out, shift))
-
-
-@dataclass(frozen=True)
-class Fold:
-    """A batch norm with fixed statistics: y = g (x − mean)/σ + β, and the labels of x (C,)."""
-
-    gain: str
-    shift: str
-    mean: str
-    variance: str
-    eps: float
-    labels: Tensor
 
 
 def _channels(

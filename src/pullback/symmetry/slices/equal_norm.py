@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..._core.errors import PullbackError
-from ..actions.scaling import Scaling
-from .retraction import energies
+from ..._core.errors import PullbackError, refuse_unknown
+from ..actions.scaling import Scaling, connected
+from .retraction import log_squares
 from .slice import Balanced, Slice
 from .units import ScalingUnits
 
@@ -26,18 +26,15 @@ def make_slice(
     kind: str, scalings: Sequence[Scaling], model: nn.Module | Mapping[str, Tensor]
 ) -> Slice:
     """A slice by name: one of `SLICES`."""
-    if kind == "balanced":
-        return Balanced(scalings, model)
-    if kind == "layer-balanced":
-        return Balanced([s.merged() for s in scalings], model)
+    refuse_unknown("slice", kind, SLICES)
     if kind == "equal-norm":
         return EqualNorm(scalings, model)
-    raise PullbackError(f"There is no slice {kind!r}", "it is not known", f"Use one of {SLICES}")
+    return Balanced(scalings if kind == "balanced" else [s.merged() for s in scalings], model)
 
 
 def layer_slice(scalings: Sequence[Scaling]) -> str:
     """Equal norms where all layers stand in chains, else the balanced slice of layers."""
-    chains = all(chain(scalings, part) for part in components(scalings))
+    chains = all(chain(scalings, part) for part in connected(s.names for s in scalings))
     return "equal-norm" if chains else "layer-balanced"
 
 
@@ -49,24 +46,9 @@ class Chain:
     layers: tuple[tuple[str, ...], ...]
 
 
-def components(scalings: Sequence[Scaling]) -> list[tuple[int, ...]]:
-    """Scalings that are joined by common parameters, by index."""
-    left = {i: set(s.names) for i, s in enumerate(scalings)}
-    out = []
-    while left:
-        first, names = left.popitem()
-        found = [first]
-        while joined := [i for i, other in left.items() if not names.isdisjoint(other)]:
-            for i in joined:
-                names |= left.pop(i)
-            found += joined
-        out.append(tuple(sorted(found)))
-    return sorted(out)
-
-
 def layers_of(scalings: Sequence[Scaling]) -> list[tuple[tuple[str, ...], ...]]:
     """The names of each layer's parameters, for every component."""
-    return [_layers(scalings, part) for part in components(scalings)]
+    return [_layers(scalings, part) for part in connected(s.names for s in scalings)]
 
 
 def _layers(scalings: Sequence[Scaling], component: Sequence[int]) -> tuple[tuple[str, ...], ...]:
@@ -125,8 +107,8 @@ class BlockNorms:
         self.units: ScalingUnits = slice.units
         self._adds, self._differences = slice.adds, slice.differences
         self._twice = 2 * slice.units.powers
-        found, _ = energies(slice.units, params)
-        self._logs = torch.stack([e.log + e.squares.log().reshape(()) for e in found])
+        logs, _ = log_squares(slice.units, params)
+        self._logs = torch.stack([each.reshape(()) for each in logs])
         self.zeros = self._twice.new_zeros(slice.units.total)
         alive = torch.isfinite(self._log_sums(self.zeros))
         self.dead = torch.zeros_like(self.zeros, dtype=torch.bool)
@@ -182,7 +164,7 @@ class EqualNorm(Slice):
         self, scalings: Sequence[Scaling], model: nn.Module | Mapping[str, Tensor]
     ) -> None:
         super().__init__([s if s.units == 1 else s.merged() for s in scalings], model)
-        self.chains = [self._chain(part) for part in components(self.scalings)]
+        self.chains = [self._chain(part) for part in connected(s.names for s in self.scalings)]
         #: the parameters that count in each norm
         self.blocks = [names for links in self.chains for names in links.layers]
         powers = self.units.powers
@@ -197,7 +179,7 @@ class EqualNorm(Slice):
                 k += 1
             k += 1
 
-    def _chain(self, component: tuple[int, ...]) -> Chain:
+    def _chain(self, component: Sequence[int]) -> Chain:
         found = chain(self.scalings, component)
         if found is None:
             names = ", ".join(self.scalings[i].about for i in component)

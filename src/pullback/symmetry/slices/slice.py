@@ -23,7 +23,7 @@ from ..._core.capture import plain
 from ..._core.errors import PullbackError
 from ..._core.space import ParameterSpace
 from ..actions.scaling import Scaling
-from .retraction import LargestEntries, Norms, OrbitGram, UnitNorms, to_slice
+from .retraction import Norms, OrbitGram, UnitNorms, to_slice
 from .units import ScalingUnits
 
 Vector = TypeVar("Vector", Tensor, Mapping[str, Tensor])
@@ -193,14 +193,6 @@ class Balanced(Slice):
     def norms(self, params: Mapping[str, Tensor]) -> UnitNorms:
         return UnitNorms(self.units, params)
 
-    def log_scales(self, params: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        start = LargestEntries(self.units, params).coarse()
-        if bool(start.any()):
-            given = {name: params[name].detach().to(start.dtype) for name in self.units.names}
-            params = self.units.scaled(given, start)
-        t, dead = super().log_scales(params)
-        return start + t, dead
-
     def _normal(self, v: Mapping[str, Tensor]) -> Tensor:
         return self.units.pair(self.params, v)
 
@@ -210,4 +202,4 @@ class Balanced(Slice):
     def _solve(self, rhs: Tensor, orbits: bool) -> Tensor:
         norms = self.norms(self.params)
         gram = OrbitGram(norms, norms.zeros)
-        return gram.solve(rhs) * (-gram.top).exp() / norms.unit / norms.unit
+        return gram.solve(rhs) * (-gram.top).exp() / norms.largest / norms.largest

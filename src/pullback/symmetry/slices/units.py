@@ -44,11 +44,6 @@ class ScaledParameter:
             out = out + leg.power * rest[..., leg.unit]
         return out
 
-    def reduce(self, values: Tensor) -> Tensor:
-        """Sum over the axes without units, to `shape`."""
-        axes = [d for d, size in enumerate(self.shape) if size == 1 and values.shape[d] != 1]
-        return values.sum(axes, keepdim=True) if axes else values
-
 
 class ScalingUnits:
     """The units of some scalings, U in all, and the parameters that they scale."""
@@ -126,7 +121,7 @@ class ScalingUnits:
         for part in self.parts:
             w = params[part.name].detach()
             if part.name in v:
-                out += self.collect(part, part.reduce(w.to(out) * v[part.name].to(out)))
+                out += self.collect(part, w.to(out) * v[part.name].to(out))
         return out
 
     def spread(self, params: Mapping[str, Tensor], a: Tensor) -> dict[str, Tensor]:
@@ -141,7 +136,7 @@ class ScalingUnits:
         """Σ_legs power·(sum of the unit's values): (U,)."""
         out = values.new_zeros(self.total)
         for leg in part.legs:
-            out += leg.power * leg.sums(values.expand(part.shape), self.total)
+            out += leg.power * leg.sums(values, self.total)
         return out
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, chain
 from typing import Any
@@ -23,7 +23,7 @@ from ....grams.kronecker.inverse import (
 )
 from ....grams.kronecker.inverting import goes_alone
 from ....grams.kronecker.packed import Side, memory, whole
-from ....grams.kronecker.roots import eigenbasis, inverse_root, turn_basis
+from ....grams.kronecker.roots import eigenbasis, inverse_root, product, turn_basis
 from ..rules.rule import Rule
 from .average import Average, block_of, ema_update, stacked, undivided
 from .damping import Damping
@@ -127,11 +127,6 @@ class Preconditioner:
         new: Any = {n: change(t) for n, t in self.inverses[key].tensors().items()}
         self.inverses[key], self._groups = replace(self.inverses[key], **new), None
 
-    @property
-    def untouched(self) -> tuple[str, ...]:
-        """What a renewal leaves as it was: all moments, but those that turn with a basis."""
-        return MOMENTS[2:] if self.rule.needs == "basis" else MOMENTS
-
     def symmetric(self, key: BlockKey) -> tuple[str, ...]:
         """Which tensors of a block's inverse are symmetric matrices."""
         held = self.inverses[key]
@@ -145,8 +140,13 @@ class Preconditioner:
 
     # --- renewal ------------------------------------------------------------------------------
 
-    def renew(self, averages: Averages, keys: Sequence[BlockKey], value: float) -> None:
-        """Prepare these blocks anew with λ = `value`; where one fails, the last good one stays."""
+    def renew(
+        self, averages: Averages, keys: Sequence[BlockKey], value: float, *, alone: bool = True
+    ) -> None:
+        """Prepare these blocks anew with λ = `value`; where one fails, the last good one stays.
+
+        Unless this process is `alone`, moments stay as they are until `turn_moments`.
+        """
         for key in keys:
             self.notes.pop(key, None)
         self._accept(self._units(averages, [k for k in keys if not k.kronecker], value))
@@ -154,7 +154,9 @@ class Preconditioner:
         prepare = ways.get(self.rule.needs, self._invert)
         pairs = [k for k in keys if k.kronecker]
         for some in self._portions(self._affordable(pairs)):
+            before = self.bases(some) if alone else {}
             self._accept(prepare(averages, some, value))
+            self.turn_moments(before)
 
     def _affordable(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
         """Blocks that are ready, and as many others, small ones first, as one step should begin.
@@ -305,15 +307,12 @@ class Preconditioner:
         return {}
 
     def _turn(self, averages: Averages, keys: Sequence[BlockKey], value: float) -> Prepared:
-        """Turn eigenbases after their sides, and moments with them; the first by `eigh`.
-
-        Coordinates g' = Tᵀg have the second moments (T ∘ T)ᵀv, if those of g are uncorrelated.
-        """
+        """Turn eigenbases after their sides; the first by `eigh`."""
         for ready in (True, False):
             own = [k for k in keys if (k in self.ready) is ready]
             for some in self._alike(averages, own, apart=False):
                 pair, _ = _pair(some[0], stacked([averages[k] for k in some]))
-                new, turns = {}, {}
+                new = {}
                 for side in ("left", "right"):
                     if sides.is_diagonal(matrix := getattr(pair, side)):
                         continue
@@ -321,22 +320,40 @@ class Preconditioner:
                         new[side] = eigenbasis(matrix)
                         continue
                     held = torch.cat([getattr(self.inverses[k], side) for k in some])
-                    new[side], turns[side] = turn_basis(matrix, held.to(matrix.dtype))
+                    new[side] = turn_basis(matrix, held.to(matrix.dtype))
                 if not all(bool(torch.isfinite(t).all()) for t in new.values()):
                     for key in some:
                         self._note(key, f"its eigenbases were not found; {self._kept(key)}")
                     continue
-                if turns:
-                    first, second = (
-                        torch.cat([self.inverses[k].tensors()[name] for k in some])
-                        for name in MOMENTS[:2]
-                    )
-                    both = [turns.get(side) for side in ("left", "right")]
-                    new["first"] = rotate(first, *both)
-                    squares = [None if t is None else t.square() for t in both]
-                    new["second"] = rotate(second, *squares).clamp_(min=0)
                 self._put(some, new)
         return {}
+
+    def bases(self, keys: Iterable[BlockKey]) -> dict[BlockKey, list[Any]]:
+        """Return copies of the bases that a renewal may turn, of blocks that are held here."""
+        held = self.ready - self.absent if self.rule.needs == "basis" else ()
+        some = {k: (self.inverses[k].left, self.inverses[k].right) for k in keys if k in held}
+        return {k: [None if t is None else t.clone() for t in both] for k, both in some.items()}
+
+    def turn_moments(self, before: Mapping[BlockKey, list[Any]]) -> None:
+        """Turn moments with their bases, which were E `before` and are E' now: T = EᵀE'.
+
+        Coordinates g' = Tᵀg have the second moments (T ∘ T)ᵀv, if those of g are uncorrelated.
+        """
+        kinds: dict[Any, list[BlockKey]] = {}
+        for key in [k for k in before if k not in self.notes]:  # others have not turned
+            kinds.setdefault(self.inverses[key].kind, []).append(key)
+        for some in kinds.values():
+            held: list[Any] = [self.inverses[k] for k in some]
+            first, second = (torch.cat([m.tensors()[n] for m in held]) for n in MOMENTS[:2])
+            turns, olds = [], zip(*(before[k] for k in some), strict=True)
+            for old, new in zip(
+                olds, ([m.left for m in held], [m.right for m in held]), strict=True
+            ):
+                both = [torch.cat(t).to(first.dtype) for t in (old, new) if t[0] is not None]
+                turns.append(product(both[0].mT, both[1]) if both else None)
+            squares = (None if t is None else t.square() for t in turns)
+            moments = rotate(first, *turns), rotate(second, *squares).clamp_(min=0)
+            self._put(tuple(some), dict(zip(MOMENTS, moments, strict=False)))
 
     def _put(self, some: Blocks, new: Mapping[str, Tensor]) -> None:
         """Copy new tensors of blocks of one kind to the memory of the old ones."""

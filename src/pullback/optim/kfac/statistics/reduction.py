@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from math import isnan
 from typing import Any
 
@@ -11,11 +10,11 @@ import torch
 from torch import Tensor
 
 from ...._core.errors import PullbackError
-from ...._core.processes import Pending, Processes
+from ...._core.processes import Processes
 from ....grams.kronecker.packed import Side, launch_sides, map_memory, memory, zeros_like
 from ....maps.layers.moments import Moments
 from ..factors.average import Average
-from ..factors.factor import SPECTRUM, BlockKey, Factor
+from ..factors.factor import SPECTRUM, BlockKey, Factor, Factors
 from .sums import Pool, Sums
 
 #: one of a block's sums: "values", or of inputs "second" Σaaᵀ, "first" Σa and "places"
@@ -150,9 +149,9 @@ class SentSums:
 
     def fits(self, key: BlockKey, average: Average) -> bool:
         """Whether a block's statistics, if there are any, have the shapes of its average."""
-        shapes = sides_of(self._sums.get(key, {}))
-        held = {f: tuple(t.shape) for f, t in average.value.items()}
-        return all(held.get(f) in (tuple(s), _bordered(s)) for f, s in shapes.items())
+        found, held = sides_of(self._sums.get(key, {})), average.value
+        shapes = {f: (t.shape, _bordered(t.shape)) for f, t in found.items()}
+        return all(f in held and held[f].shape in some for f, some in shapes.items())
 
     def shares(self, key: BlockKey, counts: Sequence[Tensor]) -> dict[BlockKey, Sums]:
         """Return copies of this process's shares of a block, with these counts of all processes."""
@@ -171,29 +170,19 @@ class SentSums:
         return {key: sums_of(some)}
 
 
-@dataclass(frozen=True)
-class ComingAverages:
-    """The averages of these blocks, on their way to become those of all processes."""
-
-    keys: list[BlockKey]
-    sides: Pending[list[Side]]
-
-
 def _bordered(shape: Sequence[int]) -> tuple[int, ...]:
     """Return the shape of a diagonal (a, 1) from that of a."""
     return (*shape[:-1], shape[-1] + 1) if len(shape) == 2 else tuple(shape)
 
 
-def sides_of(own: BlockTensors) -> dict[Factor, Sequence[int]]:
-    """Return the shapes of Σaaᵀ and of Σδδᵀ."""
+def sides_of(own: BlockTensors) -> dict[Factor, Side]:
+    """Return Σaaᵀ and Σδδᵀ."""
     roles = {f.role for kind, f in own if kind == "values"}
     some = [(f, t) for (kind, f), t in own.items() if kind in ("values", "second")]
-    return {f: t.shape for f, t in some if f.role in roles}
+    return {f: t for f, t in some if f.role in roles}
 
 
-def shared_sides(
-    key: BlockKey, shapes: Mapping[Factor, Sequence[int]], *, read: bool
-) -> frozenset[str]:
+def shared_sides(key: BlockKey, factors: Factors, *, read: bool) -> frozenset[str]:
     """Return the sides of a block of which every process may hold a share between inversions.
 
     Averages are linear, so that shares can be averaged and added up later. If xᵀF̂x is `read` in
@@ -202,8 +191,8 @@ def shared_sides(
     """
     if not read or not key.kronecker:
         return frozenset({"left", "right", "mean"})
-    if len({factor.role for factor in shapes}) > 1:
+    if len({factor.role for factor in factors}) > 1:
         return frozenset()
-    lengths = {f.side: shape[-1] for f, shape in shapes.items() if len(shape) == 3}
+    lengths = {f.side: t.shape[-1] for f, t in factors.items() if len(t.shape) == 3}
     longer = lengths.get("right", 0) > lengths.get("left", 0)
     return frozenset({"right", "mean"} if longer else {"left"})
