@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -290,10 +291,10 @@ class Run:
     def _left(self) -> float:
         """Steps that are left; a budget that another call goes on from does not count."""
         left, seconds = self._settings.steps - len(self.history), self.history.seconds
-        if self._settings.budget is None or self._path is not None or len(seconds) < 2:
+        if self._settings.budget is None or self._path is not None or len(seconds) < 6:
             return left
-        rest = self._settings.budget - (seconds[-1] - self.begun)
-        return min(left, rest / max(seconds[-1] - seconds[-2], 1e-9))
+        usual = sorted(b - a for a, b in pairwise(seconds[-6:]))[2]  # not that of one slow step
+        return min(left, (self._settings.budget + self.begun - seconds[-1]) / max(usual, 1e-9))
 
     @property
     def _calm(self) -> int | None:
