@@ -24,6 +24,7 @@ from pullback_experiments.framework import plots
 HERE = Path(__file__).parent
 ORANGE, BLUE, GREEN = plots.PALETTE[:3]
 NATURAL, PLAIN = ORANGE, plots.PALETTE[4]  # as in the demonstration, where SGD is the plain one
+PAPER = {"bbox": {"fc": "white", "ec": "none", "pad": 1.5}}  # under words, so that no line crosses
 J = np.array([[1.6, 0.9], [0.1, 0.7]])  # dφ of the little map that is drawn
 
 
@@ -65,9 +66,15 @@ def picture() -> None:
     left.plot(*(circle * 0.45), color="#BBBBBB", lw=1.2)
     short = 0.75 / np.linalg.norm(slope)
     arrow(left, -natural * short, NATURAL, "−G⁺∇L", tuple(-natural * short * 1.2 + (0.32, 0.16)))
-    arrow(left, -gradient * 0.42, PLAIN, "−∇L", tuple(-gradient * 0.42 * 1.2 + (-0.1, 0.1)))
+    arrow(left, -gradient * 0.42, PLAIN, "−∇L", tuple(-gradient * 0.42 * 1.2 + (-0.4, 0.0)))
     arrow(right, -slope * short, NATURAL, "−∇ℓ", tuple(-slope * short * 1.1 + (0.3, 0.02)))
-    arrow(right, -J @ gradient * 0.42, PLAIN, "−J∇L", tuple(-J @ gradient * 0.42 * 1.14))
+    arrow(
+        right,
+        -J @ gradient * 0.42,
+        PLAIN,
+        "−J∇L",
+        tuple(-J @ gradient * 0.42 * 1.14 + (-0.22, -0.12)),
+    )
     right.text(1.02, 0.62, "length 1 in\nthe metric M", color=BLUE, size=9.5, ha="left")
     left.text(0.3, 1.62, "the same, pulled back:\nlength 1 in G = JᵀMJ", color=BLUE, size=9.5)
     for axes in (left, right):
@@ -166,12 +173,15 @@ def conditioning() -> None:
             ("from g, with AᵀA", solver.solve(squared, g).x),
         ):
             errors[name].append(float((x - w).norm() / w.norm()))
-    for (name, values), color in zip(errors.items(), (GREEN, BLUE, ORANGE), strict=True):
-        axes.plot(10.0 ** powers.double().numpy(), values, "o-", color=color, ms=3.5, label=name)
+    places = ((1e10, 1e-9), (1.5e5, 1.5e-8), (1e3, 1e-3))
+    for (name, values), color, at in zip(
+        errors.items(), (GREEN, BLUE, ORANGE), places, strict=True
+    ):
+        axes.plot(10.0 ** powers.double().numpy(), values, "o-", color=color, ms=3.5)
+        axes.text(*at, name, color=color, size=9.5, va="center")
     plots.dress(axes)
     axes.set_ylim(1e-16, 1e2)
     plots.label(axes, "condition number of A", "relative error of the solution")
-    axes.legend(frameon=False, fontsize=9)
     save(figure, "conditioning")
 
 
@@ -186,24 +196,25 @@ def damping() -> None:
     path = [
         solver.solve(state, A.T @ r, float(s), whitened=r).x for s in np.geomspace(1e-6, 30, 90)
     ]
-    x, y = np.meshgrid(np.linspace(-0.15, 0.7, 100), np.linspace(-0.1, 2.7, 100))
+    x, y = np.meshgrid(np.linspace(-0.15, 0.7, 100), np.linspace(-0.35, 2.7, 100))
     points = torch.tensor(np.stack([x.ravel(), y.ravel()]))
     model = ((A @ points - r[:, None]) ** 2).sum(0).reshape(x.shape).numpy()
     axes.contour(x, y, model, levels=np.geomspace(1e-4, 0.5, 9), colors="#CCCCCC")
     axes.plot(*torch.stack(path).T.numpy(), color=NATURAL, lw=2.2)
     end = path[0].numpy()
     axes.plot(*end, "o", color=NATURAL, ms=6)
-    axes.annotate("λ = 0: the natural gradient", end, (end[0] - 0.02, end[1] + 0.25), color=NATURAL,
-                  ha="center", size=9.5)  # fmt: skip
+    axes.text(
+        end[0] + 0.04, end[1], "λ = 0: the natural gradient", color=NATURAL, size=9.5, **PAPER
+    )
     gradient = (A.T @ r).numpy()
     axes.annotate(
         "", gradient * 0.5, (0, 0), arrowprops={"arrowstyle": "-|>", "color": PLAIN, "lw": 2}
     )
-    axes.text(0.3, 0.02, "the gradient", color=PLAIN, size=9.5)
-    axes.text(0.02, 0.32, "λ large", color=NATURAL, size=9.5)
+    axes.text(0.1, -0.24, "the gradient", color=PLAIN, size=9.5, **PAPER)
+    axes.text(0.02, 0.32, "λ large", color=NATURAL, size=9.5, **PAPER)
     axes.plot(0, 0, "o", color=plots.INK, ms=5)
     plots.dress(axes, logx=False, logy=False)
-    axes.set(xlim=(-0.15, 0.7), ylim=(-0.1, 2.7), xticklabels=[], yticklabels=[])
+    axes.set(xlim=(-0.15, 0.7), ylim=(-0.35, 2.7), xticks=[], yticks=[])
     plots.label(axes, title="directions at every damping, from one factorization")
     save(figure, "damping")
 

@@ -1,4 +1,4 @@
-"""A hook of mkdocs: a figure opens at full size, and no number of a table is broken at its minus.
+"""A hook of mkdocs: a figure opens at full size; numbers and sentences of tables get room.
 
 The pages stay plain Markdown, which GitHub shows as well.
 """
@@ -8,7 +8,9 @@ from typing import Any
 
 FIGURE = re.compile(r'<p>(<img [^>]*?src="([^"]+)"[^>]*>)')
 CELL = re.compile(r"<td.*?</td>", re.DOTALL)
-NUMBER = re.compile(r"\b\d[\d.]*e[-−+]\d+")
+NUMBER = re.compile(  # 1e-3, −0.6 ± 1.4, 24 ms, 2026-11-17
+    r"\b\d[\d.]*e[-−+]\d+|[-−]?\d[\d.]* ± [\d.]+|\b\d[\d.]* (?:ms|s|[MGT]i?B)\b|\b\d{4}-\d\d-\d\d\b"
+)
 
 
 def linked(html: str) -> str:
@@ -21,6 +23,16 @@ def unbroken(html: str) -> str:
     return CELL.sub(lambda cell: NUMBER.sub(r'<span class="number">\g<0></span>', cell[0]), html)
 
 
+def roomy(html: str) -> str:
+    """Mark the cells of tables that hold sentences, so that they stay wide on a phone."""
+
+    def mark(cell: re.Match[str]) -> str:
+        words = len(re.sub("<[^>]*>", "", cell[0])) > 40
+        return cell[0].replace("<td", '<td class="words"', 1) if words else cell[0]
+
+    return CELL.sub(mark, html)
+
+
 def on_page_content(html: str, **_: Any) -> str:
-    """Return the page's body with both."""
-    return unbroken(linked(html))
+    """Return the page's body with all three."""
+    return unbroken(roomy(linked(html)))

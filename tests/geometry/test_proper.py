@@ -33,7 +33,7 @@ def test_rank_of_a_linear_map(rank: int, dtype: torch.dtype) -> None:
     a = (draw(6, rank) @ draw(rank, 9, seed=1)).to(dtype)
     found = Point(lambda x: a @ x, draw(9).to(dtype)).rank
     assert found.rank == int(found) == rank
-    assert found.deficiency == 9 - rank
+    assert found.parameters - found.rank == 9 - rank
     assert found.spectrum.shape == (6,)
     truth = torch.linalg.svdvals(a.double())
     assert float((found.spectrum.double() - truth).abs().max()) < 1e-5 * float(truth[0])

@@ -535,8 +535,8 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "polygon in space": (lambda: Polygon([(0, 0, 0)] * 4), "at least three pairs"),
     "polygon of words": (lambda: Polygon("abc"), "at least three pairs"),  # pyright: ignore
     "ragged polygon": (lambda: Polygon([(0, 0), (1,), (0, 1)]), "at least three pairs"),
-    "nan polygon": (lambda: Polygon([(0, 0), (1, NAN), (0, 1)]), "not finite"),
-    "infinite polygon": (lambda: Polygon([(0, 0), (1, INF), (0, 1)]), "not finite"),
+    "nan polygon": (lambda: Polygon([(0, 0), (1, NAN), (0, 1)]), "finite numbers"),
+    "infinite polygon": (lambda: Polygon([(0, 0), (1, INF), (0, 1)]), "finite numbers"),
     "flat polygon": (lambda: Polygon([(0, 0), (1, 1), (2, 2)]), "no area"),
     "a corner twice": (lambda: Polygon([(0, 0), (1, 0), (1, 0), (0, 1)]), "vertices 1 and 2"),
     "closed chain": (lambda: Polygon([(0, 0), (1, 0), (0, 1), (0, 0)]), "vertices 3 and 0"),
@@ -563,7 +563,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "dimensions": (lambda: square | Interval(0, 1), "different dimensions"),
     "other names": (lambda: square | Disk(names=("r", "z")), "same names"),
     "space-times": (lambda: SpaceTime(square, (0, 1)) - Ball((0,) * 3), "Combine the spaces"),
-    "a region": (lambda: Union(square, square.boundary), "spatial domains"),  # pyright: ignore
+    "a region": (lambda: Union(square, square.boundary), "Combine the spaces"),  # pyright: ignore
     "n = 0": (lambda: square.sample(0), "integer ≥ 1"),
     "n < 0": (lambda: square.boundary.sample(-3), "integer ≥ 1"),
     "n float": (lambda: square.sample(10.0), "integer ≥ 1"),  # pyright: ignore

@@ -13,8 +13,8 @@ from pullback.maps.jets import Jet, Scheme
 from pullback.pde.conditions import Condition, Energy
 from pullback.pde.discretize import Sites, Trial, nested, term
 from pullback.pde.fields import call
-from pullback.pde.problems import Ready
 from pullback.pde.problems.periodic import smoothed_kink
+from pullback.pde.problems.ready import Ready
 from pullback.solvers import Cholesky
 from pullback.steps import LevenbergMarquardt
 

@@ -109,7 +109,6 @@ def test_horizontal_is_the_orthogonal_projection(name: str) -> None:
     assert (h - exact).norm() <= 1e-9 * v.norm()
     assert (z @ h).abs().max() <= 1e-9 * v.norm() * z.norm()
     assert (found.horizontal(h) - h).norm() <= 1e-10 * v.norm()
-    assert torch.allclose(found.vertical(v) + h, v)
     lengths = z.norm(dim=1, keepdim=True)
     assert found.rank().independent == torch.linalg.matrix_rank(z / lengths, rtol=1e-10)
 

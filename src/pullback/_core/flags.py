@@ -35,7 +35,8 @@ def finite_own(tensors: Sequence[Tensor]) -> Tensor:
     plain = all(t.dtype == first.dtype and t.is_contiguous() for t in tensors)
     if not plain or not all(t.device == first.device for t in tensors) or not first.is_cuda:
         return finite(tensors)
-    broken, one = torch.zeros(1, device=first.device), torch.ones(1, device=first.device)
+    like = {"device": first.device, "dtype": torch.float32}
+    broken, one = torch.zeros(1, **like), torch.ones(1, **like)
     torch._amp_foreach_non_finite_check_and_unscale_(list(tensors), broken, one)
     return broken[0] == 0
 

@@ -161,8 +161,10 @@ def full_precision(
     before = backends.cudnn.conv.fp32_precision, backends.cuda.matmul.fp32_precision
     backends.cudnn.conv.fp32_precision = backends.cuda.matmul.fp32_precision = "ieee"
     try:
-        large = entries >= SPLIT_ABOVE / 8
-        with contextlib.nullcontext() if not large else _Split() if watched else _Split.alone():
+        with contextlib.ExitStack() as stack:
+            if entries >= SPLIT_ABOVE / 8:
+                stack.enter_context(_Split.alone())
+                stack.enter_context(_Split() if watched else contextlib.nullcontext())
             yield
     finally:
         backends.cudnn.conv.fp32_precision, backends.cuda.matmul.fp32_precision = before
@@ -180,20 +182,12 @@ class _Split(TorchDispatchMode):
     @classmethod
     @contextlib.contextmanager
     def alone(cls) -> Iterator[None]:
-        """This module's own products are split, and nothing is watched."""
+        """Let this module's own products be split."""
         cls.nesting.depth = getattr(cls.nesting, "depth", 0) + 1
         try:
             yield
         finally:
             cls.nesting.depth -= 1
-
-    def __enter__(self) -> Any:
-        self.nesting.depth = getattr(self.nesting, "depth", 0) + 1
-        return super().__enter__()
-
-    def __exit__(self, *exc: Any) -> Any:
-        self.nesting.depth -= 1
-        return super().__exit__(*exc)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -173,10 +173,8 @@ class March:
             self._kept.append((time, here))
 
     def _state(self, t: float, y: np.ndarray, local: FieldValue) -> State:
-        field = self._field
-        return State(
-            t, self._tensor(y), local.loss, local.gradient, local.velocity, field.values, field.like
-        )
+        flat = self._tensor(y)
+        return State(t, flat, local.loss, local.gradient, local.velocity, self._field)
 
     def _tensor(self, y: np.ndarray) -> Tensor:
         return torch.from_numpy(np.array(y)).to(self._field.start)

@@ -27,18 +27,17 @@ class State:
     loss: float
     gradient: Tensor
     velocity: Tensor
-    _values: Callable[[Tensor], Tensor]
-    _like: Callable[[Tensor], Any]
+    _field: VectorField
 
     @property
     def values(self) -> Tensor:
         """The function values."""
-        return self._values(self.flat)
+        return self._field.values(self.flat)
 
     @property
     def parameters(self) -> Any:
         """The parameters, as the user holds them."""
-        return self._like(self.flat)
+        return self._field.like(self.flat)
 
 
 class Event:

@@ -1,8 +1,8 @@
 r"""The Gram of rows that live on several processes, A = (A_0; A_1; …), held alike by all of them.
 
-    parameter space   where the solver wants AᵀA, Σ_k A_kᵀA_k is summed; where it wants rows,
-                      A_k = Q_k R_k on each process: the stacked R_k have the Gram and the
-                      spectrum of A, and Q_kᵀr_k stands for r_k (tall-skinny QR)
+    parameter space   A_k = Q_k R_k on each process: the stacked R_k have the Gram and the
+                      spectrum of A, and Q_kᵀr_k stands for r_k (tall-skinny QR); where rows do
+                      not fit, Σ_k A_kᵀA_k is summed
     sample space      what A_k is made of (inputs a, cotangents δ) is gathered, tiles A_k A_jᵀ of
                       the kernel are shared out, and Aᵀc = Σ_k A_kᵀc_k is summed
 
@@ -11,22 +11,23 @@ Everything gathered or summed has the same bits on all processes, so that they s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import io
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from .._core.errors import PullbackError
-from .._core.parcels import gather_objects
-from .._core.processes import Processes
-from .._core.products import gram
+from .._core.processes import Processes, from_bytes, to_bytes
 from .._core.space import ParameterSpace
 from .._core.svd import qr
 from ..maps import Pulled
 from .assemble import Part, choose, dense, panel_bytes, panels, squares
-from .base import FactoredGram, Gram, Structure
+from .base import Gram
 from .forms import Dense, Kernel, Operator, Panels, Rows
 
 
@@ -156,37 +157,6 @@ class Stack:
         return self.processes.sum([squares(self.parts, self.space, budget)])[0]
 
 
-class StackedRows(FactoredGram):
-    """G = Σ_k A_kᵀA_k, where every process holds its own rows."""
-
-    def __init__(self, stack: Stack) -> None:
-        self._stack, self.count, self.size = stack, stack.count, stack.space.size
-        self.dtype, self.device = stack.space.dtype, stack.space.device
-        self.structure = Structure("rows", factored=True, low_rank=self.count < self.size)
-        self._a = stack.own_rows()
-
-    def project(self, v: Tensor) -> Tensor:
-        return self._stack.processes.gather([self._a @ v])[0]
-
-    def lift(self, c: Tensor) -> Tensor:
-        return self._sum(self._a.T @ c[self._stack.places[self._stack.processes.rank]])
-
-    def rows(self) -> Tensor:
-        return self._stack.processes.gather([self._a], "rows")[0]
-
-    def row_norms(self) -> Tensor:
-        return self._stack.processes.gather([self._a.norm(dim=1)])[0]
-
-    def dense(self) -> Tensor:
-        return self._sum(gram(self._a.T), "gram")
-
-    def diagonal(self) -> Tensor:
-        return self._sum(self._a.norm(dim=0).square())
-
-    def _sum(self, x: Tensor, what: str = "sums") -> Tensor:
-        return self._stack.processes.sum([x], what)[0]
-
-
 class StackedKernel(Kernel):
     """The kernel of a stack; many lifts are summed at once."""
 
@@ -228,12 +198,12 @@ def assemble_stack(
             space.dtype, space.device, lambda a: stack.processes.gather([a], "rows")[0],
         )  # fmt: skip
         return found, stack.gather(white)
-    if form == "rows" and p <= n and prefers != "small":
+    if form == "rows" and p <= n:
         a, white = stack.triangle(white)
         return Rows(a), white
     white = stack.gather(white)
     if form == "rows":
-        return StackedRows(stack) if p <= n else Rows(stack.rows()), white
+        return Rows(stack.rows()), white
     if form == "dense":
         return Dense(stack.dense(budget), n), white
     if form == "kernel":
@@ -281,3 +251,64 @@ def _split(flat: Tensor, shapes: Sequence[tuple[int, int]]) -> Iterator[Tensor]:
     pieces = flat.split([a * b for a, b in shapes])
     for piece, shape in zip(pieces, shapes, strict=True):
         yield piece.view(shape)
+
+
+T = TypeVar("T")
+
+
+def gather_objects(
+    processes: Processes, value: T, own: Mapping[str, object], device: torch.device
+) -> list[T]:
+    """Return every process's value, with its tensors on this device.
+
+    Args:
+        processes: which all call this.
+        value: what can be pickled.
+        own: objects that a value refers to and every process has its own of, by name.
+        device: of the buffer that is sent.
+    """
+    if processes.alone:
+        return [value]
+    stream = io.BytesIO()
+    packer = _Packer(stream, own)
+    packer.dump(value)
+    given = [t.to(device) for t in packer.tensors]
+    kinds = [(tuple(t.shape), t.dtype) for t in given]
+    buffers = processes.parts([to_bytes(given, device)], "objects")[0]
+    found = processes.values((stream.getvalue(), kinds), "objects")
+    out = []
+    for (code, kinds), buffer in zip(found, buffers, strict=True):
+        like = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in kinds]
+        out.append(_Unpacker(io.BytesIO(code), own, from_bytes(buffer, like)).load())
+    return out
+
+
+class _Packer(pickle.Pickler):
+    """Leaves tensors, and what every process has, out of the pickle."""
+
+    def __init__(self, stream: io.BytesIO, own: Mapping[str, object]) -> None:
+        super().__init__(stream)
+        self._names = {id(value): name for name, value in own.items()}
+        self._index: dict[int, int] = {}
+        self.tensors: list[Tensor] = []
+
+    def persistent_id(self, obj: Any) -> str | int | None:
+        if id(obj) in self._names:
+            return self._names[id(obj)]
+        if not isinstance(obj, Tensor):
+            return None
+        if id(obj) not in self._index:  # the list keeps it alive, so that its id is its own
+            self._index[id(obj)] = len(self.tensors)
+            self.tensors.append(obj)
+        return self._index[id(obj)]
+
+
+class _Unpacker(pickle.Unpickler):
+    def __init__(
+        self, stream: io.BytesIO, own: Mapping[str, object], tensors: list[Tensor]
+    ) -> None:
+        super().__init__(stream)
+        self._own, self._tensors = own, tensors
+
+    def persistent_load(self, pid: Any) -> Any:
+        return self._own[pid] if isinstance(pid, str) else self._tensors[pid]

@@ -37,14 +37,6 @@ class KernelLayout(ABC):
     def of_features(self, h: Tensor, h2: Tensor) -> Tensor:
         """The kernel H H'ᵀ of features (N, m, k) and (N', m, k)."""
 
-    @abstractmethod
-    def shape(self, n: int, n2: int, m: int) -> tuple[int, ...]:
-        """The kernel's shape."""
-
-    def empty(self, n: int, n2: int, m: int, like: Tensor) -> Tensor:
-        """Room for a kernel."""
-        return like.new_empty(self.shape(n, n2, m))
-
     def flip(self, tile: Tensor) -> Tensor:
         """K(x', x) from K(x, x')."""
         return tile.transpose(0, 1)
@@ -65,12 +57,6 @@ class Full(KernelLayout):
         k = cross(flat, flat if h2 is h else h2.flatten(0, 1))
         return k.view(*h.shape[:2], *h2.shape[:2]).transpose(1, 2)
 
-    def shape(self, n: int, n2: int, m: int) -> tuple[int, ...]:
-        return n, n2, m, m
-
-    def empty(self, n: int, n2: int, m: int, like: Tensor) -> Tensor:
-        return like.new_empty(n, m, n2, m).transpose(1, 2)
-
     def flip(self, tile: Tensor) -> Tensor:
         return tile.permute(1, 0, 3, 2)
 
@@ -88,9 +74,6 @@ class Trace(KernelLayout):
         flat = h.flatten(1)
         return cross(flat, flat if h2 is h else h2.flatten(1))
 
-    def shape(self, n: int, n2: int, m: int) -> tuple[int, ...]:
-        return n, n2
-
 
 class OutputDiagonal(KernelLayout):
     """(N, N', m): one kernel (N, N') per output."""
@@ -104,9 +87,6 @@ class OutputDiagonal(KernelLayout):
 
     def of_features(self, h: Tensor, h2: Tensor) -> Tensor:
         return (h.transpose(0, 1) @ h2.permute(1, 2, 0)).permute(1, 2, 0)
-
-    def shape(self, n: int, n2: int, m: int) -> tuple[int, ...]:
-        return n, n2, m
 
 
 LAYOUTS: dict[str, KernelLayout] = {"full": Full(), "trace": Trace(), "diagonal": OutputDiagonal()}

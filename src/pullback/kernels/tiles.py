@@ -201,7 +201,7 @@ def assemble_tiles(
         if rows == slice(0, n) and some == slice(0, n2):
             return tile
         if out is None:
-            out = layout.empty(n, n2, tile.shape[-1] if tile.ndim > 2 else 1, tile)
+            out = tile.new_empty(n, n2, *tile.shape[2:])
         out[rows, some] = tile
         if x2 is None and some != rows:
             out[some, rows] = layout.flip(tile)

@@ -12,13 +12,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from .layers.directed import NormalizedUse
 from .layers.product import ProductUse, TurnedProduct
+
+if TYPE_CHECKING:
+    from .record import Recorder
 
 #: what is noted of a call, by the function's name
 USES: dict[str, Callable[..., Tensor | None]] = {}
@@ -78,25 +81,10 @@ def _contiguous(size: Sequence[int]) -> tuple[int, ...]:
     return tuple(prod(size[i + 1 :]) for i in range(len(size)))
 
 
-class Listener(Protocol):
-    """Who writes uses down."""
-
-    def parameter(self, t: Tensor) -> bool:
-        """Whether it is a parameter that takes part."""
-        ...
-
-    def note(self, key: Any, make: Callable[[], nn.Module], x: Tensor, output: Tensor) -> Tensor:
-        """Write down a use of the module that stands for it; return the output to go on with.
-
-        Uses with the same `key` share the module; None is a key of its own each time.
-        """
-        ...
-
-
 class FunctionMode(TorchFunctionMode):
     """Gives the uses of parameters by functions to a listener."""
 
-    def __init__(self, listener: Listener) -> None:
+    def __init__(self, listener: Recorder) -> None:
         super().__init__()
         self.listener = listener
         #: copies and the like with their version, held so that no others get their place in memory

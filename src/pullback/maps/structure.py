@@ -11,7 +11,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,39 +20,22 @@ from torch.utils import _pytree as pytree
 
 from .._core.errors import reraise_fatal
 from .._core.graph import arithmetic, unfused_attention, walk
-from .._core.space import ParameterSpace, tolerance
+from .._core.space import tolerance
 from .base import Covered, Pulled
 from .layers import Block, RowsBlock, Use
 from .layers.moments import SampleLayout, detect
 from .proof import Proof
 from .record import Entry, Recorder
 
-
-class ForwardReplay(Protocol):
-    """A forward pass run again, with its graph kept for many reverse passes."""
-
-    #: the map: its `call`, `batch_dim`, and `call_with(params, *args, **kwargs)`
-    map: Any
-    space: ParameterSpace
-    #: z, detached, in the precision of linear algebra
-    value: Tensor
-    #: z, with its graph
-    graph: Tensor
-
-    @property
-    def leaves(self) -> dict[str, Tensor]:
-        """The parameters the graph was built on."""
-        ...
-
-    def gradients(
-        self, u: Tensor, inputs: list[Any], *, batched: bool = False
-    ) -> tuple[Tensor | None, ...]:
-        """Autograd's answer for parameters or for the layers' outputs."""
-        ...
+if TYPE_CHECKING:
+    from .module import ModuleLinearization
 
 
 def looped_cotangents(
-    linear: ForwardReplay, edges: list[Any], layouts: Sequence[SampleLayout], covectors: Tensor
+    linear: ModuleLinearization,
+    edges: list[Any],
+    layouts: Sequence[SampleLayout],
+    covectors: Tensor,
 ) -> list[Tensor]:
     """Per edge the cotangents (N, R, ...), samples first, by R reverse passes."""
     out: list[Tensor] = []
@@ -70,7 +53,10 @@ def looped_cotangents(
 
 
 def batched_cotangents(
-    linear: ForwardReplay, edges: list[Any], layouts: Sequence[SampleLayout], covectors: Tensor
+    linear: ModuleLinearization,
+    edges: list[Any],
+    layouts: Sequence[SampleLayout],
+    covectors: Tensor,
 ) -> list[Tensor]:
     """The same by one reverse pass in which every operation is vectorized over covectors."""
     if not edges:
@@ -108,7 +94,7 @@ def vectorized(z: Tensor, inputs: list[Any], u: Tensor) -> tuple[Tensor | None, 
 
 
 def vectorizes(
-    linear: ForwardReplay, edges: list[Any], u: Tensor, truth: Sequence[Tensor | None]
+    linear: ModuleLinearization, edges: list[Any], u: Tensor, truth: Sequence[Tensor | None]
 ) -> bool:
     """Whether the vectorized pass works for this graph, at speed, and agrees with the plain one."""
     if not edges:
@@ -147,7 +133,7 @@ _CHUNK = 2**28  # bytes of rows formed at once under vmap
 
 
 def sample_rows(
-    linear: ForwardReplay, names: Sequence[str], covectors: Tensor, known: str | None
+    linear: ModuleLinearization, names: Sequence[str], covectors: Tensor, known: str | None
 ) -> tuple[dict[str, Tensor], str]:
     """Rows (N, R, numel) by name, and the way that worked.
 
@@ -166,7 +152,9 @@ def sample_rows(
     return _row_by_row(linear, names, covectors), "reverse passes"
 
 
-def _vmapped(linear: ForwardReplay, names: Sequence[str], covectors: Tensor) -> dict[str, Tensor]:
+def _vmapped(
+    linear: ModuleLinearization, names: Sequence[str], covectors: Tensor
+) -> dict[str, Tensor]:
     source, call = linear.map, linear.map.call
     samples, axis = linear.value.shape[0], source.batch_dim
     fixed = {n: p.detach() for n, p in linear.leaves.items()}
@@ -193,7 +181,7 @@ def _vmapped(linear: ForwardReplay, names: Sequence[str], covectors: Tensor) -> 
     return {n: v.reshape(*v.shape[:2], -1).to(linear.space.dtype) for n, v in out.items()}
 
 
-def _adds_up(linear: ForwardReplay, rows: dict[str, Tensor], covectors: Tensor) -> bool:
+def _adds_up(linear: ModuleLinearization, rows: dict[str, Tensor], covectors: Tensor) -> bool:
     """Whether Σ c_nr row_nr equals autograd's Jᵀ Σ c_nr u_nr for random c."""
     r, n = covectors.shape[:2]
     generator = torch.Generator().manual_seed(1)
@@ -210,7 +198,7 @@ def _adds_up(linear: ForwardReplay, rows: dict[str, Tensor], covectors: Tensor) 
 
 
 def _row_by_row(
-    linear: ForwardReplay, names: Sequence[str], covectors: Tensor
+    linear: ModuleLinearization, names: Sequence[str], covectors: Tensor
 ) -> dict[str, Tensor]:
     r, n = covectors.shape[:2]
     leaves = [linear.leaves[name] for name in names]
@@ -245,7 +233,7 @@ class LayerStructure:
     settled: bool = True
 
     @classmethod
-    def establish(cls, linear: ForwardReplay, recorder: Recorder) -> LayerStructure:
+    def establish(cls, linear: ModuleLinearization, recorder: Recorder) -> LayerStructure:
         """Probe with covectors u and c∘u, c one random number per sample."""
         z, leaves = linear.value, linear.leaves
         generator = torch.Generator().manual_seed(0)
@@ -277,7 +265,7 @@ class LayerStructure:
         return plan
 
     def _verify(
-        self, blocks: list[Block], truth: Mapping[str, Tensor | None], linear: ForwardReplay
+        self, blocks: list[Block], truth: Mapping[str, Tensor | None], linear: ModuleLinearization
     ) -> None:
         """Keep the parameters whose layer formula reproduces autograd's gradient."""
         ones = linear.value.new_ones(linear.value.shape[0], 1)
@@ -290,7 +278,9 @@ class LayerStructure:
             self.reasons.setdefault(name, why)
         self.rest = tuple(n for n in truth if n in self.reasons)
 
-    def pullback(self, linear: ForwardReplay, recorder: Recorder, covectors: Tensor) -> Pulled:
+    def pullback(
+        self, linear: ModuleLinearization, recorder: Recorder, covectors: Tensor
+    ) -> Pulled:
         """One reverse pass per covector gives every layer's cotangents."""
         used = [i for i, e in enumerate(recorder.entries) if i in self.layouts and self._wanted(e)]
         edges = [recorder.entries[i].edge for i in used]
@@ -309,7 +299,7 @@ class LayerStructure:
         return any(n is not None and n not in self.rest for n in entry.names.values())
 
     def _blocks(
-        self, linear: ForwardReplay, recorder: Recorder, deltas: Mapping[int, Tensor]
+        self, linear: ModuleLinearization, recorder: Recorder, deltas: Mapping[int, Tensor]
     ) -> list[Block]:
         """One block per set of parameters; parameters shared between sets become plain rows."""
         groups: dict[tuple[str | None, ...], list[int]] = {}
@@ -327,7 +317,7 @@ class LayerStructure:
             blocks.append(block)
         return join_tied_blocks(blocks)
 
-    def _use(self, linear: ForwardReplay, entry: Entry, i: int, delta: Tensor) -> Use:
+    def _use(self, linear: ModuleLinearization, entry: Entry, i: int, delta: Tensor) -> Use:
         x = self.layouts[i](entry.input)
         if x.is_floating_point():
             x = x.to(linear.space.dtype)
@@ -343,7 +333,7 @@ class LayerStructure:
         return covered
 
 
-def _placed(delta: Tensor | None, layout: SampleLayout, linear: ForwardReplay) -> Tensor:
+def _placed(delta: Tensor | None, layout: SampleLayout, linear: ModuleLinearization) -> Tensor:
     assert delta is not None
     return layout(delta).unsqueeze(1).to(linear.space.dtype)
 

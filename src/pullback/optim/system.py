@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any
 
 import torch
@@ -89,7 +90,7 @@ class System:
         if path is None or beside is None:
             return None
         beyond = [p.beyond for p in (path, beside) if p.beyond is not None]
-        outside = sum_of(beyond) if beyond else None
+        outside = reduce(torch.add, beyond) if beyond else None
         return replace(path, gamma=path.gamma + beside.gamma, beyond=outside)
 
 
@@ -109,7 +110,7 @@ def explains(gram: Gram, parts: Sequence[Part], problem: StepProblem, white: Ten
     pieces = list(zip(parts, c.split(counts) if counts else (), strict=True))
 
     def summed(vectors: Iterable[Tensor]) -> Tensor:
-        return problem.summed(sum_of([*vectors] or [space.zeros(space.size)]))[0]
+        return problem.summed(reduce(torch.add, [*vectors] or [space.zeros(space.size)]))[0]
 
     pulled = problem.pulled() if white is not None else summed(x.pull(y) for x, y in pieces)
     every = processes.gather([c])[0]
@@ -122,11 +123,3 @@ def explains(gram: Gram, parts: Sequence[Part], problem: StepProblem, white: Ten
     own = getattr(parts[0].linear, "graph", c).dtype if parts else gram.dtype
     limit = tolerance(own, 10) * (scale + energy)
     return processes.agree(bool((energy - pulled.square().sum()).abs() <= limit))
-
-
-def sum_of(vectors: Iterable[Tensor]) -> Tensor:
-    """Their sum; a single one is not copied."""
-    first, *others = vectors
-    for other in others:
-        first = first + other
-    return first

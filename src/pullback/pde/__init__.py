@@ -41,29 +41,12 @@ from .networks import (
 )
 from .plan import Refine
 from .problem import Problem
-from .problems import (
-    SETUPS,
-    AllenCahn,
-    Burgers,
-    Cavity,
-    Convection,
-    GrayScott,
-    Heat,
-    Helmholtz,
-    KdV,
-    Kovasznay,
-    KuramotoSivashinsky,
-    LogFokkerPlanck,
-    Multiscale,
-    Poisson,
-    Ready,
-    Ritz1D,
-    RitzPoisson,
-    Schroedinger,
-    Setup,
-    Wave,
-    setup,
-)
+from .problems.elliptic import Helmholtz, Multiscale, Poisson, Ritz1D, RitzPoisson
+from .problems.evolution import Burgers, Heat, LogFokkerPlanck, Schroedinger, Wave
+from .problems.flow import Cavity, Kovasznay
+from .problems.periodic import AllenCahn, Convection, GrayScott, KdV, KuramotoSivashinsky
+from .problems.ready import Ready
+from .problems.setup import SETUPS, Setup, setup
 from .run import Run
 from .sampling import Gauss, Grid, LatinHypercube, Points, Sampler, Sobol, Uniform
 from .solution import Solution

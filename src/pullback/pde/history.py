@@ -85,13 +85,12 @@ class History:
         return cls(**{f.name: list(state[f.name]) for f in fields(cls)})
 
     def joined(self, other: History) -> History:
-        """This run followed by another, whose steps and seconds count from its end."""
-        out = History.from_dict(self.as_dict())
-        for f in fields(History):
-            values = getattr(other, f.name)
-            if f.name in ("measured", "validated", "moved", "restarted", "settled"):
-                values = [len(self) + step for step in values]
-            elif f.name in ("seconds", "clock"):
-                values = [self.spent + second for second in values]
-            getattr(out, f.name).extend(values)
-        return out
+        """This run followed by another."""
+        counted = ("measured", "validated", "moved", "restarted", "settled")
+        later = {**dict.fromkeys(counted, len(self)), "seconds": self.spent, "clock": self.spent}
+
+        def shifted(name: str) -> list[Any]:
+            values = getattr(other, name)
+            return [v + later[name] for v in values] if name in later else values
+
+        return History(**{f.name: getattr(self, f.name) + shifted(f.name) for f in fields(self)})

@@ -34,26 +34,15 @@ def check_positive(what: str, value: float) -> float:
 
 def check_count(n: object, what: str = "n") -> int:
     """A number of points: an integer ≥ 1."""
-    if isinstance(n, bool) or not isinstance(n, Integral) or n < 1:
-        raise PullbackError(
-            f"{what}={n!r} is no number of points",
-            "it must be an integer ≥ 1",
-            f"Use {what} ≥ 1 (int(n) for a float)",
-        )
-    return int(n)
+    require(is_integer(n, 1), f"The number of points {what}", n, "Use an integer ≥ 1")
+    return int(n)  # pyright: ignore[reportArgumentType]
 
 
 def check_seed(seed: object) -> int:
     """A seed: an integer in the range torch's generators take."""
-    if (
-        isinstance(seed, bool)
-        or not isinstance(seed, Integral)
-        or not -(2**63) <= int(seed) < 2**64
-    ):
-        raise PullbackError(
-            f"seed={seed!r} is no seed", "it must be an integer of 64 bits", "Use seed=0"
-        )
-    return int(seed)
+    usable = is_integer(seed, -(2**63)) and seed < 2**64  # pyright: ignore[reportOperatorIssue]
+    require(usable, "seed=", seed, "Use an integer of 64 bits, such as 0")
+    return int(seed)  # pyright: ignore[reportArgumentType]
 
 
 def check_bounds(pair: object, what: str) -> tuple[float, float]:
@@ -66,11 +55,7 @@ def check_bounds(pair: object, what: str) -> tuple[float, float]:
             f"{what} needs two ends", f"got {pair!r}", "Pass a pair of numbers (a, b)"
         ) from error
     if not (math.isfinite(a) and math.isfinite(b)):
-        raise PullbackError(
-            f"{what} is not bounded",
-            f"got ({a}, {b})",
-            "Use finite ends",
-        )
+        raise PullbackError(f"{what} is not bounded", f"got ({a}, {b})", "Use finite ends")
     if not a < b:
         raise PullbackError(f"{what} is empty", f"got ({a}, {b})", "Use a < b")
     return a, b

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from typing import Any
 
@@ -90,18 +89,6 @@ def _speed(device: torch.device) -> float:
         float((a @ a)[0, 0])  # waits for the device
         best = min(best, time.perf_counter() - start)
     return 2 * _PROBE**3 / best
-
-
-def peak_memory(device: torch.device) -> int:
-    """Bytes that were in use at most: on a CUDA device, else by this process; 0 if not known."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    try:
-        import resource
-    except ModuleNotFoundError:  # not a Unix
-        return 0
-    unit = 1 if sys.platform == "darwin" else 1024
-    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def stepped(

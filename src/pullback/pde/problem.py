@@ -68,13 +68,9 @@ class Problem:
         self.coordinates = Coordinates(tuple(domain.names))
 
     def _check(self) -> None:
-        unknown = set(self.free) - set(self.fields)
-        if unknown or not self.fields:
-            raise PullbackError(
-                "The fields are not usable",
-                f"fields={self.fields}, free={self.free}",
-                "Name at least one field, and in free= only fields",
-            )
+        named = {"fields": self.fields, "free": self.free}
+        usable = bool(self.fields) and set(self.free) <= set(self.fields)
+        require(usable, "The choice of fields", named, "Name a field, and in free= only fields")
         if not self.conditions:
             raise PullbackError(
                 "The problem has no conditions",

@@ -28,21 +28,17 @@ class Line:
     def say(self, text: str) -> None:
         """One sentence."""
 
-    def forecast(
-        self, steps: int, seconds: float, budget: float, jacobian: int, peak: int = 0
-    ) -> None:
+    def forecast(self, steps: int, seconds: float, budget: float, jacobian: int) -> None:
         """Say after the first step what so many more will take, where that is long.
 
         Args:
             steps, seconds: how many more, and what the first one took.
             budget: seconds that are left.
             jacobian: its bytes.
-            peak: bytes in use at most so far; later steps are like the first.
         """
         whole = steps * seconds
         if whole >= _LONG:
             size = f", {jacobian / 2**30:.2g} GiB for the Jacobian" if jacobian else ""
-            size += f", {peak / 2**30:.2g} GiB in all" if peak else ""
             said = f"{steps} steps of {seconds:.2g} s: about {spoken(whole)}"
             if budget < whole:
                 said += f", of which the budget allows about {int(budget / seconds)}"

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from .checks import precision, refuse_flat, refuse_shape
 from .collocation import Collocation
 from .discretize import Trial, coefficients
 from .history import History
-from .method import SHORT, costs, optimizer, peak_memory, size, stepped
+from .method import SHORT, costs, optimizer, size, stepped
 from .plan import Plan
 from .problem import Problem
 from .progress import Line, shown
@@ -98,7 +99,6 @@ class Run:
         self._first = {n: p.detach().clone() for n, p in self._trial.named_parameters()}
         self._best: dict[str, Any] | None = None  # of the runs before the last restart
         self._unsettled: dict[str, Any] | None = None  # before the last steps of all
-        self._said = False
         #: seconds spent before this call, by a run that it goes on with
         self.begun = 0.0
         self._part, self._started = 1.0, False
@@ -204,12 +204,12 @@ class Run:
         return solution
 
     def _announce(self, info: StepInfo, line: Line) -> None:
-        """Say what the run will take, and what its memory does not allow."""
+        """Say what the run will take, what its memory does not allow, and what makes it slow."""
         left = self._settings.steps - len(self.history)
         seconds, budget = self.history.spent - self.begun, self._settings.budget
         rest = math.inf if budget is None else max(0.0, budget - seconds)
         need = info.rows * info.parameters * torch.finfo(self._dtype).bits // 8
-        line.forecast(left, seconds, rest, need, peak_memory(self._device))
+        line.forecast(left, seconds, rest, need)
         if info.gram == "dense" and self._settings.gram == "auto":
             warnings.warn(
                 f"The Jacobian takes {need / 2**30:.2g} GiB, more than memory= allows: the Gram "
@@ -217,6 +217,9 @@ class Run:
                 "the digits. Raise memory= or use fewer points",
                 stacklevel=5,
             )
+        if reason := self._points.nested():
+            said = f"Derivatives are nested automatic differentiation, which is slower: {reason}"
+            warnings.warn(said, stacklevel=5)
 
     @torch.no_grad()
     def _put(self, values: Mapping[str, Tensor]) -> None:
@@ -288,10 +291,10 @@ class Run:
     def _left(self) -> float:
         """Steps that are left; a budget that another call goes on from does not count."""
         left, seconds = self._settings.steps - len(self.history), self.history.seconds
-        if self._settings.budget is None or self._path is not None or len(seconds) < 2:
+        if self._settings.budget is None or self._path is not None or len(seconds) < 6:
             return left
-        rest = self._settings.budget - (seconds[-1] - self.begun)
-        return min(left, rest / max(seconds[-1] - seconds[-2], 1e-9))
+        usual = sorted(b - a for a, b in pairwise(seconds[-6:]))[2]  # not that of one slow step
+        return min(left, (self._settings.budget + self.begun - seconds[-1]) / max(usual, 1e-9))
 
     @property
     def _calm(self) -> int | None:
@@ -415,16 +418,14 @@ class Run:
         number = len(self.history)
         if not self._points.squares:
             return Verdict(reason, self._stuck, math.nan, math.nan, math.nan)
-        if not number:
-            fresh, relative = self._validation.loss(0), self._validation.relative(0)
-            return Verdict(reason, self._stuck, math.nan, fresh, relative)
         if tries := len(self.history.restarted):
             reason += f" (the best of {tries + 1} tries)"
         own, fresh = self._points.loss(), self._validation.loss(number)
-        self.history.validate(own, fresh)
         relative = self._validation.relative(number)
-        if not self._matters(fresh):  # where the solution is zero its terms are round-off too
-            relative = min(relative, (fresh / self.history.loss[0]) ** 0.5)
+        if number:
+            self.history.validate(own, fresh)
+            if not self._matters(fresh):  # where the solution is zero its terms are round-off too
+                relative = min(relative, (fresh / self.history.loss[0]) ** 0.5)
         return Verdict(reason, self._stuck, own, fresh, relative, falling=pace)
 
     @property
@@ -437,9 +438,8 @@ class Run:
 
     def _validate(self, number: int) -> None:
         """Look at fresh points, and move the run's own where they are overfitted."""
-        if not number or number % self._settings.measure or not self._points.squares:
-            return
-        if self.history.validated and self.history.validated[-1] == number:
+        done = not number or number in self.history.validated[-1:]
+        if done or number % self._settings.measure or not self._points.squares:
             return
         own, fresh = self._points.loss(), self._validation.loss(number)
         self.history.validate(own, fresh)
@@ -452,7 +452,6 @@ class Run:
         self._validate(number)
         objective = self._points.at(number, double=self._calm is not None)
         info = stepped(self.optimizer, objective, self._trial, self._processes)
-        self._say_nested()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         elapsed = self._slowest(time.perf_counter() - start)
@@ -475,16 +474,6 @@ class Run:
             return seconds
         own = torch.tensor([seconds], dtype=torch.float64, device=self._processes.device)
         return float(self._processes.gather([own], "decisions")[0].max())
-
-    def _say_nested(self) -> None:
-        """Say once that derivatives take the slower way."""
-        reason = self._points.nested()
-        if reason and not self._said and self._processes.rank == 0:
-            self._said = True
-            warnings.warn(
-                f"Derivatives are nested automatic differentiation, which is slower: {reason}",
-                stacklevel=4,
-            )
 
     def _record_error(self) -> None:
         """Measure the error on the first process, for all of them."""

@@ -58,11 +58,9 @@ class Settings:
             check_device(self.device)
 
     def _check_length(self) -> None:
-        least = {"steps": 0, "single": 0, "measure": 1}
-        given = {name: getattr(self, name) for name in least}
-        usable = all(is_integer(n, least[name]) for name, n in given.items())
-        remedy = "Use integers steps ≥ 0, single ≥ 0, measure ≥ 1"
-        require(usable, "The run's length", given, remedy)
+        for name, least in (("steps", 0), ("single", 0), ("measure", 1)):
+            n = getattr(self, name)
+            require(is_integer(n, least), f"{name}=", n, f"Use an integer {name} ≥ {least}")
         tol, budget, patience = self.tol, self.budget, self.patience
         usable = tol is None or (is_number(tol) and tol > 0)
         require(usable, "The tolerance tol", tol, "Use a finite number > 0, or None")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,8 +24,6 @@ class Spectrum:
     left: Callable[[Tensor], Tensor] | None
     right: Callable[[Tensor], Tensor]
     combine: Callable[[Tensor], Tensor]
-    #: the last path, with the right-hand sides it belongs to
-    last: list[Any] = field(default_factory=list)
 
     @property
     def top(self) -> Tensor:
@@ -104,11 +102,6 @@ class PseudoInverse(Solver):
 
     def path(self, state: Spectrum, rhs: Tensor, whitened: Tensor | None = None) -> Path:
         """γ from r where that keeps the digits, else from g; g⊥ is what the directions miss."""
-        if not state.last or state.last[0] is not rhs or state.last[1] is not whitened:
-            state.last[:] = rhs, whitened, self._path(state, rhs, whitened)
-        return state.last[2]
-
-    def _path(self, state: Spectrum, rhs: Tensor, whitened: Tensor | None) -> Path:
         eps, top = torch.finfo(rhs.dtype).eps, state.top
         if (
             whitened is not None

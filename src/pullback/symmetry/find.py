@@ -37,11 +37,9 @@ def find(
 ) -> Symmetry:
     r"""The continuous symmetries of w ↦ model(example) that the model's graph shows.
 
-    Positive scalings of units through homogeneous activations (incoming weights and bias by α,
-    outgoing by 1/α; one per hidden *neuron*, not per layer), invertible matrices between linear
-    maps (per head between query and key, value and output), gains and shifts of norms into the
-    next linear layers, biases that do nothing, a layer norm's mean direction. Every generator is
-    verified: ‖J Z‖ at round-off on the example, in float64; what fails is in `.rejected`.
+    Positive scalings of units, invertible matrices between linear maps, gains, shifts and constants
+    that other parameters take over. Every generator is verified: ‖J Z‖ at round-off on the example,
+    in float64; what fails is in `.rejected`.
 
     Args:
         model: any module; in its present mode (train, eval).

@@ -34,17 +34,8 @@ class SliceSGD(Optimizer):
     orbit once. The parameters are brought onto it at construction and after every step; the
     function is the same to round-off, whatever its weights' scales were.
 
-    `gradient="riemannian"` is the paper's approach I, the Euclidean gradient projected onto the
-    slice. **Without biases it is SGD plus a retraction**, since the projection does nothing; on the
-    balanced slice with biases and uniform weight decay too. `"gtk-orthonormal"` is approach II as
-    the paper computes it: the tangent kernel of {r, unit ∂_ψ}, whose radial part is ℓ times as
-    long. `"gtk-polar"` is the kernel of the polar basis as it is stated, {r, ∂_ψ}.
-
-    The momentum buffer is an average of gradients, and is transported as they are: w ← αw,
-    buffer ← buffer/α. Weight decay is part of the gradient, g + weight_decay·w. A gradient that is
-    not finite is written as torch's SGD writes it; units that it reaches are rescaled no more.
-    Parameters in no orbit take plain SGD steps; a scaling that touches a frozen parameter is left
-    out.
+    The momentum buffer is transported as gradients are: w ← αw, buffer ← buffer/α. Parameters in
+    no orbit take plain SGD steps; a scaling that touches a frozen parameter is left out.
 
     Args:
         model: the network; its parameters are moved onto the slice now. As SGD it follows p.grad
@@ -55,7 +46,9 @@ class SliceSGD(Optimizer):
         group: "neuron", one scale per unit or channel and the balanced slice; "layer", the
             paper's one scale per layer and its slice of equal norms (of balanced layers where they
             do not stand in chains). The latter leaves the other scalings of units in the kernel.
-        gradient: "riemannian", "gtk-orthonormal" or "gtk-polar".
+        gradient: "riemannian", the paper's approach I, is the Euclidean gradient projected onto the
+            slice; "gtk-orthonormal" and "gtk-polar" are approach II, the tangent kernels of
+            {r, unit ∂_ψ} and of {r, ∂_ψ}.
         symmetry: what `symmetry.find(model, x)` returned, or a list of scalings; by default they
             are found from the model's graph.
         params: parameters or param groups, by default all that require gradients.

@@ -60,9 +60,6 @@ class Symmetry:
         """How many generators there are."""
         return sum(a.dimension for a in self.actions)
 
-    def __len__(self) -> int:
-        return self.dimension
-
     def generators(self) -> Tensor:
         """Z, (number of generators, number of parameters): J Zᵀ = 0."""
         params = self.params
@@ -121,11 +118,7 @@ class Symmetry:
 
     def horizontal(self, v: Tensor | Mapping[str, Tensor]) -> Tensor:
         """v − Zᵀ(ZZᵀ)⁺Z v: the part of v orthogonal to the orbits, (p,)."""
-        return self._orbits().horizontal(v)
-
-    def vertical(self, v: Tensor | Mapping[str, Tensor]) -> Tensor:
-        """Zᵀ(ZZᵀ)⁺Z v: the part of v along the orbits, (p,)."""
-        return self._orbits().vertical(v)
+        return Orbits(self.actions, self.params).horizontal(v)
 
     def slice(self, kind: str = "balanced") -> Slice:
         """A slice of the scalings' orbits: "balanced", "layer-balanced" or "equal-norm"."""
@@ -138,9 +131,6 @@ class Symmetry:
     def project(self, v: Tensor, kind: str = "balanced") -> Tensor:
         """v orthogonally onto the tangent space of a slice at the parameters, (p,)."""
         return self.slice(kind).project(v)
-
-    def _orbits(self) -> Orbits:
-        return Orbits(self.actions, self.params)
 
     def rank(self) -> Rank:
         """Independent generators, and the numerical nullity of J on the example."""

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.func import functional_call, jvp
 
+from ..._core.checks import refuse_values
 from ..._core.errors import PullbackError
 from .diffeomorphism import Diffeomorphism, Elementwise, Params
 
@@ -118,20 +119,11 @@ def _emptied(model: nn.Module, names: tuple[str, ...]) -> tuple[nn.Module, dict[
 
 
 def _refuse_empty(params: Mapping[str, Tensor]) -> None:
-    if not any(p.numel() for p in params.values()):
+    if not params:
         raise PullbackError(
             "There is nothing to reparametrize",
             "no parameter requires a gradient",
             "Unfreeze at least one parameter or pass others",
         )
     for name, p in params.items():
-        if not p.is_floating_point():
-            raise PullbackError(
-                f"The parameter {name!r} is not of a float type", f"got {p.dtype}", "Call .double()"
-            )
-        if p.is_meta:
-            raise PullbackError(
-                f"The parameter {name!r} has no values",
-                "it is on the meta device",
-                "Materialize the model with to_empty",
-            )
+        refuse_values(f"The parameter {name!r}", p)

@@ -4,11 +4,9 @@ A model φ(w) and its twin ψ = φ∘f start from the same function, θ₀ = f�
 the same optimizer. Of the notions of van Oostrum, Müller and Ay (2023),
 
     Definition 5, on the model:            dψ·O(ψ, θ) = dφ·O(φ, w)   compares functions,
-    Definition 6, on the parameter space:  df·O(ψ, θ) = O(φ, w)      compares w₁ with f(θ₁);
+    Definition 6, on the parameter space:  df·O(ψ, θ) = O(φ, w)      compares w₁ with f(θ₁).
 
-the second implies the first. Definition 4 asks for the first for any two parametrizations through
-the same point, not related by an f; no method but the trivial one satisfies it, and it is not
-audited. Definitions speak of directions; an audit takes steps, at several sizes η, so that what is
+Definitions speak of directions; an audit takes steps, at several sizes η, so that what is
 left as η → 0 is the direction's mismatch, and what holds at every η holds for trajectories.
 """
 
@@ -25,7 +23,7 @@ from torch import Tensor, nn
 
 from ..._core.capture import select
 from ..._core.checks import refuse_number
-from ..._core.errors import PullbackError, reraise_fatal
+from ..._core.errors import PullbackError
 from ..._core.space import tolerance
 from ..charts.diffeomorphism import Diffeomorphism
 from ..charts.transformations import Transformation, Twin, as_transformation, standard
@@ -83,8 +81,6 @@ def check_model(model: nn.Module, setting: Setting) -> None:
             "two calls on the same inputs differ, as with dropout in training mode",
             "Call model.eval(), or set the dropout to zero",
         )
-    if "probes" in setting.points:
-        _refuse_probes(model, setting.points["probes"], setting.seed)
     with torch.no_grad(), seeded(setting.seed, setting.x.device):
         refuse_loss(setting.loss(one, setting.y))
 
@@ -99,18 +95,6 @@ def check_twin(model: nn.Module, twin: Twin, setting: Setting, name: str) -> Non
             "its outputs on the batch are not the model's",
             "Use layers as modules, and what stands between them as the transformation needs it",
         )
-
-
-def _refuse_probes(model: nn.Module, probes: Tensor, seed: int) -> None:
-    try:
-        _value(model, probes, seed)
-    except RuntimeError as error:
-        reraise_fatal(error)
-        raise PullbackError(
-            "The model cannot be evaluated at the probes",
-            str(error).splitlines()[0],
-            "Give inputs of the shape of the batch's",
-        ) from error
 
 
 def _value(model: nn.Module, x: Tensor, seed: int) -> Tensor:

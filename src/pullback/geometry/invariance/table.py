@@ -190,16 +190,6 @@ class Audit:
                 out.append(record)
         return out
 
-    def cells(self) -> dict[tuple[str, str], tuple[Verdict, str] | None]:
-        """Verdict and mismatch by optimizer and transformation; None where it was left out."""
-        rows = {(r.optimizer, r.transformation): r for r in self.rows}
-        keys = [(o, t) for o in self.optimizers for t in self.transformations]
-        told = {
-            key: (r.verdict, format_mismatch(r.places["batch"].direction.mismatch))
-            for key, r in rows.items()
-        }
-        return {key: told.get(key) for key in keys}
-
     def __str__(self) -> str:
         several = len(self.optimizers) > 1
         lines = [matrix(self) if several else details(self)]
@@ -237,11 +227,14 @@ def _last(m: Measure) -> str:
 
 def matrix(audit: Audit) -> str:
     """Several optimizers: the verdict on the batch, and below it the mismatch as η → 0."""
-    cells, rows = audit.cells(), []
+    known, rows = {(r.optimizer, r.transformation): r for r in audit.rows}, []
     for o in audit.optimizers:
-        found = [cells[o, t] for t in audit.transformations]
-        rows.append([o, *("–" if c is None else str(c[0]) for c in found)])
-        rows.append(["", *("" if c is None else c[1] for c in found)])
+        found = [known.get((o, t)) for t in audit.transformations]
+        sizes = (
+            "" if r is None else format_mismatch(r.places["batch"].direction.mismatch)
+            for r in found
+        )
+        rows += [[o, *("–" if r is None else str(r.verdict) for r in found)], ["", *sizes]]
     columns = ["optimizer", *audit.transformations]
     return _set("Invariance of the update on the model", columns, rows)
 

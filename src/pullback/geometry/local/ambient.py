@@ -225,12 +225,7 @@ def _matrices(given: Any, restore: Callable[[Tensor], Tensor]) -> Callable[[Tens
     def matrices(z: Tensor) -> Tensor:
         g = given if isinstance(given, Tensor) else given(restore(z))
         n = z.shape[1]
-        if not isinstance(g, Tensor) or tuple(g.shape) != (n, n):
-            raise PullbackError(
-                "The metric does not fit φ(ξ)",
-                f"got {tuple(getattr(g, 'shape', ()))} for a point with {n} entries",
-                f"Give one symmetric matrix of shape {(n, n)}",
-            )
+        refuse_values("The metric", g, (n, n))
         g = g.detach().to(z)
         asymmetry = (g - g.T).abs().max()
         if bool(asymmetry > torch.finfo(z.dtype).eps ** 0.5 * g.abs().max()):

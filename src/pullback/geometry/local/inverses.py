@@ -52,11 +52,6 @@ class Rank:
         gap = last / following if following > 0 else float("inf")
         return cls(rank, spectrum, tolerance, gap, gram.size)
 
-    @property
-    def deficiency(self) -> int:
-        """How many directions of Ξ leave the function where it is, to first order."""
-        return self.parameters - self.rank
-
     def __int__(self) -> int:
         return self.rank
 

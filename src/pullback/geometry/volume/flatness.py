@@ -65,9 +65,7 @@ def flatness(
     r"""∫_S dvol over the connected S ∋ w₀ with F(w₀) ≤ F < F(w₀) + ε, F = loss∘φ.
 
     The volume element is √det(JᵀMJ), so the number belongs to the functions and not to their
-    coordinates: any diffeomorphism of parameters leaves it as it is, while Euclidean volume can be
-    made anything by rescaling (Dinh et al., 2017). The paper's definition has an open interval,
-    which leaves out the minimum itself; nothing changes but a set of measure zero.
+    coordinates: any diffeomorphism of parameters leaves it as it is.
 
     Where dφ has a kernel, as for ReLU networks with their rescalings, the volume is zero and says
     nothing. Measure along a slice instead: `basis` spans it, and "tangent" takes the orthogonal

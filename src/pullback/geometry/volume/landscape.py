@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.func import hessian, jacrev, vmap
 
+from ..._core.checks import refuse_values
 from ..._core.errors import PullbackError
 from ..local.ambient import Ambient, MetricLike, NamedCoordinates, Phi
 
@@ -56,20 +57,10 @@ class Landscape:
         self.dimension = self.basis.shape[1]
         self.unit = float(torch.linalg.svdvals(self.basis).prod())
         self.base = float(self._raw(torch.zeros_like(self.basis[:1]))[0])
-        if not torch.isfinite(torch.tensor(self.base)):
-            raise PullbackError(
-                "The loss is not finite at the minimum", f"it is {self.base}", "Check loss and φ"
-            )
+        refuse_values("The loss at the minimum", torch.tensor(self.base))
 
     def _spanning(self, basis: Tensor) -> Tensor:
-        fits = isinstance(basis, Tensor) and basis.ndim == 2 and len(basis) == self._space.size
-        if not fits or not basis.shape[1] or not bool(torch.isfinite(basis).all()):
-            got = tuple(basis.shape) if isinstance(basis, Tensor) else type(basis).__name__
-            raise PullbackError(
-                "The basis does not fit the parameters",
-                f"got {got} for {self._space.size} parameters, or it is not finite",
-                "Give a matrix with one column of that length per direction",
-            )
+        refuse_values("The basis", basis, (self._space.size, "k"))
         basis = basis.detach().to(self._origin)
         lengths = torch.linalg.svdvals(basis)
         if basis.shape[1] > len(basis) or not bool(lengths[-1] > self.tolerance * lengths[0]):

@@ -50,26 +50,16 @@ def stack(items: Sequence[Any], dim: int = 0) -> Jet:
     return _joined(torch.stack, items, dim)
 
 
-def _per_channel(op: Any, axes: int) -> Any:
-    """A linear operation whose first `axes` arguments after the tensor are axes."""
-
-    def act(a: Any, *args: Any, **kwargs: Any) -> Jet:
-        if not isinstance(a, Jet):
-            raise Unsupported(op.__name__)
-
-        def one(x: Tensor, front: int) -> Tensor:
-            moved = [_shifted(v, front) if i < axes else v for i, v in enumerate(args)]
-            named = {k: _shifted(v, front) if k.startswith("dim") else v for k, v in kwargs.items()}
-            return op(x, *moved, **named)
-
-        return a.full().each(one)
-
-    return act
+@rule(torch.transpose, Tensor.transpose)
+def transpose(a: Jet, dim0: int, dim1: int) -> Jet:
+    """Per channel."""
+    return a.full().each(lambda x, n: x.transpose(_shifted(dim0, n), _shifted(dim1, n)))
 
 
-for _name, _axes in {"transpose": 2, "unsqueeze": 1}.items():
-    for _home in (torch, Tensor):
-        RULES[getattr(_home, _name)] = _per_channel(getattr(torch, _name), _axes)
+@rule(torch.unsqueeze, Tensor.unsqueeze)
+def unsqueeze(a: Jet, dim: int) -> Jet:
+    """Per channel."""
+    return a.full().each(lambda x, n: x.unsqueeze(_shifted(dim, n)))
 
 
 @rule(torch.squeeze, Tensor.squeeze)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..._core.errors import PullbackError
-from ..kinds import index_of
+from ..kinds import index_of, require
 from .patch import Keep, Patch, cuboid, nonempty
 from .region import Pairs, PatchRegion, PointSet, Region
 
@@ -94,12 +94,9 @@ class Composite(Domain):
 
     def __init__(self, a: Domain, b: Domain) -> None:
         for domain in (a, b):
-            if not isinstance(domain, Domain) or domain.evolves:
-                raise PullbackError(
-                    f"{type(self).__name__} combines spatial domains",
-                    f"got {type(domain).__name__}",
-                    "Combine the spaces first: SpaceTime(a - b, time)",
-                )
+            usable = isinstance(domain, Domain) and not domain.evolves
+            what = f"A part of the {type(self).__name__.lower()}"
+            require(usable, what, domain, "Combine the spaces first: SpaceTime(a - b, time)")
         if a.dim != b.dim:
             raise PullbackError(
                 "The domains have different dimensions", f"{a.dim} and {b.dim}", "Use equal ones"

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..._core.errors import PullbackError
-from ..kinds import check_names, is_integer
+from ..kinds import check_names, is_integer, require
 from ..sampling import Axis
 from .domain import Domain
 from .patch import Patch, Placed
@@ -154,12 +154,11 @@ def _simple(vertices: object) -> Tensor:
     """The vertices, if they are those of a polygon that does not touch itself."""
     try:
         v = torch.as_tensor(vertices, dtype=torch.float64).detach().cpu().clone()
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise _refusal(f"got {vertices!r:.200}") from error
-    if v.ndim != 2 or v.shape[1] != 2 or len(v) < 3:
-        raise _refusal(f"got shape {tuple(v.shape)}")
-    if not v.isfinite().all():
-        raise _refusal("some coordinates are not finite")
+    except (TypeError, ValueError, RuntimeError):
+        v = torch.empty(0)
+    usable = v.ndim == 2 and v.shape[1] == 2 and len(v) >= 3 and bool(v.isfinite().all())
+    remedy = "Pass at least three pairs of finite numbers, such as [(0, 0), (1, 0), (0, 1)]"
+    require(usable, "The list of vertices", vertices, remedy)
     extent = float((v.amax(0) - v.amin(0)).max())
     following = v.roll(-1, 0)
     same = (v - following).norm(dim=1) <= _TOUCH * extent
@@ -183,14 +182,6 @@ def _simple(vertices: object) -> Tensor:
             "List the vertices in order around it; cut out a hole with a - b",
         )
     return v
-
-
-def _refusal(why: str) -> PullbackError:
-    return PullbackError(
-        "These are no vertices of a polygon",
-        why,
-        "Pass at least three pairs of finite numbers, such as [(0, 0), (1, 0), (0, 1)]",
-    )
 
 
 def _meeting(a: Tensor, b: Tensor, tol: float) -> tuple[int, int] | None:

@@ -216,12 +216,8 @@ def _weights(weights: Tensor | None, n: int) -> Tensor:
     if weights is None:
         return torch.full((n,), 1 / n, dtype=torch.float64)
     w = torch.as_tensor(weights, dtype=torch.float64).detach().cpu()
-    if w.shape != (n,) or not w.isfinite().all() or (w < 0).any() or not w.sum() > 0:
-        raise PullbackError(
-            "The weights do not fit the points",
-            f"got shape {tuple(w.shape)} for {n} points, or negative, zero or non-finite ones",
-            f"Pass {n} weights ≥ 0",
-        )
+    usable = w.shape == (n,) and bool(w.isfinite().all() & (w >= 0).all() & (w.sum() > 0))
+    require(usable, "The tensor of weights", weights, f"Pass {n} weights ≥ 0, not all of them 0")
     return w / w.sum()
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..._core.errors import PullbackError
-from ..kinds import check_bounds, index_of
+from ..kinds import check_bounds, index_of, require
 from .domain import Domain
 from .patch import Patch
 from .region import Pairs, PatchRegion, Region
@@ -30,12 +30,8 @@ class SpaceTime(Domain):
     evolves = True
 
     def __init__(self, space: Domain, time: Sequence[float]) -> None:
-        if not isinstance(space, Domain):
-            raise PullbackError(
-                "SpaceTime needs a spatial domain",
-                f"got {type(space).__name__}",
-                "Pass an Interval, Box, Ball, Polygon, or a combination of these",
-            )
+        remedy = "Pass an Interval, Box, Ball, Polygon, or a combination of these"
+        require(isinstance(space, Domain), "The spatial domain", space, remedy)
         if "t" in space.names:
             raise PullbackError(
                 'The coordinate name "t" is used twice',

@@ -92,14 +92,11 @@ def bump(box: Box) -> Callable[[Any], Any]:
     return factor
 
 
-def checked_dim(what: str, dim: int, low: int = 1, high: int | None = None) -> int:
+def checked_dim(what: str, dim: int, high: int | None = None) -> int:
     """The dimension, if there is such a problem."""
-    most = high if high is not None else dim
-    if not is_integer(dim, low) or dim > most:
-        ends = f"from {low} to {high}" if high is not None else f"≥ {low}"
-        raise PullbackError(
-            f"There is no {what} for this dimension", f"got dim={dim!r}", f"Use dim {ends}"
-        )
+    usable = is_integer(dim, 1) and (high is None or dim <= high)
+    remedy = "Use dim ≥ 1" if high is None else f"Use dim from 1 to {high}"
+    require(usable, f"The dimension of the {what}", dim, remedy)
     return dim
 
 

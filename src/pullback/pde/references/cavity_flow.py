@@ -12,8 +12,7 @@ from numpy.polynomial import legendre
 
 from ..._core.errors import PullbackError
 from ..kinds import check_positive
-from .base import Array, Reference, relative, resolved
-from .cache import cached
+from .base import Array, Reference, cached, relative, resolved
 
 
 def shifted_vander(x: Array, degree: int) -> Array:

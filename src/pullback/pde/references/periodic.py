@@ -12,8 +12,7 @@ import scipy
 
 from ..._core.errors import PullbackError
 from ..kinds import check_positive
-from .base import Array, Reference, relative, resolved
-from .cache import cached
+from .base import Array, Reference, cached, relative, resolved
 from .etdrk4 import Trajectory, integrate
 
 _DEGREE = 10

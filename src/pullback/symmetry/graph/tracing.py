@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..._core.capture import Selector, plain, select
+from ..._core.checks import refuse_values
 from ..._core.errors import PullbackError, reraise_fatal
 from ..._core.graph import unfused_attention, walk
 from ...maps.module import in_every_slot
@@ -240,18 +241,9 @@ def _refuse(model: Any) -> None:
         raise PullbackError(
             "Symmetries are those of a network", f"got {type(model).__name__}", "Pass an nn.Module"
         )
-    if any(p.is_meta for p in model.parameters()):
-        raise PullbackError(
-            "Symmetries cannot be verified",
-            "the parameters are on the meta device and have no values",
-            "Materialize the model first: model.to_empty(device=...) and initialize it",
-        )
-    if any(p.is_complex() for p in model.parameters()):
-        raise PullbackError(
-            "Symmetries are those of real parameters",
-            "some of the model's are complex",
-            "Store real and imaginary parts (torch.view_as_real)",
-        )
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            refuse_values(f"Parameter {name!r}", p)
 
 
 def _refuse_example(example: Example) -> None:
