@@ -343,7 +343,7 @@ BAD: dict[str, tuple[dict[str, object], str]] = {
     ),
     "no tensor": (
         {"model": lambda x: 1.0, "start": tensor(1), "closure_or_objective": lambda z: z},
-        "needs float64",
+        "point of Z",
     ),
     "a vector of losses": (
         {"model": lambda x: x, "start": tensor(1, 2), "closure_or_objective": lambda z: z},

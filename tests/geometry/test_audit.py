@@ -324,6 +324,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "sizes": ({"sizes": (1.0, -1.0)}, "not usable"),
     "steps": ({"steps": -1}, "not usable"),
     "not invertible": ({"transformations": [(lambda t: t**2, torch.sqrt)]}, "not invertible"),
+    "probes": ({"probes": torch.ones(3, 7).double()}, "at the probes"),
     "no transformation": ({"transformations": [3]}, "no transformation"),
 }
 

@@ -23,12 +23,14 @@ from pullback.geometry.charts.transformations import (
 )
 from pullback.geometry.charts.twin import (
     Change,
+    LayerCoordinates,
     change_coordinates,
     drawn,
     layers,
     same,
     sigmoid_twin,
     tanh_twin,
+    twin,
     whitening,
 )
 from tests.geometry.charts import shear
@@ -187,6 +189,8 @@ def test_a_layer_in_other_coordinates_against_explicit_matrices() -> None:
 SINGULAR = Change(torch.ones(4, 4).double(), torch.zeros(4).double())
 BAD: dict[str, tuple[Callable[[], object], str]] = {
     "singular": (lambda: change_coordinates(nn.Linear(4, 2), SINGULAR, same(2)), "not invertible"),
+    "size": (lambda: change_coordinates(nn.Linear(4, 2), same(3), same(2)), "4 inputs"),
+    "count": (lambda: twin(mlp(), LayerCoordinates([same(4)], [same(6)])), "3 linear"),
     "few samples": (lambda: Whitening().twin(mlp(), flat(3)), "cannot be whitened"),
     "constant": (lambda: Whitening().twin(mlp(), torch.ones(9, 4)), "cannot be whitened"),
     "nan inputs": (lambda: Whitening().twin(mlp(), flat() * torch.nan), "cannot be whitened"),

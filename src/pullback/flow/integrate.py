@@ -47,12 +47,18 @@ class FunctionModule(nn.Module):
         """z as the metric sees it."""
         named = dict(zip(self.names, self.coordinates, strict=True))
         z = self.phi(named["xi"] if self.single else named)
-        if not isinstance(z, Tensor) or z.dtype != torch.float64 or not z.numel():
-            got = z.dtype if isinstance(z, Tensor) else type(z).__name__
+        if not isinstance(z, Tensor) or not z.is_floating_point() or not z.numel():
+            raise PullbackError(
+                "φ does not give a point of Z",
+                f"got {type(z).__name__}",
+                "Return one real, non-empty floating-point tensor",
+            )
+        if z.dtype != torch.float64:
             raise PullbackError(
                 "A flow needs float64",
-                f"φ gives {got}, and the integrator's error control works with less round-off",
-                "Return one tensor, of the dtype of the coordinates",
+                f"φ gives {z.dtype}, whose round-off is far above what the integrator's error "
+                "control works with",
+                "Keep the dtype of the coordinates in φ",
             )
         self.shape = z.shape
         return z.reshape(1, -1) if self.whole else z.reshape(-1, 1) if z.ndim < 2 else z

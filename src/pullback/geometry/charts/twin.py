@@ -140,6 +140,7 @@ def change_coordinates(layer: _Layer, before: Change, after: Change) -> _Layer:
     A layer without a bias cannot take up shifts: that is left to whoever adds its output.
     """
     out, wide = copy.deepcopy(layer), layer.weight.to(torch.float64)
+    _fits(layer, before, after)
     before, after = before.to(wide), after.to(wide)
     back = after.inverse().matrix
     weight = torch.einsum("po,oi...->pi...", back, wide)
@@ -184,6 +185,19 @@ def wrap_layer(layer: Layer, before: Change, after: Change) -> WrappedLayer:
     return WrappedLayer(*inner)
 
 
+def _fits(layer: Layer, before: Change, after: Change) -> None:
+    """Raise where a change has another size than the layer's side."""
+    outputs, inputs = layer.weight.shape[:2]
+    for side, size, change in (("inputs", inputs, before), ("outputs", outputs, after)):
+        if change.matrix.shape != (size, size) or change.shift.shape != (size,):
+            raise PullbackError(
+                f"A change of basis does not fit the layer's {side}",
+                f"{type(layer).__name__} has {size} {side}, the matrix has shape "
+                f"{tuple(change.matrix.shape)} and the shift {tuple(change.shift.shape)}",
+                "Give one n×n matrix and one vector of length n per side",
+            )
+
+
 Between = Callable[[nn.Module], nn.Module]
 
 
@@ -196,6 +210,13 @@ def twin(model: nn.Module, to: LayerCoordinates, between: Between | None = None)
     """
     found = layers(model)
     refuse_shared(model)
+    if not len(found) == len(to.inputs) == len(to.outputs):
+        raise PullbackError(
+            "The coordinates do not fit the model",
+            f"it has {len(found)} linear and convolution layers, the coordinates are for "
+            f"{len(to.inputs)} inputs and {len(to.outputs)} outputs",
+            "Give one change per layer and side, `same(n)` where nothing changes",
+        )
     if between is not None:
         return _chained(model, to, between)
     changes = zip(to.inputs, to.outputs, strict=True)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ..._core.capture import select
 from ..._core.checks import refuse_number
-from ..._core.errors import PullbackError
+from ..._core.errors import PullbackError, reraise_fatal
 from ..._core.space import tolerance
 from ..charts.diffeomorphism import Diffeomorphism
 from ..charts.transformations import Transformation, Twin, as_transformation, standard
@@ -81,6 +81,8 @@ def check_model(model: nn.Module, setting: Setting) -> None:
             "two calls on the same inputs differ, as with dropout in training mode",
             "Call model.eval(), or set the dropout to zero",
         )
+    if "probes" in setting.points:
+        _refuse_probes(model, setting.points["probes"], setting.seed)
     with torch.no_grad(), seeded(setting.seed, setting.x.device):
         refuse_loss(setting.loss(one, setting.y))
 
@@ -95,6 +97,18 @@ def check_twin(model: nn.Module, twin: Twin, setting: Setting, name: str) -> Non
             "its outputs on the batch are not the model's",
             "Use layers as modules, and what stands between them as the transformation needs it",
         )
+
+
+def _refuse_probes(model: nn.Module, probes: Tensor, seed: int) -> None:
+    try:
+        _value(model, probes, seed)
+    except RuntimeError as error:
+        reraise_fatal(error)
+        raise PullbackError(
+            "The model cannot be evaluated at the probes",
+            str(error).splitlines()[0],
+            "Give inputs of the shape of the batch's",
+        ) from error
 
 
 def _value(model: nn.Module, x: Tensor, seed: int) -> Tensor:
