@@ -80,9 +80,9 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"callbacks": print}, "in a list"),
     ({"callbacks": [3]}, "in a list"),
     ({"callbacks": None}, "in a list"),
-    ({"steps": True}, "length"),
-    ({"single": True}, "length"),
-    ({"measure": True}, "length"),
+    ({"steps": True}, "steps= is"),
+    ({"single": True}, "single= is"),
+    ({"measure": True}, "measure= is"),
 ]
 CONDITIONS: Table = {
     "Robin of a string": (lambda: pde.Robin("1", 1.0), "numbers a and b"),
