@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -143,3 +144,18 @@ def test_a_net_of_torchvision() -> None:
         opt.step()
         losses.append(loss.item())
     assert losses[-1] < 0.8 * losses[0]
+
+
+def test_gpt2_has_the_symmetries_of_its_twin_of_linear_layers() -> None:
+    model = gpt2()
+    twin = copy.deepcopy(model)
+    for block in twin.transformer.h:
+        for part, name in [(block.attn, "c_attn"), (block.attn, "c_proj"), (block.mlp, "c_fc"),
+                           (block.mlp, "c_proj")]:  # fmt: skip
+            old = getattr(part, name)
+            new = nn.Linear(*old.weight.shape, dtype=old.weight.dtype)
+            new.weight.data, new.bias.data = old.weight.data.T.clone(), old.bias.data.clone()
+            setattr(part, name, new)
+    x = {"input_ids": torch.arange(16).view(2, 8) % WORDS}
+    counts = [pb.symmetry.find(m.eval(), x, output="logits").generators() for m in (model, twin)]
+    assert len(counts[0]) == len(counts[1]) > 200
