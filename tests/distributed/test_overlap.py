@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import pullback as pb
+from pullback.optim.kfac.factors import preconditioner
 
 from .test_kfac import OPTIONS
 from .training import batch, model_of, share
@@ -142,6 +143,35 @@ def test_optimizers_do_not_wait_for_each_other(world: World) -> None:
     first, *rest = world.run(pair)
     assert all(torch.equal(first, other) for other in rest)
     torch.testing.assert_close(first, pair(0, 1), rtol=1e-10, atol=1e-10)
+
+
+def begun(rank: int, size: int) -> Tensor:
+    """Train with first eigenbases that are divided over several steps."""
+    held, preconditioner._BEGUN = preconditioner._BEGUN, 100
+    try:
+        return _eigenbasis_run(rank, size)
+    finally:
+        preconditioner._BEGUN = held
+
+
+def _eigenbasis_run(rank: int, size: int) -> Tensor:
+    model = model_of("dense")
+    net: Any = DistributedDataParallel(model) if size > 1 else model
+    opt = pb.KFAC(net, rule="eigenbasis", statistics_every=1, invert_every=1)
+    for number in range(4):
+        x, y = batch(number, sum(COUNTS), "dense")
+        rows = share(COUNTS, rank) if size > 1 else slice(None)
+        opt.zero_grad()
+        loss = F.cross_entropy(net(x[rows]), y[rows], reduction="sum")
+        (loss / sum(COUNTS) * size).backward()
+        opt.step()
+    ready = torch.tensor([float(len(opt.blocks.preconditioner.ready))])
+    return torch.cat([ready, *(p.detach().flatten().cpu() for p in model.parameters())])
+
+
+def test_first_eigenbases_do_not_depend_on_the_number_of_processes(world: World) -> None:
+    for found in world.run(begun):
+        torch.testing.assert_close(found, begun(0, 1), rtol=1e-9, atol=1e-9)
 
 
 def built(rank: int, size: int, metric: Any) -> None:

@@ -264,3 +264,27 @@ def controlled(rank: int, size: int) -> None:
 def test_controlled_steps_are_refused(world: World) -> None:
     for error in world.errors(controlled):
         assert "A controlled step does not go with a sharded model" in error
+
+
+def two_optimizers(rank: int, size: int) -> dict[str, Tensor]:
+    """Train the last layer by one optimizer, and the others by another."""
+    net: Any = sharded("dense", size) if size > 1 else model_of("dense")
+    params = list(net.parameters())
+    options: dict[str, Any] = {**OPTIONS["clip"], "statistics_every": 2, "invert_every": 4}
+    opts = [pb.KFAC(net, 0.05, params=some, **options) for some in (params[:-2], params[-2:])]
+    for number in range(5):
+        x, y = batch(number, sum(COUNTS), "dense")
+        rows = share(COUNTS, rank) if size > 1 else slice(None)
+        net.zero_grad()
+        loss = F.cross_entropy(net(x[rows]), y[rows], reduction="sum")
+        (loss / sum(COUNTS) * size).backward()
+        for opt in opts:
+            opt.step()
+    return whole(net) if size > 1 else {n: p.detach() for n, p in net.named_parameters()}
+
+
+def test_two_optimizers_on_one_model(world: World) -> None:
+    want = two_optimizers(0, 1)
+    for found in world.run(two_optimizers, size=3):
+        for name, value in want.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-10)

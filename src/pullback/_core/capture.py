@@ -225,6 +225,10 @@ def _outside_compiled_code(watch: Watch, method: str, args: Any) -> None:
         watch.compiled = False
 
 
+#: who watches a model
+_WATCHES: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[Watch]] = weakref.WeakKeyDictionary()
+
+
 class Watch:
     """Two hooks on a model, which report its outermost forward calls.
 
@@ -243,6 +247,8 @@ class Watch:
         self.called = False
         self._depth = 0
         self._context: Any = None
+        self._all = _WATCHES.setdefault(model, weakref.WeakSet())
+        self._all.add(self)
         handles = [
             # first and last among the model's own hooks
             model.register_forward_pre_hook(
@@ -264,12 +270,15 @@ class Watch:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Pass over the model's calls inside."""
-        self._depth += 1
+        """Pass over the model's calls inside, whoever watches it."""
+        every = list(self._all)
+        for watch in every:
+            watch._depth += 1
         try:
             yield
         finally:
-            self._depth -= 1
+            for watch in every:
+                watch._depth -= 1
 
     def _leave(self) -> None:
         context, self._context = self._context, None

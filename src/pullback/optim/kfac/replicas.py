@@ -404,6 +404,7 @@ class Replicas:
         self, own: Preconditioner, averages: Averages, keys: Sequence[BlockKey], value: float
     ) -> None:
         """Prepare these blocks, each by its owner, and send them to those who hold them."""
+        keys = own.affordable(keys)  # the same, however many processes there are
         if self.alone:
             own.renew(averages, keys, value)
             return

@@ -153,23 +153,23 @@ class Preconditioner:
         ways = {"eigenbasis": self._decompose, "basis": self._turn, "root": self._root}
         prepare = ways.get(self.rule.needs, self._invert)
         pairs = [k for k in keys if k.kronecker]
-        for some in self._portions(self._affordable(pairs)):
+        for some in self._portions(pairs):
             before = self.bases(some) if alone else {}
             self._accept(prepare(averages, some, value))
             self.turn_moments(before)
 
-    def _affordable(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
-        """Blocks that are ready, and as many others, small ones first, as one step should begin.
+    def affordable(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
+        """Return the blocks that are ready, and as many others, small ones first, as a step begins.
 
         The first basis of a side is an `eigh`. Parameters that have none yet follow AdamW, and the
         next step goes on.
         """
-        new = sorted((k for k in keys if k not in self.ready), key=self._entries)
-        if self.rule.needs != "basis" or not new:
+        new = sorted((k for k in keys if k.kronecker and k not in self.ready), key=self._entries)
+        if self.rule.needs != "basis":
             return list(keys)
         totals = accumulate(self._entries(k) for k in new)
-        count = max(1, sum(total <= _BEGUN for total in totals))
-        return [*(k for k in keys if k in self.ready), *new[:count]]
+        later = {*new[max(1, sum(total <= _BEGUN for total in totals)) :]}
+        return [k for k in keys if k not in later]
 
     def _entries(self, key: BlockKey) -> int:
         """How many entries the sides of a block have."""
