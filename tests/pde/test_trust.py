@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from pullback import PullbackError, pde
 from pullback.pde.progress import Log
-from pullback.pde.verdict import Verdict
+from pullback.pde.verdict import Verdict, exact
 from pullback.steps import TargetRatio
 
 pi = math.pi
@@ -115,20 +115,25 @@ def test_an_unfinished_answer_is_warned_of_unless_that_was_asked_for() -> None:
 
 
 def test_verdicts_say_what_is_missing() -> None:
-    good = Verdict("all 9 steps were taken", False, 1e-9, 2e-9, 1e-5)
-    assert good.name == "converged"
-    assert not good.alarming
-    assert "more steps=, would lower them" in good.text
-    assert "would" not in replace(good, relative=1e-9).text
-    early = replace(good, falling=0.034)
+    """Residuals above 1e-8 of their terms are warned of, unless that was asked for."""
+    ended = Verdict("all 9 steps were taken", False, 1e-9, 2e-9, 1e-5)
+    assert ended.name == "converged"
+    assert ended.alarming
+    assert "More steps= or budget=, or a wider or deeper network would" in ended.text
+    assert replace(ended, relative=2e-8).alarming
+    assert not replace(ended, relative=9e-9).alarming
+    assert "would" not in replace(ended, relative=9e-9).text
+    early = replace(ended, falling=0.034)
     assert "all 9 steps were taken while the loss fell by 3% a step; residuals" in early.text
-    assert early.alarming
-    assert not replace(early, relative=1e-7).alarming
     assert not replace(early, reason="a callback asked for it").alarming
-    stuck = replace(good, reason="the loss fell by less than 1 % in 50 steps", stuck=True)
+    assert not replace(early, reason="the tolerance 0.1 was reached").alarming
+    stuck = replace(ended, reason="the loss fell by less than 1 % in 50 steps", stuck=True)
     assert stuck.alarming
-    assert "wider or deeper network" in stuck.text
-    energy = replace(good, relative=math.nan)
+    assert "1e-05 of their terms. A wider or deeper network would" in stuck.text
+    single = replace(stuck, exact=exact(torch.finfo(torch.float32).eps))
+    assert "A wider or deeper network in float64 would" in single.text
+    assert not replace(single, relative=1.5e-6).alarming
+    energy = replace(ended, relative=math.nan)
     assert energy.name == ""
     assert "no residual says how good it is. Compare two" in energy.text
 
@@ -171,7 +176,7 @@ def test_small_residuals_of_an_unstable_equation_are_doubted() -> None:
 
 
 def test_terms_that_vanish_are_sized_by_the_field() -> None:
-    """All terms of Δu = 0 are round-off at u = x; a residual of 1e-6 of its variation is small."""
+    """All terms of Δu = 0 are round-off at u = x; a residual of 1e-9 of its variation is small."""
     flat = pde.Problem(
         pde.Box([(0, 1), (0, 1)]),
         [pde.Equation(lambda u: u.laplacian), pde.Dirichlet(lambda x, y: x)],
@@ -179,7 +184,7 @@ def test_terms_that_vanish_are_sized_by_the_field() -> None:
     network = nn.Linear(2, 1, dtype=torch.float64)
     with torch.no_grad():
         network.weight.copy_(torch.tensor([[1.0, 0.0]]))
-        network.bias.fill_(1e-6)
+        network.bias.fill_(1e-9)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         solution = pde.solve(flat, network, steps=0, progress=False)

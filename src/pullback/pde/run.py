@@ -30,11 +30,12 @@ from .method import SHORT, costs, optimizer, size, stepped
 from .plan import Plan
 from .problem import Problem
 from .progress import Line, shown
+from .restarts import kick, shuffled
 from .settings import Settings
 from .signals import Interruption, held_back, terminable
 from .solution import Solution
 from .validation import Validation, Yardstick
-from .verdict import Verdict, overfitted
+from .verdict import Verdict, exact, overfitted
 
 _SAVE_EVERY = 60.0  # seconds between two checkpoints
 _REJECTED = 30  # steps rejected in a row that end a run
@@ -42,7 +43,7 @@ _SIGNAL = "a process was interrupted"
 _DRIFT = 2.0  # of losses at fresh and own points beyond which points move
 _EARLY = 1e-8  # of the first loss, above which they do so; below it the end is near
 _LATE = 1e-12  # of the first loss, above which they do so where points are overfitted
-_KICK = 0.01  # of the parameters' size
+_SEEN = 500  # points at which neurons are seen to be idle
 _FEW = 4  # dimensions up to which all second derivatives of a network are looked at
 _LEVEL = 10, 0.05  # steps, and the share of the loss, after which a prior is weighed anew
 _SLOW = 0.01, 0.5  # of the loss: runs that fall by less are stuck, far from a solution and near
@@ -339,13 +340,18 @@ class Run:
             return True
         best = math.inf if self._best is None else self._best["fresh"]
         taken = number - max(self.history.restarted, default=0)
-        kick = left >= max(_TRY, taken / 2) and fresh < 0.5 * best
-        if not kick and (left < taken or self._validation.relative(number) <= _RESTART):
+        kicked = left >= max(_TRY, taken / 2) and fresh < 0.5 * best
+        if not kicked and (left < taken or self._validation.relative(number) <= _RESTART):
             return False
         if fresh < best:
             params = {n: p.detach().clone() for n, p in self._trial.named_parameters()}
             self._best = {"fresh": fresh, "params": params, "points": self._points.state()}
-        self._put(self._kicked() if kick else self._shuffled())
+        generator = torch.Generator().manual_seed(self._settings.seed + 7919 * number)
+        if kicked:
+            x = self.problem.domain.sample(_SEEN, "sobol", seed=self._settings.seed).x
+            kick(self._trial, x.to(next(self._trial.parameters())), generator)
+        else:
+            self._put(shuffled(self._first, self._trial, generator))
         self._processes.adopt([*self._trial.parameters()])
         self._points.unsettle(number)
         self.history.restarted.append(number)
@@ -371,31 +377,6 @@ class Run:
         """Whether a loss is more than round-off."""
         noise = torch.finfo(next(self._trial.parameters()).dtype).eps ** 1.3
         return loss > noise * self.history.loss[0]
-
-    def _kicked(self) -> dict[str, Tensor]:
-        """The parameters with a hundredth of their size in noise."""
-        generator, out = self._generator(), {}
-        for name, p in self._solved.items():
-            noise = torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p)
-            out[name] = p + _KICK * p.square().mean().sqrt() * noise
-        return out
-
-    def _shuffled(self) -> dict[str, Tensor]:
-        """The first parameters, shuffled within each tensor."""
-        generator = self._generator()
-        firsts = {n: self._first[n].to(p) for n, p in self._solved.items()}
-        return {
-            n: p.flatten()[torch.randperm(p.numel(), generator=generator).to(p.device)].view_as(p)
-            for n, p in firsts.items()
-        }
-
-    @property
-    def _solved(self) -> dict[str, Tensor]:
-        """The parameters that are solved for."""
-        return {n: p.detach() for n, p in self._trial.named_parameters() if p.requires_grad}
-
-    def _generator(self) -> torch.Generator:
-        return torch.Generator().manual_seed(self._settings.seed + 7919 * len(self.history))
 
     def _made(self) -> Optimizer:
         """The optimizer of the steps to come."""
@@ -426,7 +407,8 @@ class Run:
             self.history.validate(own, fresh)
             if not self._matters(fresh):  # where the solution is zero its terms are round-off too
                 relative = min(relative, (fresh / self.history.loss[0]) ** 0.5)
-        return Verdict(reason, self._stuck, own, fresh, relative, falling=pace)
+        limit = exact(torch.finfo(self._dtype).eps)
+        return Verdict(reason, self._stuck, own, fresh, relative, falling=pace, exact=limit)
 
     @property
     def _pace(self) -> float:

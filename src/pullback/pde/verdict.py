@@ -7,17 +7,16 @@ from dataclasses import dataclass
 _GAP = 10.0  # of losses at fresh and own points beyond which a run has overfitted
 _SOLVED = 1e-4  # of their terms: residuals that count as solved
 _TINY = 1e-6  # residuals whose gap does not matter any more
-_EXACT = 1e-8  # residuals that leave nothing to be wished for
+_EXACT = 1e-8  # residuals that leave nothing to be wished for in float64
+_ROUNDING = 16  # times a lower precision's ε: its own such residuals
 _DOUBT = 1e-2  # estimated relative errors that small residuals do not outweigh
 _REMEDIES = {
-    "converged": "A wider or deeper network, or more steps=, would lower them",
     "overfitted": "Use more points=, sampler='sobol' or a smaller network",
     "doubtful": "Compare another seed or width by check(against=), or lower the residuals",
     "stalled": "Try another seed, a wider or deeper network, slabs= or another weight= first",
     "unfinished": "Give more steps= or a larger budget=",
 }
-_ALARMING = ("overfitted", "stalled", "doubtful")
-_FALLING = 0.01  # of the loss in a step: a run that ends then ends early
+_FALLING = 0.01  # of the loss in a step: what is worth telling
 
 
 @dataclass(frozen=True)
@@ -31,6 +30,7 @@ class Verdict:
         relative: the largest residual at fresh points, as a share of its terms; NaN for energies.
         estimated: the relative error that such residuals allow, where it was estimated.
         falling: the share by which the loss fell in each of the last steps.
+        exact: residuals of the solve's precision that leave nothing to be wished for.
     """
 
     reason: str
@@ -40,6 +40,7 @@ class Verdict:
     relative: float
     estimated: float | None = None
     falling: float = 0.0
+    exact: float = _EXACT
 
     @property
     def name(self) -> str:
@@ -68,31 +69,50 @@ class Verdict:
             numbers += f", and the error that these allow is estimated as {self.estimated:.1g}"
         elif self.name == "stalled":
             numbers = f"at a loss of {self.fresh:.1e} {numbers}"
-        remedy = "" if self.relative <= _EXACT else f". {_REMEDIES[self.name]}"
         pace = f" while the loss fell by {self.falling:.0%} a step" if self.early else ""
-        return f"{self.name}: {self.reason}{pace}; {numbers}{remedy}"
+        return f"{self.name}: {self.reason}{pace}; {numbers}{self._remedy}"
+
+    @property
+    def _remedy(self) -> str:
+        if self.relative <= self.exact:
+            return ""
+        if self.name != "converged":
+            return f". {_REMEDIES[self.name]}"
+        more = "A wider" if self.stuck else "More steps= or budget=, or a wider"
+        double = " in float64" if self.exact > _EXACT else ""
+        return f". {more} or deeper network{double} would lower them"
 
     @property
     def early(self) -> bool:
         """Whether steps or budget ended a run that was still getting better."""
-        return self.falling > _FALLING and self.reason.startswith(("all", "the budget"))
+        return self.falling > _FALLING and not self.stuck and not self.wanted
+
+    @property
+    def wanted(self) -> bool:
+        """Whether the answer is as good as was asked for, or the caller ended the run."""
+        return self.reason.startswith(("the tolerance", "a callback"))
 
     @property
     def alarming(self) -> bool:
         """Whether the answer must not be used without a look, or could be much better.
 
-        Not if it is as good as was asked for, or the caller ended the run.
+        A run that stalls, or that steps or budget end, says so unless its residuals are exact.
         """
-        wanted = self.reason.startswith(("the tolerance", "a callback"))
-        better = self.relative > _TINY and (self.stuck or self.early)
-        return self.name in _ALARMING or ((self.name == "unfinished" or better) and not wanted)
+        if self.name in ("overfitted", "stalled", "doubtful"):
+            return True
+        return self.relative > self.exact and not self.wanted
 
     @property
     def questionable(self) -> bool:
         """Whether an estimate of the error is worth its time: residuals are small, not exact."""
-        return self.name == "converged" and self.relative > _EXACT
+        return self.name == "converged" and self.relative > self.exact
 
 
 def overfitted(own: float, fresh: float) -> bool:
     """Whether the loss at fresh points says that its own were learned by heart."""
     return fresh > _GAP * own
+
+
+def exact(eps: float) -> float:
+    """Relative residuals that leave nothing to be wished for, in a precision of this ε."""
+    return max(_EXACT, _ROUNDING * eps)
