@@ -118,7 +118,6 @@ VARIANTS: dict[str, Callable[[], dict[str, Any]]] = {
     "0.075, rcond 1e-10": first(solver=PseudoInverse(rcond=1e-10)),
     "0.075, equilibrated": first(solver=Equilibrated()),
     "0.075, half equilibrated": first(solver=Equilibrated(0.5)),
-    "0.075, single 50": first(single=50),
     "0.075, gauss points": first(sampler="gauss"),
     "0.075, sobol points": first(sampler="sobol"),
     "0.075, resample 25": first(sampler="sobol", resample=25),

@@ -153,7 +153,6 @@ RUNS: dict[str, tuple[Callable[[], Any], str]] = {
     "seed": (lambda: solve(seed="one"), "seed"),
     "steps": (lambda: solve(steps=-1), "steps= is"),
     "steps as float": (lambda: solve(steps=2.5), "steps= is"),
-    "single": (lambda: solve(single=-1), "single"),
     "resample": (lambda: solve(resample=0), "resampling"),
     "slabs": (lambda: solve(slabs=2), "need time"),
     "solver": (lambda: solve(solver="cg"), "not a Solver"),
@@ -211,7 +210,7 @@ def test_refused_runs_change_nothing(tmp_path: Path) -> None:
         before = {n: p.detach().clone() for n, p in network.named_parameters()}
         path = tmp_path / "run.pt"
         with pytest.raises(PullbackError):
-            solve(problem(pde.Equation(residual)), network, checkpoint=path, single=2)
+            solve(problem(pde.Equation(residual)), network, checkpoint=path)
         assert all(torch.equal(p, before[n]) for n, p in network.named_parameters())
         assert not path.exists()
 

@@ -76,8 +76,6 @@ def measured() -> pde.Problem:
 CASES = {
     "before the first checkpoint": Case(saved=0),
     "in the middle": Case(),
-    "in float32": Case({"single": 9}),
-    "after float32": Case({"single": 3}),
     "with moved points": Case({"refine": pde.Refine(every=2), "resample": 5}),
     "after a kick": Case({"patience": 2, "steps": 40, "points": 40}, saved=25),
     "in the second slab": Case({"slabs": 3}, slab=1, problem=lambda: pde.Heat(1)),

@@ -81,7 +81,6 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"callbacks": [3]}, "in a list"),
     ({"callbacks": None}, "in a list"),
     ({"steps": True}, "steps= is"),
-    ({"single": True}, "single= is"),
     ({"measure": True}, "measure= is"),
 ]
 CONDITIONS: Table = {

@@ -128,7 +128,7 @@ def test_the_given_network_is_where_the_first_slab_starts() -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, network.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("options", [{}, {"single": 2}, {"resample": 2}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"resample": 2}], ids=str)
 def test_resumed_slabs_reach_the_same_bits(options: dict[str, Any], tmp_path: Path) -> None:
     """A budget ends runs within slabs; it counts what this call spends, not earlier ones."""
     options, path = {"steps": 3, **options}, tmp_path / "run.pt"

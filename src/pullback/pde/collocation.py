@@ -46,7 +46,6 @@ class Collocation:
         trial: the network and the unknown coefficients.
         plan: which points at which step.
         like: precision and device of the solve.
-        single: steps in float32 first.
         causal: whether later times wait for earlier ones.
         processes: among which the points are shared.
 
@@ -63,14 +62,13 @@ class Collocation:
         trial: Trial,
         plan: Plan,
         like: Tensor,
-        single: int,
         causal: bool,
         processes: Processes,
     ) -> None:
         self._problem, self._trial, self._plan = problem, trial, plan
         self._processes = processes
         self._terms: list[tuple[Condition, Sites, Term]] = []
-        self._dtype, self._device, self._single = like.dtype, like.device, single
+        self._dtype, self._device = like.dtype, like.device
         self._built = like.dtype  # the objective's
         self._like = like.detach().new_empty(0)
         self.sites: dict[str, Sites] = plan.draw(plan.at(0))
@@ -92,9 +90,8 @@ class Collocation:
     def at(self, step: int, double: bool = False) -> Objective:
         """The objective at the points and in the precision of this step, or in float64."""
         drawn, refine = self._plan.at(step), self._plan.refine
-        dtype = torch.float32 if step < self._single else self._dtype
-        if double and self._device.type != "mps":  # which has none
-            dtype = torch.float64
+        double = double and self._device.type != "mps"  # which has none
+        dtype = torch.float64 if double else self._dtype
         self._trial.to(dtype)
         new = self.objective is None or dtype != self._built
         if drawn != self._drawn:
@@ -181,7 +178,7 @@ class Collocation:
         refine = self._plan.refine
         still = step >= self._since and (refine is None or refine.over(step))
         # an energy does not go to zero: a share of it says nothing about what is left
-        return step >= self._single and self._plan.resample is None and still and self.squares
+        return self._plan.resample is None and still and self.squares
 
     @property
     def squares(self) -> bool:
@@ -251,8 +248,8 @@ class Collocation:
             "causal": None if self._causal is None else self._causal.state(),
         }
 
-    def restore(self, state: Mapping[str, Any], steps: int) -> None:
-        """The points of a `state`, after so many steps."""
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """The points of a `state`."""
         self._drawn, self._refined = state["drawn"], state["refined"]
         self._since, self.weights = state["since"], dict(state["weights"])
         if self._causal is not None:
@@ -260,8 +257,7 @@ class Collocation:
         self.sites = {
             name: tuple(Points(*parts) for parts in sites) for name, sites in state["sites"].items()
         }
-        if self.sites and steps > self._single:
-            self.objective = self._build(self._dtype)
+        self.objective = self._build(self._dtype)
 
     def _build(self, dtype: torch.dtype) -> Objective:
         processes, self._terms, self._built = self._processes, [], dtype

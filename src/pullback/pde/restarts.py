@@ -43,7 +43,7 @@ def _split(
     live, idle = order[:count], order[count:]
     if not len(live) or not len(idle):
         return False
-    second.bias += w[:, idle] @ h.mean(0)[idle]
+    second.bias.add_(w[:, idle] @ h.mean(0)[idle])
     source = live[torch.arange(len(idle), device=live.device) % count]
     w /= 1 + source.bincount(minlength=len(order))
     w[:, idle] = w[:, source]

@@ -83,7 +83,7 @@ class Run:
         plan = Plan(problem, size(self._trial), **chosen)
         self._processes.adopt([*self._trial.parameters(), *self._trial.buffers()])
         self._points = Collocation(
-            problem, self._trial, plan, like, settings.single, settings.causal, self._processes
+            problem, self._trial, plan, like, settings.causal, self._processes
         )
         if problem.domain.dim <= _FEW:
             refuse_flat(problem, network, self._points.sites)
@@ -105,7 +105,7 @@ class Run:
         self._part, self._started = 1.0, False
         #: relative residuals after a first part of the steps, where there was one
         self.looked: float | None = None
-        schedule = settings.resample, settings.refine, settings.single, settings.causal
+        schedule = settings.resample, settings.refine, settings.causal
         self._identity = {
             "problem": repr(problem),
             "conditions": self._points.fingerprints(),
@@ -174,8 +174,6 @@ class Run:
             orderly = True
         finally:
             self._points.full()
-            if not len(self.history):  # refused, perhaps after rounding to single precision
-                self._put(self._first)
             if orderly:
                 self._record_error()
             if self._path is not None and len(self.history):
@@ -329,7 +327,7 @@ class Run:
         valley, as long as that lowers the loss at fresh points; and a run that is far from a
         solution starts anew. The best parameters are kept.
         """
-        number, left = len(self.history), self._settings.steps - len(self.history)
+        number, left = len(self.history), self._left
         if not self._adaptive or not self._points.squares:
             return False
         own, fresh = self._points.loss(), self._validation.loss(number)
@@ -389,7 +387,7 @@ class Run:
         if self._best is None or self._validation.loss(len(self.history)) <= self._best["fresh"]:
             return False
         self._put(self._best["params"])
-        self._points.restore(self._best["points"], len(self.history))
+        self._points.restore(self._best["points"])
         self.history.forget(len(self.history))
         self._record_error()
         return True
@@ -507,7 +505,7 @@ class Run:
         if self.looked is None:  # else this process has looked since it was saved
             self.looked = state.get("looked")
         self._first, self._best = state["first"], state["best"]
-        self._points.restore(state["points"], len(self.history))
+        self._points.restore(state["points"])
         self._validation.weights = self._points.weights
 
 

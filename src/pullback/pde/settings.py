@@ -36,7 +36,6 @@ class Settings:
     step: Step | None
     gram: str
     memory: int
-    single: int
     causal: bool
     tol: float | None
     patience: int | None
@@ -58,7 +57,7 @@ class Settings:
             check_device(self.device)
 
     def _check_length(self) -> None:
-        for name, least in (("steps", 0), ("single", 0), ("measure", 1)):
+        for name, least in (("steps", 0), ("measure", 1)):
             n = getattr(self, name)
             require(is_integer(n, least), f"{name}=", n, f"Use an integer {name} ≥ {least}")
         tol, budget, patience = self.tol, self.budget, self.patience

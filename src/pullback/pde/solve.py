@@ -39,7 +39,6 @@ def solve(
     step: Step | None = None,
     gram: str = "auto",
     memory: int = 2**32,
-    single: int = 0,
     causal: bool = False,
     slabs: int | str | Sequence[float] = 1,
     tol: float | None = None,
@@ -71,7 +70,6 @@ def solve(
         solver, step, gram, memory: stages of the `NaturalGradient` underneath; by default every
             damped solution from one factorization, and the largest good trust radius; small ones
             in the last ten steps.
-        single: steps in float32 first.
         causal: let later times count once earlier ones are solved.
         slabs: time is cut into so many pieces, or at these times, that are solved one after the
             other. With "auto" they are as long as they converge. Each has at most so many steps.
@@ -91,8 +89,8 @@ def solve(
             all; the first process shows progress and reads and writes the checkpoint.
     """
     settings = Settings(
-        steps, points, sampler, seed, resample, refine, solver, step, gram, memory, single, causal,
-        tol, patience, budget, measure, callbacks, device, progress, optimizer, group,
+        steps, points, sampler, seed, resample, refine, solver, step, gram, memory, causal, tol,
+        patience, budget, measure, callbacks, device, progress, optimizer, group,
     )  # fmt: skip
     times = isinstance(slabs, (list, tuple)) and all(map(is_number, slabs))
     usable = times or slabs == "auto" or is_integer(slabs, 1)
