@@ -8,7 +8,7 @@ from typing import Any
 from .numbers import Rows, record, seconds, small
 
 
-def _tuned() -> dict[str, float]:
+def tuned() -> dict[str, float]:
     """The smallest error on record by set-up."""
     runs = [*record("pde-cuda")["runs"].values(), *record("pde-seeds")["runs"].values()]
     found: dict[str, float] = {}
@@ -20,10 +20,10 @@ def _tuned() -> dict[str, float]:
 def pde_defaults() -> Rows:
     """Every ready problem with nothing tuned."""
     head = ["problem", "parameters", "steps", "seconds", "error", "tuned", "`check()` estimates"]
-    rows, tuned = [[*head, "residuals", "verdict", "warned"]], _tuned()
+    rows, best = [[*head, "residuals", "verdict", "warned"]], tuned()
     for one in sorted(record("pde-defaults")["runs"].values(), key=lambda r: r["name"]):
         energy, estimated = one["relative"] != one["relative"], one["estimated"]
-        known = tuned.get(one["name"])
+        known = best.get(one["name"])
         rows.append(
             [
                 f"`{one['name']}`",

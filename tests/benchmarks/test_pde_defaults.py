@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks import pde_defaults
+from benchmarks.table.defaults import tuned
+from benchmarks.table.numbers import record
 from pullback import pde
 from pullback.pde.problems.setup import SETUPS
 
@@ -16,6 +19,14 @@ from pullback.pde.problems.setup import SETUPS
 def test_every_ready_problem_is_there() -> None:
     assert set(pde_defaults.PROBLEMS) == set(SETUPS)
     assert not any(make().hard for make in pde_defaults.PROBLEMS.values())
+
+
+def test_no_answer_is_far_off_in_silence() -> None:
+    """Beyond 100 times the tuned error a run warns, unless its residuals are exact."""
+    best = tuned()
+    for one in record("pde-defaults")["runs"].values():
+        if one["error"] > 100 * best.get(one["name"], math.inf):
+            assert one["warnings"] or one["relative"] <= 1e-8, one["name"]
 
 
 def test_a_run_says_what_it_found() -> None:

@@ -70,7 +70,7 @@ def test_unusable_samplers_and_sizes() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"every": 0}, {"renew": 0.0}, {"renew": 1.5}, {"candidates": 0.5}, {"floor": -1.0}],
+    [{"every": 0}, {"until": -1}],
 )
 def test_unusable_refinements(options: dict[str, Any]) -> None:
     with pytest.raises(PullbackError, match="refinement"):
@@ -105,7 +105,7 @@ def test_refinement_goes_where_the_residual_is() -> None:
     )
     network = pde.mlp(2, 3, 1, seed=0)
     trial = Trial(network, {}, next(network.parameters()))
-    it = plan(bumpy, points=400, refine=Refine(renew=0.5, floor=0.1), sampler="uniform")
+    it = plan(bumpy, points=400, refine=Refine(), sampler="uniform")
     before = it.draw(0)
     after = it.refined(before, trial, 10)
     again = it.refined(before, trial, 10)
@@ -115,7 +115,7 @@ def test_refinement_goes_where_the_residual_is() -> None:
     assert not torch.equal(x, it.refined(before, trial, 11)["equation"][0].x)
     kept = (x[:, None] == before["equation"][0].x[None]).all(-1).any(1)
     assert int(kept.sum()) == 200
-    assert float((x[~kept][:, 0] < 0.2).double().mean()) > 0.8
+    assert float((x[~kept][:, 0] < 0.2).double().mean()) > 0.5
     assert after["dirichlet"][0] is before["dirichlet"][0]
     edge = after["equation 2"][0]
     assert edge.normals is not None

@@ -165,10 +165,6 @@ POINTS: Table = {
     "every": (lambda: pde.Refine(every="a"), "refinement"),
     "every as float": (lambda: pde.Refine(every=2.5), "refinement"),
     "until": (lambda: pde.Refine(until="end"), "refinement"),
-    "power nan": (lambda: pde.Refine(power=NAN), "refinement"),
-    "power negative": (lambda: pde.Refine(power=-1.0), "refinement"),
-    "renew": (lambda: pde.Refine(renew=None), "refinement"),
-    "floor": (lambda: pde.Refine(floor=INF), "refinement"),
     "where": (lambda: SQUARE.where(3), "predicate"),
     "where on a boundary": (lambda: SQUARE.boundary.where(None), "predicate"),
     "where among points": (lambda: SQUARE.points(X).where(3), "predicate"),
@@ -222,7 +218,7 @@ def test_a_device_that_is_missing() -> None:
 
 def test_usable_ones_pass() -> None:
     solve(device="cpu", tol=1e-9, budget=0, patience=None, callbacks=(), memory=2**20)
-    solve(device=torch.device("cpu"), refine=pde.Refine(every=1, power=0, floor=1))
+    solve(device=torch.device("cpu"), refine=pde.Refine(every=1))
     given = [0.1, 0.7]
     data = pde.Data(given, [1, 2])
     assert data.region(LINE).x[:, 0].tolist() == given  # in float64, not by way of float32

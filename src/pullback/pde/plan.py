@@ -12,43 +12,30 @@ from .._core.errors import PullbackError
 from .conditions import Condition, Energy, Equation, Integral
 from .discretize import Sites, Trial, draw, term
 from .domains import PointSet
-from .kinds import check_count, check_seed, is_integer, is_number, require
+from .kinds import check_count, check_seed, is_integer, require
 from .problem import Problem
 from .sampling import Points, Sampler
 
 _FEWEST, _MOST = 1000, 10_000
 _PER_PARAMETER = 4
+_CANDIDATES = 8  # times the points of an equation, of which a refinement chooses
 _QUADRATURE = {1: 2**8, 2: 2**10}  # points of an integral by dimension; 2¹² beyond
 
 
 @dataclass(frozen=True)
 class Refine:
-    """Points where the residual is large: density ∝ |r|^power / mean |r|^power + floor.
+    """Points where the residual is large: density ∝ |r| / mean |r| + 1.
 
-    Every `every` steps (up to step `until`, where it is given) the share `renew` of an equation's
-    points is drawn anew from `candidates` times as many uniform points; all points count alike, so
-    the loss looks closer where they gather.
+    Every `every` steps (up to step `until`, where it is given) half of an equation's points are
+    drawn anew; all points count alike, so the loss looks closer where they gather.
     """
 
     every: int = 50
     until: int | None = None
-    renew: float = 0.5
-    candidates: float = 8.0
-    power: float = 1.0
-    floor: float = 1.0
 
     def __post_init__(self) -> None:
-        integers = is_integer(self.every, 1) and (self.until is None or is_integer(self.until, 0))
-        numbers = map(is_number, (self.renew, self.candidates, self.power, self.floor))
-        require(
-            integers
-            and all(numbers)
-            and (0 < self.renew <= 1 <= self.candidates)
-            and min(self.power, self.floor) >= 0,
-            "The refinement",
-            self,
-            "Use every ≥ 1, 0 < renew ≤ 1, candidates ≥ 1, power ≥ 0 and floor ≥ 0",
-        )
+        usable = is_integer(self.every, 1) and (self.until is None or is_integer(self.until, 0))
+        require(usable, "The refinement", self, "Use every ≥ 1, and until ≥ 0 or None")
 
     def due(self, step: int) -> bool:
         """Whether points move before this step."""
@@ -132,30 +119,25 @@ class Plan:
 
     def refined(self, sites: dict[str, Sites], trial: Trial, step: int) -> dict[str, Sites]:
         """Some points of every equation moved to where its residual is large."""
-        rule = self.refine or Refine()
         out = dict(sites)
         for i, c in enumerate(self.problem.conditions):
             movable = not isinstance(c.region(self.problem.domain), PointSet)
             if isinstance(c, Equation) and movable and len(sites[c.name]) == 1:
                 seed = self.seed + 7_368_787 * (step + 1) + i
-                out[c.name] = (self._concentrated(c, sites[c.name][0], trial, seed, rule),)
+                out[c.name] = (self._concentrated(c, sites[c.name][0], trial, seed),)
         return out
 
     @torch.no_grad()
-    def _concentrated(
-        self, c: Equation, old: Points, trial: Trial, seed: int, rule: Refine
-    ) -> Points:
-        count = int(rule.candidates * len(old))
+    def _concentrated(self, c: Equation, old: Points, trial: Trial, seed: int) -> Points:
+        count = _CANDIDATES * len(old)
         drawn = draw(self.problem, c, count, "uniform", seed, self.problem.domain)
         candidates = drawn[0].to(old.x.dtype, old.x.device)
         like = next(trial.parameters())
         values = term(self.problem, c, trial, (candidates.to(like.dtype, like.device),))
         r = values.map(dict(trial.named_parameters())).norm(dim=1).cpu()
-        density = r.pow(rule.power)
-        density = density / density.mean().clamp(min=torch.finfo(r.dtype).tiny) + rule.floor
+        density = r / r.mean().clamp(min=torch.finfo(r.dtype).tiny) + 1
         generator = torch.Generator().manual_seed(seed)
-        new = max(1, int(rule.renew * len(old)))
-        chosen = torch.multinomial(density, min(new, count), generator=generator)
+        chosen = torch.multinomial(density, max(1, len(old) // 2), generator=generator)
         kept = torch.randperm(len(old), generator=generator)[: len(old) - len(chosen)]
         kept, chosen = kept.to(old.x.device), chosen.to(old.x.device)
         x = torch.cat([old.x[kept], candidates.x[chosen]])
