@@ -108,7 +108,7 @@ class Bench:
             out[kind] = kinds[f"kfac {kind}"] / kinds["baseline"]
         for rule in RULES:  # a whole cycle of statistics and renewals
             step = self.route(self.rule(rule))
-            repeated(step, 21)()
+            repeated(step, 61)()  # every basis has been begun
             out[f"{rule}, run"] = kernel_seconds(step, self.device, 20) / kinds["baseline"]
         return out
 

@@ -64,6 +64,19 @@ def test_float16_loses_no_more_than_tf32(bias: bool, power: int) -> None:
         assert (found - exact).norm() < 5e-3 * exact.norm()
 
 
+def test_float16_keeps_what_unlike_units_contribute() -> None:
+    """In the length of the metric, where all units count alike: √⟨x, R X C⟩ of the error."""
+    factors = []
+    for n, seed in ((64, 0), (96, 1)):
+        scale = torch.logspace(0, 4, n, dtype=DOUBLE)
+        factors.append(torch.linalg.cholesky(spd(1, n, seed) * scale[:, None] * scale))
+    left, right = factors
+    half = rounded(Inverse(*(torch.cholesky_inverse(f).float() for f in factors)))
+    white = torch.randn(1, 64, 96, dtype=DOUBLE, generator=torch.Generator().manual_seed(2))
+    found = apply_inverse(half, [(left @ white @ right.mT).float()])[0].double()
+    assert (left.mT @ found @ right - white).norm() < 5e-3 * white.norm()
+
+
 def test_a_rescaled_inverse_in_float16() -> None:
     wide = Inverse(*(torch.linalg.inv(spd(1, 8, i, torch.float32)) for i in (0, 1)))
     half, left, right = rounded(wide), torch.rand(1, 8) + 0.5, torch.rand(1, 8) + 0.5

@@ -29,9 +29,9 @@ class Inverse:
     Kronecker blocks have `left` (B, O, O) and `right` (B, n, n), or diagonals (B, n), where n
     counts the bias and is filled up with zeros to `aligned(n)`. With `scale` (B, O, n) the sides
     are eigenvectors (None for the identity), not filled up, and `scale` holds reciprocal
-    eigenvalues. With `rows` (B, O), `columns` (B, n) and `unit` (B,) the sides are in float16, see
-    `rounded`. With `factors` they are lower Cholesky factors, not filled up, to solve with. Units
-    have `left` alone, (U, k, k).
+    eigenvalues. With `rows` (B, O) and `unit` (B,) the sides are in float16, see `rounded`. With
+    `factors` they are lower Cholesky factors, not filled up, to solve with. Units have `left`
+    alone, (U, k, k).
 
     Rules that keep moments of the gradient have them here: `first` and `second`, (B, O, n), and the
     number of `steps` in them, (B,). Their sides are roots or eigenbases, not filled up, in float16
@@ -42,7 +42,6 @@ class Inverse:
     right: Tensor | None = None
     scale: Tensor | None = None
     rows: Tensor | None = None
-    columns: Tensor | None = None
     unit: Tensor | None = None
     first: Tensor | None = None
     second: Tensor | None = None
@@ -160,8 +159,9 @@ def _parted(v: Tensor, given: Sequence[Tensor]) -> list[Tensor]:
 
 # --- float16 ------------------------------------------------------------------------------------
 
-_TOP = 2.0**14  # what the largest entries become
-_NARROWEST = 2.0**-20  # c at least: below it there is but round-off
+_LENGTH, _ENTRY = 2.0**10, 2.0**5  # of a left side's rows times √O, and of a gradient's entries
+_TOP = 2.0**14  # what the largest entries of a right side become
+_NARROWEST = 2.0**-20  # r at least: below it there is but round-off
 _LEAST, _LEAST_SIDE = 2.0**-120, 2.0**-80  # largest entries of zeros, which are divided by
 _SMALLEST, _BOTH = 512, 2560  # sides, and the sum of both, from which on it pays
 
@@ -181,41 +181,41 @@ def roundable(inverse: Inverse) -> bool:
 def rounded(inverse: Inverse) -> Inverse:
     r"""The same in half the memory: float16 has as many bits as TF32, and lacks range alone.
 
-    So the columns of a symmetric S ≥ 0, with |s_ij| ≤ √(s_ii s_jj), are divided by
-    c_j = √(s_jj/max s), and the matrix by a number, so that its entries are at most 2¹⁴. Beside
-    2⁻¹¹|s_ij|, which TF32 loses too, rounding then takes 2⁻³⁹√(s_jj max s) at most.
+    So both sides are divided by numbers, and the columns of a left side S ≥ 0, whose entries are
+    |s_ij| ≤ √(s_ii s_jj), by r_j = √(s_jj/max s). Beside 2⁻¹¹|s_ij|, which TF32 loses too, rounding
+    takes 2⁻³⁹ max s of a right side, and about 2⁻²⁸√(s_jj max s) of a left one.
     """
     left, right = inverse.left, inverse.right
     assert left is not None
     assert right is not None
-    (rows, one), (columns, two) = (_scales(sides.diagonal(side)) for side in (left, right))
-    half = (left / (rows * one)[:, None]).half(), (right / (columns * two)[..., None]).half()
-    return Inverse(*half, rows=rows, columns=columns, unit=(one * two)[:, 0])
+    diagonal = sides.diagonal(left)
+    top = diagonal.amax(1, keepdim=True).clamp(min=_LEAST_SIDE)
+    rows = (diagonal / top).clamp(min=_NARROWEST**2).sqrt()
+    left = left / rows[:, None]
+    lengths = torch.linalg.vector_norm(left, dim=2).amax(1).clamp(min=_LEAST_SIDE)
+    one = lengths * (left.shape[1] ** 0.5 / _LENGTH)
+    two = sides.diagonal(right).amax(1).clamp(min=_LEAST_SIDE) / _TOP
+    half = [(side / by[:, None, None]).half() for side, by in ((left, one), (right, two))]
+    return Inverse(*half, rows=rows, unit=one * two)
 
 
 def widened(inverse: Inverse) -> Inverse:
     """The same in float32, from float16."""
-    left, right, rows, columns, unit = (inverse.tensors()[n] for n in _ROUNDED)
-    left = left.float() * (rows * unit[:, None])[:, None]
-    return Inverse(left, right.float() * columns[..., None])
-
-
-def _scales(diagonal: Tensor) -> tuple[Tensor, Tensor]:
-    """√(s_ii/max s), (G, n), and max s/2¹⁴, (G, 1)."""
-    top = diagonal.amax(1, keepdim=True).clamp(min=_LEAST_SIDE)
-    return (diagonal / top).clamp(min=_NARROWEST**2).sqrt(), top / _TOP
+    left, right, rows, unit = (inverse.tensors()[n] for n in _ROUNDED)
+    return Inverse(left.float() * (rows * unit[:, None])[:, None], right.float())
 
 
 def _by_rounded(inverse: Inverse, v: Tensor, b: Tensor | None = None) -> list[Tensor]:
-    r"""R⁻¹[V b]C⁻¹ = m n·unit·Û Ĉ with V̂ = diag(r)[V b]/m and Û = R̂V̂ diag(c)/n.
+    r"""R⁻¹[V b]C⁻¹ = m·unit·(R̂V̂)Ĉ with V̂ = diag(r)[V b]/m, where m makes entries at most 2⁵.
 
-    m and n make entries at most 2¹⁴, since r and c are at most 1; sums are in float32.
+    Those of R̂V̂ are then at most 2¹⁵, by Cauchy and Schwarz. Sums are in float32.
     """
-    left, right, rows, columns, unit = (inverse.tensors()[n] for n in _ROUNDED)
-    wide, largest = v.shape[2], torch.linalg.vector_norm(v, torch.inf, (1, 2))
+    left, right, rows, unit = (inverse.tensors()[n] for n in _ROUNDED)
+    wide, peaks = v.shape[2], torch.linalg.vector_norm(v, torch.inf, 2)
     if b is not None:
-        largest = torch.maximum(largest, torch.linalg.vector_norm(b, torch.inf, 1))
-    by, m = _range(rows, largest)
+        peaks = torch.maximum(peaks, b.abs())
+    m = torch.add(_LEAST, (peaks * rows).amax(1, keepdim=True), alpha=1 / _ENTRY)
+    by, scale = rows / m, m * unit[:, None]
     given = v.new_empty(*v.shape[:2], right.shape[1], dtype=torch.float16)
     torch.mul(v, by[..., None], out=given[..., :wide])
     if b is not None:
@@ -223,15 +223,12 @@ def _by_rounded(inverse: Inverse, v: Tensor, b: Tensor | None = None) -> list[Te
         wide += 1
     if wide < given.shape[2]:
         given[..., wide:] = 0
-    u = _product(left, given)
-    by, n = _range(columns, torch.linalg.vector_norm(u, torch.inf, (1, 2)))
-    w = _product(torch.mul(u, by[:, None], out=given), right)
-    scale = m * n * unit[:, None]
+    w = _product(_product(left, given, torch.float16), right, torch.float32)
     weight = w[..., : v.shape[2]] * scale[..., None]
     return [weight] if b is None else [weight, w[..., wide - 1] * scale]
 
 
-_ROUNDED = ("left", "right", "rows", "columns", "unit")
+_ROUNDED = ("left", "right", "rows", "unit")
 _NORM = 2.0**15  # of a matrix in float16: no rotation of it has a larger entry
 
 
@@ -270,14 +267,8 @@ def to_half(x: Tensor, *sides: Tensor | None) -> tuple[Tensor, Tensor | None]:
     return torch.div(x, by, out=x.new_empty(x.shape, dtype=torch.float16)), by
 
 
-def _range(by: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
-    """by/m (B, n) and m (B, 1), for entries up to `largest` (B,) to become 2¹⁴ at most."""
-    m = torch.add(_LEAST, largest, alpha=1 / _TOP)[:, None]
-    return by / m, m
-
-
-def _product(x: Tensor, y: Tensor) -> Tensor:
-    """X Y of float16 matrices, in float32."""
-    if x.is_cuda:
-        return torch.bmm(x, y, out_dtype=torch.float32)
-    return torch.bmm(x.float(), y.float())
+def _product(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
+    """X Y of float16 matrices, in this dtype; sums are in float32."""
+    if not x.is_cuda:
+        return torch.bmm(x.float(), y.float()).to(dtype)
+    return torch.bmm(x, y) if dtype == torch.float16 else torch.bmm(x, y, out_dtype=dtype)

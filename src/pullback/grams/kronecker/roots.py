@@ -43,7 +43,7 @@ def polar(x: Tensor) -> Tensor:
     size = (1.01 * size).clamp(min=torch.finfo(wide).tiny)
     y = torch.div(x, size, out=torch.empty_like(x, dtype=kind))
     for a, b, c in _POLAR:
-        gram = y.mT @ y if tall else y @ y.mT
+        gram = torch.bmm(y.mT, y) if tall else torch.bmm(y, y.mT)
         p = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         y = torch.baddbmm(y, *((y, p) if tall else (p, y)), beta=a)
     return y

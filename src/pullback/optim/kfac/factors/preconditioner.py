@@ -31,7 +31,7 @@ from .factor import SPECTRUM, BlockKey, block_shape
 
 _GROWTH, _TRIES = 10.0, 8
 _COARSE = 0.05  # the least damping with which roots are first tried with few bits
-_PORTION = 2**27  # entries of matrices that are inverted at once
+_PORTION, _TURNED = 2**29, 2**27  # entries of sides that are inverted, or turned, at once
 _BEGUN = 2**21  # entries of sides whose first eigenbases one step finds
 
 Averages = Mapping[BlockKey, Average]
@@ -184,7 +184,7 @@ class Preconditioner:
             entries = self._entries(key)
             if not out or entries > room:
                 out.append([])
-                room = _PORTION
+                room = _TURNED if self.rule.needs == "basis" else _PORTION
             out[-1].append(key)
             room -= entries
         return out
