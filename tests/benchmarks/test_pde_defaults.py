@@ -8,12 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks import pde_defaults
 from benchmarks.table.defaults import tuned
 from benchmarks.table.numbers import record
 from pullback import pde
 from pullback.pde.problems.setup import SETUPS
+from pullback.pde.verdict import Verdict, exact
+
+DOUBLE = torch.float64
 
 
 def test_every_ready_problem_is_there() -> None:
@@ -21,12 +25,18 @@ def test_every_ready_problem_is_there() -> None:
     assert not any(make().hard for make in pde_defaults.PROBLEMS.values())
 
 
-def test_no_answer_is_far_off_in_silence() -> None:
-    """Beyond 100 times the tuned error a run warns, unless its residuals are exact."""
+def test_no_answer_on_record_would_be_far_off_in_silence() -> None:
+    """Beyond 100 times the tuned error there is a warning, unless residuals are exact."""
     best = tuned()
-    for one in record("pde-defaults")["runs"].values():
-        if one["error"] > 100 * best.get(one["name"], math.inf):
-            assert one["warnings"] or one["relative"] <= 1e-8, one["name"]
+    for name in ("pde-defaults", "pde-seeds"):
+        for one in record(name)["runs"].values():
+            limit = exact(torch.finfo(torch.float32 if "single" in one["name"] else DOUBLE).eps)
+            numbers = one["own"], one["fresh"], one["relative"]
+            verdict = Verdict(one["stopped"], False, *numbers, exact=limit)
+            if one["error"] > 100 * best.get(one["name"], math.inf):
+                assert verdict.alarming or one["relative"] <= 1e-8, one["name"]
+            if one["relative"] <= 1e-8:
+                assert not verdict.alarming, one["name"]
 
 
 def test_a_run_says_what_it_found() -> None:
