@@ -182,7 +182,7 @@ def parameter_space_by_the_summed_gram(rank: int, size: int) -> None:
 @CHECKS.add
 def products_alone(rank: int, size: int) -> None:
     make = natural(pb.solvers.ConjugateGradient(1e-1, tol=1e-13), pb.steps.Constant(1.0))
-    found = compare(rank, mlp(), make, batch(), number=5)
+    found = compare(rank, mlp(), make, batch(), number=3)
     assert found[0].gram == "matrix_free"
 
 
@@ -214,7 +214,7 @@ def hessian_free(rank: int, size: int) -> None:
         model = mlp()
         opt = pb.optim.HessianFree(model, pb.likelihoods.Categorical(), group=group)
         scale = dist.get_world_size(group) / 60
-        found = steps(opt, model, x[some], y[some], scale, 5)
+        found = steps(opt, model, x[some], y[some], scale, 3)
         assert all(info.accepted for info in found)
         return torch.tensor([info.loss for info in found], device=place()), flat(model)
 

@@ -24,7 +24,7 @@ import pullback as pb
 from pullback._core.shards import is_sharded, local
 
 from .test_kfac import OPTIONS
-from .training import IGNORED, STEPS, batch, load, model_of, save, share, train
+from .training import FEW, IGNORED, STEPS, batch, load, model_of, save, share, train
 from .world import GROUPS, World, place
 
 COUNTS = (15, 8, 13)
@@ -105,7 +105,7 @@ def equal(
 
 @pytest.mark.parametrize("kind", ["dense", "convolutions", "attention", "recurrence"])
 def test_layers(world: World, kind: str) -> None:
-    equal(world, kind, OPTIONS["clip"])
+    equal(world, kind, OPTIONS["clip"], steps=STEPS if kind == "dense" else FEW)
 
 
 @pytest.mark.parametrize("name", ["no clip", "ekfac", "eigenbasis", "spectral", "empirical"])
@@ -118,19 +118,22 @@ def test_kept_whole_after_the_forward_pass(world: World) -> None:
 
 
 def test_replicas_of_shards(world: World) -> None:
-    equal(world, "dense", OPTIONS["clip"], (10, 8, 11, 7))
-    equal(world, "convolutions", {**OPTIONS["eigenbasis"], "workers": 2}, (10, 8, 11, 7))
+    counts = (10, 8, 11, 7)
+    equal(world, "dense", OPTIONS["clip"], counts, steps=FEW)
+    options = {**OPTIONS["eigenbasis"], "workers": 2}
+    equal(world, "convolutions", options, counts, steps=FEW)
 
 
 def test_workers_and_empty_batches(world: World) -> None:
-    equal(world, "dense", {**OPTIONS["clip"], "workers": 1}, (20, 0, 16))
+    equal(world, "dense", {**OPTIONS["clip"], "workers": 1}, (20, 0, 16), steps=FEW)
 
 
 def test_mixed_precision(world: World) -> None:
     """The statistics are those of whole parameters in full precision; replicas stay the same."""
     policy = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
-    found = world.run(run, "dense", COUNTS, OPTIONS["clip"], {"policy": policy}, size=3)
-    want = train(0, 1, "dense", COUNTS, OPTIONS["clip"])
+    how = {"policy": policy, "steps": FEW}
+    found = world.run(run, "dense", COUNTS, OPTIONS["clip"], how, size=3)
+    want = train(0, 1, "dense", COUNTS, OPTIONS["clip"], FEW)
     for name, p in want.items():
         assert all(torch.equal(found[0][name], other[name]) for other in found)
         torch.testing.assert_close(found[0][name], p, rtol=0.05, atol=0.05)
@@ -148,9 +151,9 @@ def test_checkpoints(world: World, tmp_path: Path, name: str, counts: tuple[int,
     """Saved in two pieces or in pairs, a run goes on in three, in the other way, or whole."""
     options, path = OPTIONS[name], str(tmp_path / "saved")
     size, other = len(counts), (10, 8, 11, 7) if len(counts) == 2 else (20, 16)
-    world.run(run, "dense", counts, options, {"save": path, "steps": 5}, size=size)
-    want = train(0, 1, "dense", (36,), options)
-    how: dict[str, Any] = {"load": path, "start": 5}
+    world.run(run, "dense", counts, options, {"save": path, "steps": 3}, size=size)
+    want = train(0, 1, "dense", (36,), options, FEW)
+    how: dict[str, Any] = {"load": path, "start": 3, "steps": FEW}
     found = world.run(run, "dense", COUNTS, options, how, size=3)
     found += world.run(run, "dense", other, options, how, size=len(other))
     found.append(train(0, 1, "dense", (36,), options, **how))
@@ -206,7 +209,7 @@ def resumed(rank: int, size: int, name: str, way: str) -> Any:
     nets = [sharded("convolutions", size) for _ in range(2)]
     one, two = (optimizer(net, OPTIONS[name]) for net in nets)
     counts = (10, 8, 11, 7)
-    advance(nets[0], one, "convolutions", counts, rank, range(5))
+    advance(nets[0], one, "convolutions", counts, rank, range(3))
     advance(nets[1], two, "convolutions", counts, rank, range(10, 11))
     set_model_state_dict(nets[1], get_model_state_dict(nets[0]))
     options = StateDictOptions(full_state_dict=True)
@@ -223,7 +226,7 @@ def resumed(rank: int, size: int, name: str, way: str) -> Any:
             numbered = {i: state["state"][n] for i, n in every}
             two.load_state_dict({"state": numbered, "param_groups": groups})
     for net, opt in zip(nets, (one, two), strict=True):
-        advance(net, opt, "convolutions", counts, rank, range(5, 9))
+        advance(net, opt, "convolutions", counts, rank, range(3, FEW))
     return *map(whole, nets), one.memory(), two.memory()
 
 
