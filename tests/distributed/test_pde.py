@@ -142,7 +142,7 @@ def runs_that_are_stuck(rank: int, size: int) -> None:
         pde.Interval(0, 1),
         [pde.Equation(lambda u, x: u.xx + pi**2 * torch.sin(pi * x)), pde.Dirichlet(0.0)],
     )
-    options: Any = {"points": 40, "steps": 100, "patience": 2, "progress": False, "seed": 3}
+    options: Any = {"points": 40, "steps": 50, "patience": 2, "progress": False, "seed": 3}
     net = pde.mlp(1, 3, 1, seed=0)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")

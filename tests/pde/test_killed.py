@@ -77,7 +77,7 @@ CASES = {
     "before the first checkpoint": Case(saved=0),
     "in the middle": Case(),
     "with moved points": Case({"refine": pde.Refine(every=2), "resample": 5}),
-    "after a kick": Case({"patience": 2, "steps": 100, "points": 40}, saved=25),
+    "after a kick": Case({"patience": 2, "steps": 40, "points": 40}, saved=25),
     "in the second slab": Case({"slabs": 3}, slab=1, problem=lambda: pde.Heat(1)),
     "in the last slab": Case({"slabs": 2}, slab=1, saved=0, problem=lambda: pde.Heat(1)),
     "while a prior's weight is sought": Case({"steps": 30}, saved=12, problem=measured),

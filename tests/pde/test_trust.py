@@ -299,7 +299,7 @@ def test_solutions_pickle() -> None:
 
 def test_stuck_runs_go_on_from_kicked_parameters(tmp_path: Path) -> None:
     """Patience 2 takes any pause for a plateau. The best is kept, and resumed to the same bits."""
-    options: dict[str, Any] = dict(steps=100, patience=2, points=40)
+    options: dict[str, Any] = dict(steps=50, patience=2, points=40)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         whole = run(network=pde.mlp(1, 3, 1, seed=0), **options)

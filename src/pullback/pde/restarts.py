@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 
 import torch
@@ -61,6 +61,17 @@ def _hidden(network: nn.Module) -> Iterator[tuple[nn.Linear, nn.Linear]]:
             for first, second in pairwise(layers):
                 if all(p.requires_grad for m in (first, second) for p in m.parameters()):
                     yield first, second
+
+
+def shuffled(
+    first: Mapping[str, Tensor], network: nn.Module, generator: torch.Generator
+) -> dict[str, Tensor]:
+    """The first parameters, shuffled within each tensor that is solved for."""
+    return {
+        n: first[n].flatten()[torch.randperm(p.numel(), generator=generator)].view_as(p).to(p)
+        for n, p in network.named_parameters()
+        if p.requires_grad
+    }
 
 
 def _normal(like: Tensor, generator: torch.Generator) -> Tensor:

@@ -6,6 +6,7 @@ import math
 import os
 import time
 import warnings
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .._core.errors import PullbackError
@@ -29,7 +30,7 @@ from .method import SHORT, costs, optimizer, size, stepped
 from .plan import Plan
 from .problem import Problem
 from .progress import Line, shown
-from .restarts import kick
+from .restarts import kick, shuffled
 from .settings import Settings
 from .signals import Interruption, held_back, terminable
 from .solution import Solution
@@ -48,6 +49,7 @@ _LEVEL = 10, 0.05  # steps, and the share of the loss, after which a prior is we
 _SLOW = 0.01, 0.5  # of the loss: runs that fall by less are stuck, far from a solution and near
 _TRY = 40  # steps that a kick needs to pay
 _PACE = 20  # steps over which the loss is seen to fall
+_RESTART = 1e-3  # of their terms: residuals at which a run that is stuck starts anew
 _SETTLE = 10  # steps of the end, and of a stuck run, that go down into the valley; a tenth at most
 
 
@@ -95,6 +97,7 @@ class Run:
         self._path = None if checkpoint is None else Path(checkpoint)
         self._yardstick = Yardstick(problem, like) if problem.known else None
         self._rejected, self._stuck = 0, False
+        self._first = {n: p.detach().clone() for n, p in self._trial.named_parameters()}
         self._best: dict[str, Any] | None = None  # of the runs before the last restart
         self._unsettled: dict[str, Any] | None = None  # before the last steps of all
         #: seconds spent before this call, by a run that it goes on with
@@ -217,6 +220,12 @@ class Run:
             said = f"Derivatives are nested automatic differentiation, which is slower: {reason}"
             warnings.warn(said, stacklevel=5)
 
+    @torch.no_grad()
+    def _put(self, values: Mapping[str, Tensor]) -> None:
+        params = dict(self._trial.named_parameters())
+        for name, value in values.items():
+            params[name].copy_(value)
+
     def _asked(self, info: StepInfo, came: Interruption) -> str:
         """Why the run must end after this step: a callback or a signal, on any process."""
         calls = any([call(self, info) is True for call in self._settings.callbacks])
@@ -315,7 +324,8 @@ class Run:
         """Go on from stagnation with other points or parameters, where that may help.
 
         Points move where they are overfitted. Else the parameters are kicked, which leaves a narrow
-        valley, as long as that halves the loss at fresh points. The best parameters are kept.
+        valley, as long as that lowers the loss at fresh points; and a run that is far from a
+        solution starts anew. The best parameters are kept.
         """
         number, left = len(self.history), self._left
         if not self._adaptive or not self._points.squares:
@@ -328,13 +338,18 @@ class Run:
             return True
         best = math.inf if self._best is None else self._best["fresh"]
         taken = number - max(self.history.restarted, default=0)
-        if left < max(_TRY, taken / 2) or fresh >= 0.5 * best:
+        kicked = left >= max(_TRY, taken / 2) and fresh < 0.5 * best
+        if not kicked and (left < taken or self._validation.relative(number) <= _RESTART):
             return False
-        trial = {n: v.clone() for n, v in self._trial.state_dict().items()}
-        self._best = {"fresh": fresh, "trial": trial, "points": self._points.state()}
+        if fresh < best:
+            params = {n: p.detach().clone() for n, p in self._trial.named_parameters()}
+            self._best = {"fresh": fresh, "params": params, "points": self._points.state()}
         generator = torch.Generator().manual_seed(self._settings.seed + 7919 * number)
-        x = self.problem.domain.sample(_SEEN, "sobol", seed=self._settings.seed).x
-        kick(self._trial, x.to(next(self._trial.parameters())), generator)
+        if kicked:
+            x = self.problem.domain.sample(_SEEN, "sobol", seed=self._settings.seed).x
+            kick(self._trial, x.to(next(self._trial.parameters())), generator)
+        else:
+            self._put(shuffled(self._first, self._trial, generator))
         self._processes.adopt([*self._trial.parameters()])
         self._points.unsettle(number)
         self.history.restarted.append(number)
@@ -371,7 +386,7 @@ class Run:
         """Go back to the best of several tries; whether that was not the last."""
         if self._best is None or self._validation.loss(len(self.history)) <= self._best["fresh"]:
             return False
-        self._trial.load_state_dict(self._best["trial"])
+        self._put(self._best["params"])
         self._points.restore(self._best["points"])
         self.history.forget(len(self.history))
         self._record_error()
@@ -454,7 +469,7 @@ class Run:
     def _save(self) -> None:
         assert self._path is not None
         if self._processes.rank == 0:
-            state = {"run": self._identity, "looked": self.looked}
+            state = {"run": self._identity, "looked": self.looked, "first": self._first}
             saved.save(self._path, {**state, **self._state(), "unsettled": self._unsettled})
 
     def _state(self) -> dict[str, Any]:
@@ -489,7 +504,7 @@ class Run:
         self._rejected = state["rejected"]
         if self.looked is None:  # else this process has looked since it was saved
             self.looked = state.get("looked")
-        self._best = state["best"]
+        self._first, self._best = state["first"], state["best"]
         self._points.restore(state["points"])
         self._validation.weights = self._points.weights
 
