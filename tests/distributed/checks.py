@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -45,3 +46,15 @@ def same_everywhere(*tensors: Tensor) -> None:
         found = [torch.empty_like(t) for _ in range(dist.get_world_size())]
         dist.all_gather(found, t.detach().contiguous())
         assert all(torch.equal(found[0], other) for other in found[1:])
+
+
+def told_everywhere(value: object) -> None:
+    """Raise unless all processes have the same."""
+    found: list[object] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    assert all(other == value for other in found)
+
+
+def only(rank: int) -> Any:
+    """Return the group of this process by itself."""
+    return dist.new_group([rank], use_local_synchronization=True)

@@ -16,13 +16,13 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import pullback as pb
 
-from .checks import Checks, same_everywhere
+from .checks import Checks, only, same_everywhere, told_everywhere
 from .world import World, place, round_off
 
 CHECKS = Checks(__name__)
 SIZE = 3
 CUTS = (0, 5, 5, 12)  # process 1 has no samples
-STEPS = 10
+STEPS = 6
 
 
 def mlp(width: int = 6, outputs: int = 3) -> nn.Module:
@@ -85,30 +85,36 @@ def compare(
     cuts: tuple[int, ...] = CUTS,
     number: int = STEPS,
     tol: float = 1e-10,
-) -> tuple[list[Any], list[Any]]:
-    """Steps of all processes on their samples, and of each by itself on all of them."""
+) -> list[Any]:
+    """Steps of all processes on their samples are those of the first one alone on all samples."""
     x, y = data
-    alone, shared = copy.deepcopy(model), copy.deepcopy(model)
+    shared = copy.deepcopy(model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         # also on a process without samples, which measures nothing
         warnings.filterwarnings("error", message=".*the measured output does not")
-        one = make(alone, group=dist.new_group([rank], use_local_synchronization=True))
-        want = steps(one, alone, x, y, 1 / len(x), number)
         outer = DDP(shared) if wrap else shared
         many = make(outer, **({} if wrap else {"group": dist.group.WORLD}))
         own = slice(cuts[rank], cuts[rank + 1])
         found = steps(many, outer, x[own], y[own], SIZE / len(x), number)
+        same_everywhere(flat(shared))
+        told_everywhere([(i.accepted, i.gram, i.rows, i.trials, i.loss) for i in found])
+        if rank == 0:
+            alone = copy.deepcopy(model)
+            one = make(alone, group=only(0))
+            want = steps(one, alone, x, y, 1 / len(x), number)
+            agree(want, found, tol)
+            moved = (flat(alone) - flat(model)).norm()
+            assert (flat(alone) - flat(shared)).norm() <= tol * moved
+    return found
+
+
+def agree(want: list[Any], found: list[Any], tol: float) -> None:
+    """Raise unless the steps are the same, and some were taken."""
     assert any(info.accepted for info in want)
     for a, b in zip(want, found, strict=True):
         assert (a.accepted, a.gram, a.rows, a.trials) == (b.accepted, b.gram, b.rows, b.trials)
         assert abs(a.loss - b.loss) <= tol * max(1, abs(a.loss))
-    start, end = flat(model), flat(alone)
-    assert (end - flat(shared)).norm() <= tol * (end - start).norm(), (
-        end - flat(shared)
-    ).norm() / (end - start).norm()
-    same_everywhere(flat(shared))
-    return want, found
 
 
 FISHER = {"likelihood": pb.likelihoods.Categorical()}
@@ -123,7 +129,7 @@ def natural(solver: Any = None, step: Any = None, **options: Any) -> Callable[..
 
 @CHECKS.add
 def sample_space_by_the_kernel(rank: int, size: int) -> None:
-    _, found = compare(rank, mlp(16), natural(pb.solvers.Cholesky(1e-2)), batch())
+    found = compare(rank, mlp(16), natural(pb.solvers.Cholesky(1e-2)), batch())
     assert found[0].gram == "kernel"
 
 
@@ -150,14 +156,14 @@ def what_is_sent(rank: int, size: int) -> None:
 @CHECKS.add
 def sample_space_by_rows(rank: int, size: int) -> None:
     make = natural(pb.solvers.PseudoInverse(), pb.steps.TargetRatio())
-    _, found = compare(rank, mlp(16), make, batch())
+    found = compare(rank, mlp(16), make, batch())
     assert found[0].gram == "rows"
 
 
 @CHECKS.add
 def parameter_space_by_products(rank: int, size: int) -> None:
     cuts, data = (0, 40, 40, 60), batch(count=60)  # 120 and 60 rows, 51 parameters
-    _, found = compare(rank, mlp(), natural(pb.solvers.Cholesky(1e-3)), data, cuts=cuts)
+    found = compare(rank, mlp(), natural(pb.solvers.Cholesky(1e-3)), data, cuts=cuts)
     assert (found[0].gram, found[0].rows, found[0].parameters) == ("rows", 180, 51)
 
 
@@ -176,7 +182,7 @@ def parameter_space_by_the_summed_gram(rank: int, size: int) -> None:
 @CHECKS.add
 def products_alone(rank: int, size: int) -> None:
     make = natural(pb.solvers.ConjugateGradient(1e-1, tol=1e-13), pb.steps.Constant(1.0))
-    _, found = compare(rank, mlp(), make, batch(), number=5)
+    found = compare(rank, mlp(), make, batch(), number=3)
     assert found[0].gram == "matrix_free"
 
 
@@ -202,24 +208,24 @@ def levenberg_marquardt(rank: int, size: int) -> None:
 @CHECKS.add
 def hessian_free(rank: int, size: int) -> None:
     """Truncated conjugate gradients magnify round-off as they do with samples in another order."""
-    (x, y), scale = batch(count=60), 1 / 60
-    other = torch.randperm(60, generator=torch.Generator().manual_seed(0)).to(place())
-    mine = dist.new_group([rank], use_local_synchronization=True)
-    losses, ends = [], []
-    for some in (slice(0, 60), other, slice(20 * rank, 20 * rank + 20)):
-        shared = isinstance(some, slice) and some != slice(0, 60)
+    x, y = batch(count=60)
+
+    def run(some: Any, group: Any) -> tuple[Tensor, Tensor]:
         model = mlp()
-        given = {"group": dist.group.WORLD if shared else mine}
-        opt = pb.optim.HessianFree(model, pb.likelihoods.Categorical(), **given)
-        found = steps(opt, model, x[some], y[some], scale * (size if shared else 1), 5)
+        opt = pb.optim.HessianFree(model, pb.likelihoods.Categorical(), group=group)
+        scale = dist.get_world_size(group) / 60
+        found = steps(opt, model, x[some], y[some], scale, 3)
         assert all(info.accepted for info in found)
-        losses.append(torch.tensor([info.loss for info in found]))
-        ends.append(flat(model))
-    for values in (losses, ends):
-        want, permuted, shared = values
-        assert (shared - want).norm() <= 20 * (permuted - want).norm() + 1e-12
-    assert (ends[2] - ends[0]).norm() <= 1e-3 * ends[0].norm()
-    same_everywhere(ends[2])
+        return torch.tensor([info.loss for info in found], device=place()), flat(model)
+
+    shared = run(slice(20 * rank, 20 * rank + 20), dist.group.WORLD)
+    same_everywhere(*shared)
+    if rank == 0:
+        other = torch.randperm(60, generator=torch.Generator().manual_seed(0)).to(place())
+        whole, permuted = run(slice(0, 60), only(0)), run(other, only(0))
+        for want, order, found in zip(whole, permuted, shared, strict=True):
+            assert (found - want).norm() <= 20 * (order - want).norm() + 1e-12
+        assert (shared[1] - whole[1]).norm() <= 1e-3 * whole[1].norm()
 
 
 @CHECKS.add
@@ -262,12 +268,12 @@ def accumulated_calls(rank: int, size: int) -> None:
             assert opt.step(closure).accepted
 
     make = natural(pb.solvers.Cholesky(1e-2))
-    one = make(alone, group=dist.new_group([rank], use_local_synchronization=True))
-    run(one, alone, [slice(0, 7), slice(7, 12)], 1 / 12)
     own = [[slice(0, 3), slice(3, 4)], [slice(4, 12)], []][rank]
     run(make(shared, group=dist.group.WORLD), shared, own, SIZE / 12)
-    assert (flat(alone) - flat(shared)).norm() <= 1e-10 * flat(alone).norm()
     same_everywhere(flat(shared))
+    if rank == 0:
+        run(make(alone, group=only(0)), alone, [slice(0, 7), slice(7, 12)], 1 / 12)
+        assert (flat(alone) - flat(shared)).norm() <= 1e-10 * flat(alone).norm()
 
 
 @CHECKS.add
@@ -285,17 +291,18 @@ def objectives(rank: int, size: int) -> None:
         return residuals
 
     options: Any = {"solver": pb.solvers.PseudoInverse(1e-8), "step": pb.steps.TargetRatio()}
-    mine = dist.new_group([rank], use_local_synchronization=True)
-    one = pb.NaturalGradient(alone, **options, group=mine)
     many = pb.NaturalGradient(shared, **options, group=dist.group.WORLD)
-    cuts = (0, 4, 4, 12)
-    for _ in range(STEPS):
-        a = one.step(objective=objective(alone, x))
-        b = many.step(objective=objective(shared, x[cuts[rank] : cuts[rank + 1]]))
-        assert abs(a.loss - b.loss) <= round_off()
-        assert a.rows == b.rows
-    assert (flat(alone) - flat(shared)).norm() <= round_off() * flat(alone).norm()
+    own = objective(shared, x[[slice(0, 4), slice(0, 0), slice(4, 12)][rank]])
+    found = [many.step(objective=own) for _ in range(STEPS)]
     same_everywhere(flat(shared))
+    told_everywhere([(info.loss, info.rows) for info in found])
+    if rank == 0:
+        one = pb.NaturalGradient(alone, **options, group=only(0))
+        for b in found:
+            a = one.step(objective=objective(alone, x))
+            assert abs(a.loss - b.loss) <= round_off()
+            assert a.rows == b.rows
+        assert (flat(alone) - flat(shared)).norm() <= round_off() * flat(alone).norm()
 
 
 @CHECKS.add

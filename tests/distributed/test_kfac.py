@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import pullback as pb
 from benchmarks.traffic import count
 
-from .training import MODELS, STEPS, batch, model_of, train
+from .training import FEW, MODELS, STEPS, batch, model_of, train
 from .world import World, place
 
 CATEGORICAL = pb.likelihoods.Categorical()
@@ -46,7 +46,7 @@ def _train(
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_layers(world: World, kind: str) -> None:
-    equal(world, kind, NATURAL)
+    equal(world, kind, NATURAL, steps=FEW)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -126,10 +126,10 @@ def test_checkpoints(world: World, tmp_path: Path, name: str) -> None:
     options = {**OPTIONS.get(name, OPTIONS["eigenbasis"])}
     if name == "one worker":
         options["workers"] = 1
-    how = {"save": str(tmp_path / "two"), "steps": 5}
+    how = {"save": str(tmp_path / "two"), "steps": 3}
     world.run(_train, "convolutions", (20, 16), options, how, size=2)
-    want = train(0, 1, "convolutions", (36,), {**options, "workers": None})
-    how = {"load": str(tmp_path / "two"), "start": 5}
+    want = train(0, 1, "convolutions", (36,), {**options, "workers": None}, FEW)
+    how = {"load": str(tmp_path / "two"), "start": 3, "steps": FEW}
     found = world.run(_train, "convolutions", UNEVEN, options, how)
     found.append(train(0, 1, "convolutions", (36,), {**options, "workers": None}, **how))
     for parameter, p in want.items():

@@ -24,7 +24,7 @@ import pullback as pb
 from pullback._core.shards import is_sharded, local
 
 from .test_kfac import OPTIONS
-from .training import IGNORED, batch, load, model_of, save, share, train
+from .training import FEW, IGNORED, STEPS, batch, load, model_of, save, share, train
 from .world import GROUPS, World, place
 
 COUNTS = (15, 8, 13)
@@ -66,7 +66,7 @@ def run(
     opt = optimizer(net, options)
     if path := how.get("load"):
         load(net, opt, path, size)
-    advance(net, opt, kind, counts, rank, range(how.get("start", 0), how.get("steps", 10)))
+    advance(net, opt, kind, counts, rank, range(how.get("start", 0), how.get("steps", STEPS)))
     if path := how.get("save"):
         save(net, opt, path, size)
     return whole(net)
@@ -95,7 +95,8 @@ def equal(
     world: World, kind: str, options: dict[str, Any], counts: tuple[int, ...] = COUNTS, **how: Any
 ) -> None:
     found = world.run(run, kind, counts, options, how, size=len(counts))
-    want = train(0, 1, kind, counts, {**options, "workers": None})
+    steps = how.get("steps", STEPS)
+    want = train(0, 1, kind, counts, {**options, "workers": None}, steps)
     for name, p in want.items():
         for other in found[1:]:
             assert torch.equal(found[0][name], other[name]), name
@@ -104,47 +105,55 @@ def equal(
 
 @pytest.mark.parametrize("kind", ["dense", "convolutions", "attention", "recurrence"])
 def test_layers(world: World, kind: str) -> None:
-    equal(world, kind, OPTIONS["clip"])
+    equal(world, kind, OPTIONS["clip"], steps=STEPS if kind == "dense" else FEW)
 
 
 @pytest.mark.parametrize("name", ["no clip", "ekfac", "eigenbasis", "spectral", "empirical"])
 def test_options(world: World, name: str) -> None:
-    equal(world, "dense", OPTIONS[name])
+    equal(world, "dense", OPTIONS[name], steps=7)
 
 
 def test_kept_whole_after_the_forward_pass(world: World) -> None:
-    equal(world, "dense", OPTIONS["clip"], policy={"reshard_after_forward": False})
+    equal(world, "dense", OPTIONS["clip"], policy={"reshard_after_forward": False}, steps=3)
 
 
 def test_replicas_of_shards(world: World) -> None:
-    equal(world, "dense", OPTIONS["clip"], (10, 8, 11, 7))
-    equal(world, "convolutions", {**OPTIONS["eigenbasis"], "workers": 2}, (10, 8, 11, 7))
+    counts = (10, 8, 11, 7)
+    equal(world, "dense", OPTIONS["clip"], counts, steps=FEW)
+    options = {**OPTIONS["eigenbasis"], "workers": 2}
+    equal(world, "convolutions", options, counts, steps=FEW)
 
 
 def test_workers_and_empty_batches(world: World) -> None:
-    equal(world, "dense", {**OPTIONS["clip"], "workers": 1}, (20, 0, 16))
+    equal(world, "dense", {**OPTIONS["clip"], "workers": 1}, (20, 0, 16), steps=FEW)
 
 
 def test_mixed_precision(world: World) -> None:
     """The statistics are those of whole parameters in full precision; replicas stay the same."""
     policy = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
-    found = world.run(run, "dense", COUNTS, OPTIONS["clip"], {"policy": policy}, size=3)
-    want = train(0, 1, "dense", COUNTS, OPTIONS["clip"])
+    how = {"policy": policy, "steps": FEW}
+    found = world.run(run, "dense", COUNTS, OPTIONS["clip"], how, size=3)
+    want = train(0, 1, "dense", COUNTS, OPTIONS["clip"], FEW)
     for name, p in want.items():
         assert all(torch.equal(found[0][name], other[name]) for other in found)
         torch.testing.assert_close(found[0][name], p, rtol=0.05, atol=0.05)
 
 
 @pytest.mark.parametrize(
-    ("name", "counts"), [("clip", (20, 16)), ("ekfac", (20, 16)), ("eigenbasis", (10, 8, 11, 7))]
+    ("name", "counts"),
+    [
+        ("clip", (20, 16)),
+        ("eigenbasis", (10, 8, 11, 7)),
+        pytest.param("ekfac", (20, 16), marks=pytest.mark.slow),
+    ],
 )
 def test_checkpoints(world: World, tmp_path: Path, name: str, counts: tuple[int, ...]) -> None:
     """Saved in two pieces or in pairs, a run goes on in three, in the other way, or whole."""
     options, path = OPTIONS[name], str(tmp_path / "saved")
     size, other = len(counts), (10, 8, 11, 7) if len(counts) == 2 else (20, 16)
-    world.run(run, "dense", counts, options, {"save": path, "steps": 5}, size=size)
-    want = train(0, 1, "dense", (36,), options)
-    how: dict[str, Any] = {"load": path, "start": 5}
+    world.run(run, "dense", counts, options, {"save": path, "steps": 3}, size=size)
+    want = train(0, 1, "dense", (36,), options, FEW)
+    how: dict[str, Any] = {"load": path, "start": 3, "steps": FEW}
     found = world.run(run, "dense", COUNTS, options, how, size=3)
     found += world.run(run, "dense", other, options, how, size=len(other))
     found.append(train(0, 1, "dense", (36,), options, **how))
@@ -200,8 +209,8 @@ def resumed(rank: int, size: int, name: str, way: str) -> Any:
     nets = [sharded("convolutions", size) for _ in range(2)]
     one, two = (optimizer(net, OPTIONS[name]) for net in nets)
     counts = (10, 8, 11, 7)
-    advance(nets[0], one, "convolutions", counts, rank, range(5))
-    advance(nets[1], two, "convolutions", counts, rank, range(10, 13))
+    advance(nets[0], one, "convolutions", counts, rank, range(3))
+    advance(nets[1], two, "convolutions", counts, rank, range(10, 11))
     set_model_state_dict(nets[1], get_model_state_dict(nets[0]))
     options = StateDictOptions(full_state_dict=True)
     if way == "pieces":
@@ -217,19 +226,19 @@ def resumed(rank: int, size: int, name: str, way: str) -> Any:
             numbered = {i: state["state"][n] for i, n in every}
             two.load_state_dict({"state": numbered, "param_groups": groups})
     for net, opt in zip(nets, (one, two), strict=True):
-        advance(net, opt, "convolutions", counts, rank, range(5, 10))
+        advance(net, opt, "convolutions", counts, rank, range(3, FEW))
     return *map(whole, nets), one.memory(), two.memory()
 
 
-WAYS = {
-    "clip": "pieces",
-    "invariant damping": "pieces",
-    "ekfac": "given out",
-    "eigenbasis": "whole",
-}
+WAYS = [
+    ("clip", "pieces"),
+    ("ekfac", "given out"),
+    ("eigenbasis", "whole"),
+    pytest.param("invariant damping", "pieces", marks=pytest.mark.slow),
+]
 
 
-@pytest.mark.parametrize(("name", "way"), WAYS.items())
+@pytest.mark.parametrize(("name", "way"), WAYS)
 def test_resumes_to_the_same_bits(world: World, name: str, way: str) -> None:
     """A state is taken up in pieces, or whole on every process, by replicas of shards."""
     for one, two, *bytes_held in world.run(resumed, name, way):

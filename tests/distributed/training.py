@@ -21,7 +21,11 @@ import pullback as pb
 
 from .world import GROUPS, place
 
-STEPS, IGNORED = 10, -100
+#: with statistics in five of them, and inversions in the first three and the last
+STEPS = 9
+#: with statistics and inversions in three of them
+FEW = 5
+IGNORED = -100
 
 
 class Dense(nn.Module):

@@ -52,10 +52,8 @@ class World:
             port = free.getsockname()[1]
         if device == "cpu":
             context = mp.get_context("forkserver")  # torch is imported once
-            context.set_forkserver_preload([
-                "pullback", "torch.distributed", "torch._dynamo", "torch.distributed.fsdp",
-                "torch.distributed.checkpoint.state_dict", __name__,
-            ])  # fmt: skip
+            own = [f"{__package__}.test_{name}" for name in ("exact", "pde", "sharded")]
+            context.set_forkserver_preload(["torch._dynamo", "scipy.linalg", "scipy.special", *own])
         else:
             context = mp.get_context("spawn")  # CUDA does not go with forks
         self.size, self.pipes, self.processes, self.lost = size, [], [], size

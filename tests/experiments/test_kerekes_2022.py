@@ -150,7 +150,7 @@ def test_the_rescaled_flow_agrees_with_plain_small_steps(depth: int) -> None:
     assert float((factors.prod(0) - beta).norm() / beta.norm()) < 1e-2
 
 
-@pytest.mark.parametrize("depth", [2, 4])
+@pytest.mark.parametrize("depth", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_rescaled_flow_agrees_with_the_librarys(depth: int) -> None:
     x, y = separable(6, 4, 3)
     fast = EuclideanFlow(Signed.of([(x, y)]), depth, 0.5, rtol=1e-6)
@@ -178,7 +178,7 @@ def test_the_flow_reaches_the_margins() -> None:
     assert float(found.abs().sum()) < 1.02 * truth.norm  # as slow as 1/log(β/α²)
 
 
-@pytest.mark.parametrize("depth", [1, 3])
+@pytest.mark.parametrize("depth", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_samples_of_no_weight_do_not_bend_the_path(
     depth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -212,6 +212,7 @@ def test_errors_are_measured_where_the_logits_are() -> None:
     assert float(entries.size(v, v, error)) == pytest.approx(truth, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_flows_with_small_margins_arrive_and_the_loss_falls_all_the_way() -> None:
     """‖β‖ is a hundred times the margin: if errors count by the size of v alone, weights jump."""
     x, y = sparse(300, 20, 4, torch.Generator().manual_seed(2), CPU)

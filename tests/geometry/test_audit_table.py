@@ -60,7 +60,7 @@ def found(name: str, kind: type[nn.Module]) -> Audit:
             pytest.param(name, nn.ReLU, marks=pytest.mark.slow if name in SLOW else ())
             for name in RELU
         ),
-        ("NGD, pseudo-inverse", nn.Tanh),
+        pytest.param("NGD, pseudo-inverse", nn.Tanh, marks=pytest.mark.slow),
         pytest.param("K-FAC, invariant", nn.Tanh, marks=pytest.mark.slow),
     ],
 )

@@ -17,7 +17,11 @@ import pullback as pb
 from ..optim.common import DOUBLE, closure_of, data, mlp
 from .common import NATURAL, classifier, lightning_fit, points, vector
 
-lightning: Any = pytest.importorskip("lightning")
+
+@pytest.fixture(autouse=True)
+def lightning() -> Any:
+    """Return the package, which takes seconds to import: not before a test needs it."""
+    return pytest.importorskip("lightning")
 
 
 @pytest.mark.parametrize(
@@ -25,7 +29,7 @@ lightning: Any = pytest.importorskip("lightning")
     [pb.steps.Constant(0.5), pb.steps.Backtracking(), pb.steps.LevenbergMarquardt()],
     ids=lambda s: type(s).__name__,
 )
-def test_an_exact_fit_is_the_loop_by_hand(step: pb.steps.Step) -> None:
+def test_an_exact_fit_is_the_loop_by_hand(step: pb.steps.Step, lightning: Any) -> None:
     x, y = data(24)
     torch.manual_seed(1)
     net = mlp()

@@ -91,7 +91,7 @@ def test_a_resumed_fit_has_the_same_bits(tmp_path: Path, kfac: dict[str, Any]) -
     ids=["checkpointing", "compiled"],
 )
 def test_ways_to_compute_the_same(tmp_path: Path, options: dict[str, Any]) -> None:
-    want, got = fit(gpt2(), tmp_path, NATURAL), fit(gpt2(), tmp_path, NATURAL, **options)
+    want, got = (fit(gpt2(), tmp_path, NATURAL, max_steps=3, **own) for own in ({}, options))
     rows = {row.name: row.block for row in want.kfac.coverage()}
     assert rows == {row.name: row.block for row in got.kfac.coverage()}
     torch.testing.assert_close(vector(got.model), vector(want.model), rtol=1e-10, atol=1e-10)

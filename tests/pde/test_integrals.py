@@ -70,7 +70,7 @@ def test_the_row_is_the_gradient_of_the_integral() -> None:
 
 def test_eigenvalue_problem() -> None:
     solution = pde.solve(
-        eigenproblem(), pde.mlp(1, 10, 1, seed=0), points=40, steps=60, progress=False
+        eigenproblem(), pde.mlp(1, 10, 1, seed=0), points=40, steps=45, progress=False
     )
     assert abs(solution.unknowns["lam"] - pi**2) < 1e-8
     x = torch.linspace(0, 1, 101, dtype=torch.float64)[:, None]

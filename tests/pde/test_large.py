@@ -33,6 +33,6 @@ def test_subspaces_converge() -> None:
     solver = pb.solvers.Sketched(columns=10, rcond=5e-14)
     torch.manual_seed(0)
     solution = pde.solve(
-        pde.Poisson(dim=1), network, points=80, steps=80, solver=solver, progress=False
+        pde.Poisson(dim=1), network, points=80, steps=40, solver=solver, progress=False
     )
     assert solution.error < 1e-2

@@ -218,7 +218,7 @@ def test_setup_solves() -> None:
 
 
 def test_two_scales_are_solved_together() -> None:
-    solution = pde.setup("multiscale").solve(points=300, steps=20, progress=False)
+    solution = pde.setup("multiscale").solve(points=150, steps=12, progress=False)
     assert solution.error < 1e-6
 
 
@@ -228,7 +228,9 @@ def test_waves_to_many_digits(name: str) -> None:
     assert pde.setup(name).solve(progress=False).error < 1e-9
 
 
-@pytest.mark.parametrize("make", [pde.KuramotoSivashinsky, pde.GrayScott])
+@pytest.mark.parametrize(
+    "make", [pde.KuramotoSivashinsky, pytest.param(pde.GrayScott, marks=pytest.mark.slow)]
+)
 def test_a_short_time_is_solved_in_part(make: Callable[..., Ready]) -> None:
     problem = make(time=0.01, initial_weight=1e4)
     solution = pde.solve(

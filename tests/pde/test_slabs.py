@@ -55,9 +55,9 @@ def run(problem: pde.Problem | None = None, **options: Any) -> pde.Solution:
 def test_slabs_together_solve_the_whole(problem: Any) -> None:
     solution = pde.solve(
         problem(),
-        pde.mlp(2, 14, 1, seed=0),
+        pde.mlp(2, 8, 1, seed=0),
         slabs=2,
-        points=100,
+        points=49,
         steps=150,
         tol=1e-2,
         progress=False,
@@ -128,7 +128,7 @@ def test_the_given_network_is_where_the_first_slab_starts() -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, network.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("options", [{}, {"resample": 2}], ids=str)
+@pytest.mark.parametrize("options", [{"resample": 2}], ids=str)
 def test_resumed_slabs_reach_the_same_bits(options: dict[str, Any], tmp_path: Path) -> None:
     """A budget ends runs within slabs; it counts what this call spends, not earlier ones."""
     options, path = {"steps": 3, **options}, tmp_path / "run.pt"
@@ -212,7 +212,6 @@ def test_slabs_of_one_length_where_all_is_easy() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_automatic_slabs_of_a_long_time() -> None:
     """In one piece the error stays near 1."""
     solution = automatic(turning(6.0))
@@ -239,7 +238,7 @@ def test_resumed_automatic_slabs_reach_the_same_bits(tmp_path: Path) -> None:
     options: dict[str, Any] = {"steps": 4, "tol": None, "points": 16}
     whole = automatic(turning(6.0), **options)
     path = tmp_path / "run.pt"
-    for _ in range(3):
+    for _ in range(2):
         part = automatic(turning(6.0), checkpoint=path, budget=0.1, **options)
         assert "the budget" in part.stopped
     part = automatic(turning(6.0), checkpoint=path, **options)
@@ -285,7 +284,7 @@ class Squared(nn.Module):
 def test_error_estimates_of_slabs(problem: Any) -> None:
     """Errors of the first slab are those of the second, however well that is solved."""
     solution = pde.solve(
-        problem(), pde.mlp(2, 10, 1, seed=0), slabs=2, points=100, steps=40, progress=False
+        problem(), pde.mlp(2, 8, 1, seed=0), slabs=2, points=64, steps=25, progress=False
     )
     found = solution.check().estimate
     assert found is not None

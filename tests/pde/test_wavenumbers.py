@@ -224,10 +224,6 @@ def solved(problem: pde.Problem, steps: int, tol: float) -> float:
     return pde.solve(problem, network, steps=steps, tol=tol, progress=False).error
 
 
-def test_helmholtz_by_defaults() -> None:
-    assert solved(helmholtz(4 * pi), 30, 1e-6) < 1e-6
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "problem",

@@ -62,6 +62,7 @@ def test_between_retractions_steps_are_sgd(
         assert opt.slice.contains()
 
 
+@pytest.mark.slow
 def test_rarer_retractions_change_a_trajectory_little() -> None:
     """Over a time lr·steps the imbalance grows to O(lr), or with retractions to O(every·lr²).
 

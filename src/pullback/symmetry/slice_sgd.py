@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -149,18 +149,29 @@ class SliceSGD(Optimizer):
         return self.gradient == "riemannian" and balanced and self._keeper.orthogonal
 
     def _descend(self, group: dict[str, Any], moves: dict[str, Tensor] | None) -> None:
+        """v ← momentum·v + g + weight_decay·w, w ← w − lr·v; v is kept in the state of each w."""
         params = [p for p in group["params"] if p.grad is not None]
         if not params:
             return
         grads = [p.grad if moves is None else moves[self._names[id(p)]] for p in params]
-        _sgd_step(
+        momentum, sparse = group["momentum"], any(g.is_sparse for g in grads)
+        buffers = [self.state[p].get("momentum_buffer") if momentum else None for p in params]
+        sgd(
             params,
-            grads,  # pyright: ignore[reportArgumentType]
-            self.state,
-            lr=group["lr"],
-            momentum=group["momentum"],
+            grads,
+            buffers,
+            has_sparse_grad=sparse,
+            foreach=not sparse,
             weight_decay=group["weight_decay"] if moves is None else 0.0,
+            momentum=momentum,
+            lr=group["lr"],
+            dampening=0.0,
+            nesterov=False,
+            maximize=False,
         )
+        if momentum:
+            for p, buffer in zip(params, buffers, strict=True):
+                self.state[p]["momentum_buffer"] = buffer
 
     def _directions(self) -> dict[str, Tensor] | None:
         """X by name; None where it is the gradient itself."""
@@ -224,34 +235,3 @@ class SliceSGD(Optimizer):
         kind = type(self.slice).__name__
         about = f"group={self.group!r}, gradient={self.gradient!r}, slice={kind}"
         return f"{super().__repr__()[:-1]}    {about}\n)"
-
-
-def _sgd_step(
-    params: Sequence[Tensor],
-    gradients: Sequence[Tensor],
-    state: MutableMapping[Tensor, dict[str, Any]],
-    *,
-    lr: float | Tensor,
-    momentum: float,
-    weight_decay: float,
-) -> None:
-    """v ← momentum·v + g + weight_decay·w, w ← w − lr·v; v is kept in the state of each w."""
-    ws, gs = list(params), list(gradients)
-    sparse = any(g.is_sparse for g in gs)
-    buffers = [state[w].get("momentum_buffer") if momentum else None for w in ws]
-    sgd(
-        ws,
-        gs,
-        buffers,
-        has_sparse_grad=sparse,
-        foreach=not sparse,
-        weight_decay=weight_decay,
-        momentum=momentum,
-        lr=lr,  # pyright: ignore[reportArgumentType]
-        dampening=0.0,
-        nesterov=False,
-        maximize=False,
-    )
-    if momentum:
-        for w, buffer in zip(ws, buffers, strict=True):
-            state[w]["momentum_buffer"] = buffer

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 import scipy
-from numpy.polynomial import legendre
+from numpy.polynomial import Polynomial, legendre
 
 from ..._core.errors import PullbackError
 from ..kinds import check_positive
@@ -108,43 +108,6 @@ class Clamped:
         h = vectors @ (inverse * (vectors.T @ rhs @ vectors)) @ vectors.T
         h[0, 0] = 0.0
         return h
-
-
-def hermite(degree: int) -> Array:
-    """Legendre coefficients of the cubics dual to (f(0), f'(0), f(1), f'(1)), (4, degree+1)."""
-    duality = ends(np.eye(4))  # (4, 4): functional i of L_j
-    return np.pad(np.linalg.inv(duality).T, ((0, 0), (0, degree - 3)))
-
-
-def ends(c: Array) -> Array:
-    """f(0), f'(0), f(1), f'(1) from Legendre coefficients along the last axis, (4, ...)."""
-    k = np.arange(c.shape[-1])
-    sign = (-1.0) ** k
-    slope = k * (k + 1.0)
-    return np.stack([c @ sign, -(c @ (sign * slope)), c @ np.ones(len(k)), c @ slope])
-
-
-def lift(vertical: Array, horizontal: Array) -> Array:
-    """A polynomial with given values and normal derivatives on the four sides, (n+1, n+1).
-
-    vertical: Legendre coefficients in y of ψ, ψ_x at x = 0 and at x = 1, (4, n+1); horizontal:
-    those in x of ψ, ψ_y at y = 0 and at y = 1. They have to agree at the corners. Blended
-    by Hermite cubics: P_x + P_y − P_x P_y.
-    """
-    h = hermite(vertical.shape[1] - 1)
-    corners = ends(horizontal)  # (4, 4): functional i in x of side j
-    return h.T @ vertical + horizontal.T @ h - h.T @ corners @ h
-
-
-def interpolate(values: Array) -> Array:
-    """Legendre coefficients (..., n+1) of the polynomial through values at `points(n)`."""
-    n = values.shape[-1] - 1
-    return np.linalg.solve(shifted_vander(points(n), n), values.T).T
-
-
-def points(n: int) -> Array:
-    """n + 1 Gauss–Legendre nodes of [0, 1]."""
-    return (legendre.leggauss(n + 1)[0] + 1) / 2
 
 
 _CHUNK = 8192
@@ -297,9 +260,12 @@ class _Newton:
 
 
 def _boundary(degree: int) -> Array:
-    """ψ = 0 on all sides and ψ_y = 16x²(1−x)² on the lid, extended: Legendre (n+1, n+1)."""
-    s = points(degree)
-    zero = np.zeros_like(s)
-    sides = np.stack([zero, zero, zero, zero])
-    lid = np.stack([zero, zero, zero, 16 * s**2 * (1 - s) ** 2])
-    return lift(interpolate(sides), interpolate(lid))
+    """16x²(1−x)²·y²(y−1), which has ψ = 0 and ψ_n = 0 on all sides but ψ_y = 16x²(1−x)² on the lid.
+
+    Its Legendre coefficients, (n+1, n+1).
+    """
+    along, upward = (
+        Polynomial(c).convert(kind=legendre.Legendre, domain=[0, 1]).coef
+        for c in ([0, 0, 16, -32, 16], [0, 0, -1, 1])
+    )
+    return np.pad(np.outer(along, upward), ((0, degree - 4), (0, degree - 3)))

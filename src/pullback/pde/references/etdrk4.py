@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
+import scipy
 
 from .base import Array
 
@@ -86,27 +86,10 @@ class Trajectory:
     def _panel(self, p: int, x: Array, t: Array) -> Array:
         low, high = self.edges[p], self.edges[p + 1]
         nodal = self.coefficients[p]
+        at = scipy.interpolate.BarycentricInterpolator(np.linspace(low, high, len(nodal)), nodal)
         size = max(1, 2**21 // nodal.shape[1])
-        parts = []
-        for i in range(0, len(x), size):
-            weights = self._lagrange((t[i : i + size] - low) / (high - low))
-            parts.append(fourier_sum(weights @ nodal, x[i : i + size]))
-        return np.concatenate(parts)
-
-    @cached_property
-    def _barycentric(self) -> Array:
-        q = self.coefficients.shape[1] - 1
-        ratios = -(q - np.arange(q)) / np.arange(1, q + 1)
-        return np.cumprod(np.concatenate([[1.0], ratios]))  # (−1)^j binom(q, j)
-
-    def _lagrange(self, s: Array) -> Array:
-        """Weights (N, q+1) of the nodes j/q at s ∈ [0, 1]."""
-        q = len(self._barycentric) - 1
-        gap = s[:, None] - np.arange(q + 1) / q
-        hit = gap == 0
-        raw = self._barycentric / np.where(hit, 1.0, gap)
-        raw = np.where(hit.any(axis=1, keepdims=True), hit, raw)
-        return raw / raw.sum(axis=1, keepdims=True)
+        some = range(0, len(x), size)
+        return np.concatenate([fourier_sum(at(t[i : i + size]), x[i : i + size]) for i in some])
 
 
 def fourier_sum(c: Array, x: Array) -> Array:
