@@ -194,7 +194,7 @@ class Whitened:
         self.layer, self.seen, self.rule, self.ema, self.decay = layer, seen, rule, ema, decay
         self.side: Any = 0.0
         self.momentum: Any = 0.0
-        self.rows: Any = 0.0
+        self.square: Any = 0.0
 
     @torch.no_grad()
     def step(self, lr: float, damping: float) -> None:
@@ -204,9 +204,9 @@ class Whitened:
         self.momentum = past * self.momentum + (1 - past) * weight.grad
         ahead = (1 - past) * weight.grad + past * self.momentum
         u = polar(ahead @ root(self.side, damping))
-        self.rows = rule.adapt * self.rows + (1 - rule.adapt) * u.square().mean(1, keepdim=True)
-        u = u / self.rows.sqrt()
-        u = 0.2 * u / u.square().mean().sqrt()
+        self.square = rule.adapt * self.square + (1 - rule.adapt) * weight.grad.square().mean()
+        u = u / u.square().mean(1, keepdim=True).sqrt()
+        u = 0.75 * u * (ahead.square().mean() / self.square).sqrt()
         weight.copy_((1 - lr * self.decay) * weight - lr * u)
 
 

@@ -119,8 +119,8 @@ _NATURAL = ("momentum", "kl_clip", "ekfac", "step")
 def _default_rule(model: nn.Module) -> Rule | str:
     """Return the rule for a model of which nothing else is known.
 
-    Behind a normalization the length of a weight has no effect, so that steps of a fixed size suit
-    it. The output layer of a transformer may be a vocabulary, which is left to AdamW.
+    Behind a normalization the length of a weight has no effect, so that steps of their own
+    size suit it. The output layer of a transformer may be a vocabulary, which is left to AdamW.
     """
     every = list(model.modules())
     if any(isinstance(m, _OF_TRANSFORMERS) for m in every):

@@ -14,8 +14,8 @@ from ....grams.kronecker.inverse import Inverse, to_half
 from ....grams.kronecker.roots import polar
 from .rule import Rule, advance
 
-_RMS = 0.2  # of a step's entries over the learning rate, as AdamW's are
-_LEAST = 1e-3  # of the size that is divided by: without a gradient it is zero
+_RMS = 0.75  # of a step's entries over the learning rate and the agreement: 0.2 for noise
+_LEAST = 1e-3  # of the length that is divided by: without a gradient it is zero
 
 
 class Spectral(Rule):
@@ -23,15 +23,16 @@ class Spectral(Rule):
 
         X = M (C + λ tr(C)/n)^(-½),    U = polar(X),    Δ = D U,
 
-    with Nesterov's momentum M of the gradient and C = mean aaᵀ of the inputs. Then every row is
-    divided by the running mean of its length, and Δ as a whole scaled to entries of 0.2 on average,
-    so that AdamW's learning rates carry over. C comes from the forward pass: there is no second
+    with Nesterov's momentum M of the gradient and C = mean aaᵀ of the inputs. D gives all rows one
+    length, in proportion to ‖M‖ over the running mean of the gradients' size: steps are long where
+    gradients agree, as Adam's are. Those of noise alone have entries of 0.2 on average, so that
+    AdamW's learning rates carry over. C comes from the forward pass: there is no second
     backward pass, and no output side. A weight with three times as many rows as columns is taken
     for three matrices: fused queries, keys and values.
 
     Args:
         momentum: the weight of the past in M.
-        adapt: the weight of the past in the mean squares of rows.
+        adapt: the weight of the past in the mean squares of the gradient.
         head: whether the output layer follows too.
         rest: the share of the learning rate for parameters that follow AdamW.
     """
@@ -66,15 +67,17 @@ class Spectral(Rule):
         assert first is not None
         assert second is not None
         advance(first, g, 1 - self.momentum, good)
-        x = self.whitened(torch.lerp(g, first, self.momentum), prepared)
+        advance(second, g.square().mean(2, keepdim=True), 1 - self.adapt, good)
+        m = torch.lerp(g, first, self.momentum)
+        x = self.whitened(m, prepared)
         count, rows, columns = x.shape
         parts = 3 if rows == 3 * columns else 1
         u = polar(x.reshape(count * parts, rows // parts, columns)).view(x.shape)
         lengths = torch.linalg.vector_norm(u, dim=2, keepdim=True, dtype=g.dtype)
-        advance(second, lengths.square() / columns, 1 - self.adapt, good)
-        scale = second.clamp(min=torch.finfo(g.dtype).tiny).rsqrt()
-        size = (lengths * scale).square().sum(1, keepdim=True).sqrt()
-        scale *= _RMS * sqrt(rows * columns) / size.clamp(min=_LEAST)
+        tiny = torch.finfo(g.dtype).tiny
+        past = second.mean(1, keepdim=True).clamp(min=tiny)
+        agreement = (m.square().mean((1, 2), keepdim=True) / past).sqrt()
+        scale = _RMS * sqrt(columns) * agreement / lengths.clamp(min=_LEAST)
         return [u.to(g.dtype).mul_(scale)]
 
     def whitened(self, m: Tensor, prepared: Inverse) -> Tensor:
