@@ -221,3 +221,12 @@ def test_single_precision_and_frozen_layers() -> None:
     (0.5 * (model(x.float()) - y).square().sum(1).mean()).backward()
     opt.step()
     assert all(bool(torch.isfinite(p).all()) for p in model.parameters())
+
+
+@pytest.mark.parametrize("rule", [None, "eigenbasis", "spectral"])
+def test_rules_of_whole_matrices_are_refused(rule: str | None) -> None:
+    """Whatever is said of their moments: bases and roots cannot be rescaled unit by unit."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)).double()
+    for transport in (None, {"first": -1, "second": -2}):
+        with pytest.raises(pb.PullbackError, match="does not go with slices"):
+            pb.symmetry.Sliced(pb.KFAC(model, rule=rule), model, transport=transport)

@@ -180,7 +180,8 @@ class KFAC(Optimizer):
         self._replicas = Replicas(
             processes, workers, wrapped=wrapped, lazy=lazy, read=read, owned=shards
         )
-        self._closed, self._warned, self._told = False, False, False
+        self._closed, self._told = False, False
+        self._warned: set[str] = set()
         self._info, self._skipped = KFACInfo(), False
         self._growth: list[Any] = []  # the first loss of a closure, and steps far above it
         schedule = {"step": 0, "taken": 0, "damping": self.damping.value, "retry": 0}
@@ -464,8 +465,10 @@ class KFAC(Optimizer):
         if rule.matrices:  # others follow AdamW; a matrix without statistics yet waits
             others = {*self._measured} - capture.structure.partners.keys() | directions.keys()
             rest = {n: g for n, g in gradients.items() if n not in others}
+            late = {n: rest.pop(n) for n in held.waiting if n in rest}
             count = held.schedule["step"] + 1
             update.adam_move(groups, self.state, params, rest, count, rule.rest, broken)
+            update.adam_move(groups, None, params, late, 1, rule.rest, broken)
         self._finish(info, owing, taken)
         if guard.good is not None:
             flags: Any = guard.good, learned.good if taken else guard.good
@@ -533,8 +536,8 @@ class KFAC(Optimizer):
         if not held.learn(found, self.ema, guard):
             self._skipped = True
             return False
-        if not guard.deferred and not self._warned and not self._rule.matrices:
-            self._warned = report.warn_unmeasured(held, gradients)
+        if not guard.deferred and not self._rule.matrices:
+            self._warned |= report.warn_unmeasured(held, gradients, self._warned)
         return True
 
     def _move(

@@ -209,9 +209,12 @@ def notes_of(state: KFACState, skipped: bool) -> dict[str, str]:
     return notes
 
 
-def warn_unmeasured(state: KFACState, gradients: Tensors) -> bool:
-    """Say which parameters the loss reaches and the measured output does not; True if any."""
-    seen = {n for key in state.learned for n in key.names}
+def warn_unmeasured(state: KFACState, gradients: Tensors, said: set[str]) -> set[str]:
+    """Say which parameters the loss reaches and the measured output does not, unless it was `said`.
+
+    Returns those that were named now.
+    """
+    seen = {n for key in state.learned for n in key.names} | said
     lost = [n for n, g in gradients.items() if n not in seen and bool(g.any())]
     if lost:
         warnings.warn(
@@ -221,7 +224,7 @@ def warn_unmeasured(state: KFACState, gradients: Tensors) -> bool:
             RuntimeWarning,
             stacklevel=5,
         )
-    return bool(lost)
+    return {*lost}
 
 
 def warn_diagonal(params: Tensors, plain: Mapping[str, str], rule: Rule) -> None:

@@ -189,6 +189,12 @@ class KFACState:
         return {n: found.get(n, g) for n, g in gradients.items()}, stacks
 
     @property
+    def waiting(self) -> list[str]:
+        """The parameters of blocks that have statistics, and no inverse yet."""
+        late = sorted(self.learned - self.preconditioner.ready, key=lambda key: key.names)
+        return [n for key in late for n in key.names]
+
+    @property
     def bases(self) -> dict[BlockKey, Inverse]:
         """The eigenbases in which statistics are to be taken."""
         own = self.preconditioner

@@ -117,17 +117,20 @@ class Guard:
 
 
 def adam_move(
-    groups: Groups, state: State, params: Parameters, gradients: Tensors, step: int,
+    groups: Groups, state: State | None, params: Parameters, gradients: Tensors, step: int,
     rest: float, broken: Tensor | None,
 ) -> None:  # fmt: skip
     """Take AdamW's step number `step`, from 1 on, along these gradients.
 
-    The rate is the share `rest` of a group's, and all of it in a group with a rule of its own.
+    Without a `state` it is a first step, whose moments are not kept. The rate is the share `rest` of a group's, and all of it in a group with a rule of its own.
     Nothing moves where the flag `broken` is 1.
     """
     for group in groups:
         names, own = params.among(group, gradients)
-        moments = ([buffer_of(state, p, part) for p in own] for part in BUFFERS[1:])
+        moments = (
+            [torch.zeros_like(p) if state is None else buffer_of(state, p, part) for p in own]
+            for part in BUFFERS[1:]
+        )
         lists = params.pieces(names, [gradients[n] for n in names], own, *moments)
         kinds: dict[torch.device, list[int]] = {}
         for i, p in enumerate(own):

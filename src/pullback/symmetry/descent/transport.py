@@ -52,7 +52,14 @@ POWERS: dict[str, int] = {
 
 
 def powers_of(optimizer: Optimizer) -> dict[str, int]:
-    """The powers of an optimizer's own state."""
+    """The powers of an optimizer's own state; raise for what knows no single units."""
+    rule = optimizer.blocks.preconditioner.rule if isinstance(optimizer, KFAC) else None
+    if rule is not None and rule.matrices:
+        raise PullbackError(
+            f"KFAC with {rule!r} does not go with slices",
+            "its bases and roots mix the units of a layer, and are not rescaled with them",
+            "Use KFAC(model, rule='natural'), or SliceSGD",
+        )
     if isinstance(optimizer, RMSprop):  # whose buffer holds gradients over their own size
         return {**POWERS, "momentum_buffer": 0}
     return dict(POWERS)

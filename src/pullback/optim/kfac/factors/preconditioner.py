@@ -161,8 +161,8 @@ class Preconditioner:
     def affordable(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
         """Return the blocks that are ready, and as many others, small ones first, as a step begins.
 
-        The first basis of a side is an `eigh`. Parameters that have none yet follow AdamW, and the
-        next step goes on.
+        The first basis of a side is an `eigh`. Parameters that have none yet take a first step of
+        AdamW's each time, and the next step goes on.
         """
         new = sorted((k for k in keys if k.kronecker and k not in self.ready), key=self._entries)
         if self.rule.needs != "basis":
