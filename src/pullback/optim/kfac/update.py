@@ -122,8 +122,8 @@ def adam_move(
 ) -> None:  # fmt: skip
     """Take AdamW's step number `step`, from 1 on, along these gradients.
 
-    Without a `state` it is a first step, whose moments are not kept. The rate is the share `rest` of
-    a group's, and all of it in a group with a rule of its own. Nothing moves where the flag
+    Without a `state` it is a first step, whose moments are not kept. The rate is the share `rest`
+    of a group's, and all of it in a group with a rule of its own. Nothing moves where the flag
     `broken` is 1.
     """
     for group in groups:
