@@ -548,3 +548,18 @@ def test_inverses_by_products_follow_a_slow_change_and_recover_from_a_jump() -> 
         far = inverse_by_products(a, far)
     assert torch.allclose(far, torch.linalg.inv(a), rtol=1e-12, atol=1e-12)
     assert not inverse_by_products(a * torch.nan, near).any()
+
+
+def test_a_state_of_another_optimizer_is_refused() -> None:
+    model = mlp(3, 5, 2)
+    opt, adam = make(model, momentum=0.9), torch.optim.Adam(model.parameters())
+    before = copy.deepcopy(opt.state_dict())
+    backward(model)
+    adam.step()
+    sgd = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    sgd.step()
+    for other in (adam, sgd):
+        with pytest.raises(PullbackError, match="not SliceSGD's"):
+            opt.load_state_dict(other.state_dict())
+    assert opt.state_dict()["param_groups"] == before["param_groups"]
+    opt.step()

@@ -13,7 +13,7 @@ from torch.optim.sgd import sgd
 
 from .._core.capture import plain
 from .._core.checks import refuse_number
-from .._core.errors import refuse_unknown
+from .._core.errors import PullbackError, refuse_unknown
 from .._core.processes import find_processes
 from ..optim.checks import own_group, refuse_model, refuse_sharded, refuse_sparse
 from ..steps.memory import shared_numbers
@@ -213,6 +213,17 @@ class SliceSGD(Optimizer):
         saved = (self.state[p].get("schedule") for p in params)
         self._schedule = shared_numbers({"steps": 0}, saved)
         self._complete_state()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Resume to the same bits; nothing changes where it is another optimizer's state."""
+        own = all("schedule" in saved for saved in state_dict["state"].values())
+        if not own or any("momentum" not in group for group in state_dict["param_groups"]):
+            raise PullbackError(
+                "The saved state is not SliceSGD's",
+                "it has no number of steps under its parameters, or no momentum in its groups",
+                "Load what SliceSGD.state_dict() of this version gave, or start anew",
+            )
+        super().load_state_dict(state_dict)
 
     def state_dict(self) -> dict[str, Any]:
         """Param groups, the number of steps, and momentum."""
