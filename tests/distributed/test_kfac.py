@@ -46,7 +46,7 @@ def _train(
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_layers(world: World, kind: str) -> None:
-    equal(world, kind, NATURAL, steps=FEW)
+    equal(world, kind, NATURAL)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {

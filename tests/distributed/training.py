@@ -22,7 +22,7 @@ import pullback as pb
 from .world import GROUPS, place
 
 #: with statistics in five of them, and inversions in the first three and the last
-STEPS = 9
+STEPS = 10
 #: with statistics and inversions in three of them
 FEW = 5
 IGNORED = -100
