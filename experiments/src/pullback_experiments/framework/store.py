@@ -105,9 +105,9 @@ class Store:
 
     def _merge(self) -> None:
         """Take over what is on disk, another process's items included."""
-        if not self.path.exists() or self._stamp() == self._seen:
+        if not self.path.exists() or (stamp := self._stamp()) == self._seen:
             return
-        state = read(self.path)
+        state = read(self.path)  # another process may write meanwhile, and then it is read again
         try:
             json.dumps(state, ensure_ascii=False, allow_nan=False).encode()
         except ValueError as error:  # a page can show it, and no file can hold it
@@ -135,7 +135,7 @@ class Store:
             name = _name(run)
             if name not in self._runs:
                 self._keep(name, {**run, "environment": places[run["environment"]]})
-        self._seen = self._stamp()
+        self._seen = stamp
 
     def _stamp(self) -> object:
         at = self.path.stat()
