@@ -303,3 +303,26 @@ def test_a_weight_that_is_computed_has_the_parametrization_for_a_reason(how: Any
         assert "is computed from it" in row.reason
         assert row.block == ("diagonal" if options else "none")
         opt.close()
+
+
+def test_every_output_that_the_metric_does_not_see_is_named_once() -> None:
+    """Also one that the loss takes up later."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({n: nn.Linear(3, 2) for n in ("main", "one", "two")}).double()
+    model.forward = lambda x: model["main"](x)  # type: ignore[method-assign]
+    x = torch.randn(8, 3).double()
+    opt = pb.KFAC(model, 1e-3, likelihood=pb.likelihoods.Gaussian(), statistics_every=1)
+
+    def named(*heads: str) -> list[str]:
+        opt.zero_grad()
+        loss = model(x).square().sum() + sum(model[n](x).square().sum() for n in heads)
+        torch.as_tensor(loss).backward()
+        with warnings.catch_warnings(record=True) as met:
+            warnings.simplefilter("always")
+            opt.step()
+        return [str(w.message) for w in met if "The loss reaches" in str(w.message)]
+
+    assert ["one.weight, one.bias" in text for text in named("one")] == [True]
+    assert named("one") == []
+    assert ["two.weight, two.bias" in text for text in named("one", "two")] == [True]
+    assert named("one", "two") == []
