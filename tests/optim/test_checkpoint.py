@@ -242,8 +242,7 @@ def test_vectors_of_half_parameters_are_saved_as_they_are_kept(name: str) -> Non
     assert torch.equal(train(again, fresh), want)
 
 
-def test_one_optimizers_state_goes_into_another() -> None:
-    """Param groups and what has the same name are taken over, the rest starts anew."""
+def test_the_state_of_the_inner_optimizer_begins_on_the_slice() -> None:
     model = mlp(act=nn.ReLU)
     adam = Adam(model.parameters(), 0.01)
     train(model, adam)
@@ -251,10 +250,25 @@ def test_one_optimizers_state_goes_into_another() -> None:
     opt.load_state_dict(adam.state_dict())
     weight = next(model.parameters())
     assert torch.equal(opt.state[weight]["optimizer"]["exp_avg"], adam.state[weight]["exp_avg"])
-    natural = pb.NaturalGradient(model, step=T.Spring(0.9))
-    natural.load_state_dict(adam.state_dict())
-    assert set(natural.state[weight]) == {"schedule", "device", "rule"}
-    train(model, natural)
+    older = copy.deepcopy(adam.state_dict())
+    older["param_groups"][0]["slice_steps"] = 3
+    with refused("older version", "param group", "Sliced.state_dict()"):
+        opt.load_state_dict(older)
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_a_natural_gradient_takes_its_own_state_alone(older: bool) -> None:
+    model, opt = start("TrustNorm of Spring")
+    train(model, opt)
+    adam = Adam(model.parameters(), 0.01)
+    train(model, adam)
+    other = adam.state_dict()
+    if older:  # everything stood under one key
+        other["state"] = {"pullback": {"steps": 3}}
+    before = copy.deepcopy(opt.state_dict())
+    with refused("not NaturalGradient's", "no schedule", "of this version"):
+        opt.load_state_dict(other)
+    assert same(opt.state_dict(), before)
 
 
 class Hoarder(T.Constant):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from pullback import PullbackError
 from pullback.solvers import Cholesky
 from pullback.steps import LevenbergMarquardt
 from pullback.testing import assert_close
@@ -56,6 +57,28 @@ def test_the_damping_follows_the_ratio(strength: float, damping: float) -> None:
     assert problem.state["damping"] == pytest.approx(expected * factor, rel=1e-12)
     assert move.loss is not None
     assert move.loss < float(problem.loss(problem.w))
+
+
+@pytest.mark.parametrize("strength", [1e-3, 0.1, 1.0, 10.0])
+@pytest.mark.parametrize("target", [0.01, 0.5])
+def test_with_a_target_the_least_damping_that_reaches_it_is_taken(
+    strength: float, target: float
+) -> None:
+    problem = harder(strength)
+    rule = LevenbergMarquardt(1e-3, decrease=1 / 16, target=target, tries=40)
+    move = rule.take(problem.local())
+    tried = [1e-3 * 2.0**i for i in range(40)]
+    trials = next(i for i, damping in enumerate(tried) if ratio(problem, damping) > target)
+    assert move.accepted
+    assert move.trials == trials + 1
+    assert move.solution.damping == pytest.approx(tried[trials], rel=1e-12)
+    assert problem.state["damping"] == pytest.approx(tried[trials] / 16, rel=1e-12)
+
+
+@pytest.mark.parametrize("target", [0.0, -1.0, float("nan")])
+def test_targets_are_positive(target: float) -> None:
+    with pytest.raises(PullbackError, match="target"):
+        LevenbergMarquardt(target=target)
 
 
 def test_the_cases_above_meet_every_branch() -> None:

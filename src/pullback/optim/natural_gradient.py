@@ -175,6 +175,12 @@ class NaturalGradient(Optimizer):
                 "it has no state by parameter, or no param groups",
                 "Load what NaturalGradient.state_dict() gave",
             )
+        if any("schedule" not in own for own in state_dict["state"].values()):
+            raise PullbackError(
+                "The saved state is not NaturalGradient's",
+                "it has no schedule under its parameters: it is another optimizer's, or older",
+                "Load what NaturalGradient.state_dict() of this version gave, or start anew",
+            )
         super().load_state_dict(state_dict)
 
     def _first_schedule(self) -> dict[str, Any]:

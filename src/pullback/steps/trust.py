@@ -71,10 +71,14 @@ class LevenbergMarquardt(Step):
     λ falls by `decrease` where ρ > 0.75, grows by `increase` where ρ < 0.25, and a step that
     raises the loss is rejected and tried again with more damping.
 
+    With a `target` it takes long steps, as `TargetRatio` does, for solvers that factorize for one λ
+    at a time: λ falls before every step, and grows until ρ exceeds the target.
+
     Args:
         damping: the first λ; afterwards it is part of the optimizer's state.
-        increase: factor by which λ grows; it doubles with each rejection in a row.
+        increase: factor by which λ grows; without a target it doubles with each rejection in a row.
         decrease: factor by which λ falls.
+        target: the ratio that suffices, such as 0.01; take `decrease=1 / 16` with it.
         tries: how often to raise λ before the step is given up.
         bounds: λ stays between these.
     """
@@ -85,13 +89,15 @@ class LevenbergMarquardt(Step):
         *,
         increase: float = 2.0,
         decrease: float = 1 / 3,
+        target: float | None = None,
         tries: int = 10,
         bounds: tuple[float, float] = (1e-16, 1e8),
     ) -> None:
         self.damping = positive("LevenbergMarquardt(damping=...)", damping)
-        self.control = RatioDamping(
-            increase=increase, decrease=decrease, smallest=bounds[0], largest=bounds[1]
-        )
+        self.target, ratios = target, (0.25, 0.75)
+        if target is not None:
+            ratios = (positive("LevenbergMarquardt(target=...)", target),) * 2
+        self.control = RatioDamping(*ratios, increase, decrease, *bounds)
         self.tries = positive("LevenbergMarquardt(tries=...)", tries)
 
     @property
@@ -109,13 +115,13 @@ class LevenbergMarquardt(Step):
                 loss = local.loss_at(solution.x)
                 predicted = local.predicted(solution.x)
                 ratio = (local.loss - loss) / predicted if predicted > 0 else ratio
-                if ratio > 1e-4:
+                if ratio > (1e-4 if self.target is None else self.target):
                     local.state["damping"] = self.control.next(solution.damping, ratio, growth)
                     return Move(solution.x, 1.0, solution, True, loss, "", trial)
                 reason = "the loss did not fall at any damping tried"
                 move = Move(solution.x, 0.0, solution, False, None, reason, trial)
             damping = self.control.next(damping, ratio, growth)
-            growth *= 2
+            growth *= 2 if self.target is None else 1
         local.state["damping"] = damping
         assert move is not None
         return move

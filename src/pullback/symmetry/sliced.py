@@ -150,7 +150,13 @@ class Sliced(Optimizer):
         return {**out, "state": {**inner, **own}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Resume to the same bits."""
+        """Resume to the same bits; the state of the inner optimizer alone begins on the slice."""
+        if "slice_steps" in state_dict["param_groups"][0]:
+            raise PullbackError(
+                "The saved state is of an older version",
+                "steps were counted in a param group then",
+                "Load what Sliced.state_dict() of this version gave, or start anew",
+            )
         inner, schedules = {}, []
         for key, saved in state_dict["state"].items():
             if isinstance(saved, dict) and "slice" in saved:

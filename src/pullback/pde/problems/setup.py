@@ -105,8 +105,8 @@ SETUPS: dict[str, Callable[[], Setup]] = {
     # 99,961 parameters: a step solves for the 20,000 residuals instead
     "poisson100d": lambda: _made(
         Poisson(100, boundary_weight=100), 100, 980, 1, activation="silu",
-        points=_points(6000, 14_000), steps=40,
-        solver=Cholesky(), step=LevenbergMarquardt(1e-2), gram="kernel", memory=2**33,
+        points=_points(6000, 14_000), steps=40, gram="kernel", memory=2**33,
+        solver=Cholesky(), step=LevenbergMarquardt(decrease=1 / 16, target=0.01),
     ),
     "heat1d": lambda: _made(
         Heat(1), 2, 20, 20, 1, points=_points(2000, 300, 300), sampler="grid", steps=400
