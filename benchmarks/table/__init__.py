@@ -19,7 +19,18 @@ from .environments import environments
 from .gallery import pde_gallery, pde_race
 from .models import models, models_others, models_real
 from .numbers import Rows
-from .peers import exact, greedy, kernels, pde, pde_chosen, poisson, scale, spectrum, trust
+from .peers import (
+    exact,
+    greedy,
+    kernels,
+    pde,
+    pde_chosen,
+    pde_large,
+    poisson,
+    scale,
+    spectrum,
+    trust,
+)
 from .traffic import in_collectives, on_paper, traffic
 from .verdicts import failures, own, verdicts
 
@@ -30,7 +41,7 @@ TABLES: dict[str, Callable[[], Rows]] = {
         *(verdicts, failures),
         *(costs, worth, kfac, kfac_versions, rules, races, vision, ablation),
         *(models, models_others, models_real),
-        *(exact, scale, pde, pde_chosen, poisson, trust, spectrum, greedy, kernels),
+        *(exact, scale, pde, pde_chosen, pde_large, poisson, trust, spectrum, greedy, kernels),
         *(pde_gallery, pde_race, pde_defaults, pde_seeds, traffic, on_paper, in_collectives),
         environments,
     )

@@ -38,11 +38,21 @@ def pde() -> Rows:
     head = ["set-up", "seed", "parameters", "error", "target", "to target", "steps", "seconds"]
     rows = [[*head, "runs at a time"]]
     for one in sorted(record("pde-cuda")["runs"].values(), key=lambda r: (r["name"], r["seed"])):
-        reached = one["seconds to target"]
+        reached, target = one["seconds to target"], one["target"]
         to = "**missed**" if reached is None else f"{seconds(reached)} s"
-        took = seconds(one["seconds"]) + (", budget" if "budget" in one["stopped"] else "")
+        to, bar = ("–", "–") if target is None else (to, small(target))
+        took = seconds(one["seconds"]) + (", budget" if "budget of" in one["stopped"] else "")
         row = [f"`{one['name']}`", str(one["seed"]), f"{one['parameters']:,}", small(one["error"])]
-        rows.append([*row, small(one["target"]), to, str(one["steps"]), took, str(one["parallel"])])
+        rows.append([*row, bar, to, str(one["steps"]), took, str(one["parallel"])])
+    return rows
+
+
+def pde_large() -> Rows:
+    rows = [["problem", "parameters", "residuals", "error", "steps", "seconds", "a step"]]
+    for name, one in record("pde-large")["runs"].items():
+        sizes = [f"{one['parameters']:,}", f"{one['residuals']:,}", small(one["error"])]
+        each = "–" if one.get("shared") else f"{one['seconds'] / one['steps']:.2f} s"
+        rows.append([f"Poisson {name}", *sizes, str(one["steps"]), seconds(one["seconds"]), each])
     return rows
 
 
