@@ -94,10 +94,10 @@ class LevenbergMarquardt(Step):
         bounds: tuple[float, float] = (1e-16, 1e8),
     ) -> None:
         self.damping = positive("LevenbergMarquardt(damping=...)", damping)
-        self.target, ratios = target, (0.25, 0.75)
+        self.target, low, high = target, 0.25, 0.75
         if target is not None:
-            ratios = (positive("LevenbergMarquardt(target=...)", target),) * 2
-        self.control = RatioDamping(*ratios, increase, decrease, *bounds)
+            low = high = positive("LevenbergMarquardt(target=...)", target)
+        self.control = RatioDamping(low, high, increase, decrease, bounds[0], bounds[1])
         self.tries = positive("LevenbergMarquardt(tries=...)", tries)
 
     @property
