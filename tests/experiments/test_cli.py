@@ -31,7 +31,7 @@ def test_list_shows_every_setup() -> None:
         assert any(line.startswith(f"{name} ") for line in done.stdout.splitlines()), name
     assert "u_tt = 4 u_xx" in done.stdout
     assert "2-32-1" in done.stdout
-    assert re.search(r"kdv .* 4 × 7-24-24-24-1 +5,668", done.stdout)  # one for each slab of time
+    assert re.search(r"kdv .* 6 × 7-24-24-24-1 +8,502", done.stdout)  # one for each slab of time
 
 
 @pytest.mark.parametrize("width", [40, 80, 119, 120])
@@ -51,7 +51,7 @@ def test_list_is_whole_at_any_width(width: int, tmp_path: Path) -> None:
 def test_an_output_that_lacks_characters_is_written_all_the_same() -> None:
     done = CliRunner(charset="ascii").invoke(app, ["list"])
     assert done.exit_code == 0, done.output
-    assert "4 ? 7-24-24-24-1" in done.stdout
+    assert "6 ? 7-24-24-24-1" in done.stdout
     assert "yin-2024-deep" in done.stdout
 
 

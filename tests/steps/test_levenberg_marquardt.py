@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -75,10 +77,14 @@ def test_with_a_target_the_least_damping_that_reaches_it_is_taken(
     assert problem.state["damping"] == pytest.approx(tried[trials] / 16, rel=1e-12)
 
 
-@pytest.mark.parametrize("target", [0.0, -1.0, float("nan")])
-def test_targets_are_positive(target: float) -> None:
-    with pytest.raises(PullbackError, match="target"):
-        LevenbergMarquardt(target=target)
+@pytest.mark.parametrize(
+    "given",
+    [{"target": v} for v in (0.0, -1.0, float("nan"), 1.0, True)]
+    + [{"tries": 2.5}, {"tries": 0}, {"bounds": (1,)}, {"bounds": None}],
+)
+def test_what_is_not_usable_is_named(given: Any) -> None:
+    with pytest.raises(PullbackError, match=next(iter(given))):
+        LevenbergMarquardt(**given)
 
 
 def test_the_cases_above_meet_every_branch() -> None:

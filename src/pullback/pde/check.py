@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
+from math import inf, isfinite
 from typing import Any
 
 import torch
@@ -21,8 +22,14 @@ from .windows import window
 
 _LARGEST = 2000  # parameters up to which the error equation is solved
 _CUT = 1e-10  # singular values below this share of the largest are left out
+_LOOSE = 1e-4  # of the tangents' norm, of an unknown's part: more is not determined without them
 _FEWEST, _SEED = 500, 104_729  # points of a condition, and their seed
+_ZERO = 1e-300  # the least size of a solution
 _SAMPLES = 2000  # points at which an error is measured
+
+
+#: said of what can take any value
+LOOSE = "not determined by the conditions"
 
 
 @dataclass(frozen=True)
@@ -30,8 +37,9 @@ class Estimate:
     """The error of a solution by its own tangents.
 
     Attributes:
-        error: estimated relative L² error, all fields together.
-        spread: standard errors of the unknown coefficients, by name.
+        error: estimated relative L² error, all fields together; infinite where the conditions do
+            not determine them.
+        spread: standard errors of the unknown coefficients, by name; infinite likewise.
         affine: whether the problem is linear; otherwise the error must be small for this to hold.
     """
 
@@ -75,10 +83,12 @@ class Check:
             lines.append("  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in cells)]))
         if self.estimate is not None:
             kind = "" if self.estimate.affine else " (linearized)"
-            lines.append(f"estimated error{kind}: {self.estimate.error:.1e}")
+            known = f"{self.estimate.error:.1e}" if isfinite(self.estimate.error) else LOOSE
+            lines.append(f"estimated error{kind}: {known}")
         for name, value in self.unknowns.items():
             spread = self.estimate.spread.get(name) if self.estimate else None
-            lines.append(f"{name} = {value:.6g}" + ("" if spread is None else f" ± {spread:.1g}"))
+            known = "" if spread is None else f" ± {spread:.1g}"
+            lines.append(f"{name} = {value:.6g}{', ' + LOOSE if spread == inf else known}")
         if self.difference is not None:
             lines.append(f"difference to the other solution: {self.difference:.1e}")
         if self.error is not None:
@@ -93,11 +103,13 @@ class ErrorField:
 
     For a linear equation L u = f the error solves L e = r, with r the residual. What no tangent
     explains, r − A δ, adds at most its norm times max ‖T δ‖/‖A δ‖, the equation's stability as far
-    as the tangents see it.
+    as the tangents see it. Directions δ with A δ = 0 change nothing, unless a condition is missing:
+    then T δ is another solution.
 
     Attributes:
         explained: the mean square of T δ over the domain, all fields together.
-        rest: that of what the unexplained residual may add.
+        rest: that of what the unexplained residual may add; infinite where directions that no
+            residual sees move the fields.
         size: that of the solution.
         spread: standard errors of the unknown coefficients, by name.
         corrected: the solution without T δ.
@@ -119,14 +131,16 @@ class ErrorField:
             tangents, values = _tangents(problem, trial, params)
         u, s, vh = torch.linalg.svd(a, full_matrices=False)
         kept = s > _CUT * s[0]
+        unseen = vh[~kept].T
+        loose = float(_norm(tangents @ unseen)) > _LOOSE * float(_norm(tangents))
         u, s, v = u[:, kept], s[kept], vh[kept].T
         reach = tangents @ v / s  # the field of each singular direction
         coefficients = u.T @ r
-        stability = torch.linalg.matrix_norm(reach, 2)
+        stability = inf if loose else _norm(reach)
         self.explained = float((reach @ coefficients).square().sum())
-        self.rest = float((stability * (r - u @ coefficients).norm()).square())
+        self.rest = float(stability * (r - u @ coefficients).norm()) ** 2
         self.size = float(values.square().sum())
-        self.spread = _spread(params, v, s, u, r)
+        self.spread = _spread(params, unseen, v, s, u, r)
         space = ParameterSpace(params)
         self.corrected = Corrected(trial, space.split((v @ (coefficients / s)).to(space.dtype)))
 
@@ -165,7 +179,7 @@ def estimate(
         return None
     if not isinstance(network, Slabs):
         found = ErrorField(problem, trial, weights)
-        error = (found.explained**0.5 + found.rest**0.5) / found.size**0.5
+        error = (found.explained**0.5 + found.rest**0.5) / max(found.size**0.5, _ZERO)
         return Estimate(error, found.spread, affine)
     unknowns = {n: p.item() for n, p in trial.unknowns.items()}
     before, carried, total, size, spread = None, 0.0, 0.0, 0.0, {}
@@ -176,7 +190,7 @@ def estimate(
         total += (end - start) * (found.explained**0.5 + carried) ** 2
         size += (end - start) * found.size
         before, spread = found.corrected, found.spread
-    return Estimate((total / size) ** 0.5, spread, affine)
+    return Estimate((total / max(size, _ZERO)) ** 0.5, spread, affine)
 
 
 def _tangents(problem: Problem, trial: Trial, params: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -197,15 +211,25 @@ def _tangents(problem: Problem, trial: Trial, params: dict[str, Tensor]) -> tupl
     return torch.cat(rows), torch.cat(values)
 
 
+def _norm(matrix: Tensor) -> Tensor:
+    """The largest singular value; zero where there is none."""
+    return torch.linalg.matrix_norm(matrix, 2) if matrix.numel() else matrix.new_zeros(())
+
+
 def _spread(
-    params: dict[str, Tensor], v: Tensor, s: Tensor, u: Tensor, r: Tensor
+    params: dict[str, Tensor], unseen: Tensor, v: Tensor, s: Tensor, u: Tensor, r: Tensor
 ) -> dict[str, float]:
-    """Standard errors of the unknowns: √Σ (A⁺)²ᵢ rᵢ², with n/(n − rank) for what was fitted."""
+    """Standard errors of the unknowns: √Σ (A⁺)²ᵢ rᵢ², with n/(n − rank) for what was fitted.
+
+    One that moves in a direction which no residual sees has none.
+    """
     at, out = 0, {}
     share = len(r) / max(1, len(r) - len(s))
     for name, p in params.items():
         if name.startswith("unknowns."):
             row = (v[at] / s) @ u.T
-            out[name.removeprefix("unknowns.")] = float(((row * r).square().sum() * share).sqrt())
+            error = float(((row * r).square().sum() * share).sqrt())
+            loose = float(unseen[at].norm()) > _LOOSE
+            out[name.removeprefix("unknowns.")] = inf if loose else error
         at += p.numel()
     return out

@@ -103,7 +103,7 @@ def term(
             }
             for s in range(len(sites))
         ]
-        return _columns(condition, condition.residual(view(getters, params)), len(points))
+        return _columns(condition, _residual(condition, view(getters, params)), len(points))
 
     if isinstance(condition, conditions.Integral):
         values = OperatorMap(trial.apply_to, x, scheme, operator, torch.ones_like(q))
@@ -157,7 +157,7 @@ class LocalResidual:
             for s in range(len(self._sites))
         ]
         view = _view(self._problem, self._sites, self._columns, getters, self._unknowns)
-        return _columns(self._condition, self._condition.residual(view), len(self._sites[0]))
+        return _columns(self._condition, _residual(self._condition, view), len(self._sites[0]))
 
     def slopes(self, c: Fields) -> tuple[Tensor, dict[Key, Tensor]]:
         """F and ∂F/∂c, (N, R) by key."""
@@ -221,7 +221,7 @@ def _energy(
             name: lambda index, i=i: z[:, i * width + wanted.index(index)]
             for i, name in enumerate(problem.fields)
         }
-        return condition.residual(view([getters], {}))
+        return _residual(condition, view([getters], {}))
 
     if problem.unknowns:
         raise PullbackError(
@@ -243,6 +243,26 @@ def _picker(channels: Any, site: int, field: int, scheme: Scheme, problem: Probl
         return channels[scheme.position[space * 2 if index is None else index], site, :, field]
 
     return pick
+
+
+#: what torch says of values taken out of its transforms: by numpy, or by a graph of their own
+_FOREIGN = ("numpy()", "data pointer", "requires_grad_()", "functorch", "does not require grad")
+
+
+def _residual(condition: Condition, view: View) -> Any:
+    """The condition's residual; refused where it leaves torch, or differentiates by itself."""
+    try:
+        return condition.residual(view)
+    except RuntimeError as error:
+        said = str(error).split("\n")[0].split(". ")[0]
+        if isinstance(error, PullbackError) or not any(word in said for word in _FOREIGN):
+            raise
+        raise PullbackError(
+            f"The residual of {condition.name!r} cannot be differentiated by the network",
+            f"it uses numpy or autograd on its arguments ({said})",
+            "Give what does not depend on the network by name: Problem(..., sources={'f': "
+            "function of the coordinates}), and take f as an argument",
+        ) from error
 
 
 def _view(
@@ -295,8 +315,7 @@ def _dry_run(
     channels = [dict.fromkeys(problem.fields, asked) for _ in sites]
     unknowns = unknowns or problem.coefficients(x)
     view = _view(problem, sites, problem.columns(x), channels, unknowns, known)
-    found = condition.residual(view)
-    columns = _columns(condition, found, len(x))
+    columns = _columns(condition, _residual(condition, view), len(x))
     if not request.indices and not request.laplacian:
         raise PullbackError(
             f"The condition {condition.name!r} does not depend on the network",

@@ -26,6 +26,12 @@ def is_integer(value: object, least: int) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
 
 
+def require_problem(problem: object, function: str) -> None:
+    """Refuse what is no problem: a name, a class, or the network in its place."""
+    usable = all(hasattr(problem, part) for part in ("domain", "conditions", "fields"))
+    require(usable, f"The problem of {function}", problem, "Pass a Problem, such as Poisson(dim=2)")
+
+
 def check_positive(what: str, value: float) -> float:
     """A finite number > 0."""
     require(is_number(value) and value > 0, what, value, "Use a positive number")

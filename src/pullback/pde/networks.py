@@ -14,7 +14,7 @@ from .._core.errors import PullbackError
 from .conditions import Periodic
 from .domains import Region
 from .fields import call
-from .kinds import check_seed, is_integer, is_number, require
+from .kinds import check_seed, is_integer, is_number, require, require_problem
 from .wavenumbers import SMOOTH, is_linear, oscillation
 
 if TYPE_CHECKING:
@@ -118,6 +118,7 @@ def network_for(
       (2): Linear(in_features=192, out_features=1, bias=True)
     )
     """
+    require_problem(problem, "network_for()")
     usable = parameters is None or is_integer(parameters, 1)
     require(usable, "The number of parameters", parameters, "Use an integer ≥ 1, or None")
     domain, fields = problem.domain, len(problem.fields)

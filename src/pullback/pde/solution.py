@@ -131,22 +131,25 @@ class Solution:
             self.error if self.problem.known else None,
         )
 
-    def estimated(self) -> float | None:
-        """The relative error that the residuals allow, where that takes about as long as a step.
+    def estimated(self) -> tuple[float | None, tuple[str, ...]]:
+        """The relative error that the residuals allow, and unknowns that they do not determine.
 
-        None above 1000 parameters (of a slab), for nested derivatives and energies, and where there
-        are data, whose noise is no error.
+        It is asked where it takes about as long as a step: not above 1000 parameters (of a slab),
+        for nested derivatives and energies. Where there are data, their noise is no error.
         """
         noisy = any(isinstance(c, (Data, Prior)) for c in self.problem.conditions)
         slabs = len(self.network.networks) if isinstance(self.network, Slabs) else 1
         count = sum(p.numel() for p in self.network.parameters()) // slabs
-        if noisy or self.nested or count > _QUICK:
-            return None
+        if (noisy and not self.unknowns) or self.nested or count > _QUICK:
+            return None, ()
         try:
             found = self._estimate(self.residual)
         except (PullbackError, torch.linalg.LinAlgError):  # a solve is not lost for want of it
-            return None
-        return None if found is None or not math.isfinite(found.error) else found.error
+            return None, ()
+        if found is None:
+            return None, ()
+        loose = tuple(n for n, spread in found.spread.items() if spread == math.inf)
+        return None if noisy or math.isnan(found.error) else found.error, loose
 
     def _estimate(self, residuals: Mapping[str, Residual]) -> Estimate | None:
         affine = all(r.affine for r in residuals.values())

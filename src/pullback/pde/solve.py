@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from ..solvers import Solver
 from ..steps import Step
 from .checks import warn_unwrapped
-from .kinds import is_integer, is_number, require
+from .kinds import is_integer, is_number, require, require_problem
 from .plan import Refine
 from .problem import Problem
 from .run import Run, processes
@@ -88,6 +88,9 @@ def solve(
             that `torch.distributed` knows. Callbacks run on every process, and any of them stops
             all; the first process shows progress and reads and writes the checkpoint.
     """
+    require_problem(problem, "solve()")
+    made = isinstance(network, nn.Module)
+    require(made, "The network", network, "Pass a module, such as network_for(problem)")
     settings = Settings(
         steps, points, sampler, seed, resample, refine, solver, step, gram, memory, causal, tol,
         patience, budget, measure, callbacks, device, progress, optimizer, group,
@@ -100,8 +103,9 @@ def solve(
         solution = Run(problem, network, settings, checkpoint).go()
     else:
         solution = march(problem, network, slabs, checkpoint, settings)
-    if solution.verdict.questionable:
-        solution.verdict = replace(solution.verdict, estimated=solution.estimated())
+    if solution.verdict.name == "converged":
+        error, loose = solution.estimated()
+        solution.verdict = replace(solution.verdict, estimated=error, loose=loose)
     if solution.verdict.alarming and processes(group).rank == 0:
         warnings.warn(f"{problem.name}: {solution.stopped}", stacklevel=2)
     return solution

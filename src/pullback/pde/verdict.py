@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 
 _GAP = 10.0  # of losses at fresh and own points beyond which a run has overfitted
 _SOLVED = 1e-4  # of their terms: residuals that count as solved
@@ -16,6 +17,10 @@ _REMEDIES = {
     "stalled": "Try another seed, a wider or deeper network, slabs= or another weight= first",
     "unfinished": "Give more steps= or a larger budget=",
 }
+_MISSING = (
+    "Is a boundary or initial condition missing, an Integral that normalizes, or a measurement? "
+    "Another seed will give another answer"
+)
 _FALLING = 0.01  # of the loss in a step: what is worth telling
 
 
@@ -28,7 +33,9 @@ class Verdict:
         stuck: whether it ended because the loss fell no further.
         own, fresh: the loss at its own points, and at fresh ones.
         relative: the largest residual at fresh points, as a share of its terms; NaN for energies.
-        estimated: the relative error that such residuals allow, where it was estimated.
+        estimated: the relative error that such residuals allow, where it was estimated; infinite
+            where the conditions do not determine the solution.
+        loose: unknowns that the conditions do not determine.
         falling: the share by which the loss fell in each of the last steps.
         exact: residuals of the solve's precision that leave nothing to be wished for.
     """
@@ -41,6 +48,7 @@ class Verdict:
     estimated: float | None = None
     falling: float = 0.0
     exact: float = _EXACT
+    loose: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -51,7 +59,7 @@ class Verdict:
             return "overfitted"
         if self.relative <= _SOLVED:
             doubtful = self.estimated is not None and self.estimated > _DOUBT
-            return "doubtful" if doubtful else "converged"
+            return "doubtful" if doubtful or self.loose else "converged"
         return "stalled" if self.stuck else "unfinished"
 
     @property
@@ -65,6 +73,8 @@ class Verdict:
             numbers += f" (the error is estimated as {self.estimated:.1g})"
         elif self.name == "overfitted":
             numbers = f"the loss is {self.own:.1e} at its points and {self.fresh:.1e} at fresh ones"
+        elif self._undetermined:
+            numbers += f", but the conditions do not determine {self._undetermined}"
         elif self.name == "doubtful":
             numbers += f", and the error that these allow is estimated as {self.estimated:.1g}"
         elif self.name == "stalled":
@@ -73,7 +83,14 @@ class Verdict:
         return f"{self.name}: {self.reason}{pace}; {numbers}{self._remedy}"
 
     @property
+    def _undetermined(self) -> str:
+        """What can take other values at the same residuals."""
+        return "the solution" if self.estimated == inf else " and ".join(self.loose)
+
+    @property
     def _remedy(self) -> str:
+        if self.name == "doubtful" and self._undetermined:
+            return f". {_MISSING}"
         if self.relative <= self.exact:
             return ""
         if self.name != "converged":
@@ -101,11 +118,6 @@ class Verdict:
         if self.name in ("overfitted", "stalled", "doubtful"):
             return True
         return self.relative > self.exact and not self.wanted
-
-    @property
-    def questionable(self) -> bool:
-        """Whether an estimate of the error is worth its time: residuals are small, not exact."""
-        return self.name == "converged" and self.relative > self.exact
 
 
 def overfitted(own: float, fresh: float) -> bool:

@@ -72,7 +72,7 @@ class LevenbergMarquardt(Step):
     raises the loss is rejected and tried again with more damping.
 
     With a `target` it takes long steps, as `TargetRatio` does, for solvers that factorize for one λ
-    at a time: λ falls before every step, and grows until ρ exceeds the target.
+    at a time: λ falls after every step that is taken, and grows until ρ exceeds the target.
 
     Args:
         damping: the first λ; afterwards it is part of the optimizer's state.
@@ -96,9 +96,15 @@ class LevenbergMarquardt(Step):
         self.damping = positive("LevenbergMarquardt(damping=...)", damping)
         self.target, low, high = target, 0.25, 0.75
         if target is not None:
-            low = high = positive("LevenbergMarquardt(target=...)", target)
-        self.control = RatioDamping(low, high, increase, decrease, bounds[0], bounds[1])
-        self.tries = positive("LevenbergMarquardt(tries=...)", tries)
+            good = isinstance(target, float) and 0 < target < 1
+            require(good, "LevenbergMarquardt(target=...)", target, "Use a number in (0, 1)")
+            low = high = target
+        both = isinstance(bounds, (tuple, list)) and len(bounds) == 2
+        require(both, "LevenbergMarquardt(bounds=...)", bounds, "Use the least and the largest λ")
+        self.control = RatioDamping(low, high, increase, decrease, *bounds)
+        whole = isinstance(tries, int) and tries > 0
+        require(whole, "LevenbergMarquardt(tries=...)", tries, "Use an integer ≥ 1")
+        self.tries = tries
 
     @property
     def numbers(self) -> dict[str, float]:
@@ -118,7 +124,7 @@ class LevenbergMarquardt(Step):
                 if ratio > (1e-4 if self.target is None else self.target):
                     local.state["damping"] = self.control.next(solution.damping, ratio, growth)
                     return Move(solution.x, 1.0, solution, True, loss, "", trial)
-                reason = "the loss did not fall at any damping tried"
+                reason = "the loss did not fall far enough at any damping tried"
                 move = Move(solution.x, 0.0, solution, False, None, reason, trial)
             damping = self.control.next(damping, ratio, growth)
             growth *= 2 if self.target is None else 1
