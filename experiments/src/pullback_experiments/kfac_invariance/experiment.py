@@ -159,6 +159,7 @@ def _series(group: str, records: Sequence[TwinRun]) -> Series | None:
     return Series(group, {"step": Line(list(range(len(columns))), middle, low, high)}, style=style)
 
 
+_PLACES = (3, 7, 2, 1, 4)  # Adam and SGD as in all figures
 _STYLES = ("-", (0, (4, 2)), "-", "-", "-")  # the first two lie upon each other
 _COLUMNS = 3
 
@@ -170,8 +171,8 @@ def draw(found: Found, nets: Sequence[Net]) -> Figure:
     figure = plots.new(11, 0.9 + 2.6 * rows, title)
     grid = figure.subplots(rows, _COLUMNS, squeeze=False, sharex=True, sharey=True)
     for axes, net in zip(grid.flat, nets, strict=False):
-        for color, style, group in zip(PALETTE[: len(GROUPS)], _STYLES, GROUPS, strict=True):
-            _band(axes, found[net.name, group], color, style, group)
+        for place, style, group in zip(_PLACES, _STYLES, GROUPS, strict=True):
+            _band(axes, found[net.name, group], PALETTE[place], style, group)
         _dress(axes, net)
     for axes in list(grid.flat)[len(nets) :]:
         axes.set_visible(False)
