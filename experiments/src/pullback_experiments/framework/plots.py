@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["INK", "PALETTE", "band", "colors", "dress", "label", "new", "places", "save"]
+__all__ = ["INK", "PALETTE", "band", "colors", "dress", "known", "label", "new", "places", "save"]
 
 #: a method's place in the palette, the same in all figures
 _PLACES = {
@@ -42,6 +42,11 @@ def places(names: Iterable[str]) -> dict[str, int]:
     free = [i for i in reversed(range(len(PALETTE))) if i not in own.values()]
     rest = dict(zip([name for name in names if name not in own], free, strict=False))
     return {name: {**own, **rest}[name] for name in names if name in own or name in rest}
+
+
+def known(name: str) -> bool:
+    """Whether the method has a place of its own."""
+    return name in _PLACES
 
 
 def colors(names: Iterable[str]) -> dict[str, str]:

@@ -155,8 +155,10 @@ def _series(group: str, records: Sequence[TwinRun]) -> Series | None:
     )
     middle, low, high = ([f(c) for c in columns] for f in (median, min, max))
     # the first two lie upon each other
-    style = "dashed" if GROUPS.index(group) == 1 else "solid"
-    return Series(group, {"step": Line(list(range(len(columns))), middle, low, high)}, style=style)
+    place = GROUPS.index(group)
+    line = Line(list(range(len(columns))), middle, low, high)
+    style = "dashed" if place == 1 else "solid"
+    return Series(group, {"step": line}, _PLACES[place], style)
 
 
 _PLACES = (3, 7, 2, 1, 4)  # Adam and SGD as in all figures
