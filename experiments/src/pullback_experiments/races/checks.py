@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
 
 from ..framework import plots
 from ..framework.check import Claim
-from ..framework.curves import finite
+from ..framework.curves import Series, finite, over_seeds
 from ..framework.records import Record
 from ..framework.tabular import Table
 
@@ -158,6 +158,19 @@ def draw(races: Mapping[str, Found], heading: str) -> Figure:
         place = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)}
         row[-1].legend(frameon=False, fontsize=9, **place)
     return figure
+
+
+def series(found: Found, along: Iterable[str]) -> list[Series]:
+    """The same lines for a page that draws them itself."""
+    places = plots.places(n for n in found if not _shorter(n))
+    lines = []
+    for name, runs in found.items():
+        if runs:
+            method = runs[0]["method"] if _shorter(name) else name
+            style = "dashed" if _shorter(name) else "solid"
+            words, color = title(name, method), places.get(method)
+            lines.append(over_seeds(words, runs, "held-out loss", along, color=color, style=style))
+    return [line for line in lines if line is not None]
 
 
 def _places(runs: Sequence[Record], along: str) -> list[list[float]]:
