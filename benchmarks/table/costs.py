@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from pullback_experiments.races.checks import title as optimizer_title
+
 from ..kfac_versions import ratios
 from .numbers import RESULTS, Rows, record, seconds, size, times
 
@@ -152,8 +154,14 @@ def vision() -> Rows:
     rows = [["network", "optimizer", "rate", "steps", "test loss", "accuracy"]]
     for found in record("race-vision")["summary"]["tables"]:
         label = found["title"].partition(":")[0]
-        rows += [[label, *row[:5]] for row in found["rows"]]
+        rows += [[label, _optimizer(row[0]), *row[1:5]] for row in found["rows"]]
     return rows
+
+
+def _optimizer(name: str) -> str:
+    """An optimizer of the races as the pages call it, "ours, 0.6 (kfac-spectral)" as well."""
+    name, _, method = name.partition(" (")
+    return optimizer_title(name, method.rstrip(")"))
 
 
 #: record, title of its table, task as the README calls it, rival

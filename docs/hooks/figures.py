@@ -1,4 +1,4 @@
-"""A hook of mkdocs: a figure opens at full size; numbers and sentences of tables get room.
+"""A hook of mkdocs: a figure opens at full size; numbers stay whole, sentences of tables get room.
 
 The pages stay plain Markdown, which GitHub shows as well.
 """
@@ -8,8 +8,10 @@ from typing import Any
 
 FIGURE = re.compile(r'<p>(<img [^>]*?src="([^"]+)"[^>]*>)')
 CELL = re.compile(r"<td.*?</td>", re.DOTALL)
-NUMBER = re.compile(  # 1e-3, −0.6 ± 1.4, 24 ms, 2026-11-17
+APART = re.compile(r"<(pre|math|svg)\b.*?</\1>|<[^>]*>", re.DOTALL)  # no words of the page
+NUMBER = re.compile(  # 1e-3, −0.6 ± 1.4, 24 ms, 2026-11-17, K-FAC, ResNet-50, L = 1
     r"\b\d[\d.]*e[-−+]\d+|[-−]?\d[\d.]* ± [\d.]+|\b\d[\d.]* (?:ms|s|[MGT]i?B)\b|\b\d{4}-\d\d-\d\d\b"
+    r"|\b[A-Z][A-Za-z]{0,5}-(?:[A-Z]+\b|\d+\b)|\b[A-Z] = \d+\b"
 )
 
 
@@ -19,8 +21,16 @@ def linked(html: str) -> str:
 
 
 def unbroken(html: str) -> str:
-    """Mark the numbers of tables, so that a line never ends inside one."""
-    return CELL.sub(lambda cell: NUMBER.sub(r'<span class="number">\g<0></span>', cell[0]), html)
+    """Mark numbers and names with a hyphen, so that a line never ends inside one."""
+    parts, end = [], 0
+    for apart in APART.finditer(html):
+        parts += [_marked(html[end : apart.start()]), apart[0]]
+        end = apart.end()
+    return "".join([*parts, _marked(html[end:])])
+
+
+def _marked(words: str) -> str:
+    return NUMBER.sub(r'<span class="number">\g<0></span>', words)
 
 
 def roomy(html: str) -> str:

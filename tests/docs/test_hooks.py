@@ -37,6 +37,9 @@ def test_figures_open_at_full_size() -> None:
     assert shown == '<p><a href="a.png"><img alt="A" src="a.png" /></a></p>'
 
 
-def test_numbers_of_tables_are_not_broken() -> None:
-    shown = hook("figures").on_page_content("<p>1e-3</p><td>7.2e-14 s</td>")
-    assert shown == '<p>1e-3</p><td><span class="number">7.2e-14</span> s</td>'
+def test_numbers_and_names_are_not_broken() -> None:
+    shown = hook("figures").on_page_content('<p>1e-3</p><a href="K-FAC">K-FAC</a><pre>7e-14</pre>')
+    assert shown == (
+        '<p><span class="number">1e-3</span></p>'
+        '<a href="K-FAC"><span class="number">K-FAC</span></a><pre>7e-14</pre>'
+    )

@@ -23,8 +23,8 @@ _GREEN = "#009E73"
 def draw(results: Results) -> Figure:
     """Of the first seed; the errors of all."""
     wide, narrow = results.of("wide")[0], results.of("narrow")[0]
-    figure = plots.new(14.5, 8, "Gradient steps as moves of the function", dpi=110)
-    grid = figure.subplots(2, 3)
+    figure = plots.new(10.5, 11.5, "Gradient steps as moves of the function")
+    grid = figure.subplots(3, 2).reshape(2, 3)
     _function(grid[0][0], wide)
     _gradients(grid[0][1], wide)
     _moves(grid[0][2], wide)

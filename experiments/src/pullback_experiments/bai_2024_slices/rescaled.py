@@ -301,7 +301,7 @@ _COLORS = list(plots.places(m.name for m in METHODS[:4]).values())
 def draw(found: Ends, seeds: int) -> Figure:
     """One panel per start; a sliced optimizer is a solid line, another a dashed one."""
     title = f"Training loss after rescaling each unit by 10^±size; {seeds} seeds, medians and range"
-    figure = plots.new(4.2 * len(found) + 2.2, 4.2, title, dpi=110)
+    figure = plots.new(4.2 * len(found) + 2.2, 5.4, title, dpi=110)
     grid = figure.subplots(1, len(found), squeeze=False, sharey=True)[0]
     for axes, (name, methods) in zip(grid, found.items(), strict=True):
         sizes = list(methods[METHODS[0].name])
@@ -318,11 +318,11 @@ def draw(found: Ends, seeds: int) -> Figure:
                 color=color, lw=1.7, elinewidth=0.8, label=m.name,
             )  # fmt: skip
         plots.dress(axes, logx=False)
-        axes.set_xticks(sizes, ["as it was", *(f"10^±{s}" for s in sizes[1:])])
+        axes.set_xticks(sizes, ["as it was", *(rf"$10^{{\pm {s}}}$" for s in sizes[1:])])
         axes.axhline(np.log(10), color=plots.INK, lw=0.8, ls=":")
         axes.axhline(_TOP, color=plots.INK, lw=0.8)
         plots.label(axes, "size of the rescaling", title=name)
-    plots.label(grid[0], y="training loss (top: lost; dotted: chance)")
+    plots.label(grid[0], y="training loss (top: lost, dotted: chance)")
     grid[-1].legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=9)
     return figure
 

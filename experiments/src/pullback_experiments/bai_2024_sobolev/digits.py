@@ -307,7 +307,7 @@ def table(results: Results, net: str, methods: Sequence[str]) -> Table:
 def draw(results: Results, nets: Sequence[str], methods: Sequence[str]) -> Figure:
     """A row per network: training loss and test accuracy, at K-FAC's settings and at their own."""
     title = f"K-FAC and Sobolev, {len(results.seeds)} seeds: medians and quartiles"
-    figure = plots.new(14, 0.6 + 3.3 * len(nets), title, dpi=110)
+    figure = plots.new(14, 0.6 + 4.4 * len(nets), title, dpi=110)
     grid = figure.subplots(len(nets), 4, squeeze=False)
     for row, net in zip(grid, nets, strict=True):
         for place, (settings, measure) in enumerate(

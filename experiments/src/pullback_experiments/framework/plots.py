@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["INK", "PALETTE", "band", "colors", "dress", "label", "new", "places", "save"]
+__all__ = ["INK", "PALETTE", "band", "colors", "dress", "known", "label", "new", "places", "save"]
 
 #: a method's place in the palette, the same in all figures
 _PLACES = {
@@ -44,6 +44,11 @@ def places(names: Iterable[str]) -> dict[str, int]:
     return {name: {**own, **rest}[name] for name in names if name in own or name in rest}
 
 
+def known(name: str) -> bool:
+    """Whether the method has a place of its own."""
+    return name in _PLACES
+
+
 def colors(names: Iterable[str]) -> dict[str, str]:
     """The colors at these places."""
     return {name: PALETTE[place] for name, place in places(names).items()}
@@ -52,15 +57,22 @@ def colors(names: Iterable[str]) -> dict[str, str]:
 #: Okabe and Ito's, which color-blind readers can tell apart
 PALETTE = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#000000")
 INK, _GRID = "#333333", "#E4E4E4"
+_WIDEST = 11.0  # inches
 
 
 def new(width: float, height: float, title: str = "", dpi: int = 120) -> Figure:
-    """An empty figure, of no window."""
+    """An empty figure, of no window.
+
+    A wide one is made smaller, at the same number of pixels: a page shows all figures at one width,
+    where its words would be small.
+    """
     with extra("plots"):
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, height), dpi=dpi, layout="constrained")
+    scale = min(1.0, _WIDEST / width)
+    size = (scale * width, scale * height)
+    figure = Figure(figsize=size, dpi=dpi / scale, layout="constrained")
     FigureCanvasAgg(figure)
     if title:
         figure.suptitle(title, color=INK, size=12, x=0.01, ha="left")

@@ -219,7 +219,7 @@ def draw_planar(
     right.axhline(natural[len(natural) // 2], color=plots.INK, lw=1.4, ls="--", label="NGD, all L")
     plots.dress(right, logy=False)
     right.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    title = f"{len(results.seeds)} seeds; dotted: ℓ_{{2/L}} margins"
+    title = rf"{len(results.seeds)} seeds; dotted: $\ell_{{2/L}}$ margins"
     plots.label(right, "−log loss", "degrees from the axis e₁", title)
     return figure
 

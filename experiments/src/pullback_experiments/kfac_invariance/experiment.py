@@ -155,10 +155,13 @@ def _series(group: str, records: Sequence[TwinRun]) -> Series | None:
     )
     middle, low, high = ([f(c) for c in columns] for f in (median, min, max))
     # the first two lie upon each other
-    style = "dashed" if GROUPS.index(group) == 1 else "solid"
-    return Series(group, {"step": Line(list(range(len(columns))), middle, low, high)}, style=style)
+    place = GROUPS.index(group)
+    line = Line(list(range(len(columns))), middle, low, high)
+    style = "dashed" if place == 1 else "solid"
+    return Series(group, {"step": line}, _PLACES[place], style)
 
 
+_PLACES = (3, 7, 2, 1, 4)  # Adam and SGD as in all figures
 _STYLES = ("-", (0, (4, 2)), "-", "-", "-")  # the first two lie upon each other
 _COLUMNS = 3
 
@@ -170,8 +173,8 @@ def draw(found: Found, nets: Sequence[Net]) -> Figure:
     figure = plots.new(11, 0.9 + 2.6 * rows, title)
     grid = figure.subplots(rows, _COLUMNS, squeeze=False, sharex=True, sharey=True)
     for axes, net in zip(grid.flat, nets, strict=False):
-        for color, style, group in zip(PALETTE[: len(GROUPS)], _STYLES, GROUPS, strict=True):
-            _band(axes, found[net.name, group], color, style, group)
+        for place, style, group in zip(_PLACES, _STYLES, GROUPS, strict=True):
+            _band(axes, found[net.name, group], PALETTE[place], style, group)
         _dress(axes, net)
     for axes in list(grid.flat)[len(nets) :]:
         axes.set_visible(False)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
 
 from ..framework import plots
 from ..framework.check import Claim
-from ..framework.curves import finite
+from ..framework.curves import Series, finite, over_seeds
 from ..framework.records import Record
 from ..framework.tabular import Table
 
@@ -111,13 +111,37 @@ def _shown(value: float) -> str:
     return f"{value:.4g}" if math.isfinite(value) else "never"
 
 
+#: as the pages call them
+_NAMES = {
+    "sgd": "SGD",
+    "adamw": "AdamW",
+    "muon": "Muon",
+    "muon-0.9": "Muon, momentum 0.9",
+    "soap": "SOAP",
+    "kfac-spectral": "K-FAC, spectral",
+    "kfac-eigenbasis": "K-FAC, eigenbasis",
+    "kfac-natural": "K-FAC, natural",
+}
+
+
+def title(name: str, method: str = "kfac-spectral") -> str:
+    """An optimizer's name for readers, and that of a shorter run of `method`.
+
+    >>> title("muon-0.9"), title("ours, 0.85")
+    ('Muon, momentum 0.9', 'K-FAC, spectral, 0.85 of the steps')
+    """
+    if not _shorter(name):
+        return _NAMES.get(name, name)
+    return f"{_NAMES.get(method, method)}, {name.removeprefix('ours, ')} of the steps"
+
+
 _ALONG = {"step": "steps", "seconds": "seconds of training"}
 _FAR = 3  # times the least loss: ends above are not shown
 
 
-def draw(races: Mapping[str, Found], title: str) -> Figure:
+def draw(races: Mapping[str, Found], heading: str) -> Figure:
     """Medians and quartiles over seeds; shorter runs of ours are dashed."""
-    figure = plots.new(12, 0.4 + 4 * len(races), title)
+    figure = plots.new(12, 0.4 + 4 * len(races), heading)
     panels = figure.subplots(len(races), 2, squeeze=False)
     for row, (name, found) in zip(panels, races.items(), strict=True):
         colors = plots.colors(n for n in found if not _shorter(n))
@@ -126,7 +150,7 @@ def draw(races: Mapping[str, Found], title: str) -> Figure:
                 xs, ys = _places(runs, along), [r["held-out loss"] for r in runs]
                 color = colors[runs[0]["method"] if _shorter(method) else method]
                 style = {"ls": "--", "lw": 1.2} if _shorter(method) else {}
-                plots.band(axes, xs, ys, color, method, **style)
+                plots.band(axes, xs, ys, color, title(method, runs[0]["method"]), **style)
             plots.dress(axes, logx=False, logy=False)
             axes.set_ylim(*_limits(found))
             axes.set_xlim(left=0)
@@ -134,6 +158,19 @@ def draw(races: Mapping[str, Found], title: str) -> Figure:
         place = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)}
         row[-1].legend(frameon=False, fontsize=9, **place)
     return figure
+
+
+def series(found: Found, along: Iterable[str]) -> list[Series]:
+    """The same lines for a page that draws them itself."""
+    places = plots.places(n for n in found if not _shorter(n))
+    lines = []
+    for name, runs in found.items():
+        if runs:
+            method = runs[0]["method"] if _shorter(name) else name
+            style = "dashed" if _shorter(name) else "solid"
+            words, color = title(name, method), places.get(method)
+            lines.append(over_seeds(words, runs, "held-out loss", along, color=color, style=style))
+    return [line for line in lines if line is not None]
 
 
 def _places(runs: Sequence[Record], along: str) -> list[list[float]]:

@@ -9,12 +9,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 from ..framework.check import Check
-from ..framework.curves import Chart, finite, over_seeds
+from ..framework.curves import Chart, finite
 from ..framework.experiment import Context, Experiment, Item
 from ..framework.records import Record
 from ..framework.store import Results
 from ..framework.tabular import Table
-from .checks import Found, Lead, table
+from .checks import Found, Lead, series, table
 from .loop import RaceTask, run
 from .networks import ImageData
 from .optimizers import OURS
@@ -211,10 +211,7 @@ class Race(Experiment):
             Chart(
                 f"{task.title}: held-out loss",
                 "held-out loss",
-                [
-                    over_seeds(method, runs, "held-out loss", _ALONG)
-                    for method, runs in self._found(results, name).items()
-                ],
+                series(self._found(results, name), _ALONG),
                 x=_ALONG,
                 logx=False,
                 logy=False,

@@ -176,8 +176,8 @@ Corner = Literal["lower right", "upper right"]
 
 def draw(results: Results) -> Figure:
     """Examples 1 and 2 on the model, A.3 on the parameter space, finite steps."""
-    figure = plots.new(17, 4.3, "The natural parameter gradient, and what it depends on")
-    one, two, three, four = figure.subplots(1, 4)
+    figure = plots.new(9.5, 8.2, "The natural parameter gradient, and what it depends on")
+    one, two, three, four = figure.subplots(2, 2).flat
     _plane(one, results)
     _eight(two, results)
     _space(three, results)
@@ -196,6 +196,7 @@ def _arrow(axes: Axes, end: Sequence[float], color: str, name: str) -> None:
 def _framed(axes: Axes, title: str, x: str, y: str, legend: Corner = "lower right") -> None:
     plots.dress(axes, logx=False, logy=False)
     axes.set_aspect("equal")
+    axes.locator_params(nbins=6)
     plots.label(axes, x, y, title)
     axes.legend(frameon=False, fontsize=8, loc=legend)
 

@@ -14,7 +14,7 @@ from pullback import PullbackError
 
 from ... import registry
 from ...framework.curves import Chart, Line, Series
-from ...framework.plots import PALETTE
+from ...framework.plots import PALETTE, known, places
 from ...framework.store import Available
 from .markup import text
 
@@ -52,8 +52,16 @@ def as_data(chart: Chart) -> dict[str, Any]:
         "logx": bool(chart.logx),
         "logy": bool(chart.logy),
         "axes": [list(pair) for pair in chart.axes().items()],
-        "series": [_series(series, place) for place, series in enumerate(chart.shown())],
+        "series": _colored(chart.shown()),
     }
+
+
+def _colored(shown: Sequence[Series]) -> list[dict[str, Any]]:
+    """Methods in the colors of the figures; other series in the order of the palette."""
+    names = [series.name for series in shown]
+    if any(map(known, names)) and len(own := places(names)) == len(set(names)):
+        return [_series(series, own[series.name]) for series in shown]
+    return [_series(series, place) for place, series in enumerate(shown)]
 
 
 def _series(series: Series, place: int) -> dict[str, Any]:
