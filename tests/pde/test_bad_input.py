@@ -6,12 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 import pullback as pb
 from pullback import PullbackError, pde
+from tests.optim.common import refused
 
 LINE = pde.Interval(0, 1)
 EQUATION = pde.Equation(lambda u: u.xx + 1)
@@ -331,3 +333,36 @@ def test_a_network_that_begins_at_zero_is_not_taken_for_a_flat_one() -> None:
         for p in network[-1].parameters():
             p.zero_()
     assert len(solve(network=network).history) == 3
+
+
+def _by_graph(u: Any, x: Tensor) -> Tensor:
+    x = x.detach().clone().requires_grad_()
+    return u.xx + torch.autograd.grad(torch.sin(x).sum(), x)[0]
+
+
+@pytest.mark.parametrize(
+    "residual",
+    [
+        lambda u, x: u.xx + np.sin(np.asarray(x)),
+        lambda u, x: u.xx + torch.tensor(np.sin(x.numpy())),
+        _by_graph,
+    ],
+    ids=["asarray", "numpy", "autograd"],
+)
+def test_residuals_that_leave_torch_are_told_of_sources(residual: Any) -> None:
+    problem = pde.Problem(pde.Interval(0, 1), [pde.Equation(residual), pde.Dirichlet(0.0)])
+    with refused("'equation' cannot be differentiated", "numpy or autograd", "sources={'f'"):
+        pde.solve(problem, pde.mlp(1, 4, 1), steps=2, points=20)
+
+
+@pytest.mark.parametrize("problem", [pde.Poisson, "poisson2d", pde.mlp(2, 4, 1)])
+def test_what_is_no_problem_is_refused(problem: Any) -> None:
+    with refused("The problem of solve() is not usable", "got", "Pass a Problem"):
+        pde.solve(problem, pde.mlp(2, 4, 1))
+    with refused("The problem of network_for() is not usable", "got", "Pass a Problem"):
+        pde.network_for(problem)
+
+
+def test_a_class_is_no_network() -> None:
+    with refused("The network is not usable", "Linear", "network_for(problem)"):
+        pde.solve(pde.Poisson(), nn.Linear)  # pyright: ignore[reportArgumentType]

@@ -406,3 +406,50 @@ def test_a_network_for_a_problem() -> None:
         network = pde.network_for(problem, seed=0)
         out = network(problem.domain.sample(3).x)
         assert out.shape == (3, len(problem.fields))
+
+
+LINE = pde.Interval(0, 1)
+START = LINE.face("x", "low")
+
+
+@pytest.mark.parametrize(
+    "conditions",
+    [
+        [pde.Equation(lambda u: u.xx + 1), pde.Dirichlet(0.0, on=START)],
+        [pde.Equation(lambda u, x: u.xx + pi**2 * torch.cos(pi * x)), pde.Neumann(0.0)],
+    ],
+    ids=["one end", "slopes alone"],
+)
+def test_a_missing_condition_is_noticed(conditions: list[Any]) -> None:
+    problem = pde.Problem(LINE, conditions)
+    with pytest.warns(UserWarning, match=r"doubtful: .*do not determine the solution.*missing"):
+        solution = pde.solve(problem, pde.mlp(1, 10, 1, seed=0), steps=60, points=100)
+    assert solution.verdict.relative < 1e-4
+    assert solution.verdict.estimated == math.inf
+    assert "estimated error: not determined by the conditions" in str(solution.check())
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_unknowns_of_which_only_a_ratio_matters_are_noticed(known: bool) -> None:
+    x = torch.linspace(0, 1, 20, dtype=torch.float64)
+    k = {} if known else {"k": 0.7}
+
+    def equation(u: Any, x: Tensor, c: Tensor, k: Any = 0.7) -> Tensor:
+        return k * u.xx + c * pi**2 * torch.sin(pi * x)
+
+    def pinned(u: Any, x: Tensor, c: Tensor) -> Tensor:
+        return equation(u, x, c)
+
+    law = pinned if known else (lambda u, x, c, k: equation(u, x, c, k))
+    conditions = [pde.Equation(law), pde.Dirichlet(0.0), pde.Data(x, torch.sin(pi * x) / 2)]
+    problem = pde.Problem(LINE, conditions, unknowns={"c": 1.3, **k})
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        solution = pde.solve(problem, pde.mlp(1, 10, 1, seed=0), steps=60, points=100)
+    spread = solution.check().estimate.spread  # pyright: ignore[reportOptionalMemberAccess]
+    assert solution.verdict.loose == (() if known else ("c", "k"))
+    assert [v == math.inf for v in spread.values()] == [not known] * len(spread)
+    assert any("do not determine c and k" in str(w.message) for w in said) is not known
+    assert (", not determined by the conditions" in str(solution.check())) is not known
+    if known:
+        assert abs(solution.unknowns["c"] - 0.35) < 1e-6

@@ -60,7 +60,7 @@ class Solution:
     ) -> None:
         self.problem, self.network, self.history = problem, network, history
         self.unknowns = dict(unknowns or {})
-        self.verdict = verdict or Verdict("", False, *[math.nan] * 3)
+        self.verdict = verdict or Verdict("", False, math.nan, math.nan, math.nan)
         self.weights = dict(weights or {c.name: c.weight for c in problem.conditions})
         self.spectrum, self.nested, self.loss = spectrum, nested, loss
 
