@@ -61,8 +61,9 @@ def costs() -> Rows:
 def kfac_versions() -> Rows:
     """The version before the rebuild and this one, in turn on one machine."""
     kinds = ["plain", "statistics", "10/100", "25/250"]
-    rows = [["", "round", "version", "AdamW", *kinds]]
-    for name, versions in record("kfac-versions-cuda")["results"].items():
+    rows = [["", "round", "version", "baseline", *kinds]]
+    both = [record(f"kfac-versions-{device}")["results"] for device in ("cuda", "cpu")]
+    for name, versions in (item for results in both for item in results.items()):
         for version, rounds in versions.items():
             for i, taken in enumerate(rounds, 1):
                 more = [KFAC[name][0], str(i), version, f"{taken['baseline']:.1f} ms"]
