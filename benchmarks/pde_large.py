@@ -24,7 +24,8 @@ from .timing import environment
 CASES: dict[str, tuple[int, tuple[int, ...], tuple[int, int], Step]] = {
     "10D, cautious steps": (10, (300, 300), (14_000, 6000), LevenbergMarquardt(1e-6)),
     "10D, long steps": (
-        10, (300, 300), (14_000, 6000), LevenbergMarquardt(1e-2, decrease=1 / 16, target=0.01),
+        10, (300, 300), (14_000, 6000),
+        LevenbergMarquardt(1e-2, decrease=1 / 16, target=0.01, tries=16),
     ),
     "100D, cautious steps": (100, (980,), (6000, 14_000), LevenbergMarquardt(1e-2)),
     "100D, long steps": (

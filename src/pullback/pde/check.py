@@ -22,7 +22,7 @@ from .windows import window
 
 _LARGEST = 2000  # parameters up to which the error equation is solved
 _CUT = 1e-10  # singular values below this share of the largest are left out
-_LOOSE = 1e-4  # of the tangents' norm, of an unknown's part: more is not determined without them
+_LOOSE = 1e-4  # the share of the tangents, or of an unknown, that such directions may move
 _FEWEST, _SEED = 500, 104_729  # points of a condition, and their seed
 _ZERO = 1e-300  # the least size of a solution
 _SAMPLES = 2000  # points at which an error is measured
@@ -221,7 +221,7 @@ def _spread(
 ) -> dict[str, float]:
     """Standard errors of the unknowns: √Σ (A⁺)²ᵢ rᵢ², with n/(n − rank) for what was fitted.
 
-    One that moves in a direction which no residual sees has none.
+    That of an unknown which moves in a direction that no residual sees is infinite.
     """
     at, out = 0, {}
     share = len(r) / max(1, len(r) - len(s))
