@@ -193,6 +193,8 @@ class Processes:
 
     def gather(self, tensors: Sequence[Tensor], what: str = "gathered") -> list[Tensor]:
         """Return every tensor joined along its first axis, whose length may differ by process."""
+        if self.alone:
+            return list(tensors)
         return [torch.cat(parts) for parts in self.parts(tensors, what)]
 
     def parts(self, tensors: Sequence[Tensor], what: str = "gathered") -> list[list[Tensor]]:
