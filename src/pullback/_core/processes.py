@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from time import perf_counter
 from typing import Any, Generic, TypeVar
 from zlib import crc32
@@ -152,9 +153,9 @@ class Processes:
             some = [tensors[i] for i in places]
             flat = _packed(some)
             share = 2 * (self.size - 1) / self.size
-            call = lambda t=flat: self._reduce(t, later=True)  # noqa: E731
+            call = partial(self._reduce, flat, later=True)
             works.append(self._send(what, share * flat.nbytes, call))
-            for i, t in zip(places, _unpacked(flat, some), strict=True):
+            for i, t in zip(places, _split(flat, [t.shape for t in some]), strict=True):
                 out[i] = t
         return Pending(lambda: out, works, self._traffic[what])
 
@@ -176,7 +177,8 @@ class Processes:
             if self.size * longest > 2 * total:  # mostly padding
                 for rank, flat in enumerate(flats):
                     if flat is not None:
-                        self._reduce_to(flat, rank, what)
+                        to = {"group": self.group, "group_dst": rank}
+                        self._send(what, flat.nbytes, partial(dist.reduce, flat, **to))
                 found = flats[self.rank]
             else:
                 every = tensors[places[0]].new_zeros(self.size, longest)
@@ -243,8 +245,8 @@ class Processes:
                 flat[: len(mine)] = mine[:cut]
                 every = list(self._gather(flat, what).view(self.size, -1))
             for rank in [rank for rank, n in enumerate(lengths) if n > cut]:
-                own = mine[cut:].clone() if rank == self.rank else None
-                rest = mine.new_empty(lengths[rank] - cut) if own is None else own
+                own = rank == self.rank
+                rest = mine[cut:] if own else mine.new_empty(lengths[rank] - cut)
                 self._broadcast(rest, rank, what)
                 every[rank] = torch.cat([every[rank], rest])
             for rank, own in enumerate(by_rank):
@@ -270,13 +272,7 @@ class Processes:
 
     def adopt(self, tensors: Sequence[Tensor], what: str = "adopted") -> None:
         """Copy the tensors of the first process to all others, in place."""
-        if self.alone:
-            return
-        for places in _by_kind(tensors):
-            some = [tensors[i].detach() for i in places]
-            flat = _packed(some)
-            self._broadcast(flat, 0, what)
-            torch._foreach_copy_(some, _unpacked(flat, some))
+        self.exchange([t.detach() for t in tensors], [0] * len(tensors), what)
 
     def total(self, numbers: Sequence[float], what: str = "sums") -> list[float]:
         """Return the sums of numbers over all processes, in double precision."""
@@ -406,10 +402,6 @@ class Processes:
 
     def _reduce(self, t: Tensor, operation: str = "SUM", *, later: bool = False) -> Any:
         return dist.all_reduce(t, getattr(dist.ReduceOp, operation), self.group, async_op=later)
-
-    def _reduce_to(self, t: Tensor, rank: int, what: str) -> None:
-        given = {"group": self.group, "group_dst": rank}
-        self._send(what, t.nbytes, lambda: dist.reduce(t, **given))
 
     def _scatter(self, every: Tensor, what: str) -> Tensor:
         """Return the sum of this process's row over all processes."""
@@ -558,10 +550,6 @@ def from_bytes(buffer: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 def _packed(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([t.detach().reshape(-1) for t in tensors])
-
-
-def _unpacked(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    return _split(flat, [t.shape for t in like])
 
 
 def _split(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:

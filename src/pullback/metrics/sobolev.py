@@ -13,7 +13,7 @@ from torch import Tensor
 from .._core.errors import PullbackError, require
 from .._core.factor import Factor, Mixed
 from .._core.space import compute_dtype
-from .base import Fisher, Metric
+from .base import Euclidean, Fisher, Metric
 from .rkhs import KernelLike, Matern, ReproducingKernel, median_distance
 
 _JITTER = {torch.float64: 1e-10, torch.float32: 1e-5}
@@ -157,13 +157,10 @@ class Sobolev(Metric):
                 "Give the model a float tensor with one entry per sample as its first argument",
             )
         lower = self.cholesky(inputs.to(z.device), compute_dtype(z.dtype))
-        if self.inner is None:
-            return Mixed(lower, tuple(z.shape[1:]))
-        inner = self.inner.factor(z)
-        return Mixed(lower, inner.white, inner)
+        return Mixed(lower, (self.inner or Euclidean()).factor(z))
 
     def samples(self, z: Tensor) -> int:
-        return z.shape[0] if self.inner is None else self.inner.samples(z)
+        return (self.inner or Euclidean()).samples(z)
 
     def __repr__(self) -> str:
         fields = f"kernel={self.kernel_of!r}, jitter={self.jitter!r}, inner={self.inner!r}"
