@@ -114,13 +114,16 @@ def _invert(
         some = [given[i].form() for i in indices]
         stack = some[0] if len(some) == 1 else torch.cat(some)
         if is_diagonal(stack):
-            yield indices, *_reciprocal(stack)
+            good = (stack > torch.finfo(stack.dtype).tiny) & torch.isfinite(stack)
+            yield indices, torch.where(good, 1 / stack, 0.0), good.all(-1)
         else:
             yield indices, *_cholesky(stack, strict=singular, factors=factors)
     for some in large.values():
-        together = _by_size(sides, some)
-        found = blocked.invert([_stacked([given[i] for i in indices]) for indices in together])
-        for indices, (inverse, good) in zip(together, found, strict=True):
+        sizes: dict[int, list[int]] = {}
+        for i in sorted(some, key=lambda i: -sides[i].shape[-1]):
+            sizes.setdefault(blocked.padded(sides[i].shape[-1]), []).append(i)
+        found = blocked.invert([_stacked([given[i] for i in own]) for own in sizes.values()])
+        for indices, (inverse, good) in zip(sizes.values(), found, strict=True):
             yield indices, inverse, good
 
 
@@ -131,14 +134,6 @@ def _stacked(some: Sequence[_Shifted]) -> Tensor:
     for part, one in zip(out.split(counts), some, strict=True):
         one.write(part)
     return out
-
-
-def _by_size(sides: Sequence[Tensor], indices: Sequence[int]) -> list[list[int]]:
-    """Sides to be stacked, each time the largest first."""
-    sizes: dict[int, list[int]] = {}
-    for i in sorted(indices, key=lambda i: -sides[i].shape[-1]):
-        sizes.setdefault(blocked.padded(sides[i].shape[-1]), []).append(i)
-    return list(sizes.values())
 
 
 def _by_panels(side: Tensor) -> bool:
@@ -176,11 +171,6 @@ def goes_alone(n: int, device: torch.device) -> bool:
     LAPACK takes one matrix after the other, and larger ones leave the cache.
     """
     return device.type == "cpu" and n >= _LARGE
-
-
-def _reciprocal(side: Tensor) -> tuple[Tensor, Tensor]:
-    good = (side > torch.finfo(side.dtype).tiny) & torch.isfinite(side)
-    return torch.where(good, 1 / side, 0.0), good.all(-1)
 
 
 def _cholesky(side: Tensor, *, strict: bool, factors: bool) -> tuple[Tensor, Tensor]:

@@ -128,19 +128,16 @@ def launch_sides(
 
     Where there are `owners`, each of these gets the sum, and others keep what they gave.
     """
-    sent: list[Side] = []
+    tensors: list[Tensor] = []
     packed: list[bool] = []  # whether they are so here
-    for side in sides:
-        sent.append(triangle(side))
+    for side in sides:  # one by one, so that whole ones need not be in memory together
+        tensors.append(memory(triangle(side)))
         packed.append(isinstance(side, Packed))
-    kinds = [(isinstance(t, Packed), held) for t, held in zip(sent, packed, strict=True)]
 
     def restore(found: list[Tensor]) -> list[Side]:
-        every = zip(found, kinds, strict=True)
-        totals = [(Packed(t) if thin else t, held) for t, (thin, held) in every]
-        return [total if held else whole(total) for total, held in totals]
+        every = zip(map(as_side, found), packed, strict=True)
+        return [total if held else whole(total) for total, held in every]
 
-    tensors = [memory(t) for t in sent]
     if owners is None:
         return processes.launch_sum(tensors, "factors").then(restore)
     found = processes.sum_to(tensors, owners, "factors")
