@@ -82,8 +82,7 @@ class Pair(GramBlock):
 
     def solve(self, v: Tensor, damping: float | Tensor = 0.0) -> Tensor:
         (rows, u), (columns, w) = sides.eigen(self.left), sides.eigen(self.right)
-        values = rows[..., None] * columns[:, None]
-        return rotated(u, _divided(rotated(u, v, w), values, damping), w, back=True)
+        return Rotated(u, w, rows[..., None] * columns[:, None]).solve(v, damping)
 
 
 def rotated(u: Tensor | None, v: Tensor, w: Tensor | None, *, back: bool = False) -> Tensor:
@@ -114,25 +113,15 @@ class Rotated(GramBlock):
         return torch.stack([self.matvec(e.view(self.shape)).flatten() for e in eye])
 
     def diagonal(self) -> Tensor:
-        u = self._squares(self.u, self.values.shape[1])
-        w = self._squares(self.w, self.values.shape[2])
-        return u @ self.values @ w.mT
-
-    def _squares(self, vectors: Tensor | None, n: int) -> Tensor:
-        if vectors is not None:
-            return vectors.square()
-        return torch.eye(n, dtype=self.values.dtype, device=self.values.device)
+        u, w = (None if basis is None else basis.square() for basis in (self.u, self.w))
+        return rotated(u, self.values, w, back=True)
 
     def solve(self, v: Tensor, damping: float | Tensor = 0.0) -> Tensor:
-        turned = rotated(self.u, v, self.w)
-        return rotated(self.u, _divided(turned, self.values, damping), self.w, back=True)
-
-
-def _divided(v: Tensor, values: Tensor, damping: float | Tensor) -> Tensor:
-    """v/(values + damping), without damping on the range only."""
-    keep = sides.cut(values.flatten(1)).view_as(values)
-    keep = keep | (torch.as_tensor(damping, device=values.device) > 0)
-    return torch.where(keep, v / (values + damping), 0.0)
+        values = self.values
+        keep = sides.cut(values.flatten(1)).view_as(values)  # undamped, on the range only
+        keep = keep | (torch.as_tensor(damping, device=values.device) > 0)
+        v = torch.where(keep, rotated(self.u, v, self.w) / (values + damping), 0.0)
+        return rotated(self.u, v, self.w, back=True)
 
 
 @dataclass(frozen=True)

@@ -32,23 +32,18 @@ class _Shifted:
     """A matrix or diagonal side/scale + shift·1, formed where it is needed only."""
 
     side: Tensor
-    scale: Tensor | float | None
-    shift: Tensor | None
+    scale: Tensor | float
+    shift: Tensor
 
     def form(self) -> Tensor:
-        """Return it, in memory of its own unless it is the side itself."""
-        out = self.side if self.scale is None else over_groups(self.side, self.scale)
-        return out if self.shift is None else shifted(out, self.shift, spare=out is not self.side)
+        """Return it, in memory of its own."""
+        return shifted(over_groups(self.side, self.scale), self.shift, spare=True)
 
     def write(self, out: Tensor) -> None:
         """Form it in larger matrices that end in multiples of the identity."""
-        part = out[:, : self.side.shape[-1], : self.side.shape[-1]]
-        if self.scale is None:
-            part.copy_(self.side)
-        else:
-            over_groups(self.side, self.scale, part)
-        if self.shift is not None:
-            out.diagonal(dim1=-2, dim2=-1).add_(self.shift[:, None])
+        n = self.side.shape[-1]
+        over_groups(self.side, self.scale, out[:, :n, :n])
+        out.diagonal(dim1=-2, dim2=-1).add_(self.shift[:, None])
 
 
 def over_groups(side: Tensor, by: Tensor | float, out: Tensor | None = None) -> Tensor:
@@ -60,13 +55,13 @@ def over_groups(side: Tensor, by: Tensor | float, out: Tensor | None = None) -> 
 
 def inverses(
     sides: Sequence[Tensor],
+    scales: Sequence[Tensor | float],
+    shifts: Sequence[Tensor],
     *,
-    scales: Sequence[Tensor | float] | None = None,
-    shifts: Sequence[Tensor] | None = None,
     singular: bool = False,
     factors: bool = False,
 ) -> Inverses:
-    """Return the inverses of many sides, or of side/scale + shift, those of a size together.
+    """Return the inverses of side/scale + shift for many sides, those of a size together.
 
     Args:
         sides: what to invert.
@@ -77,11 +72,12 @@ def inverses(
         factors: give the lower Cholesky factors of matrices instead, to solve with.
     """
     given: list[_Shifted] = []
-    for i, side in enumerate(sides):
-        one = _Shifted(side, scales[i] if scales else None, shifts[i] if shifts else None)
-        if one.shift is not None and one.shift.ndim > 1:
-            one = _Shifted(add(_Shifted(side, one.scale, None).form(), one.shift), None, None)
-        given.append(one)
+    for side, scale, shift in zip(sides, scales, shifts, strict=True):
+        if shift.ndim > 1:
+            total = add(over_groups(side, scale), shift)
+            given.append(_Shifted(total, 1.0, total.new_zeros(len(total))))
+        else:
+            given.append(_Shifted(side, scale, shift))
     out = [one.side for one in given]
     told: list[tuple[list[int], list[int], Tensor]] = []
     for indices, found, good in _invert(given, singular, factors):

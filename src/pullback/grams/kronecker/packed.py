@@ -48,9 +48,6 @@ class Packed:
         groups, m, wide = self.memory.shape
         return torch.Size((groups, m + wide // 2, m + wide // 2))
 
-    def __add__(self, other: Packed) -> Packed:
-        return Packed(self.memory + other.memory)
-
     def whole(self) -> Tensor:
         """Return the matrices, (G, n, n)."""
         m, k = self.memory.shape[1], self.memory.shape[2] // 2
