@@ -16,6 +16,7 @@ from ..likelihoods import Gaussian
 from ..metrics import Fisher
 from ..solvers import PseudoInverse
 from ..steps import Constant
+from ..testing import jacobian, relative_error
 from .environment import environment
 
 
@@ -88,18 +89,17 @@ def _net(device: torch.device, seed: int = 0) -> tuple[nn.Module, Tensor, Tensor
     return model.to(device), x.to(device), y.to(device)
 
 
-def _jacobian(model: nn.Module, x: Tensor) -> Tensor:
-    """(N·m, p), one backward pass per output."""
-    params = list(model.parameters())
-    rows = [torch.autograd.grad(z, params, retain_graph=True) for z in model(x).flatten()]
-    return torch.stack([torch.cat([g.flatten() for g in row]) for row in rows])
+def _pseudo_inverse_step(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """J⁺(z − y), (p,)."""
+    z = model(x)
+    rows = jacobian(z, list(model.parameters()))
+    return torch.linalg.pinv(rows, rtol=1e-10) @ (z - y).detach().flatten()
 
 
 def natural_gradient(device: torch.device) -> float:
     """G⁺∇L against the pseudo-inverse of the Jacobian."""
     model, x, y = _net(device)
-    jacobian = _jacobian(model, x)
-    want = torch.linalg.pinv(jacobian, rtol=1e-10) @ (model(x) - y).detach().flatten()
+    want = _pseudo_inverse_step(model, x, y)
     optimizer = NaturalGradient(
         model, metric=Fisher(Gaussian()), solver=PseudoInverse(1e-10), step=Constant(1.0)
     )
@@ -110,8 +110,7 @@ def natural_gradient(device: torch.device) -> float:
         loss.backward()
         return loss
 
-    got = optimizer.direction(closure).x
-    return float((got - want).norm() / want.norm())
+    return relative_error(optimizer.direction(closure).x, want)
 
 
 def kfac(device: torch.device) -> float:
@@ -121,8 +120,7 @@ def kfac(device: torch.device) -> float:
     with torch.no_grad():
         layer.weight.copy_(next(model.parameters())[:2])
     before = torch.cat([p.detach().flatten() for p in layer.parameters()])
-    jacobian = _jacobian(layer, x)
-    want = torch.linalg.pinv(jacobian, rtol=1e-10) @ (layer(x) - y).detach().flatten()
+    want = _pseudo_inverse_step(layer, x, y)
     optimizer = KFAC(
         layer, 1.0, likelihood=Gaussian(), fisher="exact", damping=0.0, momentum=0.0, ema=0.0,
         kl_clip=None, statistics_every=1, invert_every=1,
@@ -132,7 +130,7 @@ def kfac(device: torch.device) -> float:
     optimizer.step()
     after = torch.cat([p.detach().flatten() for p in layer.parameters()])
     optimizer.close()
-    return float((before - after - want).norm() / want.norm())
+    return relative_error(before - after, want)
 
 
 def singular(device: torch.device) -> float:
@@ -144,16 +142,14 @@ def singular(device: torch.device) -> float:
     solver = PseudoInverse(1e-10)
     got = solver.solve(solver.init(Rows(rows)), rows.T @ r, whitened=r).x
     want = torch.linalg.lstsq(rows.cpu(), r.cpu()[:, None], driver="gelsd", rcond=1e-10)
-    x = want.solution[:, 0].to(device)
-    return float((got - x).norm() / x.norm())
+    return relative_error(got, want.solution[:, 0].to(device))
 
 
 def products(device: torch.device) -> float:
     """A float32 product against float64: large where TF32 or bfloat16 stand in for float32."""
     generator = torch.Generator().manual_seed(0)
     a = torch.randn(256, 256, generator=generator, dtype=torch.float64)
-    got = (a.float().to(device) @ a.float().to(device)).double().cpu()
-    return float((got - a @ a).norm() / (a @ a).norm())
+    return relative_error((a.float().to(device) @ a.float().to(device)).cpu(), a @ a)
 
 
 #: (name, check, largest error)
