@@ -12,7 +12,8 @@ from typing import Generic, TypeVar
 
 from torch import Tensor
 
-from .errors import PullbackError, require
+from .checks import refuse_number
+from .errors import PullbackError
 from .processes import Processes
 
 K = TypeVar("K", bound=Hashable)
@@ -24,8 +25,7 @@ class Placement(Generic[K]):
     def __init__(self, processes: Processes, workers: int | None = None) -> None:
         size = processes.size
         workers = size if workers is None else workers
-        usable = isinstance(workers, int) and not isinstance(workers, bool) and workers >= 1
-        require(usable, "workers", workers, "Give a number of processes")
+        refuse_number("workers", workers, least=1, whole=True)
         if size % workers:
             raise PullbackError(
                 "The processes cannot be divided into teams",

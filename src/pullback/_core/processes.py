@@ -294,17 +294,6 @@ class Processes:
 
     # --- decisions ------------------------------------------------------------------------------
 
-    def least(
-        self, numbers: Sequence[int], more: Sequence[Tensor] = (), what: str = "decisions"
-    ) -> list[int]:
-        """Return the least of each number over all processes, and of those in `more` tensors."""
-        if self.alone:
-            return [*numbers, *(int(number) for t in more for number in t)]
-        given = torch.tensor(numbers, dtype=torch.int64, device=self.device)
-        own = torch.cat([given, *(t.to(self.device) for t in more)])
-        self._send(what, 0.0, lambda: self._reduce(own, "MIN"))
-        return own.tolist()
-
     def agree(self, flag: bool | Tensor, what: str = "decisions") -> Any:
         """Return whether the flag is true on all processes; a tensor stays on its device."""
         if self.alone:
@@ -343,18 +332,20 @@ class Processes:
         Values are compared by `repr` without addresses, and after them checksums: numbers on a
         device, or vectors of which each process gives some entries, and a negative one elsewhere.
         """
-        codes = [crc32(_shown(value).encode()) for value in values]
-        numbers = [*map(int, flags), *codes, *(-code for code in codes)]
-        vectors = [t.reshape(-1) for t in checksums]
+        codes = torch.tensor([crc32(_shown(value).encode()) for value in values])
+        vectors = [t.reshape(-1).to(self.device) for t in (codes.long(), *checksums)]
         none = torch.iinfo(torch.int64).max
-        more = [torch.where(t < 0, none, one) for t in vectors for one in (t, -t)]
-        found = iter(self.least(numbers, more))
+        signed = [torch.where(t < 0, none, one) for t in vectors for one in (t, -t)]
+        least = torch.cat([torch.tensor(flags, dtype=torch.int64, device=self.device), *signed])
+        if not self.alone:
+            self._send("decisions", 0.0, lambda: self._reduce(least, "MIN"))
+        found = iter(least.tolist())
         held = [bool(next(found)) for _ in flags]
-        low, high = ([next(found) for _ in codes] for _ in range(2))
-        alike = [a == -b for a, b in zip(low, high, strict=True)]
+        same: list[list[bool]] = []
         for t in vectors:
-            low, high = ([next(found) for _ in t] for _ in range(2))
-            alike.append(all(a in (-b, none) for a, b in zip(low, high, strict=True)))
+            low, high = ([next(found) for _ in range(len(t))] for _ in range(2))
+            same.append([a in (-b, none) for a, b in zip(low, high, strict=True)])
+        alike = [*same[0], *map(all, same[1:])]
         return alike, held
 
     def same(self, what: str, values: Mapping[str, object], remedy: str) -> None:

@@ -258,7 +258,9 @@ class TargetRatio(Step):
         """
 
         def good(loss: float, i: int) -> bool:
-            return _ratio(local.loss - loss, predicted[i]) > self.target
+            actual = local.loss - loss  # the ratio is infinite or NaN where nothing is predicted
+            ratio = actual / predicted[i] if predicted[i] else actual * inf
+            return ratio > self.target
 
         if dampings.is_cuda:  # waiting for a device costs more than trials
             found = in_chunks(lambda d: local.losses(path.at(d)), dampings, local.gradient)
@@ -276,8 +278,3 @@ class TargetRatio(Step):
             else:
                 high = i
         return low, best, tried
-
-
-def _ratio(actual: float, predicted: float) -> float:
-    """actual/predicted, infinite or NaN where nothing is predicted."""
-    return actual / predicted if predicted else actual * inf
