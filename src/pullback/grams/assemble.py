@@ -11,8 +11,7 @@ from torch import Tensor
 from .._core.errors import PullbackError, refuse_unknown
 from .._core.processes import Processes
 from ..maps import Covered
-from .base import Gram
-from .forms import Dense, Kernel, Operator, Panels, Rows
+from .forms import Dense, Gram, Kernel, Operator, Panels, Rows
 from .stack import Part, Stack
 
 FORMS = ("auto", "rows", "kernel", "dense", "matrix_free")

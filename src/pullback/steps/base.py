@@ -80,10 +80,8 @@ class Step(ABC):
     #: the learning rate a param group starts with
     initial_lr: float = 1.0
 
-    @property
-    def inner(self) -> Step | None:
-        """The step that this one wraps, whose numbers and vectors stand under "inner"."""
-        return None
+    #: the step that this one wraps, whose numbers and vectors stand under "inner"
+    inner: Step | None = None
 
     @property
     def numbers(self) -> dict[str, float]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..._core.errors import PullbackError
-from ..base import Gram, Structure
+from ..forms import Gram, Structure
 from . import sides
 
 
