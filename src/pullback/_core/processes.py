@@ -202,28 +202,22 @@ class Processes:
     def parts(self, tensors: Sequence[Tensor], what: str = "gathered") -> list[list[Tensor]]:
         """Return every tensor as all processes have it, in the order of their ranks.
 
-        Dtypes and further axes are the same everywhere.
+        Dtypes and further axes are the same everywhere; all are on one device.
         """
         if self.alone:
             return [[t] for t in tensors]
         lengths = torch.tensor([len(t) for t in tensors], device=self.device)
         every = self._gather(lengths, what).view(self.size, len(tensors)).tolist()
-        out: list[list[Tensor]] = [[] for _ in tensors]
-        for places in _by_kind(tensors):
-            some = [tensors[i] for i in places]
-            shapes = [
-                [torch.Size((rank[i], *tensors[i].shape[1:])) for i in places] for rank in every
-            ]
-            longest = max(sum(shape.numel() for shape in own) for own in shapes)
-            flat = some[0].new_zeros(longest)
-            own = _packed(some)
-            flat[: len(own)] = own
-            for part, sizes in zip(
-                self._gather(flat, what).view(self.size, -1), shapes, strict=True
-            ):
-                for i, t in zip(places, _split(part, sizes), strict=True):
-                    out[i].append(t)
-        return out
+        like = [
+            [t.new_empty((own[i], *t.shape[1:]), device="meta") for i, t in enumerate(tensors)]
+            for own in every
+        ]
+        own = to_bytes(tensors, tensors[0].device)
+        flat = own.new_zeros(max(sum(_aligned(t.nbytes) for t in some) for some in like))
+        flat[: len(own)] = own
+        found = self._gather(flat, what).view(self.size, -1)
+        parts = [from_bytes(part, some) for part, some in zip(found, like, strict=True)]
+        return [list(some) for some in zip(*parts, strict=True)]
 
     def exchange(
         self, tensors: Sequence[Tensor], owners: Sequence[int], what: str = "exchanged"

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -11,9 +10,10 @@ from torch import Tensor
 from .._core.errors import PullbackError, refuse_unknown
 from .._core.processes import Processes
 from ..maps import Covered
-from .forms import Dense, Gram, Kernel, Operator, Panels, Rows
+from .forms import Dense, Gram, Kernel, Operator, Rows
 from .stack import Part, Stack
 
+_PANEL = 2**27
 FORMS = ("auto", "rows", "kernel", "dense", "matrix_free")
 
 
@@ -71,12 +71,7 @@ def assemble_stack(
     if form == "kernel":
         return StackedKernel(stack, budget), white
     if form == "panels":
-        found = Panels(
-            partial(stack.panels, stack.panel_bytes(budget)),
-            stack.project, stack.lift, (n, p),
-            space.dtype, space.device, lambda a: stack.processes.gather([a], "rows")[0],
-        )  # fmt: skip
-        return found, white
+        return StackedPanels(stack, budget), white
     refuse_unknown("Gram form", form, FORMS)
     return Operator(stack.push, stack.pull, (n, p), space.dtype, space.device), white
 
@@ -85,20 +80,34 @@ class StackedKernel(Kernel):
     """The kernel of a stack; many lifts are summed over the processes at once."""
 
     def __init__(self, stack: Stack, budget: int) -> None:
-        super().__init__(
-            stack.kernel(budget),
-            stack.project,
-            stack.lift,
-            stack.space.size,
-            lambda: stack.squares(budget),
-        )
-        self._stack = stack
+        super().__init__(stack.kernel(budget), stack.project, stack.lift, stack.space.size)
+        self._stack, self._budget = stack, budget
+
+    def diagonal(self) -> Tensor:
+        return self._stack.squares(self._budget)
 
     def rows(self) -> Tensor:
         return self._stack.rows()
 
     def lift_rows(self, c: Tensor) -> Tensor:
         return self._lift(c)
+
+
+class StackedPanels(Operator):
+    """G by products with A and Aᵀ, and A itself a panel of rows at a time, never held whole."""
+
+    def __init__(self, stack: Stack, budget: int) -> None:
+        space = stack.space
+        shape = stack.count, space.size
+        super().__init__(stack.project, stack.lift, shape, space.dtype, space.device)
+        # on a CPU little, for its cache; on a GPU enough to keep it busy
+        self._bytes = _PANEL if space.device.type == "cpu" else max(_PANEL, budget // 4)
+        self._stack = stack
+
+    def compressed(self, columns: Callable[[Tensor], Tensor]) -> Tensor:
+        empty = columns(self._stack.space.zeros(0, self.size))
+        found = torch.cat([empty, *map(columns, self._stack.panels(self._bytes))])
+        return self._stack.processes.gather([found], "rows")[0]
 
 
 def _refuse(stack: Stack) -> None:

@@ -7,7 +7,7 @@ side have shape (p,), on the row side (n,), where A = SᵀJ is n × p.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -260,27 +260,6 @@ class Operator(FactoredGram):
         return total / _PROBES
 
 
-class Panels(Operator):
-    """G by products with A and Aᵀ, and A itself a panel of rows at a time, never held whole."""
-
-    def __init__(
-        self,
-        panels: Callable[[], Iterator[Tensor]],
-        project: Callable[[Tensor], Tensor],
-        lift: Callable[[Tensor], Tensor],
-        shape: tuple[int, int],
-        dtype: torch.dtype,
-        device: torch.device,
-        gather: Callable[[Tensor], Tensor] = lambda a: a,
-    ) -> None:
-        super().__init__(project, lift, shape, dtype, device)
-        self._panels, self._gather = panels, gather
-
-    def compressed(self, columns: Callable[[Tensor], Tensor]) -> Tensor:
-        empty = columns(torch.zeros(0, self.size, dtype=self.dtype, device=self.device))
-        return self._gather(torch.cat([empty, *(columns(rows) for rows in self._panels())]))
-
-
 class Kernel(Operator):
     """G by its sample-space twin K = AAᵀ, held as a matrix, with products by A and Aᵀ."""
 
@@ -290,17 +269,13 @@ class Kernel(Operator):
         project: Callable[[Tensor], Tensor],
         lift: Callable[[Tensor], Tensor],
         size: int,
-        diagonal: Callable[[], Tensor] | None = None,
     ) -> None:
         super().__init__(project, lift, (len(kernel), size), kernel.dtype, kernel.device)
-        self._kernel, self._diagonal = kernel, diagonal
+        self._kernel = kernel
         self.structure = Structure("kernel", factored=True, low_rank=self.count < self.size)
 
     def kernel(self) -> Tensor:
         return self._kernel
-
-    def diagonal(self) -> Tensor:
-        return super().diagonal() if self._diagonal is None else self._diagonal()
 
     def row_norms(self) -> Tensor:
         return self._kernel.diagonal().clamp(min=0).sqrt()

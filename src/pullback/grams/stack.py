@@ -30,8 +30,6 @@ from .._core.space import ParameterSpace
 from .._core.svd import qr
 from ..maps import Linearization, Pulled, identity_covectors
 
-_PANEL = 2**27
-
 
 class Part:
     """One linearized map with the factor of its metric: the rows A = SᵀJ of its samples."""
@@ -185,10 +183,6 @@ class Stack:
             panel = samples if part.factor.couples_samples else max(1, budget // (2 * per_sample))
             for a in range(0, samples, panel):
                 yield part.rows(a, min(a + panel, samples))
-
-    def panel_bytes(self, budget: int) -> int:
-        """What a panel may take: little on a CPU, for its cache, and enough to keep a GPU busy."""
-        return _PANEL if self.space.device.type == "cpu" else max(_PANEL, budget // 4)
 
     def kernel(self, budget: int) -> Tensor:
         """A Aᵀ, (n, n): every process multiplies its tiles."""

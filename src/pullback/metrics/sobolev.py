@@ -77,13 +77,9 @@ class Sobolev(Metric):
         """The kernel's length, where it has one."""
         return getattr(self.kernel_of, "scale", None)
 
-    def kernel(self, inputs: Tensor, dtype: torch.dtype) -> Tensor:
-        """K + jitter·I on the batch."""
-        return self._matrix(inputs, dtype, dtype)
-
-    def _matrix(self, inputs: Tensor, dtype: torch.dtype, wide: torch.dtype) -> Tensor:
-        """The kernel's values in dtype, and the jitter that belongs to it, in a wider one."""
-        x = inputs.detach().to(dtype)
+    def kernel(self, inputs: Tensor, dtype: torch.dtype, wide: torch.dtype | None = None) -> Tensor:
+        """K + jitter·I on the batch: values and jitter of a dtype, held in a wider one."""
+        x, wide = inputs.detach().to(dtype), dtype if wide is None else wide
         k = self.kernel_of(x, x)
         if not isinstance(k, Tensor) or k.shape != (len(x), len(x)):
             got = tuple(k.shape) if isinstance(k, Tensor) else type(k).__name__
@@ -105,7 +101,7 @@ class Sobolev(Metric):
         It is found in double precision: in single, a jitter of 1e-5 drowns in the round-off of K's
         largest eigenvalue, which is the batch size where inputs coincide.
         """
-        k = self._matrix(inputs, dtype, dtype if inputs.device.type == "mps" else torch.float64)
+        k = self.kernel(inputs, dtype, dtype if inputs.device.type == "mps" else torch.float64)
         if not isinstance(self.kernel_of, ReproducingKernel) and bool(
             (k - k.mT).abs().max() > 1e-4 * k.abs().max()
         ):

@@ -138,7 +138,7 @@ class OrthogonalGreedy(Solver):
         eps = torch.finfo(g.dtype).eps
         if not isinstance(gram, FactoredGram):
             rcond = self.rcond or 0.0  # Pivots has a floor of its own
-            return Pivots(gram, diagonal, g, damping, k, rcond=rcond, follow=follow)
+            return Pivots(gram, diagonal, g, damping, k, rcond, follow)
         if damping == 0:
             k = min(k, gram.count)
         if r is not None and not keeps_digits(gram, diagonal.max().sqrt(), r):
@@ -147,7 +147,7 @@ class OrthogonalGreedy(Solver):
         if rcond is None:
             relative = max(gram.count, gram.size) * eps
             rcond = relative**0.5 if r is None else min(relative, eps**0.5)
-        return Columns(gram, diagonal, g, damping, k, rcond=rcond, whitened=r, follow=follow)
+        return Columns(gram, diagonal, g, damping, k, rcond, follow, r)
 
     def _grow(self, basis: SelectedTangents) -> str:
         """Select until there is a reason to stop; that reason."""

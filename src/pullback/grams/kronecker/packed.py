@@ -141,11 +141,6 @@ def launch_sides(
     return Pending(lambda: restore(found))
 
 
-def sum_sides(sides: Sequence[Side], processes: Processes) -> list[Side]:
-    """Return the sums of sides over all processes."""
-    return launch_sides(sides, processes).wait()
-
-
 def triangle(side: Side) -> Side:
     """Return a symmetric side as it is sent: a matrix packed, unless it is small."""
     if isinstance(side, Packed) or side.ndim != 3 or side.shape[-1] < _LEAST_SENT:
