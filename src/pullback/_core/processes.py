@@ -133,8 +133,10 @@ class Processes:
         """
         if self.alone or self.group is None or self.size != dist.get_world_size():
             return None
-        limit, backend = _time_limit(self.group, self.device), dist.get_backend(self.group)
-        group: Any = dist.new_group(timeout=limit, backend=backend)
+        own: Any = self.group
+        options = getattr(own._get_backend(self.device), "options", None)
+        limit = getattr(options, "_timeout", None)  # None is torch's own
+        group: Any = dist.new_group(timeout=limit, backend=dist.get_backend(own))
         return self.within(group)
 
     # --- tensors --------------------------------------------------------------------------------
@@ -171,26 +173,25 @@ class Processes:
             return out
         for places in _by_kind(tensors):
             by_rank = [[i for i in places if owners[i] == r] for r in range(self.size)]
-            flats = [_packed([tensors[i] for i in own]) if own else None for own in by_rank]
-            longest = max(0 if flat is None else len(flat) for flat in flats)
-            total = sum(0 if flat is None else len(flat) for flat in flats)
+            none = tensors[places[0]].new_empty(0)
+            flats = [_packed([none, *(tensors[i] for i in own)]) for own in by_rank]
+            longest, total = max(map(len, flats)), sum(map(len, flats))
             if self.size * longest > 2 * total:  # mostly padding
                 for rank, flat in enumerate(flats):
-                    if flat is not None:
+                    if len(flat):
                         to = {"group": self.group, "group_dst": rank}
                         self._send(what, flat.nbytes, partial(dist.reduce, flat, **to))
                 found = flats[self.rank]
             else:
-                every = tensors[places[0]].new_zeros(self.size, longest)
+                every = none.new_zeros(self.size, longest)
                 for row, flat in zip(every, flats, strict=True):
-                    if flat is not None:
-                        row[: len(flat)] = flat
-                found = self._scatter(every, what)
+                    row[: len(flat)] = flat
+                found, sent = none.new_empty(longest), (self.size - 1) / self.size * every.nbytes
+                to = {"output": found, "input": every.view(-1), "group": self.group}
+                self._send(what, sent, partial(dist.reduce_scatter_tensor, **to))
             own = by_rank[self.rank]
-            if own and found is not None:
-                sums = _split(found, [tensors[i].shape for i in own])
-                for i, t in zip(own, sums, strict=True):
-                    out[i] = t
+            for i, t in zip(own, _split(found, [tensors[i].shape for i in own]), strict=True):
+                out[i] = t
         return out
 
     def gather(self, tensors: Sequence[Tensor], what: str = "gathered") -> list[Tensor]:
@@ -388,13 +389,6 @@ class Processes:
     def _reduce(self, t: Tensor, operation: str = "SUM", *, later: bool = False) -> Any:
         return dist.all_reduce(t, getattr(dist.ReduceOp, operation), self.group, async_op=later)
 
-    def _scatter(self, every: Tensor, what: str) -> Tensor:
-        """Return the sum of this process's row over all processes."""
-        out, sent = torch.empty_like(every[0]), (self.size - 1) / self.size * every.nbytes
-        flat = every.view(-1)
-        self._send(what, sent, lambda: dist.reduce_scatter_tensor(out, flat, group=self.group))
-        return out
-
     def _broadcast(self, t: Tensor, rank: int, what: str) -> None:
         given = {"group": self.group, "group_src": rank}
         self._send(what, t.nbytes, lambda: dist.broadcast(t, **given))
@@ -413,12 +407,6 @@ class Processes:
         own.bytes += sent
         own.seconds += perf_counter() - start
         return work
-
-
-def _time_limit(group: Any, device: torch.device) -> Any:
-    """Return how long a group waits for its processes; None is torch's own limit."""
-    options = getattr(group._get_backend(device), "options", None)
-    return getattr(options, "_timeout", None)
 
 
 def _default(several: bool) -> Processes:

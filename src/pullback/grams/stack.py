@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, reduce
 from itertools import accumulate, pairwise
 from math import prod
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -157,11 +157,23 @@ class Stack:
         """What the rows of every process are made of."""
         with self.processes.together():
             own = [part.pulled for part in self.parts]
+        if self.processes.alone:
+            return [own]
+        # a pickle without tensors, which travel as bytes, and without what every process has
         layers = () if self._model is None else self._model.named_modules()
         shared: dict[str, object] = {f"module {name}": module for name, module in layers}
-        return gather_objects(
-            self.processes, own, {**shared, "space": self.space}, self.space.device
-        )
+        shared["space"], device, stream = self.space, self.space.device, io.BytesIO()
+        packer = _Packer(stream, shared)
+        packer.dump(own)
+        given = [t.to(device) for t in packer.tensors]
+        kinds = [(tuple(t.shape), t.dtype) for t in given]
+        buffers = self.processes.parts([to_bytes(given, device)], "objects")[0]
+        found = self.processes.values((stream.getvalue(), kinds), "objects")
+        out: list[list[Pulled]] = []
+        for (code, kinds), buffer in zip(found, buffers, strict=True):
+            like = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in kinds]
+            out.append(_Unpacker(io.BytesIO(code), shared, from_bytes(buffer, like)).load())
+        return out
 
     def rows(self) -> Tensor:
         """A, (n, p); of several processes from what it is made of."""
@@ -239,36 +251,6 @@ def _tile(one: Sequence[Pulled], two: Sequence[Pulled], budget: int) -> Tensor:
     for i, line in enumerate(lines):
         line += [lines[j][i].T for j in range(len(line), len(two))]
     return torch.cat([torch.cat(line, 1) for line in lines])
-
-
-T = TypeVar("T")
-
-
-def gather_objects(
-    processes: Processes, value: T, own: Mapping[str, object], device: torch.device
-) -> list[T]:
-    """Return every process's value, with its tensors on this device.
-
-    Args:
-        processes: which all call this.
-        value: what can be pickled.
-        own: objects that a value refers to and every process has its own of, by name.
-        device: of the buffer that is sent.
-    """
-    if processes.alone:
-        return [value]
-    stream = io.BytesIO()
-    packer = _Packer(stream, own)
-    packer.dump(value)
-    given = [t.to(device) for t in packer.tensors]
-    kinds = [(tuple(t.shape), t.dtype) for t in given]
-    buffers = processes.parts([to_bytes(given, device)], "objects")[0]
-    found = processes.values((stream.getvalue(), kinds), "objects")
-    out = []
-    for (code, kinds), buffer in zip(found, buffers, strict=True):
-        like = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in kinds]
-        out.append(_Unpacker(io.BytesIO(code), own, from_bytes(buffer, like)).load())
-    return out
 
 
 class _Packer(pickle.Pickler):

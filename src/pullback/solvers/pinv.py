@@ -86,11 +86,8 @@ class PseudoInverse(Solver):
         whitened: Tensor | None = None,
     ) -> Solution:
         value = 0.0 if damping is None else resolve(damping, state.gram)
-        if not state.finite:
+        if not state.finite or (state.rank == 0 and value == 0):
             return Solution(torch.zeros_like(rhs), value, 0, status=Status.SINGULAR)
-        if state.rank == 0:
-            x = rhs / value if value > 0 else torch.zeros_like(rhs)
-            return Solution(x, value, 0, status=Status.OK if value > 0 else Status.SINGULAR)
         x = self.path(state, rhs, whitened).solution(value)
         found = Solution(x.to(rhs.dtype), value, state.rank)
         blind = state.gram.structure.holds in ("kernel", "operator") and whitened is None

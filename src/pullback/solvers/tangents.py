@@ -21,10 +21,7 @@ class SelectedTangents(ABC):
     """What is selected, and what is left of the gradient.
 
     Attributes:
-        gram: G.
-        diagonal: G_ii, and + λ as soon as this is built, (p,).
-        g: the gradient, (p,).
-        damping: λ.
+        diagonal: G_ii as given, and G_ii + λ from then on, (p,).
         k: how many vectors there is room for.
         rcond: the share of its length that a new vector must have beside the selected ones.
         follow: whether to follow the Schur complements.

@@ -240,7 +240,8 @@ class Kronecker(Gram):
         self.size = self.count = sum(self._sizes)
         like = self.blocks[0].diagonal()
         self.dtype, self.device = like.dtype, like.device
-        self._index = index
+        order = torch.arange(self.size, device=self.device) if index is None else index
+        self._order, self._place = order, order.argsort()
 
     def matvec(self, v: Tensor) -> Tensor:
         return self._joined([b.matvec(x) for b, x in self._pieces(v)])
@@ -251,25 +252,14 @@ class Kronecker(Gram):
 
     def dense(self) -> Tensor:
         matrix = torch.block_diag(*[b.dense() for b in self.blocks])
-        if self._index is None:
-            return matrix
-        out = torch.empty_like(matrix)
-        out[self._index[:, None], self._index] = matrix
-        return out
+        return matrix[self._place[:, None], self._place]
 
     def diagonal(self) -> Tensor:
         return self._joined([b.diagonal() for b in self.blocks])
 
     def _pieces(self, v: Tensor):
-        v = v if self._index is None else v[self._index]
-        return [
-            (b, x.view(b.shape)) for b, x in zip(self.blocks, v.split(self._sizes), strict=True)
-        ]
+        pieces = v[self._order].split(self._sizes)
+        return [(b, x.view(b.shape)) for b, x in zip(self.blocks, pieces, strict=True)]
 
     def _joined(self, pieces: Sequence[Tensor]) -> Tensor:
-        flat = torch.cat([x.flatten() for x in pieces])
-        if self._index is None:
-            return flat
-        out = torch.empty_like(flat)
-        out[self._index] = flat
-        return out
+        return torch.cat([x.flatten() for x in pieces])[self._place]
