@@ -18,6 +18,7 @@ from ..solvers import PseudoInverse
 from ..steps import Constant
 from ..testing import jacobian, relative_error
 from .environment import environment
+from .terminal import facts
 
 
 def examined(console: Console) -> bool:
@@ -46,21 +47,16 @@ def devices() -> list[torch.device]:
 
 
 def _facts() -> Table:
-    table = Table(box=None, show_header=False, padding=(0, 3, 0, 0))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column()
-    facts = {k: v for k, v in environment().items() if k != "device"}
-    facts["cores"] = os.cpu_count()
-    facts["devices"] = ", ".join(_named(d) for d in devices())
+    found = {k: v for k, v in environment().items() if k != "device"}
+    found["cores"] = os.cpu_count()
+    found["devices"] = ", ".join(_named(d) for d in devices())
     tf32 = torch.backends.cuda.matmul.allow_tf32
-    facts["float32 products"] = (
+    found["float32 products"] = (
         f"{torch.get_float32_matmul_precision()}, TF32 {'on' if tf32 else 'off'}"
     )
-    facts["default dtype"] = torch.get_default_dtype()
-    facts["data"] = os.environ.get("PULLBACK_DATA") or "PULLBACK_DATA is not set"
-    for name, value in facts.items():
-        table.add_row(name, "–" if value is None else str(value).replace("[", "\\["))
-    return table
+    found["default dtype"] = torch.get_default_dtype()
+    found["data"] = os.environ.get("PULLBACK_DATA") or "PULLBACK_DATA is not set"
+    return facts({name: str(value).replace("[", "\\[") for name, value in found.items()})
 
 
 def _named(device: torch.device) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
@@ -44,6 +44,16 @@ def refusing() -> Iterator[None]:
     except (PullbackError, OSError) as error:
         Console(stderr=True, soft_wrap=True).print(str(error), style="red", markup=False)
         raise typer.Exit(1) from None
+
+
+def facts(rows: Mapping[str, str]) -> Table:
+    """Names and what is known of them, one below the other."""
+    table = Table(box=None, show_header=False, padding=(0, 3, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column()
+    for name, value in rows.items():
+        table.add_row(name, value)
+    return table
 
 
 def columns(first: str, *others: str, heading: str = "") -> Table:
