@@ -50,10 +50,7 @@ class Placement(Generic[K]):
 
     def holds(self, key: K) -> bool:
         """Whether this process has the result."""
-        return self._team_of(key) == self._rank // self.workers
-
-    def _team_of(self, key: K) -> int:
-        return self.owners[key] // self.workers
+        return self.owners[key] // self.workers == self._rank // self.workers
 
     def assign(self, costs: Mapping[K, tuple[Hashable, float]]) -> None:
         """Place parts that have no owner yet, by kind and cost; those of one kind go together."""
@@ -79,5 +76,5 @@ class Placement(Generic[K]):
 
     def send_across(self, held: Mapping[K, Sequence[Tensor]], what: str) -> None:
         """Copy tensors, by part, from the team that holds the result to all others, in place."""
-        teams = [self._team_of(key) for key, own in held.items() for _ in own]
+        teams = [self.owners[key] // self.workers for key, own in held.items() for _ in own]
         self._across.exchange([t for own in held.values() for t in own], teams, what)

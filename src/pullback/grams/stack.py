@@ -148,10 +148,8 @@ class Stack:
                 q, triangle = qr(a.double())
                 a = triangle.to(a.dtype)
                 white = None if white is None else q.transposed(white.double()).to(white.dtype)
-        if white is None:
-            return self.processes.gather([a], "rows")[0], None
-        rows, values = self.processes.gather([a, white], "rows")
-        return rows, values
+        found = self.processes.gather([a] if white is None else [a, white], "rows")
+        return found[0], None if white is None else found[1]
 
     def pulled(self) -> list[list[Pulled]]:
         """What the rows of every process are made of."""
@@ -203,7 +201,11 @@ class Stack:
             part, kernel = self.parts[0], _tile(found[0], found[0], budget)
             coupled = part.factor.couples_samples
             return part.transpose(part.transpose(kernel).T) if coupled else kernel
-        out, pairs = self.space.zeros(self.count, self.count), list(self._pairs())
+        size = self.processes.size
+        # one of (k, j) and (j, k) for all processes; each is first in as many as the others
+        steps = [(k, step) for k in range(size) for step in range(size // 2 + 1)]
+        pairs = [(k, (k + step) % size) for k, step in steps if 2 * step < size or k < step]
+        out = self.space.zeros(self.count, self.count)
         tiles = [out[self.places[k], self.places[j]] for k, j in pairs]
         with self.processes.together():
             for tile, (k, j) in zip(tiles, pairs, strict=True):
@@ -214,14 +216,6 @@ class Stack:
             if k != j:
                 out[self.places[j], self.places[k]] = tile.T
         return out
-
-    def _pairs(self) -> Iterator[tuple[int, int]]:
-        """One of (k, j) and (j, k) for all processes; each is first in as many as the others."""
-        size = self.processes.size
-        for k in range(size):
-            for step in range(size // 2 + 1):
-                if 2 * step < size or k < step:
-                    yield k, (k + step) % size
 
     def dense(self, budget: int) -> Tensor:
         """AᵀA = Σ_k A_kᵀA_k, (p, p), over panels of samples whose rows fit the budget."""

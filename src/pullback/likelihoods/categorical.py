@@ -47,20 +47,14 @@ def chosen(p: Tensor, generator: torch.Generator | None = None) -> Tensor:
     classes, dtype = p.shape[1], compute_dtype(p.dtype)
     if classes <= 2 * _RUN:
         return _raced(p.to(dtype), generator)
-    start = _RUN * _raced(_sums(p, dtype), generator)[:, None]
-    index = start + torch.arange(_RUN, device=p.device)
-    some = p.gather(1, index.clamp(max=classes - 1)).to(dtype)
-    return start[:, 0] + _raced(some.where(index < classes, 0.0), generator)  # NaN stays inside
-
-
-def _sums(p: Tensor, dtype: torch.dtype) -> Tensor:
-    """Of the runs of each row, the last of which may be short."""
-    classes = p.shape[1]
     whole = classes // _RUN * _RUN
     runs = p[:, :whole].unflatten(1, (-1, _RUN)).sum(2, dtype=dtype)
     if whole < classes:
         runs = torch.cat([runs, p[:, whole:].sum(1, keepdim=True, dtype=dtype)], 1)
-    return runs
+    start = _RUN * _raced(runs, generator)[:, None]
+    index = start + torch.arange(_RUN, device=p.device)
+    some = p.gather(1, index.clamp(max=classes - 1)).to(dtype)
+    return start[:, 0] + _raced(some.where(index < classes, 0.0), generator)  # NaN stays inside
 
 
 def _raced(p: Tensor, generator: torch.Generator | None) -> Tensor:
