@@ -174,17 +174,17 @@ class Mixed(Factor):
     couples_samples = True
 
     def __init__(self, cholesky: Tensor, inner: Factor) -> None:
-        self.coupling, self.white, self._inner = cholesky, inner.white, inner
+        self.coupling = self._lower = cholesky
+        self.white, self._inner = inner.white, inner
 
     def separate(self) -> Factor:
         return self._inner
 
     def _over_samples(self, x: Tensor, *, transpose: bool) -> Tensor:
-        assert self.coupling is not None
         axis = x.ndim - 1 - len(self.white)
         flat = x.movedim(axis, 0)
         rhs = flat.reshape(flat.shape[0], -1)
-        matrix = self.coupling.mT if transpose else self.coupling
+        matrix = self._lower.mT if transpose else self._lower
         out = torch.linalg.solve_triangular(matrix, rhs, upper=transpose)
         return out.view(flat.shape).movedim(0, axis)
 
@@ -195,9 +195,8 @@ class Mixed(Factor):
         return self._over_samples(self._inner.transpose(v), transpose=False)
 
     def whiten(self, g: Tensor, eps: float | None = None) -> Whitened:
-        assert self.coupling is not None
         found = self._inner.whiten(g, eps)
         if found.value is None:
             return found
-        flat = self.coupling.mT @ found.value.flatten(1)
+        flat = self._lower.mT @ found.value.flatten(1)
         return Whitened.checked(flat.view(found.value.shape))

@@ -240,8 +240,7 @@ class Processes:
                 flat[: len(mine)] = mine[:cut]
                 every = list(self._gather(flat, what).view(self.size, -1))
             for rank in [rank for rank, n in enumerate(lengths) if n > cut]:
-                own = rank == self.rank
-                rest = mine[cut:] if own else mine.new_empty(lengths[rank] - cut)
+                rest = mine[cut:] if rank == self.rank else mine.new_empty(lengths[rank] - cut)
                 self._broadcast(rest, rank, what)
                 every[rank] = torch.cat([every[rank], rest])
             for rank, own in enumerate(by_rank):
@@ -453,7 +452,6 @@ def find_processes(
     group = group_of(model) if group is None else group
     if group is None:
         refuse_untold(who, "the model is not wrapped", keyword)
-        return Processes()
     return Processes(group)
 
 

@@ -31,11 +31,14 @@ def examined(console: Console) -> bool:
     healthy = True
     for device in devices():
         for name, check, allowed in CHECKS:
-            error, failure = _tried(check, device)
-            good = error <= allowed
+            try:
+                error = check(device)
+                good, found = error <= allowed, f"{error:.0e}"
+            except Exception as failure:
+                good, found = False, f"{type(failure).__name__}: {failure}".replace("[", "\\[")
             healthy &= good
             word = "[green]good[/green]" if good else "[red]wrong[/red]"
-            table.add_row(name, str(device), failure or f"{error:.0e}", f"{allowed:.0e}", word)
+            table.add_row(name, str(device), found, f"{allowed:.0e}", word)
     console.print(table)
     return healthy
 
@@ -64,14 +67,6 @@ def _named(device: torch.device) -> str:
         return "cpu (no CUDA device)" if not torch.cuda.is_available() else "cpu"
     held = torch.cuda.get_device_properties(device)
     return f"{device}: {held.name}, {held.total_memory / 2**30:.0f} GiB"
-
-
-def _tried(check: Callable[[torch.device], float], device: torch.device) -> tuple[float, str]:
-    try:
-        error = check(device)
-    except Exception as failure:
-        return float("inf"), f"{type(failure).__name__}: {failure}".replace("[", "\\[")
-    return (error if error == error else float("inf")), ""
 
 
 # --- the checks: (device) ↦ relative error against dense float64 algebra ----------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -73,7 +74,8 @@ def assemble_stack(
     if form == "panels":
         return StackedPanels(stack, budget), white
     refuse_unknown("Gram form", form, FORMS)
-    return Operator(stack.push, stack.pull, (n, p), space.dtype, space.device), white
+    push, pull = partial(stack.project, by="push"), partial(stack.lift, by="pull")
+    return Operator(push, pull, (n, p), space.dtype, space.device), white
 
 
 class StackedKernel(Kernel):

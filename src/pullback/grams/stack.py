@@ -118,26 +118,18 @@ class Stack:
         return None if c is None else self.processes.gather([c])[0]
 
     def project(self, v: Tensor, by: str = "project") -> Tensor:
-        """A v: (p,) -> (n,)."""
+        """A v: (p,) -> (n,), by a method of the parts: `project`, or a forward-mode pass `push`."""
         shares = [getattr(part, by)(v) for part in self.parts]
         return self.processes.gather([torch.cat([self.space.zeros(0), *shares])])[0]
 
     def lift(self, c: Tensor, by: str = "lift") -> Tensor:
-        """Aᵀ c: (..., n) -> (..., p), one sum over the processes."""
+        """Aᵀ c: (..., n) -> (..., p), by `lift` or `pull`; one sum over the processes."""
         shares = []
         for row in c.reshape(-1, self.count)[:, self.places[self.processes.rank]]:
             pieces = zip(self.parts, row.split(self._counts) if self.parts else (), strict=True)
             own = [getattr(part, by)(piece) for part, piece in pieces]
             shares.append(reduce(torch.add, own) if own else self.space.zeros(self.space.size))
         return self.processes.sum([shares[0] if c.ndim == 1 else torch.stack(shares)])[0]
-
-    def push(self, v: Tensor) -> Tensor:
-        """A v by forward-mode passes."""
-        return self.project(v, "push")
-
-    def pull(self, c: Tensor) -> Tensor:
-        """Aᵀ c by reverse-mode passes."""
-        return self.lift(c, "pull")
 
     def triangle(self, white: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The stacked R_k, and the Q_kᵀr_k; rows as they are where a process has few."""

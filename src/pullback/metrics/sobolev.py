@@ -110,7 +110,18 @@ class Sobolev(Metric):
             )
         lower, info = torch.linalg.cholesky_ex((k + k.mT) / 2)
         if not bool(torch.isfinite(lower).all() & (info == 0)):
-            raise _unusable(k)
+            if not bool(torch.isfinite(k).all()):
+                raise PullbackError(
+                    "The Sobolev kernel is not finite",
+                    "some inputs, or values of the kernel, are NaN or infinite",
+                    "Check the batch",
+                )
+            raise PullbackError(
+                "The Sobolev kernel is singular on this batch",
+                "some inputs coincide or lie within round-off of each other, or a kernel of your "
+                "own is not positive",
+                "Raise jitter, or lower scale",
+            )
         if self not in _WARNED:
             self._judge(k, inputs, self._jitter(dtype))
         return lower.to(dtype)
@@ -161,19 +172,3 @@ class Sobolev(Metric):
     def __repr__(self) -> str:
         fields = f"kernel={self.kernel_of!r}, jitter={self.jitter!r}, inner={self.inner!r}"
         return f"Sobolev({fields})"
-
-
-def _unusable(k: Tensor) -> PullbackError:
-    """Why K has no Cholesky factor."""
-    if not bool(torch.isfinite(k).all()):
-        return PullbackError(
-            "The Sobolev kernel is not finite",
-            "some inputs, or values of the kernel, are NaN or infinite",
-            "Check the batch",
-        )
-    return PullbackError(
-        "The Sobolev kernel is singular on this batch",
-        "some inputs coincide or lie within round-off of each other, or a kernel of your own is "
-        "not positive",
-        "Raise jitter, or lower scale",
-    )

@@ -53,18 +53,13 @@ class Pair(GramBlock):
 
     def __post_init__(self) -> None:
         square = all(s.ndim == 2 or s.shape[-1] == s.shape[-2] for s in (self.left, self.right))
+        got = f"got {tuple(self.left.shape)} and {tuple(self.right.shape)}"
         if {self.left.ndim, self.right.ndim} - {2, 3} or len(self.left) != len(self.right):
-            raise PullbackError(
-                "The sides do not fit together",
-                f"got {tuple(self.left.shape)} and {tuple(self.right.shape)}",
-                "Give (G, O, O) and (G, I, I), or (G, n) for a diagonal",
-            )
+            remedy = "Give (G, O, O) and (G, I, I), or (G, n) for a diagonal"
+            raise PullbackError("The sides do not fit together", got, remedy)
         if not square:
-            raise PullbackError(
-                "A side is not square",
-                f"got {tuple(self.left.shape)} and {tuple(self.right.shape)}",
-                "Give symmetric matrices, or vectors for diagonals",
-            )
+            remedy = "Give symmetric matrices, or vectors for diagonals"
+            raise PullbackError("A side is not square", got, remedy)
 
     @property
     def shape(self) -> tuple[int, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -118,18 +118,15 @@ def _invert(
         sizes: dict[int, list[int]] = {}
         for i in sorted(some, key=lambda i: -sides[i].shape[-1]):
             sizes.setdefault(blocked.padded(sides[i].shape[-1]), []).append(i)
-        found = blocked.invert([_stacked([given[i] for i in own]) for own in sizes.values()])
+        stacks = []
+        for indices in sizes.values():  # matrices of nearly one size, the first of them the largest
+            counts, largest = [len(sides[i]) for i in indices], sides[indices[0]]
+            stacks.append(blocked.room(sum(counts), largest.shape[-1], largest))
+            for part, i in zip(stacks[-1].split(counts), indices, strict=True):
+                given[i].write(part)
+        found = blocked.invert(stacks)
         for indices, (inverse, good) in zip(sizes.values(), found, strict=True):
             yield indices, inverse, good
-
-
-def _stacked(some: Sequence[_Shifted]) -> Tensor:
-    """Form matrices of nearly one size in one stack, the first of them the largest."""
-    counts, largest = [len(one.side) for one in some], some[0].side
-    out = blocked.room(sum(counts), largest.shape[-1], largest)
-    for part, one in zip(out.split(counts), some, strict=True):
-        one.write(part)
-    return out
 
 
 def _by_panels(side: Tensor) -> bool:
