@@ -64,7 +64,7 @@ def assemble_stack(
     if form == "rows" and several and p <= n:
         a, white = stack.triangle(white)
         return Rows(a), white
-    white = stack.gather(white)
+    white = None if white is None else stack.processes.gather([white])[0]
     if form == "rows":
         return Rows(stack.rows()), white
     if form == "dense":

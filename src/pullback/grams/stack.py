@@ -113,10 +113,6 @@ class Stack:
         self.places = [slice(a, b) for a, b in pairwise(accumulate(counts, initial=0))]
         self.count = sum(counts)
 
-    def gather(self, c: Tensor | None) -> Tensor | None:
-        """(n_k,) of each process -> (n,)."""
-        return None if c is None else self.processes.gather([c])[0]
-
     def project(self, v: Tensor, by: str = "project") -> Tensor:
         """A v: (p,) -> (n,), by a method of the parts: `project`, or a forward-mode pass `push`."""
         shares = [getattr(part, by)(v) for part in self.parts]

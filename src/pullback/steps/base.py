@@ -104,8 +104,7 @@ class Step(ABC):
 
 def failed(solution: Solution) -> Move | None:
     """A rejection where the solver found no direction."""
-    usable = solution.status.ok and bool(torch.isfinite(solution.x).all())
-    if usable:
+    if solution.status.ok and bool(torch.isfinite(solution.x).all()):
         return None
     status = solution.status if not solution.status.ok else Status.SINGULAR
     return Move(solution.x, 0.0, solution, accepted=False, reason=status.value)
