@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pullback as pb
 from pullback._core.processes import Pending, Processes, Traffic
-from pullback.grams.kronecker.packed import map_memory, sum_sides
+from pullback.grams.kronecker.packed import launch_sides, map_memory
 from pullback.optim.kfac.replicas import Replicas
 from pullback.optim.kfac.statistics.reduction import shared_sides
 
@@ -101,7 +101,7 @@ def count(
     kinds = {"statistics": (often, opt.statistics_every), "inversion": (rare, opt.invert_every)}
     for kind, (sides, every) in kinds.items():
         sums = Paper(size)
-        sum_sides(sides, sums)
+        launch_sides(sides, sums).wait()
         sent = sum(own.bytes for own in sums.traffic().values())
         factors += sent / every
         whole += sent

@@ -10,8 +10,7 @@ from torch import Tensor
 from .._core.factor import Factor
 from .._core.space import tolerance
 from .._core.svd import svd
-from ..grams import FactoredGram
-from ..grams.base import Structure
+from ..grams import FactoredGram, Structure
 from ..maps import Linearization
 from .tangents import FactorTangent, Isometric
 

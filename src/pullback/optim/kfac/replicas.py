@@ -27,7 +27,6 @@ from ...grams.kronecker.packed import (
     launch_sides,
     map_memory,
     memory,
-    sum_sides,
     triangle,
     zeros_like,
 )
@@ -340,7 +339,7 @@ class Replicas:
         if coming is not None and coming[0] == [key for key, _ in blocks]:
             totals = coming[1].wait()
         else:
-            totals = sum_sides(sides, self.processes)
+            totals = launch_sides(sides, self.processes).wait()
         for side, total in zip(sides, totals, strict=True):
             memory(side).copy_(memory(total))
         self._shared = False
