@@ -19,7 +19,7 @@ from .._core.checks import refuse_number, refuse_values
 from .._core.errors import PullbackError, refuse_unknown
 from ..metrics import Euclidean, Metric, MetricFunction
 from ..solvers import PseudoInverse, Solver
-from .field import KINDS, ClosureField, ObjectiveField, VectorField
+from .field import ObjectiveField, VectorField
 from .march import March
 from .supervised import Supervised, SupervisedField
 from .trajectory import Event, Trajectory, blow_up
@@ -68,7 +68,7 @@ class FunctionModule(nn.Module):
         return z if self.shape is None else z.reshape(self.shape)
 
 
-class FunctionField(ClosureField):
+class FunctionField(VectorField):
     """θ' = −G⁺∇(L∘φ) for φ: Ξ → (Z, g) and L on Z."""
 
     def __init__(
@@ -109,7 +109,7 @@ class FunctionField(ClosureField):
 
     def values(self, flat: Tensor) -> Tensor:
         """φ(ξ), in its own shape."""
-        with self.host.at(flat), torch.no_grad():
+        with self.at(flat), torch.no_grad():
             return self._wrapped.restore(self._wrapped()).clone()  # φ may return ξ itself
 
     def like(self, flat: Tensor) -> Any:
@@ -175,7 +175,7 @@ def integrate(
         loss that is not finite, an exhausted budget) ends with its reason, before anything
         that is not finite; only requests that make no sense raise.
     """
-    refuse_unknown("kind", kind, KINDS)
+    refuse_unknown("kind", kind, ("natural", "euclidean"))
     refuse_unknown("method", method, METHODS)
     times = _times(t, at)
     refuse_number("rtol", rtol, positive=True)
@@ -240,7 +240,7 @@ def _field(
         return SupervisedField(model, target, kind, metric=metric, **options)
     if _wants_parameters(target):
         return ObjectiveField(model, target, kind, **options)
-    return ClosureField(model, target, kind, **options)
+    return VectorField(model, target, kind, **options)
 
 
 def _wants_parameters(target: Any) -> bool:

@@ -23,7 +23,7 @@ from ..likelihoods import Bernoulli, Categorical, Likelihood
 from ..maps import Call, Linearization, ModuleMap
 from ..metrics import Fisher, Metric
 from ..solvers import PseudoInverse, Solver
-from .field import ClosureField, FieldValue
+from .field import FieldValue, VectorField
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class Supervised:
         return self.inputs if isinstance(self.inputs, tuple) else (self.inputs,)
 
 
-class SupervisedField(ClosureField):
+class SupervisedField(VectorField):
     """The flow of `Supervised`; by the closure of its loss where there is no closed form."""
 
     def __init__(
@@ -137,7 +137,7 @@ class SupervisedField(ClosureField):
         self._solver = solver if log and own and plain else None
 
     def _total(self) -> Tensor:
-        z = self._map().value(self.host.model(*self._data.arguments))
+        z = self._map().value(self.module(*self._data.arguments))
         return self._reduced(z)
 
     def _reduced(self, z: Tensor) -> Tensor:
@@ -152,12 +152,12 @@ class SupervisedField(ClosureField):
 
     def _map(self) -> ModuleMap:
         call = Call.of(*self._data.arguments)
-        return ModuleMap(self.host.model, call, output=self._output, plans=self._plans)
+        return ModuleMap(self.module, call, output=self._output, plans=self._plans)
 
     def local(self, flat: Tensor) -> FieldValue:
         if self._solver is None:
             return super().local(flat)
-        with self.host.at(flat):
+        with self.at(flat):
             linear = self._map().linearize(self.space.split(flat))
             score = bernoulli(linear.value, self._data.targets.to(linear.value.device))
             loss = float(self._reduced(linear.value))
