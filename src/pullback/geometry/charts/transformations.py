@@ -16,7 +16,6 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -27,16 +26,14 @@ from . import diffeomorphism
 from .diffeomorphism import Diffeomorphism, EntryPermutation, Params
 from .reparametrize import Reparametrized, reparametrize
 from .twin import (
-    Between,
     Change,
     Layer,
     LayerCoordinates,
-    chain,
     change_coordinates,
     drawn,
+    hidden,
     is_layer,
     layers,
-    refuse_shared,
     same,
     twin,
     whitening,
@@ -58,41 +55,25 @@ ALIKE: tuple[type[nn.Module], ...] = (
 )  # fmt: skip
 
 
-def hidden(model: nn.Module) -> list[tuple[Layer, Layer, list[nn.Module]]]:
-    """Each layer with the next one and what stands between them."""
-    modules = chain(model)
-    places = [i for i, m in enumerate(modules) if is_layer(m)]
-    found = [modules[i] for i in places]
-    if len(found) < 2 or len({id(m) for m in found}) < len(found):
-        raise PullbackError(
-            "The model has no hidden neurons to change",
-            f"{type(model).__name__} has {len(found)} linear and convolution layers in a row"
-            + (", some of them used twice" if len(found) > 1 else ""),
-            "Give an nn.Sequential with at least two layers",
-        )
-    refuse_shared(model)
-    return [(modules[i], modules[j], modules[i + 1 : j]) for i, j in pairwise(places)]  # pyright: ignore[reportReturnType]
+def neuron_coordinates(
+    model: nn.Module, change: Callable[[int], Tensor], commuting: Sequence[type[nn.Module]]
+) -> LayerCoordinates:
+    """a† = M a for the neurons of each hidden layer, with M = change(n) of shape (n, n).
 
-
-def refuse_others(model: nn.Module, allowed: Sequence[type[nn.Module]], what: str) -> None:
-    """Raise where something else than the allowed modules stands between two layers."""
-    for _, _, between in hidden(model):
-        for module in between:
-            if type(module) not in allowed:
-                raise PullbackError(
-                    f"The model's neurons cannot be {what}",
-                    f"{type(module).__name__} between two layers does not commute with it",
-                    "Use ReLU or another positively homogeneous activation"
-                    if allowed is HOMOGENEOUS
-                    else "Use activations that act by entry",
-                )
-
-
-def neuron_coordinates(model: nn.Module, change: Callable[[int], Tensor]) -> LayerCoordinates:
-    """a† = M a for the neurons of each hidden layer, with M = change(n) of shape (n, n)."""
+    What stands between two layers must be one of the commuting modules, φ(Mz) = Mφ(z).
+    """
     pairs = hidden(model)
     inputs, outputs = [same(pairs[0][0].weight.shape[1])], list[Change]()
     for layer, after, between in pairs:
+        for module in between:
+            if type(module) not in commuting:
+                raise PullbackError(
+                    "The model's neurons cannot be changed",
+                    f"{type(module).__name__} between two layers does not commute with it",
+                    "Use ReLU or another positively homogeneous activation"
+                    if commuting is HOMOGENEOUS
+                    else "Use activations that act by entry",
+                )
         n, count = layer.weight.shape[0], after.weight.shape[1]
         if count % n or (count != n and not any(isinstance(m, nn.Flatten) for m in between)):
             raise PullbackError(
@@ -210,14 +191,13 @@ class NeuronRescaling(Transformation):
         self.seed, self.spread = seed, spread
 
     def twin(self, model: nn.Module, x: Tensor) -> Twin:
-        refuse_others(model, HOMOGENEOUS, "rescaled")
         generator = torch.Generator().manual_seed(self.seed)
 
         def change(n: int) -> Tensor:
             u = 2 * torch.rand(n, generator=generator, dtype=torch.float64) - 1
             return (self.spread * u).exp().diag()
 
-        return _affine_twin(model, neuron_coordinates(model, change), copy.deepcopy)
+        return _affine_twin(model, neuron_coordinates(model, change, HOMOGENEOUS), {})
 
 
 class NeuronPermutation(Transformation):
@@ -229,13 +209,12 @@ class NeuronPermutation(Transformation):
         self.seed = seed
 
     def twin(self, model: nn.Module, x: Tensor) -> Twin:
-        refuse_others(model, ALIKE, "permuted")
         generator = torch.Generator().manual_seed(self.seed)
 
         def change(n: int) -> Tensor:
             return same(n).matrix[torch.randperm(n, generator=generator)]
 
-        return _affine_twin(model, neuron_coordinates(model, change), copy.deepcopy)
+        return _affine_twin(model, neuron_coordinates(model, change, ALIKE), {})
 
 
 class Parameters(Transformation):
@@ -329,7 +308,9 @@ def _first(model: nn.Module, x: Tensor) -> tuple[Layer, Tensor]:
     return layers(model)[number], inputs
 
 
-def _affine_twin(model: nn.Module, to: LayerCoordinates, between: Between | None = None) -> Twin:
+def _affine_twin(
+    model: nn.Module, to: LayerCoordinates, activations: dict[int, nn.Module] | None = None
+) -> Twin:
     names = [n for n, _ in model.named_parameters()]
     owners = {
         f"{path}.{key}" if path else key: (number, key)
@@ -350,4 +331,4 @@ def _affine_twin(model: nn.Module, to: LayerCoordinates, between: Between | None
             n: getattr(back[owners[n][0]], owners[n][1]) if n in owners else p for n, p in values
         }
 
-    return Twin(twin(model, to, between), weights)
+    return Twin(twin(model, to, activations), weights)
