@@ -22,7 +22,7 @@ from pullback.geometry.charts.transformations import (
     Whitening,
 )
 from pullback.geometry.invariance.audit import audit
-from pullback.geometry.invariance.table import Audit, Measure, Seen, Verdict
+from pullback.geometry.invariance.table import Audit, Measure, UpdateMismatch, Verdict
 from pullback.geometry.invariance.trial import Contender
 from tests.geometry.charts import mixing, shear
 
@@ -222,7 +222,10 @@ def test_lower_precision_needs_its_resolution() -> None:
 
     model, batch, kinds = network(), data(), [NeuronPermutation()]
     assert audit(make, model, batch, kinds).rows[0].verdict is Verdict.NOT
-    assert audit(make, model, batch, kinds, resolution=1e-4).rows[0].verdict is Verdict.EXACT
+    assert (
+        audit(Contender("fine", make, resolution=1e-4), model, batch, kinds).rows[0].verdict
+        is Verdict.EXACT
+    )
     coarse = audit(Contender("coarse", make, resolution=0.1), model, batch, kinds)
     assert coarse.rows[0].verdict is Verdict.UNDECIDED
 
@@ -275,8 +278,8 @@ def test_tables_and_records() -> None:
 
 def test_verdicts() -> None:
     def verdict(direction: float, steps: tuple[float, ...], off: float = 1e-14) -> Verdict:
-        seen = tuple(Seen(m, off) for m in steps)
-        return Measure((1.0, 0.1), seen, Seen(direction, off), seen).verdict
+        seen = tuple(UpdateMismatch(m, off) for m in steps)
+        return Measure((1.0, 0.1), seen, UpdateMismatch(direction, off), seen).verdict
 
     assert verdict(1e-13, (1e-13, 1e-13)) is Verdict.EXACT
     assert verdict(1e-13, (0.3, 0.03)) is Verdict.FIRST_ORDER

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from ..._core.errors import PullbackError, reraise_fatal
 from ..._core.space import tolerance
 from ..charts.diffeomorphism import Diffeomorphism
 from ..charts.transformations import Transformation, Twin, as_transformation, standard
-from .run import Loss, Make, Setting, duplicate, refuse_loss, seeded
+from .run import AuditData, Loss, Make, duplicate, refuse_loss, seeded
 from .table import Audit, AuditRow, Skipped
 from .trial import Contender, OptimizerTrial, as_contenders
 
@@ -60,7 +59,7 @@ def check_sizes(sizes: Sequence[float], steps: int) -> tuple[float, ...]:
     return tuple(sorted(set(usable), reverse=True))
 
 
-def check_model(model: nn.Module, setting: Setting) -> None:
+def check_model(model: nn.Module, setting: AuditData) -> None:
     """Raise for models that are not deterministic, or whose loss is not finite."""
     if not isinstance(model, nn.Module):
         raise PullbackError(
@@ -82,12 +81,20 @@ def check_model(model: nn.Module, setting: Setting) -> None:
             "Call model.eval(), or set the dropout to zero",
         )
     if "probes" in setting.points:
-        _refuse_probes(model, setting.points["probes"], setting.seed)
+        try:
+            _value(model, setting.points["probes"], setting.seed)
+        except RuntimeError as error:
+            reraise_fatal(error)
+            raise PullbackError(
+                "The model cannot be evaluated at the probes",
+                str(error).splitlines()[0],
+                "Give inputs of the shape of the batch's",
+            ) from error
     with torch.no_grad(), seeded(setting.seed, setting.x.device):
         refuse_loss(setting.loss(one, setting.y))
 
 
-def check_twin(model: nn.Module, twin: Twin, setting: Setting, name: str) -> None:
+def check_twin(model: nn.Module, twin: Twin, setting: AuditData, name: str) -> None:
     """Raise where the twin does not compute the model's function from the start."""
     one, two = (_value(m, setting.x, setting.seed) for m in (model, twin.model))
     limit = tolerance(one.dtype, 10) * float(one.norm())
@@ -97,18 +104,6 @@ def check_twin(model: nn.Module, twin: Twin, setting: Setting, name: str) -> Non
             "its outputs on the batch are not the model's",
             "Use layers as modules, and what stands between them as the transformation needs it",
         )
-
-
-def _refuse_probes(model: nn.Module, probes: Tensor, seed: int) -> None:
-    try:
-        _value(model, probes, seed)
-    except RuntimeError as error:
-        reraise_fatal(error)
-        raise PullbackError(
-            "The model cannot be evaluated at the probes",
-            str(error).splitlines()[0],
-            "Give inputs of the shape of the batch's",
-        ) from error
 
 
 def _value(model: nn.Module, x: Tensor, seed: int) -> Tensor:
@@ -144,7 +139,6 @@ def audit(
     loss_fn: Loss | None = None,
     probes: Tensor | None = None,
     seed: int = 0,
-    resolution: float | None = None,
 ) -> Audit:
     r"""Which transformations of a model leave an optimizer's update unchanged.
 
@@ -164,9 +158,6 @@ def audit(
         loss_fn: (outputs, y) ↦ scalar; by default ½‖z − y‖² or cross-entropy, means over samples.
         probes: other inputs at which functions are compared too.
         seed: of torch's generators in every run.
-        resolution: the relative error that the optimizer itself makes in an update, where it works
-            in lower precision or solves to a tolerance. What the parameters' own round-off does is
-            measured, by runs from a start that is off by ε.
 
     Returns:
         An `Audit`: rows with verdicts, `str()`, `records()`.
@@ -182,7 +173,7 @@ def audit(
     x, y = check_batch(batch)
     sizes, loss = check_sizes(sizes, steps), loss_fn or half_square_or_cross_entropy
     points = {"batch": x} if probes is None else {"batch": x, "probes": probes}
-    setting = Setting(x, y, loss, points, seed)
+    setting = AuditData(x, y, loss, points, seed)
     check_model(model, setting)
     given = _named(transformations)
     twins, rows, skipped = dict[str, Twin](), list[AuditRow](), list[Skipped]()
@@ -198,8 +189,6 @@ def audit(
             twins.pop(name, None)
     eps = max(torch.finfo(p.dtype).eps for p in model.parameters())
     for contender in contenders:
-        if resolution is not None and contender.resolution is None:
-            contender = replace(contender, resolution=resolution)
         trial = OptimizerTrial(model, contender, setting, sizes, steps, eps)
         for name, twin in twins.items():
             try:
