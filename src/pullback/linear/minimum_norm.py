@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .._core.checks import refuse_values
 from .._core.errors import PullbackError
-from ..grams import FactoredGram, Operator
+from ..grams import Operator
 from ..solvers import ConjugateGradient, PseudoInverse
 from .grams import Sides, tangent_gram
 from .parameters import refuse_zero_tangent
@@ -110,7 +110,9 @@ def minimum_norm(
     thousand rows; beyond, conjugate gradients are tens of times faster and as accurate wherever
     they converge.
     """
-    refuse_zero_tangent(tangent.squares().sum())
+    generator = torch.Generator(r.device).manual_seed(0)
+    moves = torch.randn(tangent.size, generator=generator, dtype=r.dtype, device=r.device)
+    refuse_zero_tangent(tangent.push(tangent.split(moves)).abs().max())
     gram = tangent_gram(tangent, Sides())
     if gram.structure.holds == "operator" and isinstance(tangent, MatrixTangent):
         try:
@@ -119,10 +121,6 @@ def minimum_norm(
             if tangent.count * tangent.width > _LARGEST:
                 raise
         gram = tangent_gram(tangent, Sides(), side=tangent.count, entries=_LARGEST)
-    return _solved(gram, r, damping, rcond)
-
-
-def _solved(gram: FactoredGram, r: Tensor, damping: float, rcond: float | None) -> Tensor:
     solver = PseudoInverse(rcond)
     return solver.solve(solver.init(gram), gram.lift(r), damping or None, whitened=r).x
 
