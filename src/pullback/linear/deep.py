@@ -10,11 +10,9 @@ from torch import Tensor
 
 from .._core.checks import refuse_number, refuse_values
 from .._core.errors import PullbackError
-from .._core.factor import Factor
 from ..grams import FactoredGram
-from ..maps import Linearization
-from .grams import Sides, agrees_with_autograd, tangent_gram
-from .minimum_norm import minimum_norm, split
+from .grams import FlatFactor, tangent_gram
+from .minimum_norm import minimum_norm, split_obstacle
 from .parameters import (
     FactoredModule,
     RandomSource,
@@ -168,7 +166,7 @@ class DeepMatrix(FactoredModule):
             refuse_values("A factor", w)
         if damping == 0:
             factors, unit = level_factors(factors)
-        tangent = _tangent(factors, range(self.depth), None, entries)
+        tangent = _tangent(factors, range(self.depth), entries or ())
         r = grad.detach().to(dtype).flatten() * unit
         found = minimum_norm(tangent, r, damping=damping, rcond=rcond)
         refuse_values("The natural gradient", found)
@@ -186,30 +184,30 @@ class DeepMatrix(FactoredModule):
         """
         refuse_values("The gradient", grad, (self.dims[0], self.dims[-1]))
         dtype = torch.promote_types(self.compute_dtype, grad.dtype)
-        return self.like_factors(split(self.values(dtype), grad.detach().to(dtype)))
+        factors, target = self.values(dtype), grad.detach().to(dtype) / self.depth
+        if reason := split_obstacle(factors):
+            raise PullbackError(
+                "The split natural gradient does not exist here",
+                reason,
+                "Use natural_gradient, which is the shortest solution at any rank, or make every "
+                "inner dimension at least max(d₀, d_L)",
+            )
+        pinv = torch.linalg.pinv
+        sides = zip(*around(factors), strict=True)
+        return self.like_factors([pinv(a) @ target @ pinv(b) for a, b in sides])
 
-    def pullback_gram(self, linear: Linearization, factor: Factor) -> FactoredGram | None:
-        """G = JᵀMJ in closed form for calls of `forward`; None for anything else."""
-        found = self.linearized(linear)
-        x, columns = self.arguments(linear)
-        if found is None or (x is not None and columns is None and x.ndim != 2):
-            return None
-        factors, chosen = found
-        entries = None if x is None or columns is None else (x, columns)
-        inputs = x.to(linear.space.dtype) if x is not None and entries is None else None
-        tangent = _tangent(factors, chosen, inputs, entries)
-        sides = Sides(factor, tuple(linear.value.shape))
-        gram = tangent_gram(tangent, sides)
-        return gram if agrees_with_autograd(gram, linear, factor) else None
+    def closed_gram(
+        self, factors: list[Tensor], chosen: list[int], args: list[Tensor], factor: FlatFactor
+    ) -> FactoredGram:
+        """By the tangent of β, of xβ or of entries."""
+        return tangent_gram(_tangent(factors, chosen, args), factor)
 
 
 def _tangent(
-    factors: Sequence[Tensor],
-    chosen: Sequence[int],
-    x: Tensor | None,
-    entries: tuple[Tensor, Tensor] | None,
+    factors: Sequence[Tensor], chosen: Sequence[int], args: Sequence[Tensor]
 ) -> FactorTangent:
+    """The tangent of β, of xβ for args (x,), or of entries for args (rows, columns)."""
     before, after = around(factors)
-    lefts = before if x is None else [x @ a for a in before]
+    lefts = [args[0].to(a.dtype) @ a for a in before] if len(args) == 1 else before
     terms = [FactorTerm.of(lefts[i], after[i]) for i in chosen]
-    return MatrixTangent(terms) if entries is None else EntryTangent(terms, *entries)
+    return EntryTangent(terms, *args) if len(args) == 2 else MatrixTangent(terms)

@@ -20,9 +20,10 @@ from torch import Tensor
 
 from .._core.checks import refuse_values
 from .._core.errors import PullbackError
+from .._core.factor import Diagonal
 from ..grams import Operator
 from ..solvers import ConjugateGradient, PseudoInverse
-from .grams import Sides, tangent_gram
+from .grams import FlatFactor, tangent_gram
 from .parameters import refuse_zero_tangent
 from .tangents import FactorTangent, MatrixTangent, around
 
@@ -113,14 +114,15 @@ def minimum_norm(
     generator = torch.Generator(r.device).manual_seed(0)
     moves = torch.randn(tangent.size, generator=generator, dtype=r.dtype, device=r.device)
     refuse_zero_tangent(tangent.push(tangent.split(moves)).abs().max())
-    gram = tangent_gram(tangent, Sides())
+    ones = FlatFactor(Diagonal(r.new_ones(tangent.count, 1)), (tangent.count, 1))
+    gram = tangent_gram(tangent, ones)
     if gram.structure.holds == "operator" and isinstance(tangent, MatrixTangent):
         try:
             return solve_iteratively(tangent, r, damping, rcond)
         except PullbackError:
             if tangent.count * tangent.width > _LARGEST:
                 raise
-        gram = tangent_gram(tangent, Sides(), side=tangent.count, entries=_LARGEST)
+        gram = tangent_gram(tangent, ones, side=tangent.count, entries=_LARGEST)
     solver = PseudoInverse(rcond)
     return solver.solve(solver.init(gram), gram.lift(r), damping or None, whitened=r).x
 
@@ -146,18 +148,3 @@ def split_obstacle(factors: Sequence[Tensor]) -> str:
                 f"of {b.shape[1]} columns"
             )
     return ""
-
-
-def split(factors: Sequence[Tensor], grad: Tensor) -> list[Tensor]:
-    """(1/L) A_i⁺ ∇ B_i⁺ for every i; refused where it is no solution."""
-    refuse_values("The gradient", grad)
-    reason = split_obstacle(factors)
-    if reason:
-        raise PullbackError(
-            "The split natural gradient does not exist here",
-            reason,
-            "Use natural_gradient, which is the shortest solution at any rank, or make every "
-            "inner dimension at least max(d₀, d_L)",
-        )
-    target, sides = grad / len(factors), zip(*around(factors), strict=True)
-    return [torch.linalg.pinv(a) @ target @ torch.linalg.pinv(b) for a, b in sides]
