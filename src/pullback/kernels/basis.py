@@ -144,18 +144,13 @@ def gtk(
     chunk: int | None = None,
     memory: int = MEMORY,
 ) -> Tensor:
-    """J C Cᵀ J'ᵀ, in the layouts of `ntk`; without a basis it is the NTK.
+    """J C Cᵀ J'ᵀ; without a basis it is the NTK.
 
     Args:
-        model: as for `ntk`.
-        x: inputs, samples first.
-        x2: other inputs, by default x.
+        model, x, x2, layout, params, chunk: as in `ntk`.
         basis: C: a matrix (p, k), dense or sparse, in the order of the parameters; a list of
             tangent vectors, each a dict by parameter name or a flat tensor; or an object with
             `matvec` and `rmatvec` over flat vectors.
-        layout: "full", "diagonal" or "trace".
-        params: the parameters to differentiate by, and where.
-        chunk: samples at a time.
         memory: bytes for rows of J; the features J C, (N·m, k), are held beside them.
 
     >>> model = torch.nn.Linear(2, 1, bias=False)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._core.errors import PullbackError
-from .tangent import Tangent, arguments, part, samples
+from .tangent import Tangent, arguments, parts
 
 _SAMPLES = 1024  # of x* at a time
 
@@ -37,10 +37,8 @@ class FunctionChange:
         return self._by_chunks(x, lambda args: there.at(args).value - here.at(args).value)
 
     def _by_chunks(self, x: Any, function: Callable[[Any], Tensor]) -> Tensor:
-        args = arguments(x)
-        starts = range(0, samples(args), _SAMPLES)
         with torch.no_grad():
-            return torch.cat([function(part(args, a, a + _SAMPLES)) for a in starts])
+            return torch.cat([function(args) for args in parts(arguments(x), _SAMPLES)])
 
     def parameters(self) -> dict[str, Tensor]:
         """v by the parameters' names."""

@@ -20,10 +20,10 @@ from .._core.capture import Selector
 from .._core.checks import refuse_values
 from .._core.errors import PullbackError
 from .._core.processes import Processes
-from ..maps import Call, Linearization
+from ..maps import Linearization
 from .change import FunctionChange
 from .layouts import KernelLayout, as_layout
-from .tangent import Tangent, arguments, as_tangent, part, samples
+from .tangent import Tangent, arguments, as_tangent, parts, samples
 from .tiles import MEMORY, assemble_tiles, check_sizes
 
 
@@ -106,7 +106,7 @@ class FeatureKernel(TangentKernel):
                 f"{h.shape[1]} and {h2.shape[1]} entries",
                 "Pass inputs for which the model has the same number of outputs",
             )
-        return layout.of_features(h, h2)
+        return torch.einsum(layout.of_features, h, h2)
 
     def features_at(self, x: Any, chunk: int | None = None, memory: int = MEMORY) -> Tensor:
         """H(x), in chunks of samples that fit the memory."""
@@ -197,10 +197,10 @@ class KernelOperator:
     """
 
     def __init__(self, kernel: TangentKernel, x: Any, x2: Any = None, chunk: int = 1024) -> None:
-        self._kernel, self._chunk = kernel, chunk
-        self._one = _parts(arguments(x), chunk)
-        x2 = None if x2 is x else x2
-        self._two = self._one if x2 is None else _parts(arguments(x2), chunk)
+        check_sizes(chunk)
+        self._kernel = kernel
+        self._one = parts(arguments(x), chunk)
+        self._two = self._one if x2 is None or x2 is x else parts(arguments(x2), chunk)
         first, tangent = self._one[0], kernel.tangent
         probe = tangent.probe(first)
         tangent.chunk(first, 0, min(samples(first), 2 * len(probe.value)), probe)
@@ -226,8 +226,3 @@ class KernelOperator:
             v = self._kernel.raised(v)
             out = torch.cat([tangent.at(args).jvp(v) for args in self._one])
         return out.flatten() if flat else out
-
-
-def _parts(args: Call, chunk: int) -> list[Call]:
-    check_sizes(chunk)
-    return [part(args, a, a + chunk) for a in range(0, samples(args), chunk)]

@@ -130,13 +130,9 @@ def projected_kernel(
     a lower bound, attained by functions in the span of the kernel's sections there.
 
     Args:
-        model: as for `ntk`.
-        x: inputs, samples first.
-        x2: other inputs, by default x.
+        model, x, x2, layout, params: as in `ntk`.
         metric: how long a move of the function is.
         support: the inputs on which the metric measures, by default x.
-        layout: "full", "diagonal" or "trace".
-        params: the parameters to differentiate by, and where.
         rcond: the cut-off on singular values of A.
         memory: bytes that A may take.
     """
