@@ -24,7 +24,7 @@ from ..maps import Linearization
 from .change import FunctionChange
 from .layouts import KernelLayout, as_layout
 from .tangent import Tangent, arguments, as_tangent, parts, samples
-from .tiles import MEMORY, assemble_tiles, check_sizes
+from .tiles import MEMORY, check_sizes, gather_tiles, refuse_others, tiles
 
 
 class TangentKernel(ABC):
@@ -71,7 +71,7 @@ class NTK(TangentKernel):
 
     def __init__(self, tangent: Tangent, processes: Processes | None = None) -> None:
         super().__init__(tangent)
-        self._processes = processes
+        self._processes = Processes() if processes is None else processes
 
     def raised(self, v: Tensor) -> Tensor:
         return v
@@ -79,7 +79,23 @@ class NTK(TangentKernel):
     def matrix(
         self, x: Any, x2: Any, layout: KernelLayout, chunk: int | None, memory: int | None
     ) -> Tensor:
-        return assemble_tiles(self.tangent, x, x2, layout, chunk, memory, self._processes)
+        n = samples(arguments(x))
+        n2 = n if x2 is None else samples(arguments(x2))
+        found = tiles(self.tangent, x, x2, layout, chunk, memory, self._processes)
+        if not self._processes.alone:
+            refuse_others(self.tangent, x, x2, self._processes)
+            found = gather_tiles(found, self.tangent.space.zeros(0), self._processes)
+        out: Tensor | None = None
+        for rows, some, tile in found:
+            if rows == slice(0, n) and some == slice(0, n2):
+                return tile  # the only one, which need not be copied
+            if out is None:
+                out = tile.new_empty(n, n2, *tile.shape[2:])
+            out[rows, some] = tile
+            if x2 is None and some != rows:
+                out[some, rows] = layout.flip(tile)
+        assert out is not None
+        return out
 
 
 class FeatureKernel(TangentKernel):

@@ -41,16 +41,13 @@ class Batch:
         space = self._tangent.space
         return self.count * self.event.numel() * space.size * space.dtype.itemsize
 
-    def fit(self, chunk: int | None, memory: int) -> None:
-        """Choose the chunks, and whether they are kept."""
+    def fit(self, chunk: int | None, memory: int, least: int) -> None:
+        """Choose the chunks, at least so many, and whether they are kept."""
         held = self._probe.entries * self.event.numel() * self._tangent.space.dtype.itemsize
         self._keep = 2 * self.count * held <= memory
         # two chunks at a time
-        self._step = max(1, min(self.count, memory // (4 * held))) if chunk is None else chunk
-
-    def divide(self, parts: int) -> None:
-        """Take chunks so small that there are this many."""
-        self._step = min(self._step, -(-self.count // parts))
+        step = max(1, min(self.count, memory // (4 * held))) if chunk is None else chunk
+        self._step = min(step, -(-self.count // least))
 
     def large(self) -> bool:
         """Whether pulling a chunk back has products that pay to be split."""
@@ -123,8 +120,7 @@ def tiles(
         )
     memory = room(device, max(one.jacobian, two.jacobian)) if memory is None else memory
     for batch in (one, two):
-        batch.fit(chunk, memory)
-        batch.divide(2 * processes.size if processes.size > 1 else 1)
+        batch.fit(chunk, memory, 2 * processes.size if processes.size > 1 else 1)
     watched = one.large() or two.large()
     with torch.no_grad(), full_precision(device, watched=watched):
         for i, rows in enumerate(one.slices()):
@@ -163,7 +159,7 @@ def gather_tiles(own: Iterable[Tile], empty: Tensor, processes: Processes) -> It
             at += size
 
 
-def _refuse_others(tangent: Tangent, x: Any, x2: Any, processes: Processes) -> None:
+def refuse_others(tangent: Tangent, x: Any, x2: Any, processes: Processes) -> None:
     """Raise where processes have other inputs or parameters."""
     batches = arguments(x).tensors, [] if x2 is None else arguments(x2).tensors
     named = {f"x{i or ''}[{j}]": a for i, args in enumerate(batches) for j, a in enumerate(args)}
@@ -177,33 +173,3 @@ def _digest(t: Tensor) -> str:
     """A hash of its bytes."""
     flat = t.detach().cpu().contiguous().flatten().view(torch.uint8)
     return hashlib.blake2b(flat.numpy().tobytes(), digest_size=8).hexdigest()
-
-
-def assemble_tiles(
-    tangent: Tangent,
-    x: Any,
-    x2: Any,
-    layout: KernelLayout,
-    chunk: int | None,
-    memory: int | None,
-    processes: Processes | None = None,
-) -> Tensor:
-    """The tiles as one tensor; a single tile is not copied."""
-    processes = Processes() if processes is None else processes
-    n = samples(arguments(x))
-    n2 = n if x2 is None else samples(arguments(x2))
-    found = tiles(tangent, x, x2, layout, chunk, memory, processes)
-    if not processes.alone:
-        _refuse_others(tangent, x, x2, processes)
-        found = gather_tiles(found, tangent.space.zeros(0), processes)
-    out: Tensor | None = None
-    for rows, some, tile in found:
-        if rows == slice(0, n) and some == slice(0, n2):
-            return tile
-        if out is None:
-            out = tile.new_empty(n, n2, *tile.shape[2:])
-        out[rows, some] = tile
-        if x2 is None and some != rows:
-            out[some, rows] = layout.flip(tile)
-    assert out is not None
-    return out

@@ -26,7 +26,8 @@ from ..._core.errors import PullbackError, reraise_fatal
 from ..._core.space import tolerance
 from ..charts.diffeomorphism import Diffeomorphism
 from ..charts.transformations import Transformation, Twin, as_transformation, standard
-from .run import AuditData, Loss, Make, duplicate, refuse_loss, seeded
+from ..local.ambient import refuse_loss
+from .run import AuditData, Loss, Make, duplicate, refuse_infinite, seeded
 from .table import Audit, AuditRow, Skipped
 from .trial import Contender, OptimizerTrial, as_contenders
 
@@ -91,7 +92,9 @@ def check_model(model: nn.Module, setting: AuditData) -> None:
                 "Give inputs of the shape of the batch's",
             ) from error
     with torch.no_grad(), seeded(setting.seed, setting.x.device):
-        refuse_loss(setting.loss(one, setting.y))
+        loss = setting.loss(one, setting.y)
+        refuse_loss(loss)
+        refuse_infinite(loss)
 
 
 def check_twin(model: nn.Module, twin: Twin, setting: AuditData, name: str) -> None:

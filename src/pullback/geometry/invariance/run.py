@@ -202,7 +202,8 @@ def _step(optimizers: Sequence[Optimizer], model: nn.Module, setting: AuditData)
         with torch.enable_grad():
             model.zero_grad(set_to_none=True)
             loss = setting.loss(select(model(setting.x), None), setting.y)
-            refuse_loss(loss, first=calls == 0)
+            if not calls:  # trial points of a line search may be anywhere
+                refuse_infinite(loss)
             loss.backward()
         calls += 1
         return loss
@@ -216,15 +217,9 @@ def _step(optimizers: Sequence[Optimizer], model: nn.Module, setting: AuditData)
             optimizer.step()
 
 
-def refuse_loss(loss: Any, *, first: bool = True) -> None:
-    """Raise for a loss that is no finite scalar; trial points of a line search may be anywhere."""
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        raise PullbackError(
-            "The loss is no scalar",
-            f"loss_fn returned {tuple(loss.shape) if isinstance(loss, Tensor) else type(loss)}",
-            "Return the mean over the batch",
-        )
-    if first and not bool(torch.isfinite(loss)):
+def refuse_infinite(loss: Tensor) -> None:
+    """Raise for a loss that is not finite."""
+    if not bool(torch.isfinite(loss)):
         raise Diverged(
             "The loss is not finite",
             f"it is {float(loss.detach())}",

@@ -53,7 +53,6 @@ class Measure:
         steps: m(η) after one step, for each size.
         direction: m(0).
         finite: the mismatch after 1, 2, … steps of full size.
-        slack: times round-off that still counts as none.
 
     >>> steps = (UpdateMismatch(0.3, 1e-15), UpdateMismatch(0.03, 1e-15))
     >>> found = Measure((1.0, 0.1), steps, UpdateMismatch(1e-14, 1e-15), ())
@@ -65,7 +64,6 @@ class Measure:
     steps: tuple[UpdateMismatch, ...]
     direction: UpdateMismatch
     finite: tuple[UpdateMismatch, ...]
-    slack: float = SLACK
 
     @property
     def verdict(self) -> Verdict:
@@ -92,10 +90,10 @@ class Measure:
 
     def decides(self, seen: UpdateMismatch) -> bool:
         """Whether round-off is small enough to claim agreement."""
-        return self.slack * seen.roundoff <= BLIND
+        return SLACK * seen.roundoff <= BLIND
 
     def _none(self, seen: UpdateMismatch) -> bool:
-        return seen.mismatch <= self.slack * seen.roundoff
+        return seen.mismatch <= SLACK * seen.roundoff
 
 
 @dataclass(frozen=True)

@@ -26,14 +26,12 @@ class Contender:
         about: why its verdicts are what they are, in one line.
         resolution: the relative error that it makes in an update, where it works in lower precision
             or solves to a tolerance. The round-off of parameters is measured.
-        slack: times round-off that still counts as none.
     """
 
     name: str
     make: Make
     about: str = ""
     resolution: float = 0.0
-    slack: float = SLACK
 
 
 def as_contenders(given: Any) -> list[Contender]:
@@ -112,7 +110,7 @@ class OptimizerTrial:
             long = zip(*(r.long[1:] for r in runs), strict=True)
             finite = [self._step(of, first, *ends) for ends in long]
             direction = self._direction(of, runs)
-            return Measure(self.sizes, tuple(steps), direction, tuple(finite), self.contender.slack)
+            return Measure(self.sizes, tuple(steps), direction, tuple(finite))
 
         return AuditRow(
             self.contender.name, name, {place: measure(place) for place in first.places}
@@ -130,21 +128,14 @@ class OptimizerTrial:
         shifted = perturb_start(start, self.setting, self.eps)
         return runs(start, self.setting), runs(*shifted)
 
-    def _step(
-        self,
-        of: str,
-        start: RunState,
-        mine: RunState,
-        mine_off: RunState,
-        theirs: RunState,
-        theirs_off: RunState,
-    ) -> UpdateMismatch:
+    def _step(self, of: str, start: RunState, *ends: RunState) -> UpdateMismatch:
         """m(η), and the larger of what round-off does to either end, at least to the values."""
+        mine, mine_off, theirs, theirs_off = ends
         moved = _gap(of, mine, start)
         shifts = [_gap(of, mine_off, mine), _gap(of, theirs_off, theirs)]
         values = self.eps * float(start.places[of].norm())
         noise = max([values, *filter(math.isfinite, shifts)])
-        roundoff = max(_over(noise, moved), self.contender.resolution)
+        roundoff = max(_over(noise, moved), self.contender.resolution / SLACK)
         return UpdateMismatch(_over(_gap(of, theirs, mine), moved), roundoff)
 
     def _direction(self, of: str, runs: Sequence[Runs]) -> UpdateMismatch:
@@ -158,10 +149,10 @@ class OptimizerTrial:
             # a step is known as the difference of two points, which round-off sets
             sizes = [_size(runs[i].small[number][0], runs[i].push(number)) for i in (0, 2)]
             least = max(_over(noise, length), self.eps * max(1.0, *sizes))
-            roundoff = max(least, self.contender.resolution)
+            roundoff = max(least, self.contender.resolution / SLACK)
             if roundoff <= best.roundoff:
                 best = UpdateMismatch(_over(_gap(of, theirs, mine), length), roundoff)
-            if self.contender.slack * best.roundoff <= CLEAR:
+            if SLACK * best.roundoff <= CLEAR:
                 break
         return best
 

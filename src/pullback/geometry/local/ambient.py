@@ -24,6 +24,17 @@ MetricLike = Metric | Tensor | Callable[[Tensor], Tensor] | None
 _NAME = "xi"  # what a single tensor is called inside
 
 
+def refuse_loss(loss: Any) -> None:
+    """Raise unless a loss is a tensor of one number."""
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        raise PullbackError(
+            "The loss is not a tensor of one number",
+            f"got {got}",
+            "Return a sum or a mean, without .item()",
+        )
+
+
 class Parametrization:
     """φ: Ξ → (Z, g) at ξ: evaluates, linearizes, and gives S with S Sᵀ = g at z.
 

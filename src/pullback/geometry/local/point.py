@@ -22,7 +22,7 @@ from ..._core.errors import PullbackError
 from ...grams import Gram, Part, assemble
 from ...optim.checks import refuse_inference
 from ...solvers import PseudoInverse, Solver
-from .ambient import MetricLike, Parametrization, Phi, Vector
+from .ambient import MetricLike, Parametrization, Phi, Vector, refuse_loss
 from .inverses import Rank, default_rcond
 
 Loss = Callable[[Tensor], Tensor]
@@ -33,12 +33,7 @@ def differential(loss: Loss, value: Tensor) -> Tensor:
     with torch.enable_grad():
         z = value.detach().clone().requires_grad_()
         total = loss(z)
-        if not isinstance(total, Tensor) or total.numel() != 1:
-            raise PullbackError(
-                "The loss is not one number",
-                f"got {tuple(getattr(total, 'shape', ()))}",
-                "Reduce it to a scalar tensor",
-            )
+        refuse_loss(total)
         refuse_values("L", total)
         slope = None
         if total.requires_grad:

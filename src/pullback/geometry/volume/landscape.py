@@ -10,7 +10,7 @@ from torch.func import hessian, jacrev, vmap
 
 from ..._core.checks import refuse_values
 from ..._core.errors import PullbackError, reraise_fatal
-from ..local.ambient import Parametrization
+from ..local.ambient import Parametrization, refuse_loss
 
 _CHUNK = 4096
 _SLACK = 0.01  # of ε that a minimum may be above the lowest point of its set
@@ -79,12 +79,7 @@ class Landscape:
 
     def _loss_at(self, flat: Tensor) -> Tensor:
         height = self._loss(self._value(flat))
-        if not isinstance(height, Tensor) or height.numel() != 1:
-            raise PullbackError(
-                "The loss is not a tensor of one number",
-                f"it has shape {tuple(getattr(height, 'shape', ()))}",
-                "Return a sum or a mean, without .item()",
-            )
+        refuse_loss(height)
         return height.reshape(()).to(torch.float64)
 
     def _raw(self, points: Tensor) -> Tensor:
