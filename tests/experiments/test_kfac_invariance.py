@@ -16,7 +16,6 @@ from typer.testing import CliRunner
 from pullback.cli.app import app
 from pullback.geometry.charts.twin import (
     Change,
-    LayerCoordinates,
     change_coordinates,
     drawn,
     same,
@@ -108,7 +107,7 @@ def test_whitening_whitens_and_changes_invert() -> None:
 
 def test_no_change_is_no_module() -> None:
     model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)).double()
-    to = LayerCoordinates([same(2), same(3)], [same(3), same(1)])
+    to = [(same(2), same(3)), (same(3), same(1))]
     assert [type(m) for m in twin(model, to)] == [type(m) for m in model]
 
 

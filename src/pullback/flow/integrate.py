@@ -40,13 +40,17 @@ class FunctionModule(nn.Module):
             refuse_values(f"The start {name!r}", value)
         self.names = tuple(named)
         self.single, self.whole, self.phi = isinstance(start, Tensor), whole, phi
-        self.shape: torch.Size | None = None
+        self.shape = torch.Size()
         self.coordinates = nn.ParameterList([v.detach().clone() for v in named.values()])
+
+    def argument(self, tensors: Iterable[Tensor]) -> Any:
+        """What φ is called with."""
+        named = dict(zip(self.names, tensors, strict=True))
+        return named["xi"] if self.single else named
 
     def forward(self) -> Tensor:
         """z as the metric sees it."""
-        named = dict(zip(self.names, self.coordinates, strict=True))
-        z = self.phi(named["xi"] if self.single else named)
+        z = self.phi(self.argument(self.coordinates))
         if not isinstance(z, Tensor) or not z.is_floating_point() or not z.numel():
             raise PullbackError(
                 "φ does not give a point of Z",
@@ -65,7 +69,7 @@ class FunctionModule(nn.Module):
 
     def restore(self, z: Tensor) -> Tensor:
         """Back to φ's own shape."""
-        return z if self.shape is None else z.reshape(self.shape)
+        return z.reshape(self.shape)
 
 
 class FunctionField(VectorField):
@@ -81,44 +85,35 @@ class FunctionField(VectorField):
         metric: Any = None,
         **options: Any,
     ) -> None:
-        whole = not isinstance(metric, Metric)
-        self._wrapped = FunctionModule(phi, start, whole)
+        module = FunctionModule(phi, start, whole=not isinstance(metric, Metric))
+        self._restored = lambda: module.restore(module())
         if kind == "natural":
-            options["metric"] = self._metric(metric)
-        super().__init__(self._wrapped, lambda: self._total(loss), kind, **options)
+            options["metric"] = _metric(metric, module)
+        super().__init__(module, lambda: loss(self._restored()), kind, **options)
         self.model = None  # φ has no other inputs
-
-    def _total(self, loss: Callable[[Tensor], Tensor]) -> Tensor:
-        return loss(self._wrapped.restore(self._wrapped()))
-
-    def _metric(self, metric: Any) -> Metric:
-        if metric is None:
-            return Euclidean()
-        if isinstance(metric, Metric):
-            return metric
-        if isinstance(metric, Tensor):
-            return MetricFunction(lambda z: metric.to(z)[None])
-        if callable(metric):
-            matrix: Callable[[Tensor], Any] = metric
-            return MetricFunction(lambda z: matrix(self._wrapped.restore(z))[None])
-        raise PullbackError(
-            "The metric is not usable",
-            f"got {metric!r}",
-            "Pass a matrix over the entries of z, a function z -> matrix, or a metric object",
-        )
 
     def values(self, flat: Tensor) -> Tensor:
         """φ(ξ), in its own shape."""
         with self.at(flat), torch.no_grad():
-            return self._wrapped.restore(self._wrapped()).clone()  # φ may return ξ itself
+            return self._restored().clone()  # φ may return ξ itself
 
     def like(self, flat: Tensor) -> Any:
-        pieces = list(self.space.split(flat).values())
-        return (
-            pieces[0]
-            if self._wrapped.single
-            else dict(zip(self._wrapped.names, pieces, strict=True))
-        )
+        assert isinstance(self.module, FunctionModule)
+        return self.module.argument(self.space.split(flat).values())
+
+
+def _metric(metric: Any, module: FunctionModule) -> Metric:
+    if metric is None or isinstance(metric, Metric):
+        return Euclidean() if metric is None else metric
+    if isinstance(metric, Tensor):
+        return MetricFunction(lambda z: metric.to(z)[None])
+    if callable(metric):
+        return MetricFunction(lambda z: metric(module.restore(z))[None])  # pyright: ignore[reportIndexIssue]
+    raise PullbackError(
+        "The metric is not usable",
+        f"got {metric!r}",
+        "Pass a matrix over the entries of z, a function z -> matrix, or a metric object",
+    )
 
 
 METHODS = ("DOP853", "RK45", "LSODA", "Radau", "BDF")
@@ -252,11 +247,9 @@ def _wants_parameters(target: Any) -> bool:
             "Pass a closure, a function of the parameter dict, or Supervised(...)",
         )
     try:
-        signature = inspect.signature(target)
-    except (TypeError, ValueError):
+        inspect.signature(target).bind()
+    except ValueError:  # a builtin without a signature
         return False
-    try:
-        signature.bind()
     except TypeError:
         return True
     return False

@@ -126,9 +126,7 @@ class Trajectory:
         times = torch.as_tensor(t, dtype=torch.float64)
         if times.ndim:
             return torch.stack([self.flat(float(x)) for x in times])
-        return self._one(float(times))
-
-    def _one(self, t: float) -> Tensor:
+        t = float(times)
         if t == self.end:
             return self._end[1].clone()
         hits = (self.t == t).nonzero()

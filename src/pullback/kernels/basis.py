@@ -54,9 +54,9 @@ def _matrix(matrix: Tensor, space: ParameterSpace) -> Tensor:
 
 def _flat(vector: Any, space: ParameterSpace) -> Tensor:
     if isinstance(vector, Mapping):
-        unknown = [n for n in vector if n not in space.names]
         shapes = dict(zip(space.names, space.shapes, strict=True))
-        wrong = unknown or [n for n, v in vector.items() if _shape(v) != shapes[n]]
+        fits = {n: isinstance(v, Tensor) and v.shape == shapes.get(n) for n, v in vector.items()}
+        wrong = [n for n, fit in fits.items() if not fit]
         if wrong:
             raise PullbackError(
                 "A tangent vector does not fit the parameters",
@@ -66,10 +66,6 @@ def _flat(vector: Any, space: ParameterSpace) -> Tensor:
         vector = space.flatten({n: vector.get(n) for n in space.names})
     refuse_values("A tangent vector", vector)
     return _matrix(vector.reshape(-1, 1), space)[:, 0]
-
-
-def _shape(value: Any) -> tuple[int, ...] | None:
-    return tuple(value.shape) if isinstance(value, Tensor) else None
 
 
 def _implicit(

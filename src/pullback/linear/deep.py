@@ -38,10 +38,8 @@ class DeepMatrix(FactoredModule):
         dims: d₀, d₁, …, d_L.
         init: the factors themselves, or the gain γ of random ones: entries of W_i are then
             N(0, γ²/d_{i−1}), which for γ = 1 keeps the size of x through the layers.
-        generator: where random factors come from.
-        seed: the same, as a number.
-        dtype: of the factors; by default torch's default, or that of given factors.
-        device: of the factors.
+        generator, seed: where random factors come from.
+        dtype, device: of the factors; by default torch's default ones, or those of given factors.
 
     >>> model = DeepMatrix([4, 6, 5, 3], seed=0)
     >>> [tuple(x.shape) for x in model.natural_gradient(torch.ones(4, 3))]

@@ -33,10 +33,8 @@ class DiagonalNetwork(FactoredModule):
         init: the factors themselves (L tensors of D entries, or one of shape (L, D)), a number for
             every entry, or by default random entries ±U(½, 3/2), which keep clear of zero, where
             the tangent degenerates.
-        generator: where random factors come from.
-        seed: the same, as a number.
-        dtype: of the factors; by default torch's default, or that of given factors.
-        device: of the factors.
+        generator, seed: where random factors come from.
+        dtype, device: of the factors; by default torch's default ones, or those of given factors.
 
     >>> model = DiagonalNetwork(2, 3, init=2.0)
     >>> model(torch.tensor([[1.0, 0.5]]))

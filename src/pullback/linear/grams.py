@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._core.factor import Factor
 from .._core.svd import svd
-from ..grams import FactoredGram
+from ..grams import FactoredGram, Operator
 from ..grams.base import Structure
 from .tangents import FactorTangent, Isometric
 
@@ -89,23 +89,20 @@ class FlatFactor:
         return self.factor.apply(c.view(self.shape[0], *self.factor.white)).flatten()
 
 
-class TangentGram(FactoredGram):
+class TangentGram(Operator):
     """G = JᵀMJ by products with the factors; JJᵀ = Σ LLᵀ ⊗ RᵀR where a matrix is asked for."""
 
     def __init__(self, tangent: FactorTangent, factor: FlatFactor) -> None:
         self._tangent, self._factor = tangent, factor
-        self.count, self.size = factor.count, tangent.size
-        sample = tangent.terms[0].left
-        self.dtype, self.device = sample.dtype, sample.device
-        self.structure = Structure(
-            "operator", factored=True, low_rank=self.count < self.size, closed=True
+        like = tangent.terms[0].left
+        super().__init__(
+            lambda v: factor.transpose(tangent.push(tangent.split(v))),
+            lambda c: tangent.pulled(factor.apply(c)),
+            (factor.count, tangent.size),
+            like.dtype,
+            like.device,
         )
-
-    def project(self, v: Tensor) -> Tensor:
-        return self._factor.transpose(self._tangent.push(self._tangent.split(v)))
-
-    def lift(self, c: Tensor) -> Tensor:
-        return self._tangent.pulled(self._factor.apply(c))
+        self.structure = replace(self.structure, closed=True)
 
     def kernel(self) -> Tensor:
         return self._factor.transpose(self._factor.transpose(self._tangent.kernel()).T)

@@ -14,7 +14,6 @@ from pullback import likelihoods, metrics
 from pullback.geometry.charts.twin import (
     AffineMap,
     Change,
-    LayerCoordinates,
     change_coordinates,
     drawn,
     layers,
@@ -227,7 +226,7 @@ def _reparametrized(
     inputs_to = [drawn(m.weight.shape[1], generator) for m in found]
     outputs_to = [drawn(m.weight.shape[0], generator) for m in found]
     kept = inputs_to if shifted else [c.linear() for c in inputs_to]
-    return twin(model, LayerCoordinates(kept, outputs_to))
+    return twin(model, list(zip(kept, outputs_to, strict=True)))
 
 
 def _unshifted(model: nn.Sequential, generator: torch.Generator, inputs: Inputs) -> nn.Module:

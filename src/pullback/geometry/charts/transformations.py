@@ -85,7 +85,8 @@ def neuron_coordinates(
         outputs.append(Change(torch.linalg.inv(matrix), same(n).shift))
         # a channel has several places after flattening, one after the other
         inputs.append(Change(torch.kron(matrix, same(count // n).matrix), same(count).shift))
-    return LayerCoordinates(inputs, [*outputs, same(pairs[-1][1].weight.shape[0])])
+    outputs.append(same(pairs[-1][1].weight.shape[0]))
+    return list(zip(inputs, outputs, strict=True))
 
 
 @dataclass(frozen=True)
@@ -136,12 +137,12 @@ class Affine(Transformation):
 
     def twin(self, model: nn.Module, x: Tensor) -> Twin:
         generator = torch.Generator().manual_seed(self.seed)
-        inputs, outputs = list[Change](), list[Change]()
+        to = list[tuple[Change, Change]]()
         for layer in _some_layers(model):
             one, two = (drawn(n, generator, self.condition) for n in layer.weight.shape[1::-1])
-            inputs.append(one if _shifts(layer) else one.linear())
-            outputs.append(two if layer.bias is not None else two.linear())
-        return _affine_twin(model, LayerCoordinates(inputs, outputs))
+            one = one if _shifts(layer) else one.linear()
+            to.append((one, two if layer.bias is not None else two.linear()))
+        return _affine_twin(model, to)
 
 
 class Whitening(Transformation):
@@ -156,9 +157,9 @@ class Whitening(Transformation):
         every, (first, seen) = _some_layers(model), _first(model, x)
         rows = seen if isinstance(first, nn.Linear) else seen.movedim(1, -1)
         change = whitening(rows.reshape(-1, rows.shape[-1]), centered=_shifts(first))
-        inputs = [change if m is first else same(m.weight.shape[1]) for m in every]
-        outputs = [same(m.weight.shape[0]) for m in every]
-        return _affine_twin(model, LayerCoordinates(inputs, outputs))
+        sizes = [(m is first, *m.weight.shape[:2]) for m in every]
+        to = [(change if one else same(inputs), same(outputs)) for one, outputs, inputs in sizes]
+        return _affine_twin(model, to)
 
 
 class Rotation(Transformation):
@@ -179,7 +180,7 @@ class Rotation(Transformation):
 
         inputs = [turned(m.weight.shape[1], self.every or m is first) for m in every]
         outputs = [turned(m.weight.shape[0], self.every) for m in every]
-        return _affine_twin(model, LayerCoordinates(inputs, outputs))
+        return _affine_twin(model, list(zip(inputs, outputs, strict=True)))
 
 
 class NeuronRescaling(Transformation):
@@ -324,7 +325,7 @@ def _affine_twin(
         """W = ΦW†Ω and b = Φ(b† + W†γ) + τ: the changes undone."""
         back = [
             change_coordinates(m, one.inverse(), two.inverse())  # pyright: ignore[reportArgumentType]
-            for m, one, two in zip(layers(module), to.inputs, to.outputs, strict=True)
+            for m, (one, two) in zip(layers(module), to, strict=True)
         ]
         values = zip(names, module.parameters(), strict=True)
         return {

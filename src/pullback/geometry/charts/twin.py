@@ -65,12 +65,8 @@ class Change:
         return Change(self.matrix.to(like), self.shift.to(like))
 
 
-@dataclass(frozen=True)
-class LayerCoordinates:
-    """Ω, γ of every layer's input and Φ, τ of its output."""
-
-    inputs: Sequence[Change]
-    outputs: Sequence[Change]
+#: Ω, γ of every layer's input and Φ, τ of its output
+LayerCoordinates = Sequence[tuple[Change, Change]]
 
 
 class AffineMap(nn.Module):
@@ -191,7 +187,7 @@ def twin(
     """
     found, memo = layers(model), dict[int, object](activations or {})
     refuse_shared(model)
-    for layer, before, after in zip(found, to.inputs, to.outputs, strict=True):
+    for layer, (before, after) in zip(found, to, strict=True):
         memo[id(layer)] = wrap_layer(
             layer,
             before,
@@ -288,4 +284,4 @@ def _renamed(
     start = same(sizes[0][1]) if first is None else first
     inputs = [start, *(scaled(s[1], by, shift) for s in sizes[1:])]
     outputs = [*(scaled(s[0], by) for s in sizes[:-1]), same(sizes[-1][0])]
-    return twin(model, LayerCoordinates(inputs, outputs), activations)
+    return twin(model, list(zip(inputs, outputs, strict=True)), activations)
