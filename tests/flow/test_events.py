@@ -372,7 +372,7 @@ BAD: dict[str, tuple[dict[str, object], str]] = {
     "an event of several numbers": ({"events": [flow.Event(lambda s: s.flat)]}, "not one number"),
     "targets that are no tensor": (
         {"closure_or_objective": flow.Supervised(draw(3, 5), [0.0, 1.0, 1.0], Bernoulli())},
-        "no tensor",
+        "targets",
     ),
     "an event that is NaN": ({"events": [flow.Event(lambda s: float("nan"))]}, "NaN"),
 }

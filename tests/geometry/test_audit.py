@@ -315,7 +315,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "diverges": ({"make_optimizer": lambda m: SGD(m.parameters(), 1e200)}, "smaller lr"),
     "dropout": ({"model": nn.Sequential(network(), nn.Dropout(0.5))}, "not deterministic"),
     "random": ({"model": nn.Sequential(network(), Random())}, "not deterministic"),
-    "no module": ({"model": lambda x: x}, "needs a module"),
+    "no module": ({"model": lambda x: x}, "The model is not usable"),
     "nothing to train": ({"model": network().requires_grad_(False)}, "nothing to optimize"),
     "nan loss": ({"batch": (data()[0], data()[1] * torch.nan)}, "not finite"),
     "nan inputs": ({"batch": (data()[0] * torch.nan, data()[1])}, "not finite"),
@@ -328,7 +328,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "steps": ({"steps": -1}, "not usable"),
     "not invertible": ({"transformations": [(lambda t: t**2, torch.sqrt)]}, "not invertible"),
     "probes": ({"probes": torch.ones(3, 7).double()}, "at the probes"),
-    "no transformation": ({"transformations": [3]}, "no transformation"),
+    "no transformation": ({"transformations": [3]}, "transformation is not usable"),
 }
 
 

@@ -212,7 +212,7 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
         ),
         "do not reach",
     ),
-    "no transformation": (lambda: as_transformation(3), "no transformation"),
+    "no transformation": (lambda: as_transformation(3), "transformation is not usable"),
 }
 
 

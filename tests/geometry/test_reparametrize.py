@@ -180,7 +180,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "nan": (lambda: (lambda t: t * torch.nan, lambda t: t), "not invertible"),
     "another dtype": (lambda: (lambda t: 2 * t.float(), lambda w: w / 2), "shapes or dtypes"),
     "no inverse": (lambda: torch.sinh, "its inverse"),
-    "no function": (lambda: 3, "no diffeomorphism"),
+    "no function": (lambda: 3, "diffeomorphism is not usable"),
 }
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import isfinite, nan
 from typing import Any, cast
 
 import scipy
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from .._core.checks import refuse_number, refuse_values
-from .._core.errors import PullbackError, refuse_unknown
+from .._core.errors import PullbackError, refuse_unknown, require
 from ..metrics import Euclidean, Metric, MetricFunction
 from ..solvers import PseudoInverse, Solver
 from .field import ObjectiveField, VectorField
@@ -107,13 +108,9 @@ def _metric(metric: Any, module: FunctionModule) -> Metric:
         return Euclidean() if metric is None else metric
     if isinstance(metric, Tensor):
         return MetricFunction(lambda z: metric.to(z)[None])
-    if callable(metric):
-        return MetricFunction(lambda z: metric(module.restore(z))[None])  # pyright: ignore[reportIndexIssue]
-    raise PullbackError(
-        "The metric is not usable",
-        f"got {metric!r}",
-        "Pass a matrix over the entries of z, a function z -> matrix, or a metric object",
-    )
+    remedy = "Pass a matrix over the entries of z, a function z -> matrix, or a metric object"
+    require(callable(metric), "The metric", metric, remedy)
+    return MetricFunction(lambda z: metric(module.restore(z))[None])
 
 
 METHODS = ("DOP853", "RK45", "LSODA", "Radau", "BDF")
@@ -258,13 +255,10 @@ def _wants_parameters(target: Any) -> bool:
 def _times(t: Any, at: Any) -> tuple[float, float, Tensor | None]:
     try:
         first, last = (float(x) for x in t)
-    except (TypeError, ValueError) as error:
-        raise PullbackError(
-            "The time span is not usable", f"got {t!r}", "Pass (from, to)"
-        ) from error
-    finite = abs(first) < float("inf") and abs(last) < float("inf")
-    if not finite or not last > first:
-        raise PullbackError("The time span is not usable", f"got {t!r}", "Use from < to, finite")
+    except (TypeError, ValueError):
+        first = last = nan
+    usable = isfinite(first) and isfinite(last) and first < last
+    require(usable, "The time span", t, "Pass (from, to) with from < to, finite")
     if at is None:
         return first, last, None
     times = torch.as_tensor(at, dtype=torch.float64, device="cpu").reshape(-1)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._core.capture import Selector
-from .._core.errors import PullbackError
+from .._core.errors import PullbackError, refuse_unknown, require
 from .._core.factor import Diagonal, Factor
 from ..grams import Part, assemble
 from ..likelihoods import Bernoulli, Categorical, Likelihood
@@ -115,15 +115,11 @@ class SupervisedField(VectorField):
         memory: int = 2**30,
         **options: Any,
     ) -> None:
-        if not isinstance(data.likelihood, Likelihood) or data.reduction not in ("mean", "sum"):
-            raise PullbackError(
-                "The data has no usable likelihood",
-                f"got {data.likelihood!r} with reduction={data.reduction!r}",
-                'Pass one of pullback.likelihoods, and "mean" or "sum"',
-            )
-        if not isinstance(data.targets, Tensor):
-            got = type(data.targets).__name__
-            raise PullbackError("The targets are no tensor", f"got {got}", "Pass a tensor")
+        usable = isinstance(data.likelihood, Likelihood)
+        require(usable, "The likelihood", data.likelihood, "Pass one of pullback.likelihoods")
+        refuse_unknown("reduction", data.reduction, ("mean", "sum"))
+        got = type(data.targets).__name__
+        require(isinstance(data.targets, Tensor), "The data's targets", got, "Pass a tensor")
         self._data, self._output, self._memory = data, output, memory
         self._plans: dict[Any, Any] = {}
         chosen = Fisher(data.likelihood) if metric is None else metric

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from .._core.capture import plain
-from .._core.errors import PullbackError
+from .._core.errors import PullbackError, require
 from .field import VectorField
 
 
@@ -52,10 +52,7 @@ class Event:
     def __init__(
         self, function: Callable[[State], float], name: str = "event", stop: bool = True
     ) -> None:
-        if not callable(function):
-            raise PullbackError(
-                "The event is not usable", f"got {function!r}", "Pass a function of the state"
-            )
+        require(callable(function), "The event", function, "Pass a function of the state")
         self.function, self.name, self.stop = function, name, stop
 
     def __call__(self, state: State) -> float:

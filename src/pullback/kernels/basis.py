@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .._core.checks import refuse_values
-from .._core.errors import PullbackError
+from .._core.errors import PullbackError, require
 from .._core.space import ParameterSpace
 from ..grams import FactoredGram, Operator, Rows
 from ..maps import Linearization
@@ -29,13 +29,10 @@ def as_basis(basis: Any, space: ParameterSpace) -> FactoredGram:
         return Rows(_matrix(basis, space).mT)
     if callable(getattr(basis, "matvec", None)) and callable(getattr(basis, "rmatvec", None)):
         return _implicit(basis.matvec, basis.rmatvec, space)
-    if isinstance(basis, Sequence) and basis:
-        return Rows(torch.stack([_flat(v, space) for v in basis]))
-    raise PullbackError(
-        "The basis is not usable",
-        f"got {type(basis).__name__}",
-        "Pass a matrix (p, k), a list of tangent vectors, or an object with matvec and rmatvec",
-    )
+    listed = isinstance(basis, Sequence) and not isinstance(basis, str) and bool(basis)
+    remedy = "Pass a matrix (p, k), a list of tangent vectors, or an object with matvec and rmatvec"
+    require(listed, "The basis", basis, remedy)
+    return Rows(torch.stack([_flat(v, space) for v in basis]))
 
 
 def _matrix(matrix: Tensor, space: ParameterSpace) -> Tensor:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from .._core.checks import refuse_values
-from .._core.errors import PullbackError
+from .._core.errors import PullbackError, require
 from .change import Expansion, FunctionChange
 from .kernel import TangentKernel
 from .layouts import as_matrix
@@ -143,12 +143,8 @@ def functional_gradient(
     """
     if isinstance(kernel, TangentKernel):
         return kernel.expand(x, cotangents)
-    if not callable(kernel):
-        raise PullbackError(
-            "The kernel is not usable",
-            f"got {type(kernel).__name__}",
-            "Pass NTK, GTK or Projected of a Tangent, or a function of two batches of inputs",
-        )
+    remedy = "Pass NTK, GTK or Projected of a Tangent, or a function of two batches of inputs"
+    require(callable(kernel), "The kernel", kernel, remedy)
     points = samples(arguments(x))
     refuse_values("The batch of cotangents", cotangents)
     if len(cotangents) != points:

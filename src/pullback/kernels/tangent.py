@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from .._core.capture import Selector, plain
-from .._core.errors import PullbackError, reraise_fatal
+from .._core.errors import PullbackError, require, reraise_fatal
 from .._core.space import ParameterSpace, tolerance
 from .._core.state import RandomState
 from ..maps import Call, Linearization, ModuleMap, shared_plans
@@ -63,9 +63,7 @@ class Tangent:
         output: Selector = None,
         copy: bool = True,
     ) -> None:
-        if not isinstance(model, nn.Module):
-            got = type(model).__name__
-            raise PullbackError("The model is not usable", f"got {got}", "Pass an nn.Module")
+        require(isinstance(model, nn.Module), "The model", model, "Pass an nn.Module")
         self.model = plain(model)
         self.params = _parameters(self.model, params, copy)
         self._unseen = [] if copy else list(self.params.values())  # seen with the first values

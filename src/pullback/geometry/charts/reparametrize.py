@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, jvp
 
 from ..._core.checks import refuse_values
-from ..._core.errors import PullbackError
+from ..._core.errors import PullbackError, require
 from .diffeomorphism import Diffeomorphism, Elementwise, Params
 
 Given = Diffeomorphism | tuple[Callable[[Any], Any], Callable[[Any], Any]]
@@ -86,12 +86,9 @@ def as_diffeomorphism(f: Given, params: Params) -> Diffeomorphism:
     """f itself, or a pair (function, inverse) made one: of each tensor if it takes no dict."""
     if isinstance(f, Diffeomorphism):
         return f
-    if not isinstance(f, tuple) or len(f) != 2 or not all(map(callable, f)):
-        raise PullbackError(
-            "This is no diffeomorphism",
-            f"got {f!r}",
-            "Give a pair of a function and its inverse, or a Diffeomorphism",
-        )
+    usable = isinstance(f, tuple) and len(f) == 2 and all(map(callable, f))
+    remedy = "Give a pair of a function and its inverse, or a Diffeomorphism"
+    require(usable, "The diffeomorphism", f, remedy)
     function, inverse = f
     try:
         takes_dict = isinstance(function(dict(params)), dict)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..._core.errors import PullbackError
+from ..._core.errors import PullbackError, require
 from . import diffeomorphism
 from .diffeomorphism import Diffeomorphism, EntryPermutation, Params
 from .reparametrize import Reparametrized, reparametrize
@@ -261,13 +261,9 @@ def as_transformation(given: Any, name: str | None = None) -> Transformation:
     """The transformation itself, or `Parameters` of a diffeomorphism."""
     if isinstance(given, Transformation):
         return given
-    if isinstance(given, (Diffeomorphism, tuple)):
-        return Parameters(given, name)
-    raise PullbackError(
-        "This is no transformation",
-        f"got {given!r}",
-        "Give one of geometry.transformations, or a diffeomorphism of the parameters",
-    )
+    usable = isinstance(given, (Diffeomorphism, tuple))
+    require(usable, "The transformation", given, "Give a Transformation or a Diffeomorphism")
+    return Parameters(given, name)
 
 
 def _some_layers(model: nn.Module) -> list[Layer]:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ..._core.capture import select
 from ..._core.checks import refuse_number
-from ..._core.errors import PullbackError, reraise_fatal
+from ..._core.errors import PullbackError, require, reraise_fatal
 from ..._core.space import tolerance
 from ..charts.diffeomorphism import Diffeomorphism
 from ..charts.transformations import Transformation, Twin, as_transformation, standard
@@ -50,24 +50,17 @@ def check_batch(batch: Any) -> tuple[Tensor, Tensor]:
 def check_sizes(sizes: Sequence[float], steps: int) -> tuple[float, ...]:
     """Sizes from the largest to the smallest."""
     usable = [float(s) for s in sizes]
-    if len(set(usable)) < 2 or not all(0 < s < math.inf for s in usable):
-        raise PullbackError(
-            "The step sizes are not usable",
-            f"got {list(sizes)}; the order in the step size takes two different positive ones",
-            "Use multiples of the lr such as (1, 0.1, 0.01)",
-        )
+    two = len(set(usable)) >= 2 and all(0 < s < math.inf for s in usable)
+    remedy = "Use at least two different multiples of the lr, such as (1, 0.1, 0.01)"
+    require(two, "The list of step sizes", list(sizes), remedy)
     refuse_number("The number of steps", steps, whole=True)
     return tuple(sorted(set(usable), reverse=True))
 
 
 def check_model(model: nn.Module, setting: AuditData) -> None:
     """Raise for models that are not deterministic, or whose loss is not finite."""
-    if not isinstance(model, nn.Module):
-        raise PullbackError(
-            "An audit needs a module",
-            f"got {type(model).__name__}",
-            "Pass an nn.Module; it is copied for every run",
-        )
+    remedy = "Pass an nn.Module; it is copied for every run"
+    require(isinstance(model, nn.Module), "The model", model, remedy)
     if not any(p.requires_grad for p in model.parameters()):
         raise PullbackError(
             "There is nothing to optimize",

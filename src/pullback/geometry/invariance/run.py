@@ -108,14 +108,7 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
 
 def duplicate(model: nn.Module) -> nn.Module:
     """A copy without gradients."""
-    try:
-        out = copy.deepcopy(model)
-    except RuntimeError as error:
-        raise PullbackError(
-            "The model cannot be copied",
-            str(error).splitlines()[0],
-            "Keep no tensors with a graph in the model",
-        ) from error
+    out = copy.deepcopy(model)
     out.zero_grad(set_to_none=True)
     return out
 

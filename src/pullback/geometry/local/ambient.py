@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..._core.capture import plain
 from ..._core.checks import refuse_values
-from ..._core.errors import PullbackError, refuse_unknown
+from ..._core.errors import PullbackError, refuse_unknown, require
 from ..._core.factor import Factor, Scaled
 from ..._core.space import ParameterSpace
 from ...maps import Call, FunctionLinearization, Linearization, ModuleMap
@@ -51,10 +51,7 @@ class Parametrization:
     def __init__(
         self, phi: Phi, xi: Vector | None, metric: MetricLike, inputs: Any, reduction: str | None
     ) -> None:
-        if not callable(phi):
-            raise PullbackError(
-                "φ is not a map", f"got {type(phi).__name__}", "Pass a function or an nn.Module"
-            )
+        require(callable(phi), "The map φ", phi, "Pass a function or an nn.Module")
         refuse_unknown("reduction", reduction, (None, "mean", "sum"))
         named = _named(phi, xi)
         for name, value in named.items():
@@ -195,11 +192,8 @@ def _named(phi: Phi, xi: Vector | None) -> dict[str, Tensor]:
         return dict(xi)
     if isinstance(xi, Mapping):
         return dict(xi)
-    if isinstance(xi, Tensor):
-        return {_NAME: xi}
-    raise PullbackError(
-        "ξ is not given", f"got {type(xi).__name__}", "Pass a tensor or a dict of tensors"
-    )
+    require(isinstance(xi, Tensor), "ξ", xi, "Pass a tensor or a dict of tensors")
+    return {_NAME: xi}  # pyright: ignore[reportReturnType]
 
 
 def _matrices(given: Any, restore: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..._core.checks import refuse_number, refuse_values
-from ..._core.errors import PullbackError
+from ..._core.errors import PullbackError, require
 from ...grams import Gram, Part, assemble
 from ...optim.checks import refuse_inference
 from ...solvers import PseudoInverse, Solver
@@ -191,10 +191,8 @@ class Point:
         """
         g, r = self._gradient(loss)
         solver = PseudoInverse(self.rcond) if inverse is None else inverse
-        if not isinstance(solver, Solver):
-            raise PullbackError(
-                "The inverse is no solver", f"got {inverse!r}", "Pass one such as RandomInverse()"
-            )
+        usable = isinstance(solver, Solver)
+        require(usable, "The inverse", inverse, "Pass a solver, such as RandomInverse()")
         state = self._state if inverse is None else solver.init(self.operator)
         if not bool(g.any()) and (r is None or not bool(r.any())):
             return self._phi.like(torch.zeros_like(g))

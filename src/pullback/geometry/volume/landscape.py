@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.func import hessian, jacrev, vmap
 
 from ..._core.checks import refuse_values
-from ..._core.errors import PullbackError, reraise_fatal
+from ..._core.errors import PullbackError, refuse_unknown, reraise_fatal
 from ..local.ambient import Parametrization, refuse_loss
 
 _CHUNK = 4096
@@ -39,10 +39,7 @@ class Landscape:
         values, vectors = self._spectrum()
         self.rank = int((values > tolerance * values[0]).sum()) if len(values) else 0
         if isinstance(basis, str):
-            if basis != "tangent":
-                raise PullbackError(
-                    f"There is no basis {basis!r}", "a slice is spanned by vectors", 'Use "tangent"'
-                )
+            refuse_unknown("basis", basis, ("tangent",))
             self.basis = vectors[:, : self.rank]
         elif basis is not None:
             self.basis = self._spanning(basis)
