@@ -319,7 +319,7 @@ BAD: dict[str, tuple[dict[str, object], str]] = {
     "tolerance": ({"rtol": 0.0}, "rtol"),
     "budget": ({"max_evaluations": 0}, "max_evaluations"),
     "no event": ({"events": [3]}, "event"),
-    "no loss": ({"closure_or_objective": 3}, "no loss"),
+    "no loss": ({"closure_or_objective": 3}, "The loss is not usable"),
     "start of a module": ({"start": tensor(1)}, "start"),
     "function without start": ({"model": lambda x: x}, "start"),
     "empty start": ({"model": lambda x: x, "start": tensor()}, "start"),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import isfinite, nan
-from typing import Any, cast
+from typing import Any
 
 import scipy
 import torch
@@ -34,7 +34,7 @@ class FunctionModule(nn.Module):
     Entries of z that a matrix may couple are one sample, (1, n).
     """
 
-    def __init__(self, phi: Callable[..., Tensor], start: Start, whole: bool) -> None:
+    def __init__(self, phi: Callable[..., Any], start: Start, whole: bool) -> None:
         super().__init__()
         named = dict(start) if isinstance(start, Mapping) else {"xi": start}
         for name, value in named.items():
@@ -78,8 +78,8 @@ class FunctionField(VectorField):
 
     def __init__(
         self,
-        phi: Callable[..., Tensor],
-        loss: Callable[[Tensor], Tensor],
+        phi: Callable[..., Any],
+        loss: Callable[..., Any],
         start: Start,
         kind: str,
         *,
@@ -210,16 +210,10 @@ def _field(
         )
     options["reduction"] = reduction or ("mean" if module else "sum")
     if not module:
-        if not callable(model) or not callable(target):
-            raise PullbackError(
-                "This is no map with a loss",
-                f"got {type(model).__name__} and {type(target).__name__}",
-                "Pass φ and a function of its values",
-            )
+        both = callable(model) and callable(target)
+        require(both, "The map or its loss", (model, target), "Pass φ and a function of its values")
         assert start is not None
-        phi: Callable[..., Tensor] = cast(Any, model)
-        loss: Callable[[Tensor], Tensor] = cast(Any, target)
-        return FunctionField(phi, loss, start, kind, metric=metric, **options)
+        return FunctionField(model, target, start, kind, metric=metric, **options)
     if kind == "natural" and not isinstance(target, Supervised):
         options["metric"] = metric
     if isinstance(target, Supervised):
@@ -237,12 +231,8 @@ def _field(
 
 def _wants_parameters(target: Any) -> bool:
     """Whether it is a function of the parameter dict, and not a closure."""
-    if not callable(target):
-        raise PullbackError(
-            "There is no loss",
-            f"got {type(target).__name__}",
-            "Pass a closure, a function of the parameter dict, or Supervised(...)",
-        )
+    remedy = "Pass a closure, a function of the parameter dict, or Supervised(...)"
+    require(callable(target), "The loss", target, remedy)
     try:
         inspect.signature(target).bind()
     except ValueError:  # a builtin without a signature

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._core.checks import refuse_number
 from .._core.errors import PullbackError
 from .._core.processes import Processes
 from .._core.products import SPLIT_ABOVE, full_precision
@@ -88,13 +89,10 @@ def room(device: torch.device, jacobian: int) -> int:
 
 def check_sizes(chunk: int | None, memory: int | None = None) -> None:
     """Raise where there is no number of samples to take at a time."""
-    whole = chunk is None or (isinstance(chunk, int) and chunk > 0)
-    if not whole or not (memory is None or memory > 0):
-        raise PullbackError(
-            "The chunks have no size",
-            f"chunk={chunk}, memory={memory}",
-            "Use a whole number of samples and a positive number of bytes",
-        )
+    if chunk is not None:
+        refuse_number("chunk, a number of samples,", chunk, least=1, whole=True)
+    if memory is not None:
+        refuse_number("memory, in bytes,", memory, positive=True)
 
 
 def tiles(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .._core.checks import refuse_number, refuse_values
-from .._core.errors import PullbackError
+from .._core.errors import PullbackError, require
 from ..grams import FactoredGram
 from .grams import FlatFactor, tangent_gram
 from .minimum_norm import minimum_norm, split_obstacle
@@ -110,12 +110,9 @@ class DeepMatrix(FactoredModule):
         sizes = self.dims[0], self.dims[-1]
         for name, index, size in zip(("rows", "columns"), (rows, columns), sizes, strict=True):
             kind = isinstance(index, Tensor) and not index.is_floating_point()
-            if not kind or index.ndim != 1 or index.dtype == torch.bool:
-                raise PullbackError(
-                    f"The {name} of the entries are not usable",
-                    "they are not an integer tensor of one axis",
-                    "Pass two integer tensors of shape (n,), such as those of mask.nonzero().T",
-                )
+            usable = kind and index.ndim == 1 and index.dtype != torch.bool
+            remedy = "Pass two integer tensors of shape (n,), such as those of mask.nonzero().T"
+            require(usable, f"The tensor of the entries' {name}", index, remedy)
             if len(index) and not 0 <= int(index.min()) <= int(index.max()) < size:
                 raise PullbackError(
                     f"The {name} of the entries are out of range",

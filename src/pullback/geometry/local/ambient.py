@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..._core.capture import plain
 from ..._core.checks import refuse_values
-from ..._core.errors import PullbackError, refuse_unknown, require
+from ..._core.errors import PullbackError, refuse_unknown, require, reraise_fatal
 from ..._core.factor import Factor, Scaled
 from ..._core.space import ParameterSpace
 from ...maps import Call, FunctionLinearization, Linearization, ModuleMap
@@ -131,8 +131,7 @@ class Parametrization:
         try:
             factor = self._metric.factor(z, inputs=inputs)
         except (RuntimeError, TypeError, IndexError) as error:
-            if isinstance(error, PullbackError):
-                raise
+            reraise_fatal(error)
             raise PullbackError(
                 "The metric could not be evaluated", f"it raised {error!r}", "Check it at φ(ξ)"
             ) from error

@@ -158,10 +158,12 @@ def _around(landscape: Landscape, epsilon: float, box: np.ndarray, count: int) -
         heights = _heights(landscape, box, count)
         inside = _component(heights, box, epsilon)
         landscape.refuse_lower(torch.from_numpy(heights[inside]), epsilon)
-        touched = _touched(inside)
+        # which faces (2, k) of the box the set touches
+        axes = range(inside.ndim)
+        touched = np.array([[inside.take(end, axis).any() for axis in axes] for end in (0, -1)])
         if not touched.any():
             return _tight(inside, box)
-        # a face that the set touches moves away from the minimum
+        # such a face moves away from the minimum
         box = np.where(touched, _GROWTH * box, box)
         if (np.abs(box) > _FAR).any():
             return None
@@ -193,12 +195,6 @@ def _component(heights: np.ndarray, box: np.ndarray, epsilon: float) -> np.ndarr
     ]
     label = next((n for n in near if n), 0)
     return (labels == label) & (label > 0)
-
-
-def _touched(inside: np.ndarray) -> np.ndarray:
-    """Which faces (2, k) of the box the set touches."""
-    axes = range(inside.ndim)
-    return np.array([[inside.take(end, axis).any() for axis in axes] for end in (0, -1)])
 
 
 def _tight(inside: np.ndarray, box: np.ndarray) -> np.ndarray:
