@@ -24,7 +24,7 @@ from ..maps import Linearization
 from .change import FunctionChange
 from .layouts import KernelLayout, as_layout
 from .tangent import Tangent, arguments, as_tangent, parts, samples
-from .tiles import MEMORY, check_sizes, gather_tiles, refuse_others, tiles
+from .tiles import MEMORY, check_events, check_sizes, gather_tiles, refuse_others, tiles
 
 
 class TangentKernel(ABC):
@@ -116,12 +116,7 @@ class FeatureKernel(TangentKernel):
         memory = MEMORY if memory is None else memory
         h = self.features_at(x, chunk, memory)
         h2 = h if x2 is None else self.features_at(x2, chunk, memory)
-        if h.shape[1] != h2.shape[1]:
-            raise PullbackError(
-                "x and x2 give outputs of different shapes",
-                f"{h.shape[1]} and {h2.shape[1]} entries",
-                "Pass inputs for which the model has the same number of outputs",
-            )
+        check_events(h.shape[1:], h2.shape[1:])
         return torch.einsum(layout.of_features, h, h2)
 
     def features_at(self, x: Any, chunk: int | None = None, memory: int = MEMORY) -> Tensor:

@@ -56,10 +56,7 @@ class Projected(FeatureKernel):
         self.linear = tangent.at(args)
         factor = chosen.factor(self.linear.value, inputs=args.tensors[0])
         self.part, self._solver = Part(self.linear, factor), PseudoInverse(rcond)
-        self._factorize(memory)
-
-    def _factorize(self, memory: int) -> None:
-        space = self.tangent.space
+        space = tangent.space
         bits = torch.finfo(space.dtype).bits // 8
         form = choose(self.part.count, space.size, bits, memory, "rows")
         with torch.no_grad(), full_precision(space.device):

@@ -95,6 +95,16 @@ def check_sizes(chunk: int | None, memory: int | None = None) -> None:
         refuse_number("memory, in bytes,", memory, positive=True)
 
 
+def check_events(one: torch.Size, two: torch.Size) -> None:
+    """Raise where outputs of different shapes would be paired."""
+    if one != two:
+        raise PullbackError(
+            "x and x2 give outputs of different shapes",
+            f"{tuple(one)} and {tuple(two)}",
+            "Pass inputs for which the model has the same number of outputs",
+        )
+
+
 def tiles(
     tangent: Tangent,
     x: Any,
@@ -110,12 +120,7 @@ def tiles(
     with full_precision(device, watched=False):
         one = Batch(tangent, x, layout)
         two = one if x2 is None else Batch(tangent, x2, layout)
-    if one.event != two.event:
-        raise PullbackError(
-            "x and x2 give outputs of different shapes",
-            f"{tuple(one.event)} and {tuple(two.event)}",
-            "Pass inputs for which the model has the same number of outputs",
-        )
+    check_events(one.event, two.event)
     memory = room(device, max(one.jacobian, two.jacobian)) if memory is None else memory
     for batch in (one, two):
         batch.fit(chunk, memory, 2 * processes.size if processes.size > 1 else 1)

@@ -44,13 +44,15 @@ class Reparametrized(nn.Module):
 
     def weights(self) -> Params:
         """w = f(θ), by the model's own names."""
-        return self.diffeomorphism.forward({n: getattr(self, self._own[n]) for n in self.names})
+        w = self.diffeomorphism.forward({n: getattr(self, self._own[n]) for n in self.names})
+        return {n: w[n] for n in self.names}
 
     def push(self, theta: Params, v: Params) -> Params:
         """df_θ v, for θ and v by this module's names; by the model's own names."""
         names = {own: n for n, own in self._own.items()}
         at, by = ({names[own]: t for own, t in d.items()} for d in (theta, v))
-        return jvp(self.diffeomorphism.forward, (at,), (by,))[1]
+        pushed = jvp(self.diffeomorphism.forward, (at,), (by,))[1]
+        return {n: pushed[n] for n in self.names}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output at w = f(θ)."""

@@ -32,7 +32,6 @@ from .twin import (
     change_coordinates,
     drawn,
     hidden,
-    is_layer,
     layers,
     same,
     twin,
@@ -95,7 +94,7 @@ class Twin:
 
     Attributes:
         model: ψ, with its own parameters θ.
-        weights: w = f(θ) of (a copy of) the twin, by the original's parameter names.
+        weights: w = f(θ) of (a copy of) the twin, trained parameters by the original's names.
         push: (θ, v) ↦ df_θ v, by the twin's and the original's names; None where f is affine.
     """
 
@@ -227,20 +226,8 @@ class Parameters(Transformation):
         self.about = about or "w = f(θ)"
 
     def twin(self, model: nn.Module, x: Tensor) -> Twin:
-        names = [n for n, _ in model.named_parameters()]
         twin = reparametrize(model, self.f)
-        still = {n: torch.zeros_like(p) for n, p in twin.inner.named_parameters()}
-
-        def weights(module: nn.Module) -> Params:
-            assert isinstance(module, Reparametrized)
-            held = {**dict(module.inner.named_parameters()), **module.weights()}
-            return {n: held[n] for n in names}
-
-        def push(theta: Params, v: Params) -> Params:
-            moved = {**still, **twin.push(theta, v)}
-            return {n: moved[n] for n in names}
-
-        return Twin(twin, weights, push)
+        return Twin(twin, Reparametrized.weights, twin.push)  # pyright: ignore[reportArgumentType]
 
 
 def standard(seed: int = 0) -> list[Transformation]:
@@ -309,23 +296,15 @@ def _affine_twin(
     model: nn.Module, to: LayerCoordinates, activations: dict[int, nn.Module] | None = None
 ) -> Twin:
     names = [n for n, _ in model.named_parameters()]
-    owners = {
-        f"{path}.{key}" if path else key: (number, key)
-        for number, (path, m) in enumerate(
-            (path, m) for path, m in model.named_modules() if is_layer(m)
-        )
-        for key in ("weight", "bias")
-    }
 
     def weights(module: nn.Module) -> Params:
         """W = ΦW†Ω and b = Φ(b† + W†γ) + τ: the changes undone."""
-        back = [
-            change_coordinates(m, one.inverse(), two.inverse())  # pyright: ignore[reportArgumentType]
-            for m, (one, two) in zip(layers(module), to, strict=True)
-        ]
+        back: dict[int, Tensor] = {}
+        for layer, (one, two) in zip(layers(module), to, strict=True):
+            old = change_coordinates(layer, one.inverse(), two.inverse())  # pyright: ignore[reportArgumentType]
+            pairs = zip(layer.parameters(), old.parameters(), strict=True)
+            back |= {id(p): q for p, q in pairs}
         values = zip(names, module.parameters(), strict=True)
-        return {
-            n: getattr(back[owners[n][0]], owners[n][1]) if n in owners else p for n, p in values
-        }
+        return {n: back.get(id(p), p) for n, p in values if p.requires_grad}
 
     return Twin(twin(model, to, activations), weights)

@@ -233,10 +233,7 @@ def refuse_shared(model: nn.Module) -> None:
     """Raise where a layer's weight also serves elsewhere: it would have to change in two ways."""
     slots: dict[int, str] = {}
     for path, module in model.named_modules():
-        for key, p in module._parameters.items():
-            if p is None:
-                continue
-            name = f"{path}.{key}" if path else key
+        for name, p in module.named_parameters(path, recurse=False):
             before = slots.setdefault(id(p), name)
             if before != name:
                 raise PullbackError(

@@ -58,9 +58,14 @@ class RunState:
     theta: Params
 
 
+def trained(model: nn.Module) -> Params:
+    """The parameters that require gradients."""
+    return {n: p for n, p in model.named_parameters() if p.requires_grad}
+
+
 def identity_twin(model: nn.Module) -> Twin:
     """The model as its own twin: f is the identity."""
-    return Twin(model, lambda module: dict(module.named_parameters()))
+    return Twin(model, trained)
 
 
 def run(
@@ -119,7 +124,7 @@ def observe(start: Twin, model: nn.Module, setting: AuditData) -> RunState:
     values = {n: select(model(x), None).to(torch.float64) for n, x in setting.points.items()}
     return RunState(
         {**values, "parameters": _flat(start.weights(model))},
-        {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad},
+        {n: p.detach().clone() for n, p in trained(model).items()},
     )
 
 

@@ -36,8 +36,6 @@ class Contender:
 
 def as_contenders(given: Any) -> list[Contender]:
     """One or several, from a function, a contender, a dict of functions or a list of contenders."""
-    if isinstance(given, Contender):
-        return [given]
     if isinstance(given, Mapping):
         items = [c if isinstance(c, Contender) else Contender(str(n), c) for n, c in given.items()]
     else:

@@ -101,38 +101,27 @@ def flatness(
             f"dφ has rank {landscape.rank} at the minimum, along {landscape.dimension} directions",
             'Measure on a slice: basis="tangent", or the columns of your own',
         )
-    volume, error, euclidean = _volume(landscape, epsilon)
+    if landscape.dimension not in _RESOLUTION:
+        raise PullbackError(
+            "A grid is too coarse here",
+            f"it would have {landscape.dimension} dimensions",
+            "Measure along up to three directions: basis=, a matrix (p, 3)",
+        )
+    volume, error, euclidean = float("inf"), float("nan"), float("inf")
+    box = _settled(landscape, epsilon) if round_landscape(landscape, epsilon) else None
+    if box is not None:
+        fine = _RESOLUTION[landscape.dimension]
+        volume, euclidean = _integral(landscape, epsilon, box, fine)
+        error = abs(volume - _integral(landscape, epsilon, box, fine // 2)[0])
     return Flatness(
         volume,
         error,
         euclidean * float(torch.linalg.svdvals(landscape.basis).prod()),
-        bool(np.isfinite(euclidean)),
+        box is not None,
         landscape.rank,
         landscape.dimension,
         landscape.evaluations,
     )
-
-
-def _volume(landscape: Landscape, epsilon: float) -> tuple[float, float, float]:
-    """∫_S √det G dθ by the midpoint rule, its change from half the resolution, and ∫_S dθ.
-
-    The grid lies along the axes of the loss's curvature. Cells that the boundary cuts count by the
-    share below ε of a plane with the height's slope.
-    """
-    dimension = landscape.dimension
-    if dimension not in _RESOLUTION:
-        raise PullbackError(
-            "A grid is too coarse here",
-            f"it would have {dimension} dimensions",
-            "Measure along up to three directions: basis=, a matrix (p, 3)",
-        )
-    box = _settled(landscape, epsilon) if round_landscape(landscape, epsilon) else None
-    if box is None:
-        return float("inf"), float("nan"), float("inf")
-    fine = _RESOLUTION[dimension]
-    pulled, euclidean = _integral(landscape, epsilon, box, fine)
-    rough, _ = _integral(landscape, epsilon, box, fine // 2)
-    return pulled, abs(pulled - rough), euclidean
 
 
 def _settled(landscape: Landscape, epsilon: float) -> np.ndarray | None:
@@ -215,7 +204,10 @@ def _tight(inside: np.ndarray, box: np.ndarray) -> np.ndarray:
 def _integral(
     landscape: Landscape, epsilon: float, box: np.ndarray, count: int
 ) -> tuple[float, float]:
-    """∫_S √det G dθ and ∫_S dθ."""
+    """∫_S √det G dθ and ∫_S dθ by the midpoint rule, along the axes of the loss's curvature.
+
+    Cells that the boundary cuts count by the share below ε of a plane with the height's slope.
+    """
     heights = _heights(landscape, box, count)
     inside = _component(heights, box, epsilon)
     # what lies next to the component may be cut by its boundary
