@@ -13,19 +13,8 @@ from .._core.errors import PullbackError, require
 from ..grams import FactoredGram
 from .grams import FlatFactor, tangent_gram
 from .minimum_norm import minimum_norm, split_obstacle
-from .parameters import (
-    FactoredModule,
-    RandomSource,
-    whole_numbers,
-)
-from .tangents import (
-    EntryTangent,
-    FactorTangent,
-    FactorTerm,
-    MatrixTangent,
-    around,
-    level_factors,
-)
+from .parameters import FactoredModule, RandomSource, whole_numbers
+from .tangents import EntryTangent, FactorTangent, FactorTerm, MatrixTangent, around, level_factors
 
 
 class DeepMatrix(FactoredModule):

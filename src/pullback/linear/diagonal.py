@@ -11,12 +11,7 @@ from .._core.checks import refuse_number, refuse_values
 from .._core.errors import PullbackError
 from ..grams import FactoredGram
 from .grams import CoreGram, FlatFactor
-from .parameters import (
-    FactoredModule,
-    RandomSource,
-    refuse_zero_tangent,
-    whole_numbers,
-)
+from .parameters import FactoredModule, RandomSource, refuse_zero_tangent, whole_numbers
 from .population import natural_logit_move, population_fisher
 
 

@@ -29,11 +29,7 @@ from .tangents import FactorTangent, MatrixTangent, around
 
 
 def solve_iteratively(
-    tangent: MatrixTangent,
-    r: Tensor,
-    damping: float = 0.0,
-    rcond: float | None = None,
-    tol: float = 1e-13,
+    tangent: MatrixTangent, r: Tensor, damping: float = 0.0, rcond: float | None = None
 ) -> Tensor:
     """Jᵀ(JJᵀ + λ)⁺r, (p,), by preconditioned conjugate gradients.
 
@@ -51,7 +47,7 @@ def solve_iteratively(
         return (u @ torch.where(inside, z / diagonal, 0.0) @ h.T).flatten()
 
     z = torch.where(inside, u.T @ r.view(tangent.shape) @ h, 0.0)
-    solver = ConjugateGradient(damping, tol=tol, preconditioner=scaled)
+    solver = ConjugateGradient(damping, tol=1e-13, preconditioner=scaled)
     kernel = Operator(  # JJᵀ
         tangent.pulled, lambda v: tangent.push(tangent.split(v)),
         (tangent.size, tangent.count), r.dtype, r.device,

@@ -18,9 +18,9 @@ from ..maps import Linearization
 from .grams import FlatFactor
 
 
-def refuse_data(x: Tensor, y: Tensor, dim: int | str = "D") -> None:
+def refuse_data(x: Tensor, y: Tensor) -> None:
     """Raise unless x is (N, D) and y is (N,), real, finite and not empty."""
-    refuse_values("The data matrix x", x, ("N", dim))
+    refuse_values("The data matrix x", x, ("N", "D"))
     refuse_values("The labels y", y.double(), (len(x),))
 
 

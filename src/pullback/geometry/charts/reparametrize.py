@@ -7,10 +7,10 @@ with ψ = φ∘f for a diffeomorphism f, compared at θ = f⁻¹(ξ).
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.func import functional_call, jvp
 
 from ..._core.checks import refuse_values
@@ -80,7 +80,14 @@ def reparametrize(model: nn.Module, f: Given) -> Reparametrized:
     True
     """
     trainable = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
-    _refuse_empty(trainable)
+    if not trainable:
+        raise PullbackError(
+            "There is nothing to reparametrize",
+            "no parameter requires a gradient",
+            "Unfreeze at least one parameter or pass others",
+        )
+    for name, p in trainable.items():
+        refuse_values(f"The parameter {name!r}", p)
     return Reparametrized(model, as_diffeomorphism(f, trainable))
 
 
@@ -115,14 +122,3 @@ def _emptied(model: nn.Module, names: tuple[str, ...]) -> tuple[nn.Module, dict[
             del module._parameters[key]
             module.register_buffer(key, held.detach().new_zeros(0), persistent=False)
     return inner, slots
-
-
-def _refuse_empty(params: Mapping[str, Tensor]) -> None:
-    if not params:
-        raise PullbackError(
-            "There is nothing to reparametrize",
-            "no parameter requires a gradient",
-            "Unfreeze at least one parameter or pass others",
-        )
-    for name, p in params.items():
-        refuse_values(f"The parameter {name!r}", p)

@@ -63,11 +63,6 @@ def trained(model: nn.Module) -> Params:
     return {n: p for n, p in model.named_parameters() if p.requires_grad}
 
 
-def identity_twin(model: nn.Module) -> Twin:
-    """The model as its own twin: f is the identity."""
-    return Twin(model, trained)
-
-
 def run(
     make: Make, start: Twin, setting: AuditData, *, size: float, steps: int, lenient: bool = False
 ) -> list[RunState]:
