@@ -24,9 +24,9 @@ from pullback.geometry.charts.transformations import (
 from pullback.geometry.charts.twin import (
     Change,
     change_coordinates,
-    drawn,
     layers,
-    same,
+    no_change,
+    random_change,
     sigmoid_twin,
     tanh_twin,
     whitening,
@@ -179,7 +179,7 @@ def test_sigmoid_and_tanh_are_each_other() -> None:
 def test_a_layer_in_other_coordinates_against_explicit_matrices() -> None:
     torch.manual_seed(4)
     layer, generator = nn.Linear(3, 2).double(), torch.Generator().manual_seed(1)
-    one, two = drawn(3, generator), drawn(2, generator)
+    one, two = random_change(3, generator), random_change(2, generator)
     new = change_coordinates(layer, one, two)
     back = torch.linalg.inv(two.matrix)
     w = back @ layer.weight @ torch.linalg.inv(one.matrix)
@@ -189,7 +189,10 @@ def test_a_layer_in_other_coordinates_against_explicit_matrices() -> None:
 
 SINGULAR = Change(torch.ones(4, 4).double(), torch.zeros(4).double())
 BAD: dict[str, tuple[Callable[[], object], str]] = {
-    "singular": (lambda: change_coordinates(nn.Linear(4, 2), SINGULAR, same(2)), "not invertible"),
+    "singular": (
+        lambda: change_coordinates(nn.Linear(4, 2), SINGULAR, no_change(2)),
+        "not invertible",
+    ),
     "few samples": (lambda: Whitening().twin(mlp(), flat(3)), "cannot be whitened"),
     "constant": (lambda: Whitening().twin(mlp(), torch.ones(9, 4)), "cannot be whitened"),
     "nan inputs": (lambda: Whitening().twin(mlp(), flat() * torch.nan), "cannot be whitened"),

@@ -41,21 +41,21 @@ def bernoulli(z: Tensor, y: Tensor) -> Score:
 
     v = (1 − y)/σ(−z) − y/σ(z), and r = v √(σ(z)σ(−z)) = (1 − y)e^(z/2) − y e^(−z/2).
     """
-    y = _shaped(y, z)
+    y = _labels_like(y, z)
     half = 0.5 * (F.logsigmoid(z) + F.logsigmoid(-z))
     c = half.max()
     slope = (1 - y) * z.sigmoid() - y * (-z).sigmoid()
-    v = _times(1 - y, 1 + z.exp()) - _times(y, 1 + (-z).exp())
-    white = _times(1 - y, (z / 2 - c).exp()) - _times(y, (-z / 2 - c).exp())
+    v = _masked_product(1 - y, 1 + z.exp()) - _masked_product(y, 1 + (-z).exp())
+    white = _masked_product(1 - y, (z / 2 - c).exp()) - _masked_product(y, (-z / 2 - c).exp())
     return Score(slope, v, (half - c).exp(), white)
 
 
-def _times(y: Tensor, x: Tensor) -> Tensor:
+def _masked_product(y: Tensor, x: Tensor) -> Tensor:
     """y·x, zero where y is, however large x."""
     return torch.where(y == 0, 0.0, y * x)
 
 
-def _shaped(y: Tensor, z: Tensor) -> Tensor:
+def _labels_like(y: Tensor, z: Tensor) -> Tensor:
     if y.numel() != z.numel() or not bool(((y >= 0) & (y <= 1)).all()):
         raise PullbackError(
             "The labels do not fit the logits",
@@ -174,13 +174,15 @@ class SupervisedField(VectorField):
         """
         v = score.velocity
         finite, one = torch.isfinite(v), Diagonal(torch.ones_like(v))
-        x, rank, clear = self._solved(linear, one, torch.where(finite, v, 0.0))
+        x, rank, clear = self._least_squares(linear, one, torch.where(finite, v, 0.0))
         if rank == v.numel() and bool(finite.all()):
             return x, 0
-        x, seen, _ = self._solved(linear, Diagonal(score.root), score.white)
+        x, seen, _ = self._least_squares(linear, Diagonal(score.root), score.white)
         return x, max(0, clear - seen)
 
-    def _solved(self, linear: Linearization, factor: Factor, r: Tensor) -> tuple[Tensor, int, int]:
+    def _least_squares(
+        self, linear: Linearization, factor: Factor, r: Tensor
+    ) -> tuple[Tensor, int, int]:
         """A⁺r, the rank of A, and how many of its singular values are above _CLEAR·σ_max."""
         assert self._solver is not None
         part = Part(linear, factor)

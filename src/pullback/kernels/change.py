@@ -65,19 +65,19 @@ class Expansion:
     def __call__(self, x: Any) -> Tensor:
         """f(x), (N', *event)."""
         event = self.coefficients.shape[1:]
-        return _applied(self.kernel(x, self.points), self.coefficients).unflatten(1, event)
+        return _apply_kernel(self.kernel(x, self.points), self.coefficients).unflatten(1, event)
 
     def inner(self, other: Expansion) -> Tensor:
         """⟨f, f'⟩, a number."""
         c = self.coefficients.flatten(1)
-        return (c * _applied(self.kernel(self.points, other.points), other.coefficients)).sum()
+        return (c * _apply_kernel(self.kernel(self.points, other.points), other.coefficients)).sum()
 
     def norm(self) -> Tensor:
         """‖f‖."""
         return self.inner(self).clamp(min=0).sqrt()
 
 
-def _applied(kernel: Tensor, c: Tensor) -> Tensor:
+def _apply_kernel(kernel: Tensor, c: Tensor) -> Tensor:
     """Σ_j K_ij c_j, (N, m)."""
     flat = c.flatten(1)
     if kernel.ndim not in (2, 4) or kernel.shape[1] != len(c):

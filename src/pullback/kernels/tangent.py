@@ -66,7 +66,7 @@ class Tangent:
         require(isinstance(model, nn.Module), "The model", model, "Pass an nn.Module")
         self.model = plain(model)
         self.params = _parameters(self.model, params, copy)
-        self._unseen = [] if copy else list(self.params.values())  # seen with the first values
+        self._unchecked = [] if copy else list(self.params.values())  # seen with the first values
         self.space = ParameterSpace(self.params)
         self.output, self._plans = output, {}
 
@@ -115,8 +115,8 @@ class Tangent:
                 f"{len(x)} went in, {len(z)} came out",
                 "Give input and output one entry per sample on their first axis",
             )
-        refuse_infinite("The parameters are", *self._unseen)
-        self._unseen = []
+        refuse_infinite("The parameters are", *self._unchecked)
+        self._unchecked = []
         refuse_infinite("The model's inputs or outputs are", x, z)
         if alone is None:
             return
@@ -196,10 +196,10 @@ def arguments(x: Any) -> Call:
             "Pass at least one sample, and as many in every argument",
         )
     # a tensor made in inference mode cannot be part of a graph
-    return _mapped(call, lambda a: a.clone() if a.is_inference() else a.detach())
+    return _map_tensors(call, lambda a: a.clone() if a.is_inference() else a.detach())
 
 
-def _mapped(call: Call, function: Callable[[Tensor], Tensor]) -> Call:
+def _map_tensors(call: Call, function: Callable[[Tensor], Tensor]) -> Call:
     args, kwargs = tree_map_only(Tensor, function, (call.args, call.kwargs))
     return Call.of(*args, **kwargs)
 
@@ -211,7 +211,7 @@ def samples(call: Call) -> int:
 
 def part(call: Call, start: int, stop: int) -> Call:
     """The samples in [start, stop)."""
-    return _mapped(call, lambda a: a[start:stop])
+    return _map_tensors(call, lambda a: a[start:stop])
 
 
 def parts(call: Call, size: int) -> list[Call]:

@@ -37,8 +37,8 @@ def solve_iteratively(
         PullbackError: where the iteration does not reach √ε of the right-hand side.
     """
     lefts, rights = [t.left for t in tangent.terms], [t.right.T for t in tangent.terms]
-    u, inside_u, l2 = _adapted(lefts, rcond)
-    h, inside_h, r2 = _adapted(rights, rcond)
+    u, inside_u, l2 = _adapt_basis(lefts, rcond)
+    h, inside_h, r2 = _adapt_basis(rights, rcond)
     inside = (inside_u.T.to(r.dtype) @ inside_h.to(r.dtype)) > 0
     diagonal = torch.where(inside, l2.T @ r2 + damping, 1.0)
 
@@ -64,7 +64,7 @@ def solve_iteratively(
     return tangent.pulled(found.x)
 
 
-def _adapted(sides: Sequence[Tensor], rcond: float | None) -> tuple[Tensor, Tensor, Tensor]:
+def _adapt_basis(sides: Sequence[Tensor], rcond: float | None) -> tuple[Tensor, Tensor, Tensor]:
     """An orthonormal basis u adapted to nested ranges of the sides M_i.
 
     Also whether u_a is in the range of M_i, (i, a), and ‖M_iᵀu_a‖², (i, a).

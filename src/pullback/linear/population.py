@@ -140,7 +140,7 @@ def natural_logit_move(
     if basis.shape[1] == len(rows):
         coordinates = basis.T @ (y * (1 + (-u).exp()))
     else:
-        coordinates = _weighted(y[:, None] * basis, u)
+        coordinates = _solve_weighted(y[:, None] * basis, u)
     move = -(coordinates / sigma[kept]) @ vt[kept]
     if not bool(torch.isfinite(move).all()):
         raise PullbackError(
@@ -167,7 +167,7 @@ def _weights(u: Tensor) -> tuple[Tensor, Tensor]:
     return log_root.exp(), (log_root - F.logsigmoid(u)).exp()
 
 
-def _weighted(basis: Tensor, u: Tensor) -> Tensor:
+def _solve_weighted(basis: Tensor, u: Tensor) -> Tensor:
     """argmin Σ φ(u)φ(−u)(b_nᵀc − 1/φ(u))² for independent columns b.
 
     Rows are sorted by weight before a QR that takes the largest remaining column first (LAPACK's,

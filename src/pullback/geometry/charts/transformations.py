@@ -30,10 +30,10 @@ from .twin import (
     Layer,
     LayerCoordinates,
     change_coordinates,
-    drawn,
     hidden,
     layers,
-    same,
+    no_change,
+    random_change,
     twin,
     whitening,
 )
@@ -62,7 +62,7 @@ def neuron_coordinates(
     What stands between two layers must be one of the commuting modules, φ(Mz) = Mφ(z).
     """
     pairs = hidden(model)
-    inputs, outputs = [same(pairs[0][0].weight.shape[1])], list[Change]()
+    inputs, outputs = [no_change(pairs[0][0].weight.shape[1])], list[Change]()
     for layer, after, between in pairs:
         for module in between:
             if type(module) not in commuting:
@@ -81,10 +81,12 @@ def neuron_coordinates(
                 "Put nn.Flatten between a convolution and a linear layer, nothing else",
             )
         matrix = change(n)
-        outputs.append(Change(torch.linalg.inv(matrix), same(n).shift))
+        outputs.append(Change(torch.linalg.inv(matrix), no_change(n).shift))
         # a channel has several places after flattening, one after the other
-        inputs.append(Change(torch.kron(matrix, same(count // n).matrix), same(count).shift))
-    outputs.append(same(pairs[-1][1].weight.shape[0]))
+        inputs.append(
+            Change(torch.kron(matrix, no_change(count // n).matrix), no_change(count).shift)
+        )
+    outputs.append(no_change(pairs[-1][1].weight.shape[0]))
     return list(zip(inputs, outputs, strict=True))
 
 
@@ -138,7 +140,9 @@ class Affine(Transformation):
         generator = torch.Generator().manual_seed(self.seed)
         to = list[tuple[Change, Change]]()
         for layer in _some_layers(model):
-            one, two = (drawn(n, generator, self.condition) for n in layer.weight.shape[1::-1])
+            one, two = (
+                random_change(n, generator, self.condition) for n in layer.weight.shape[1::-1]
+            )
             one = one if _shifts(layer) else one.linear()
             to.append((one, two if layer.bias is not None else two.linear()))
         return _affine_twin(model, to)
@@ -156,9 +160,9 @@ class Whitening(Transformation):
         every, (first, seen) = _some_layers(model), _first(model, x)
         rows = seen if isinstance(first, nn.Linear) else seen.movedim(1, -1)
         change = whitening(rows.reshape(-1, rows.shape[-1]), centered=_shifts(first))
-        sizes = [(m is first, *m.weight.shape[:2]) for m in every]
-        to = [(change if one else same(inputs), same(outputs)) for one, outputs, inputs in sizes]
-        return _affine_twin(model, to)
+        inputs = [change if m is first else no_change(m.weight.shape[1]) for m in every]
+        outputs = [no_change(m.weight.shape[0]) for m in every]
+        return _affine_twin(model, list(zip(inputs, outputs, strict=True)))
 
 
 class Rotation(Transformation):
@@ -175,7 +179,7 @@ class Rotation(Transformation):
         every, (first, _) = _some_layers(model), _first(model, x)
 
         def turned(size: int, turns: bool) -> Change:
-            return drawn(size, generator, 1.0).linear() if turns else same(size)
+            return random_change(size, generator, 1.0).linear() if turns else no_change(size)
 
         inputs = [turned(m.weight.shape[1], self.every or m is first) for m in every]
         outputs = [turned(m.weight.shape[0], self.every) for m in every]
@@ -212,7 +216,7 @@ class NeuronPermutation(Transformation):
         generator = torch.Generator().manual_seed(self.seed)
 
         def change(n: int) -> Tensor:
-            return same(n).matrix[torch.randperm(n, generator=generator)]
+            return no_change(n).matrix[torch.randperm(n, generator=generator)]
 
         return _affine_twin(model, neuron_coordinates(model, change, ALIKE), {})
 

@@ -86,17 +86,17 @@ class AffineMap(nn.Module):
         return (x.movedim(self.dim, -1) @ self.matrix.mT + self.shift).movedim(-1, self.dim)
 
 
-def same(size: int) -> Change:
+def no_change(size: int) -> Change:
     """No change."""
     return Change(torch.eye(size, dtype=torch.float64), torch.zeros(size, dtype=torch.float64))
 
 
-def scaled(size: int, by: float, shift: float = 0.0) -> Change:
+def scaling(size: int, by: float, shift: float = 0.0) -> Change:
     """by·x + shift in every coordinate."""
-    return Change(by * same(size).matrix, same(size).shift + shift)
+    return Change(by * no_change(size).matrix, no_change(size).shift + shift)
 
 
-def drawn(size: int, generator: torch.Generator, condition: float = 10.0) -> Change:
+def random_change(size: int, generator: torch.Generator, condition: float = 10.0) -> Change:
     """Random, with singular values within a factor `condition` of each other around 1."""
     left, right = (
         torch.linalg.qr(torch.randn(size, size, dtype=torch.float64, generator=generator))[0]
@@ -278,7 +278,7 @@ def _renamed(
             )
         activations |= {id(m): new() for m in between if isinstance(m, old)}
     sizes = [m.weight.shape for m in layers(model)]
-    start = same(sizes[0][1]) if first is None else first
-    inputs = [start, *(scaled(s[1], by, shift) for s in sizes[1:])]
-    outputs = [*(scaled(s[0], by) for s in sizes[:-1]), same(sizes[-1][0])]
+    start = no_change(sizes[0][1]) if first is None else first
+    inputs = [start, *(scaling(s[1], by, shift) for s in sizes[1:])]
+    outputs = [*(scaling(s[0], by) for s in sizes[:-1]), no_change(sizes[-1][0])]
     return twin(model, list(zip(inputs, outputs, strict=True)), activations)

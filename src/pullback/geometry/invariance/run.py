@@ -88,7 +88,7 @@ def run(
             except Diverged:
                 if not lenient:
                     raise
-                states += [_lost(states[0])] * (steps + 1 - len(states))
+                states += [_nan_state(states[0])] * (steps + 1 - len(states))
                 break
             states.append(observe(start, model, setting))
         for optimizer in optimizers:
@@ -126,7 +126,7 @@ def observe(start: Twin, model: nn.Module, setting: AuditData) -> RunState:
 def push(start: Twin, setting: AuditData, one: RunState, two: RunState) -> RunState:
     """The step Δθ from one state to the next as a tangent vector: dψ Δθ, and df Δθ."""
     if not all(bool(torch.isfinite(t).all()) for t in two.theta.values()):
-        return _lost(one)
+        return _nan_state(one)
     step = {n: two.theta[n] - t for n, t in one.theta.items()}
 
     def along(x: Tensor) -> Tensor:
@@ -150,7 +150,7 @@ def _flat(params: Params) -> Tensor:
     return torch.cat([p.detach().flatten().to(torch.float64) for p in params.values()])
 
 
-def _lost(state: RunState) -> RunState:
+def _nan_state(state: RunState) -> RunState:
     both = (
         {n: torch.full_like(t, torch.nan) for n, t in each.items()}
         for each in (state.places, state.theta)

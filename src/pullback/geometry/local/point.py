@@ -210,14 +210,14 @@ class Point:
         inverse (Theorem 1 of van Oostrum, Müller and Ay, 2023).
         """
         vector = self._phi.vector(v, self._linear.value, "The vector")
-        return self._phi.restore(self._projected(self._part.transpose(vector.flatten())))
+        return self._phi.restore(self._project_white(self._part.transpose(vector.flatten())))
 
     def decompose(self, loss: Loss) -> Decomposition:
         """Split grad^Z L into its part in the image of dφ and the rest."""
         covector = self._covector(loss)
         ambient = raise_covector(self._part, covector)
         white = self._part.transpose(ambient.flatten())
-        tangent = self._projected(white)
+        tangent = self._project_white(white)
         lost = ambient - tangent
         missing = self._part.transpose(lost.flatten()).norm()
         length = white.norm()
@@ -251,7 +251,7 @@ class Point:
         """grad^Z L − Π grad^Z L, in the shape of φ(ξ)."""
         return self.decompose(loss).residual
 
-    def _projected(self, white: Tensor) -> Tensor:
+    def _project_white(self, white: Tensor) -> Tensor:
         """J A⁺c for c = Sᵀv, (n,)."""
         if self.rank.rank == 0:
             return torch.zeros_like(self._linear.value)

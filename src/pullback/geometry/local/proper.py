@@ -92,7 +92,7 @@ def properness(
     refuse_number("The radius", radius, positive=True)
     refuse_number("The number of tries", tries, least=1, whole=True)
     here = Point(phi, xi, metric, **options)
-    points = [here, *(_same(phi, other, metric, here, options) for other in others)]
+    points = [here, *(_at_same_value(phi, other, metric, here, options) for other in others)]
     ranks = list[int]()
     for moved in (v for point in points for v in point.nearby(radius, tries, seed)):
         with suppress(PullbackError):  # outside the domain of φ or of g
@@ -122,7 +122,7 @@ def _reason(rank: int, dimension: int, span: int) -> str:
     return f"dφ reaches all {dimension} dimensions"
 
 
-def _same(
+def _at_same_value(
     phi: Phi, other: Vector, metric: MetricLike, here: Point, options: dict[str, Any]
 ) -> Point:
     point = Point(phi, other, metric, **options)

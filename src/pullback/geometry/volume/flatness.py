@@ -108,7 +108,7 @@ def flatness(
             "Measure along up to three directions: basis=, a matrix (p, 3)",
         )
     volume, error, euclidean = float("inf"), float("nan"), float("inf")
-    box = _settled(landscape, epsilon) if round_landscape(landscape, epsilon) else None
+    box = _stable_box(landscape, epsilon) if round_landscape(landscape, epsilon) else None
     if box is not None:
         fine = _RESOLUTION[landscape.dimension]
         volume, euclidean = _integral(landscape, epsilon, box, fine)
@@ -124,24 +124,26 @@ def flatness(
     )
 
 
-def _settled(landscape: Landscape, epsilon: float) -> np.ndarray | None:
+def _stable_box(landscape: Landscape, epsilon: float) -> np.ndarray | None:
     """A box around the set that finer grids do not enlarge; None where there is none.
 
     Arms that get thinner without end look finite on every grid, and longer on a finer one.
     """
     # along each axis the set reaches about as far as 1
     box, count = np.outer([-1.2, 1.2], np.ones(landscape.dimension)), _COARSE[landscape.dimension]
-    found = _around(landscape, epsilon, box, count)
+    found = _enclose(landscape, epsilon, box, count)
     while found is not None and count < _RESOLUTION[landscape.dimension]:
         count = 2 * count
-        finer = _around(landscape, epsilon, found, count)
+        finer = _enclose(landscape, epsilon, found, count)
         if finer is not None and (np.abs(finer - found) <= 0.05 * (found[1] - found[0])).all():
             return np.stack([np.minimum(finer[0], found[0]), np.maximum(finer[1], found[1])])
         found = finer
     return None
 
 
-def _around(landscape: Landscape, epsilon: float, box: np.ndarray, count: int) -> np.ndarray | None:
+def _enclose(
+    landscape: Landscape, epsilon: float, box: np.ndarray, count: int
+) -> np.ndarray | None:
     """Lower and upper corner (2, k) of a box around the set; None where it has no end."""
     while True:
         heights = _heights(landscape, box, count)
@@ -151,7 +153,7 @@ def _around(landscape: Landscape, epsilon: float, box: np.ndarray, count: int) -
         axes = range(inside.ndim)
         touched = np.array([[inside.take(end, axis).any() for axis in axes] for end in (0, -1)])
         if not touched.any():
-            return _tight(inside, box)
+            return _shrink_box(inside, box)
         # such a face moves away from the minimum
         box = np.where(touched, _GROWTH * box, box)
         if (np.abs(box) > _FAR).any():
@@ -186,7 +188,7 @@ def _component(heights: np.ndarray, box: np.ndarray, epsilon: float) -> np.ndarr
     return (labels == label) & (label > 0)
 
 
-def _tight(inside: np.ndarray, box: np.ndarray) -> np.ndarray:
+def _shrink_box(inside: np.ndarray, box: np.ndarray) -> np.ndarray:
     """The box around the set with two coarse cells to spare."""
     count = inside.shape[0]
     width = (box[1] - box[0]) / count

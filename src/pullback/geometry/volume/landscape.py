@@ -42,10 +42,10 @@ class Landscape:
             refuse_unknown("basis", basis, ("tangent",))
             self.basis = vectors[:, : self.rank]
         elif basis is not None:
-            self.basis = self._spanning(basis)
+            self.basis = self._check_basis(basis)
         self.dimension = self.basis.shape[1]
         self.map = torch.eye(self.dimension, dtype=torch.float64, device=self._space.device)
-        self.base = float(self._raw(torch.zeros_like(self.map[:1]))[0])
+        self.base = float(self._losses(torch.zeros_like(self.map[:1]))[0])
         refuse_values("The loss at the minimum", torch.tensor(self.base))
 
     @property
@@ -53,7 +53,7 @@ class Landscape:
         """|det T|, the volume in θ = Tu of a unit cube in u."""
         return float(torch.linalg.det(self.map).abs())
 
-    def _spanning(self, basis: Tensor) -> Tensor:
+    def _check_basis(self, basis: Tensor) -> Tensor:
         refuse_values("The basis", basis, (self._space.size, "k"))
         basis = basis.detach().to(self._origin)
         lengths = torch.linalg.svdvals(basis)
@@ -79,7 +79,7 @@ class Landscape:
         refuse_loss(height)
         return height.reshape(()).to(torch.float64)
 
-    def _raw(self, points: Tensor) -> Tensor:
+    def _losses(self, points: Tensor) -> Tensor:
         self.evaluations += len(points)
         try:
             with torch.no_grad():
@@ -96,7 +96,7 @@ class Landscape:
 
     def height(self, points: Tensor) -> Tensor:
         """F − F(w₀) at u (n, k); not a number counts as infinitely high."""
-        return (self._raw(points) - self.base).nan_to_num(nan=torch.inf)
+        return (self._losses(points) - self.base).nan_to_num(nan=torch.inf)
 
     def check(self, epsilon: float) -> None:
         """Raise where ε is lost in the loss's round-off."""
@@ -126,7 +126,7 @@ class Landscape:
     def _arranged(self, flat: Tensor) -> Tensor:
         return self._phi.arrange(self._value(flat)).to(torch.float64)
 
-    def _pulled(self, flat: Tensor) -> Tensor:
+    def _pull_back(self, flat: Tensor) -> Tensor:
         """SᵀJB at parameters (n, p): (n, rows, k)."""
         z = vmap(self._arranged, chunk_size=_CHUNK)(flat)
         jacobians = vmap(jacrev(self._arranged), chunk_size=_CHUNK // 8)(flat).flatten(2, -2)
@@ -150,13 +150,13 @@ class Landscape:
     def _spectrum(self) -> tuple[Tensor, Tensor]:
         """Singular values of SᵀJB at the minimum, and right singular vectors as columns."""
         with torch.no_grad():
-            _, values, vectors = torch.linalg.svd(self._pulled(self._origin[None])[0])
+            _, values, vectors = torch.linalg.svd(self._pull_back(self._origin[None])[0])
         return values, vectors.T
 
     def density(self, points: Tensor) -> Tensor:
         """√det((JB)ᵀ M (JB)) at u (n, k), and zero where JB has a kernel."""
         with torch.no_grad():
-            pulled = self._pulled(self._flat(points))
+            pulled = self._pull_back(self._flat(points))
             if pulled.shape[1] < pulled.shape[2]:
                 return pulled.new_zeros(len(points))
             values = torch.linalg.svdvals(pulled)
@@ -181,7 +181,7 @@ def round_landscape(landscape: Landscape, epsilon: float) -> bool:
     landscape.map = axes * reach
     for turn in range(_TURNS):
         before, volume = landscape.map, landscape.stretch
-        turned = _turned(landscape, epsilon, torch.Generator().manual_seed(turn))
+        turned = _turn_axes(landscape, epsilon, torch.Generator().manual_seed(turn))
         if turned is None:
             break
         landscape.map = turned
@@ -191,7 +191,7 @@ def round_landscape(landscape: Landscape, epsilon: float) -> bool:
     return True
 
 
-def _turned(landscape: Landscape, epsilon: float, generator: torch.Generator) -> Tensor | None:
+def _turn_axes(landscape: Landscape, epsilon: float, generator: torch.Generator) -> Tensor | None:
     """Columns along the axes of Σ xxᵀ over ends x of the set; None where these are round already.
 
     Or where the set has no end.
