@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from math import prod
 from typing import Any, NoReturn
 
 import torch
@@ -43,6 +44,7 @@ class Keeper:
         sweeps: how often all units are balanced in a retraction; None: every other layer, in turn.
         captured: how many steps are recorded in one CUDA graph; None: steps are not recorded, or
             they are all alike.
+        watched: whether `run` returns log-scales, for state that cannot follow by itself.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class Keeper:
         every: int = 1,
         sweeps: int | None = None,
         captured: int | None = None,
+        watched: bool = False,
     ) -> None:
         for name, value in (("every", every), ("sweeps", sweeps), ("captured", captured)):
             if value is not None or name == "every":
@@ -67,7 +70,7 @@ class Keeper:
         self._replay = Replay()
         self.slice: Slice | None = None
         self._sweep: UnitSweep | LayerSweep | None = None
-        self._watched = False
+        self._watched = watched
         self._far: Tensor | None = None
         ScalingUnits(scalings, self.named)  # refuses at once what is not usable
         self._own = [self.named[n] for n in dict.fromkeys(n for s in scalings for n in s.names)]
@@ -95,7 +98,7 @@ class Keeper:
         if usable:
             kind = self._kind if isinstance(self._kind, str) else self._kind(usable)
             self.slice = make_slice(kind, usable, self.named)
-            whole = all(part.numel == 1 for part in self.slice.units.parts)
+            whole = all(prod(part.shape) == 1 for part in self.slice.units.parts)
             kind_of_sweep = LayerSweep if whole else UnitSweep
             self._sweep = kind_of_sweep(self.slice, self.named)
             if self.captured is not None and self.captured % self.period:
@@ -141,10 +144,6 @@ class Keeper:
             f"Record {self.period} steps, or a multiple, and say so: captured={self.period}; or "
             "make them all alike: every=1, sweeps=1",
         )
-
-    def watch(self) -> None:
-        """Record the log-scales of sweeps, for state that cannot follow by itself."""
-        self._watched = True
 
     def run(self, steps: int, followers: Followers) -> Tensor | None:
         """Retract after a step, by sweeps; where they are watched, the log-scales (U,)."""

@@ -106,44 +106,22 @@ def _refuse_shape(name: str, value: Tensor, w: Tensor, powers: Mapping[str, int]
 Multipliers = Sequence[tuple[Tensor, bool]]
 
 
-class CurvatureFollower:
-    """Averages and inverses of a `KFAC` optimizer; nothing for others."""
-
-    def __init__(self, optimizer: Optimizer, params: Mapping[str, Tensor]) -> None:
-        self._optimizer = optimizer if isinstance(optimizer, KFAC) else None
-        self._params = params
-
-    @property
-    def present(self) -> bool:
-        """Whether there is something to carry along."""
-        return self._optimizer is not None
-
-    def follow(self, units: ScalingUnits, t: Tensor) -> None:
-        """Rescale the optimizer's state after parameters were multiplied by log-scales t (U,)."""
-        if self._optimizer is not None:
-            rescale_state(self._optimizer.blocks, self._params, scales_of(units, t))
-
-
-def scales_of(units: ScalingUnits, t: Tensor) -> dict[str, Multipliers]:
-    """What multiplies each parameter, leg by leg: e^(power·t), and whether it leads into units."""
-    rest = torch.cat([t, t.new_zeros(1)])  # for −1: not scaled
-    return {
-        part.name: [((leg.power * rest[leg.unit]).exp(), leg.power > 0) for leg in part.legs]
-        for part in units.parts
-    }
-
-
 @torch.no_grad()
-def rescale_state(
-    state: KFACState, parameters: Mapping[str, Tensor], scales: Mapping[str, Multipliers]
+def rescale_curvature(
+    state: KFACState, parameters: Mapping[str, Tensor], units: ScalingUnits, t: Tensor
 ) -> None:
-    """Bring averages and inverses to parameters that were multiplied by these scales.
+    """Bring averages and inverses to parameters that were multiplied by log-scales t (U,).
 
     Args:
-        state: of an optimizer; changed in place.
+        state: K-FAC's; changed in place.
         parameters: the model's, by name.
-        scales: by name, for the parameters that were multiplied.
+        units: that were scaled.
+        t: by how much.
     """
+    scales = {
+        part.name: [(leg.rates(t).exp(), leg.power > 0) for leg in part.legs]
+        for part in units.parts
+    }
     #: roles in which a weight's rows belong to the layer's input
     transposed = {type(kind).__name__ for kind in REGISTRY.values() if kind.input_first}
     for key, average in state.averages.items():

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from math import prod
+from functools import cached_property, reduce
 
 import torch
 from torch import Tensor
@@ -31,18 +30,9 @@ class ScaledParameter:
         """Of the energies: that of all legs' units together."""
         return tuple(torch.broadcast_shapes(*(leg.unit.shape for leg in self.legs)))
 
-    @property
-    def numel(self) -> int:
-        """How many energies there are."""
-        return prod(self.shape)
-
     def log_factor(self, t: Tensor) -> Tensor:
-        """Σ power·t_unit, of `shape`."""
-        rest = torch.cat([t, t.new_zeros(*t.shape[:-1], 1)], -1)  # for −1: not scaled
-        out = self.legs[0].power * rest[..., self.legs[0].unit]
-        for leg in self.legs[1:]:
-            out = out + leg.power * rest[..., leg.unit]
-        return out
+        """Σ power·t_unit, (*batch, *shape)."""
+        return reduce(torch.add, [leg.rates(t) for leg in self.legs])
 
 
 class ScalingUnits:
