@@ -88,6 +88,12 @@ class Ref:
         """Of the view."""
         return torch.Size(self.view)
 
+    @property
+    def complete(self) -> bool:
+        """Whether the view is the parameter itself."""
+        whole = Ref.whole(self.name, self.sizes)
+        return self.view == self.sizes and all(map(torch.equal, self.coords, whole.coords))
+
     def moved(self, move: Callable[[Tensor], Tensor]) -> Ref:
         """The entries rearranged."""
         coords = tuple(move(c) for c in self.coords)
@@ -313,17 +319,6 @@ def _without_repetition(units: Sequence[int]) -> list[list[int]]:
         out[seen[unit]].append(place)
         seen[unit] += 1
     return out
-
-
-def view_rows(ref: Ref, axis: int, default: int) -> tuple[int, Tensor] | None:
-    """(d, index): the view's axis runs along the parameter's axis d, through these places."""
-    small = [collapse(c) for c in ref.coords]
-    varies = [d for d, c in enumerate(small) if c.shape[axis] > 1]
-    if not varies and ref.view[axis] == 1 and default < len(small):
-        varies = [default]
-    if len(varies) != 1 or small[varies[0]].numel() != small[varies[0]].shape[axis]:
-        return None
-    return varies[0], small[varies[0]].flatten().expand(ref.view[axis])
 
 
 def read_matrix(ref: Ref) -> tuple[MatrixView, Tensor, Tensor] | None:

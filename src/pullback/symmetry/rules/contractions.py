@@ -13,40 +13,20 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from ..graph.ledger import NONE, Act, Producer, Ref, Value, view_rows
+from ..graph.ledger import NONE, Act, Producer, Ref, Value
 from ..graph.scales import ZERO, collapse
 from ..graph.walk import Walk, rule, shapes
 from .pointwise import added, scaled
 
 
-@rule("mm")
-def mm(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Act:
-    """x y, matrices."""
+@rule("mm", "mv", "dot", "vdot", "bmm")
+def matmul(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Act:
+    """x y, for vectors, matrices or stacks of matrices."""
     x, y = args[:2]
-    out = product(walk, _lifted(x), _lifted(y))
-    return out.moved(lambda t: t[0])
-
-
-@rule("mv")
-def mv(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Act:
-    """A matrix times a vector."""
-    x, y = args[:2]
-    out = product(walk, _lifted(x), y.moved(lambda t: t[None, :, None]))
-    return out.moved(lambda t: t[0, :, 0])
-
-
-@rule("dot", "vdot")
-def dot(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Act:
-    """⟨x, y⟩."""
-    x, y = args[:2]
-    out = product(walk, x.moved(lambda t: t[None, None]), y.moved(lambda t: t[None, :, None]))
-    return out.moved(lambda t: t[0, 0, 0])
-
-
-@rule("bmm")
-def bmm(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Act:
-    """Matrix by matrix."""
-    return product(walk, args[0], args[1])
+    row, column = len(x.shape) == 1, len(y.shape) == 1
+    x = x.moved(lambda t: t.view(1, *([1] if row else []), *t.shape) if t.ndim < 3 else t)
+    y = y.moved(lambda t: t.view(1, *t.shape, *([1] if column else [])) if t.ndim < 3 else t)
+    return product(walk, x, y).moved(lambda t: t.reshape(shapes(node)[0]))
 
 
 @rule("addmm", "baddbmm")
@@ -58,15 +38,11 @@ def addmm(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Ac
         y = scaled(walk, y, alpha)
     else:
         x = scaled(walk, x, alpha)
-    out = mm(walk, node, [x, y], {}) if len(x.shape) == 2 else product(walk, x, y)
+    out = matmul(walk, node, [x, y], {})
     zero = isinstance(bias, Act) and bool((collapse(bias.scale) == ZERO).all())
     if zero or beta == 0:
         return out
     return added(walk, out, scaled(walk, bias, beta))
-
-
-def _lifted(value: Value) -> Value:
-    return value.moved(lambda t: t[None])
 
 
 def product(walk: Walk, x: Value, y: Value) -> Act:
@@ -202,7 +178,7 @@ def _conv(
     columns = second.view(groups, 1, -1).expand(-1, len(first) // groups, -1).flatten(0, 1)
     walk.hold(weight, rows, columns.reshape(*columns.shape, *tail))
     unit = torch.tensor(NONE)
-    if groups > 1 or transposed or view_rows(weight, 0, 0) is None or weight.view != weight.sizes:
+    if groups > 1 or transposed or not weight.complete:
         walk.touch(x)
     else:
         unit = _conv_reader(walk, x, weight, atoms, any(padding))
