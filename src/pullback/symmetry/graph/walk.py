@@ -214,3 +214,9 @@ def result(node: Node, scale: Tensor) -> Any:
     value = node.meta.get("val")
     acts = [Act.of(scale, shape, torch.tensor(NONE)) for shape in shapes(node)]
     return acts if isinstance(value, (list, tuple)) else acts[0]
+
+
+def with_constants(node: Node, first: Act) -> Any:
+    """The results of an operation, of which all but the first are constants."""
+    more = [Act.constant(shape) for shape in shapes(node)[1:]]
+    return [first, *more] if isinstance(node.meta["val"], (list, tuple)) else first

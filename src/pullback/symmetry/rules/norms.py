@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.fx import Node
 
 from ..actions.charts import FixedNorm
-from ..graph.ledger import NONE, Act, Producer, Ref
+from ..graph.ledger import Act, Producer, Ref
 from ..graph.scales import FIXED, collapse
-from ..graph.walk import Walk, rule
+from ..graph.walk import Walk, rule, with_constants
 from .pointwise import added, gained
 
 
@@ -22,14 +21,13 @@ def layer_norm(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) 
     rms = "rms" in str(node.target)
     over = list(range(-len(args[1]), 0))
     walk.scales.merge(act.scale, over)
-    units = collapse(act.unit)
-    if not rms and len(over) == 1 and units.numel() == units.shape[-1]:
-        _removed(walk, units.flatten().expand(act.shape[-1]), [list(range(act.shape[-1]))], True)
-    else:
+    if rms or len(over) > 1:
         walk.touch(act)
+    else:
+        _removed(walk, act, -1, inputs=True)
     gain, shift = args[2], None if rms else args[3]
     kind = "gain" if rms or len(over) > 1 else "layer_norm"
-    return _outputs(node, _affine(walk, act.shape, gain, shift, kind))
+    return with_constants(node, _affine(walk, act.shape, gain, shift, kind))
 
 
 @rule("native_group_norm")
@@ -39,10 +37,9 @@ def group_norm(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) 
     tail = [1] * (len(act.shape) - 2)
     parts = act.scale.unflatten(1, (groups, -1))
     walk.scales.merge(parts, range(2, parts.ndim))
-    channels = torch.arange(act.shape[1]).view(groups, -1).tolist()
-    _channels(walk, act, channels)
+    _removed(walk, act, 1, groups)
     gain, shift = (v if v is None else v.moved(lambda t: t.view(-1, *tail)) for v in args[1:3])
-    return _outputs(node, _affine(walk, act.shape, gain, shift, "gain"))
+    return with_constants(node, _affine(walk, act.shape, gain, shift, "gain"))
 
 
 @rule(
@@ -57,47 +54,44 @@ def batch_norm(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) 
     gain, shift = (v if v is None else v.moved(lambda t: t.view(-1, *tail)) for v in args[1:3])
     label = walk.scales.merge(act.scale, [0, *range(2, len(act.shape))])
     if not frozen:
-        _channels(walk, act, [list(range(act.shape[1]))], "null")
-        return _outputs(node, _affine(walk, act.shape, gain, shift, "gain"))
+        _removed(walk, act, 1, kind="null")
+        return with_constants(node, _affine(walk, act.shape, gain, shift, "gain"))
     # x ↦ (x − mean)/σ is a fixed map: scales pass only together with a change of the shift
     if not isinstance(gain, Ref) or not isinstance(shift, Ref):
         walk.touch(act)
         walk.scales.fix(label)
-        return _outputs(node, _affine(walk, act.shape, gain, shift, "gain"))
+        return with_constants(node, _affine(walk, act.shape, gain, shift, "gain"))
     out = gained(walk, Act.of(label, act.shape), gain, "gain")
     eps = float(args[6] if "no_training" in str(node.target) else args[7])
     mean, variance = (walk.constants[a.name] for a in node.args[3:5])  # pyright: ignore
-    _channels(walk, act, [list(range(act.shape[1]))], "fold", fold=len(walk.folds))
+    _removed(walk, act, 1, kind="fold", fold=len(walk.folds))
     norm = FixedNorm(gain.name, shift.name, mean, (variance + eps).rsqrt())
     walk.folds.append((norm, label.flatten()))
-    return _outputs(node, added(walk, out, shift))
-
-
-def _channels(
-    walk: Walk, act: Act, groups: list[list[int]], kind: str = "norm", **more: Any
-) -> None:
-    units = collapse(act.unit)
-    if units.numel() == units.shape[1]:
-        _removed(walk, units.flatten().expand(act.shape[1]), groups, False, kind, **more)
-    else:
-        walk.touch(act)
+    return with_constants(node, added(walk, out, shift))
 
 
 def _removed(
     walk: Walk,
-    units: Tensor,
-    groups: list[list[int]],
-    inputs: bool,
+    act: Act,
+    axis: int,
+    groups: int = 1,
+    inputs: bool = False,
     kind: str = "norm",
     **more: Any,
 ) -> None:
-    """A shift common to the channels of a group is taken away; with `inputs`, of each sample."""
-    for group in groups:
-        chosen = units[group]
-        if bool((chosen == NONE).any()) or walk.ledger.one_producer(chosen) is None:
+    """A shift common to a group of channels is taken away; with `inputs`, of each sample."""
+    units = collapse(act.unit)
+    if units.numel() != units.shape[axis]:
+        walk.touch(act)
+        return
+    channels = units.flatten().expand(act.shape[axis]).view(groups, -1)
+    for group, chosen in zip(
+        torch.arange(channels.numel()).view(groups, -1), channels, strict=True
+    ):
+        if walk.ledger.one_producer(chosen) is None:
             walk.ledger.touch(chosen)
         else:
-            walk.ledger.read(kind, chosen, group, inputs=inputs, **more)
+            walk.ledger.read(kind, chosen, group.tolist(), inputs=inputs, **more)
 
 
 def _affine(walk: Walk, shape: torch.Size, gain: Any, shift: Any, kind: str) -> Act:
@@ -115,10 +109,3 @@ def _bare(walk: Walk, shape: torch.Size) -> Act:
     fixed = torch.full((shape[-1],), FIXED)
     made = Producer("layer_norm", None, torch.arange(shape[-1]), fixed)
     return Act.of(fixed, shape, walk.ledger.produce(made))
-
-
-def _outputs(node: Node, out: Act) -> Any:
-    value = node.meta["val"]
-    if not isinstance(value, (list, tuple)):
-        return out
-    return [out, *(Act.constant(tuple(v.shape)) for v in value[1:])]
