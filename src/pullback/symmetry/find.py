@@ -67,9 +67,10 @@ def find(
         return Symmetry(run, [], [], ["no parameter requires a gradient"])
     if actions is not None:
         return _verified(run, actions, group, [])
-    walk, traced = Walk(), trace(run)
-    walk.run(traced, run.fixed)
-    notes = [SPECIALIZED, *walk.notes] if traced.specialized else walk.notes
+    walk = Walk()
+    graph, specialized = trace(run)
+    walk.run(graph, run)
+    notes = [SPECIALIZED, *walk.notes] if specialized else walk.notes
     return _verified(run, candidates(walk, run), group, notes)
 
 

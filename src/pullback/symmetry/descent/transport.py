@@ -131,11 +131,11 @@ def rescale_curvature(
         inverse = state.preconditioner.inverses[key]
         held = [*average.value.items(), *average.mean.items()]
         if not key.kronecker:
-            units = _entries(given, [parameters[n] for n in key.names])
+            entries = _entries(given, [parameters[n] for n in key.names])
             for _, value in held:
-                _both(memory(value), 1 / units)
+                _both(memory(value), 1 / entries)
             assert inverse.left is not None
-            _both(inverse.left, units)
+            _both(inverse.left, entries)
             continue
         input_first = all(factor.role in transposed for factor in average.value)
         shape = block_shape(key, average.value)

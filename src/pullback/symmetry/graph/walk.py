@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Node
+from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from ..actions.charts import Chart, FixedNorm, VectorView
 from .ledger import NONE, Act, Ledger, Ref, Value, read_matrix
 from .scales import FIXED, Scales, collapse, equate_uses
-from .tracing import Traced
+from .tracing import Example
 
 Rule = Callable[["Walk", Node, list[Any], dict[str, Any]], Any]
 
@@ -67,20 +67,18 @@ class Walk:
     constants: dict[str, Tensor] = field(default_factory=dict)
     _axes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
 
-    def run(self, traced: Traced, fixed: Mapping[str, Tensor]) -> None:
-        """Walk the graph, with these values of its constants; outputs are fixed."""
+    def run(self, graph: Graph, example: Example) -> None:
+        """Walk the graph of an example's call; outputs are fixed."""
         values: dict[Node, Any] = {}
-        remaining = {n: len(n.users) for n in traced.graph.nodes}
-        places = iter(traced.params)
-        constants = iter(traced.fixed)
-        for node in traced.graph.nodes:
-            if node.op == "placeholder":
-                name, shape = next(places, None), _shape(node)
-                if name is None and (constant := next(constants, None)) is not None:
-                    self.constants[node.name] = fixed[constant]
-                values[node] = Act.constant(shape) if name is None else Ref.whole(name, shape)
-            elif node.op == "get_attr":
-                values[node] = Act.constant(_shape(node))
+        remaining = {n: len(n.users) for n in graph.nodes}
+        names, constants = iter(example.params), iter(example.fixed.values())
+        for node in graph.nodes:
+            if node.op == "placeholder" and (name := next(names, None)) is not None:
+                values[node] = Ref.whole(name, shapes(node)[0])
+            elif node.op in ("placeholder", "get_attr"):
+                values[node] = Act.constant(shapes(node)[0])
+                if (constant := next(constants, None)) is not None:
+                    self.constants[node.name] = constant
             elif node.op == "output":
                 for out in _filled(node.args, values)[0]:
                     if isinstance(out, (Act, Ref)):
@@ -196,10 +194,6 @@ class Walk:
 
 def _filled(tree: Any, values: dict[Node, Any]) -> Any:
     return map_arg(tree, lambda n: values[n])
-
-
-def _shape(node: Node) -> tuple[int, ...]:
-    return shapes(node)[0]
 
 
 def shapes(node: Node) -> list[tuple[int, ...]]:
