@@ -17,10 +17,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..._core.errors import PullbackError
-from ..._core.graph import unfused_attention
-from ..actions.scaling import Action, Scaling
-from ..graph.tracing import Example
+from .._core.errors import PullbackError
+from .._core.graph import unfused_attention
+from .actions.scaling import Action, Scaling
+from .graph.tracing import Example
 
 #: what round-off may leave of J Z, and where the model itself computes in a narrower type
 TOLERANCE, _NARROW = 1e-10, 1e-5
