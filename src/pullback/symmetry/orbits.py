@@ -173,7 +173,8 @@ def rank(actions: Sequence[Action], example: Example, params: Mapping[str, Tenso
     reasons: list[str] = []
     orbits = Orbits(actions, wide)
     bases = [orbits.basis(component, _RTOL) for component in orbits.components]
-    independent = None if any(b is None for b in bases) else sum(len(b) for b in bases)  # pyright: ignore[reportArgumentType]
+    found = [len(b) for b in bases if b is not None]
+    independent = sum(found) if len(found) == len(bases) else None
     if independent is None:
         reasons.append("skipped: generators that overlap are too many to decompose")
     nullity = None

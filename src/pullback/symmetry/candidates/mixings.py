@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..actions.charts import ChartAction
-from ..actions.scaling import Action, Leg, Mixing, Scaling
+from ..actions.scaling import Action, Leg, Mixing, Scaling, connected
 from ..graph.ledger import Ledger, Producer, Readers, Reading, Row, source_of
 from ..graph.scales import Form
 from ..graph.walk import ParameterRegion, Walk
@@ -97,19 +97,14 @@ def _joined(legs: list[Leg]) -> list[Leg]:
     out: list[Leg] = []
     for leg in legs:
         for i, other in enumerate(out):
-            if (other.name, other.power) == (
+            alike = (other.name, other.power, other.unit.shape) == (
                 leg.name,
                 leg.power,
-            ) and other.unit.ndim == leg.unit.ndim:
-                try:
-                    one, two = torch.broadcast_tensors(other.unit, leg.unit)
-                except RuntimeError:
-                    continue
-                if one.shape in (other.unit.shape, leg.unit.shape) and not bool(
-                    ((one >= 0) & (two >= 0)).any()
-                ):
-                    out[i] = Leg(leg.name, torch.maximum(one, two), leg.power)
-                    break
+                leg.unit.shape,
+            )
+            if alike and not bool(((other.unit >= 0) & (leg.unit >= 0)).any()):
+                out[i] = Leg(leg.name, torch.maximum(other.unit, leg.unit), leg.power)
+                break
         else:
             out.append(leg)
     return out
@@ -245,18 +240,13 @@ def _against(
     ledger: Ledger, readers: Readers, event: Reading, done: set[tuple[Row, ...]]
 ) -> Mixing | None:
     """Queries against keys; several heads may share either."""
-    lefts, rights = {event.rows: None}, {event.where: None}
-    for _ in range(len(ledger.events)):
-        before = len(lefts) + len(rights)
-        for other in ledger.events:
-            if other.kind == "pair" and (other.rows in lefts or other.where in rights):
-                lefts[other.rows] = rights[other.where] = None
-        if len(lefts) + len(rights) == before:
-            break
-    done.update(lefts)
+    pairs = [e for e in ledger.events if e.kind == "pair"]
+    parts = connected([(0, e.rows), (1, e.where)] for e in pairs)
+    members = next([pairs[i] for i in part] for part in parts if event in [pairs[i] for i in part])
+    done.update(e.rows for e in members)
     sides: list[list[tuple[str, Tensor]]] = [[], []]
-    for k, side in enumerate((lefts, rights)):
-        for rows in side:
+    for k in (0, 1):
+        for rows in dict.fromkeys(e.where if k else e.rows for e in members):
             source, events = source_of(readers, rows), readers.together(rows)
             if source is None or events is None or not readers.clean(rows):
                 return None

@@ -132,11 +132,8 @@ def streams(ledger: Ledger, params: Parameters) -> Iterator[Action]:
     """The shifts of every group of layers that sums connect."""
     readers = Readers(ledger)
     for members in _components(ledger):
-        plain = _solutions(ledger, readers, members, uniform=False)
-        for solution in plain:
-            yield _shift(ledger, readers, members, solution, uniform=False)
-        for solution in _solutions(ledger, readers, members, uniform=True)[len(plain) :]:
-            yield _shift(ledger, readers, members, solution, uniform=True)
+        for solution, uniform in _solutions(ledger, readers, members):
+            yield _shift(ledger, readers, members, solution, uniform)
         yield from _unseen(ledger, readers, members, params)
 
 
@@ -161,19 +158,23 @@ def _held(
 
 
 def _solutions(
-    ledger: Ledger, readers: Readers, members: Sequence[int], *, uniform: bool
-) -> list[Solution]:
-    """A basis of whole-numbered s; with `uniform`, first that for any c, then what it adds."""
+    ledger: Ledger, readers: Readers, members: Sequence[int]
+) -> list[tuple[Solution, bool]]:
+    """A basis of whole-numbered s, and which of them are for multiples of the ones only."""
     names = _sources(ledger, members)
     sources = list(dict.fromkeys(names.values()))
     columns = [_held(ledger, members, names, {name: Fraction(1)}) for name in sources]
-    strict = [p for p in members if not _absorbed(ledger, readers, p, uniform=False)]
-    basis = _kernel([[c[p] for c in columns] for p in strict], len(sources))
-    if uniform:
-        loose = [p for p in strict if not _absorbed(ledger, readers, p, uniform=True)]
-        wider = _kernel([[c[p] for c in columns] for p in loose], len(sources))
-        basis = _extended(basis, wider)
-    return [{n: k for n, k in zip(sources, line, strict=True) if k} for line in basis]
+    strict, loose = (
+        [p for p in members if not _absorbed(ledger, readers, p, uniform=uniform)]
+        for uniform in (False, True)
+    )
+    out = basis = _kernel([[c[p] for c in columns] for p in strict], len(sources))
+    for line in _kernel([[c[p] for c in columns] for p in loose], len(sources)):
+        grown = torch.tensor([*out, line], dtype=torch.float64)
+        if int(torch.linalg.matrix_rank(grown)) > len(out):
+            out = [*out, line]
+    lines = [{n: k for n, k in zip(sources, line, strict=True) if k} for line in out]
+    return [(line, i >= len(basis)) for i, line in enumerate(lines)]
 
 
 def _sources(ledger: Ledger, members: Sequence[int]) -> dict[int, str]:
@@ -230,18 +231,8 @@ def _kernel(rows: list[list[Fraction]], n: int) -> list[list[int]]:
     return out
 
 
-def _extended(basis: list[list[int]], more: list[list[int]]) -> list[list[int]]:
-    """The basis, and those of the other vectors that it does not span."""
-    out = list(basis)
-    for line in more:
-        grown = torch.tensor([*out, line], dtype=torch.float64)
-        if int(torch.linalg.matrix_rank(grown)) > len(out):
-            out.append(line)
-    return out
-
-
 def _shift(
-    ledger: Ledger, readers: Readers, members: Sequence[int], solution: Solution, *, uniform: bool
+    ledger: Ledger, readers: Readers, members: Sequence[int], solution: Solution, uniform: bool
 ) -> Shift:
     names = _sources(ledger, members)
     producers = {name: ledger.producers[p] for p, name in names.items()}
@@ -255,7 +246,7 @@ def _shift(
                 made = ledger.producers[event.where["reader"]]
                 assert made.bias is not None
                 assert made.bias_rows is not None
-                at = [event.where["at"][event.rows.index((p, i))] for i in range(len(event.rows))]
+                at = [_place(event, (p, i)) for i in range(len(event.rows))]
                 where = (made.bias, made.bias_rows, str(made.weight), made.rows, torch.tensor(at))
                 found.append((Reader(*where), int(t[p])))
     width = max(len(ledger.producers[p].rows) for p in members)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..actions.charts import MatrixView
+from ..actions.charts import ParameterView
 from ..actions.scaling import Leg
 from .scales import FIXED, ZERO, collapse
 
@@ -321,7 +321,7 @@ def _without_repetition(units: Sequence[int]) -> list[list[int]]:
     return out
 
 
-def read_matrix(ref: Ref) -> tuple[MatrixView, Tensor, Tensor] | None:
+def read_matrix(ref: Ref) -> tuple[ParameterView, Tensor, Tensor] | None:
     """The matrix (out, in) that a view (in, out) lies in, and the view's rows and columns there.
 
     None where an axis of the parameter counts both, as in a diagonal.
@@ -339,7 +339,7 @@ def read_matrix(ref: Ref) -> tuple[MatrixView, Tensor, Tensor] | None:
         for d in some:  # several axes are counted as one
             place = place * ref.sizes[d] + small[d].flatten()
         places.append(place.expand(ref.view[axis]))
-    view = MatrixView(ref.name, tuple(outs), tuple(ins), at, ref.factor)
+    view = ParameterView(ref.name, (tuple(outs), tuple(ins)), at, ref.factor)
     return view, places[0], places[1]
 
 

@@ -13,7 +13,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
-from ..actions.charts import Chart, FixedNorm, VectorView
+from ..actions.charts import Chart, FixedNorm, ParameterView
 from .ledger import NONE, Act, Ledger, Ref, Value, read_matrix
 from .scales import FIXED, Scales, collapse, equate_uses
 from .tracing import Example
@@ -65,7 +65,7 @@ class Walk:
     folds: list[tuple[FixedNorm, Tensor]] = field(default_factory=list)
     matrices: dict[str, Chart] = field(default_factory=dict)
     constants: dict[str, Tensor] = field(default_factory=dict)
-    _axes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
+    _axes: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
 
     def run(self, graph: Graph, example: Example) -> None:
         """Walk the graph of an example's call; outputs are fixed."""
@@ -159,22 +159,22 @@ class Walk:
         if found is None:
             return None
         view, rows, columns = found
-        axes = view.outputs, view.inputs
-        if self._axes.setdefault(weight.name, axes) != axes:
+        if self._axes.setdefault(weight.name, view.axes) != view.axes:
             return None
-        if axes == ((0,), (1,)) and len(weight.sizes) == 2 and weight.factor == 1:
-            return weight.name, rows, columns
-        name = f"{weight.name}, axes {view.outputs} by {view.inputs} at {view.at}"
-        name += "" if weight.factor == 1 else f", times {weight.factor}"
-        self.matrices[name] = view
-        return name, rows, columns
+        plain = ParameterView(weight.name, ((0,), (1,)))
+        return self._named(view, plain), rows, columns
 
     def vector(self, bias: Ref) -> str:
         """A name for the vector of all entries of a parameter, as they are used."""
-        if len(bias.sizes) == 1 and bias.factor == 1:
-            return bias.name
-        name = f"{bias.name}, times {bias.factor}"
-        self.matrices[name] = VectorView(bias.name, bias.factor)
+        view = ParameterView(bias.name, (tuple(range(len(bias.sizes))),), (), bias.factor)
+        return self._named(view, ParameterView(bias.name, ((0,),)))
+
+    def _named(self, view: ParameterView, whole: ParameterView) -> str:
+        """A name for the view; the parameter's own where it is the whole as it stands."""
+        if view == whole:
+            return view.name
+        name = f"{view.name}, axes {view.axes} at {view.at}, times {view.factor}"
+        self.matrices[name] = view
         return name
 
     # --- activations -----------------------------------------------------------------------
