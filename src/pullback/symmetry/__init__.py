@@ -7,8 +7,7 @@ from .find import Symmetry, find
 from .orbits import SymmetryRank
 from .slice_sgd import SliceSGD
 from .sliced import Sliced
-from .slices.equal_norm import EqualNorm, make_slice
-from .slices.slice import Balanced, Retraction, Slice
+from .slices import Balanced, EqualNorm, Retraction, Slice, make_slice
 from .verify import Rejected
 
 __all__ = [

@@ -18,8 +18,7 @@ from .graph.tracing import Example, guess_input, trace
 from .graph.walk import Walk
 from .orbits import Orbits, SymmetryRank, rank
 from .rules import contractions, norms, pointwise, structural
-from .slices.equal_norm import make_slice
-from .slices.slice import Retraction, Slice
+from .slices import Retraction, Slice, make_slice
 from .verify import Rejected, Verified, summarize_rejections, verify_actions
 
 #: importing these registers the rules for operations

@@ -20,8 +20,7 @@ from ..steps.memory import shared_numbers
 from .descent.directions import GRADIENTS, direction
 from .descent.keeper import Keeper, idle
 from .find import scalings_of
-from .slices.equal_norm import EqualNorm, layer_slice, layers_of
-from .slices.slice import Retraction, Slice
+from .slices import EqualNorm, Retraction, Slice, layer_slice, layers_of
 
 _OWN = ("model", "scalings", "group", "gradient", "every", "sweeps", "captured", "_kind")
 

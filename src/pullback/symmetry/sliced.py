@@ -16,7 +16,7 @@ from ..steps.memory import shared_numbers
 from .descent.keeper import Keeper, idle
 from .descent.transport import followers, powers_of, rescale_curvature
 from .find import scalings_of
-from .slices.slice import Retraction, Slice
+from .slices import Retraction, Slice
 
 
 class Sliced(Optimizer):

@@ -14,9 +14,8 @@ from ..._core.checks import refuse_number
 from ..._core.errors import PullbackError
 from ..._core.replay import Replay, recording
 from ..actions.scaling import Scaling
-from ..slices.equal_norm import make_slice
-from ..slices.slice import Retraction, Slice
-from ..slices.units import ScalingUnits, times_exp, wide
+from ..retraction import ScalingUnits, times_exp, wide
+from ..slices import Retraction, Slice, make_slice
 from .sweep import Followers, LayerSweep, UnitSweep
 
 

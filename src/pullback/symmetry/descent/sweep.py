@@ -25,8 +25,7 @@ from torch import Tensor
 
 from ..._core.space import compute_dtype
 from ..actions.scaling import Leg
-from ..slices.equal_norm import EqualNorm
-from ..slices.slice import Slice
+from ..slices import EqualNorm, Slice
 
 #: tensors that move with a parameter: multiplied by its factor to this power
 Followers = Mapping[str, Sequence[tuple[Tensor, int]]]

@@ -28,7 +28,7 @@ from ...maps.layers import REGISTRY
 from ...optim.kfac import KFAC
 from ...optim.kfac.factors.factor import SPECTRUM, BlockKey, block_shape
 from ...optim.kfac.state import KFACState
-from ..slices.units import ScalingUnits
+from ..retraction import ScalingUnits
 
 #: the power of α that each kind of state is multiplied by, by the names that torch's optimizers use
 POWERS: dict[str, int] = {
