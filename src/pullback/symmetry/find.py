@@ -12,17 +12,17 @@ from .._core.capture import Selector, plain
 from .._core.errors import PullbackError, refuse_unknown
 from .actions.charts import ChartAction, in_parameters, with_values
 from .actions.scaling import Action, Scaling, two_sided
-from .candidates.mixings import mixings, scalings
-from .candidates.shifts import shifts, streams
+from .graph import layers, pointwise, structural
+from .graph.mixings import mixings, scalings
+from .graph.shifts import shifts, streams
 from .graph.tracing import Example, guess_input, trace
 from .graph.walk import Walk
 from .orbits import Orbits, SymmetryRank, rank
-from .rules import contractions, norms, pointwise, structural
 from .slices import Retraction, Slice, make_slice
 from .verify import Rejected, Verified, summarize_rejections, verify_actions
 
 #: importing these registers the rules for operations
-RULE_BOOKS = (contractions, norms, pointwise, structural)
+RULE_BOOKS = (layers, pointwise, structural)
 
 Group = Literal["neuron", "layer"]
 

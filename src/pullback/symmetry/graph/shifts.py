@@ -16,8 +16,8 @@ import torch
 
 from ..actions.scaling import Action, Leg, Parameters, connected
 from ..actions.shifts import Reader, Shift, bias_shift, common_shift, folded_shift, mean_shift
-from ..graph.ledger import Ledger, Producer, Readers, Reading, Row, source_of
-from ..graph.walk import Walk
+from .ledger import Ledger, Producer, Readers, Reading, Row, source_of
+from .walk import Walk
 
 
 def shifts(walk: Walk, params: Parameters) -> Iterator[Action]:

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from ..actions.charts import ChartAction
 from ..actions.scaling import Action, Leg, Mixing, Scaling, connected
-from ..graph.ledger import Ledger, Producer, Readers, Reading, Row, source_of
-from ..graph.scales import Form
-from ..graph.walk import ParameterRegion, Walk
+from .ledger import Ledger, Producer, Readers, Reading, Row, source_of
+from .scales import Form
+from .walk import ParameterRegion, Walk
 
 Units = dict[int, tuple[int, int]]  # atom -> (scaling, unit)
 

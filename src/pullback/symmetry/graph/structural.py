@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..graph.ledger import Act, Ref
-from ..graph.scales import FIXED, ZERO
-from ..graph.walk import Walk, result, rule, shapes, with_constants
+from .ledger import Act, Ref
+from .scales import FIXED, ZERO
+from .walk import Walk, result, rule, shapes, with_constants
 
 
 @rule(

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from ..graph.ledger import NONE, Act, Producer, Ref, Value
-from ..graph.scales import FIXED, collapse
-from ..graph.walk import Walk, result, rule, shapes, with_constants
+from .ledger import NONE, Act, Producer, Ref, Value
+from .scales import FIXED, collapse
+from .walk import Walk, result, rule, shapes, with_constants
 
 #: below this an added number is taken for a guard against division by zero
 _GUARD = 1e-3
