@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pullback import PullbackError
 from pullback.symmetry import find
-from pullback.symmetry.descent.sweep import inverse_by_products
+from pullback.symmetry.descent.keeper import inverse_by_products
 from pullback.symmetry.slice_sgd import SliceSGD
 from pullback.symmetry.slices import Balanced, EqualNorm
 from tests.pairs import all_pairs

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from ..._core.space import compute_dtype
-from .sweep import norms_of
+from .keeper import norms_of
 
 GRADIENTS = ("riemannian", "gtk-orthonormal", "gtk-polar")
 

@@ -15,6 +15,7 @@ they stand for changes the function in the same way as before.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -75,9 +76,13 @@ def followers(
             continue
         if value.ndim == 0 and (w.ndim or name not in powers):
             continue  # a counter
-        if value.shape != w.shape:
-            _refuse_shape(name, value, w, powers)
-            continue
+        if value.shape != w.shape and powers.get(name) != 0:
+            raise PullbackError(
+                f"The optimizer's state {name!r} cannot be rescaled",
+                f"it is {tuple(value.shape)} for a parameter {tuple(w.shape)}: factors of an "
+                "average, whose units are not told apart",
+                f'Use Adam, or leave it as it is: transport={{"{name}": 0}}',
+            )
         if name not in powers:
             raise PullbackError(
                 f"It is not known how the optimizer's state {name!r} is rescaled",
@@ -88,17 +93,6 @@ def followers(
         if powers[name]:
             found.append((value, powers[name]))
     return found
-
-
-def _refuse_shape(name: str, value: Tensor, w: Tensor, powers: Mapping[str, int]) -> None:
-    """Raise for state of another shape, unless its power is 0."""
-    if powers.get(name) != 0:
-        raise PullbackError(
-            f"The optimizer's state {name!r} cannot be rescaled",
-            f"it is {tuple(value.shape)} for a parameter {tuple(w.shape)}: factors of an average, "
-            "whose units are not told apart",
-            f'Use Adam, or leave it as it is: transport={{"{name}": 0}}',
-        )
 
 
 #: what multiplies a parameter: tensors that are broadcast to it, each with whether it scales the
@@ -131,7 +125,12 @@ def rescale_curvature(
         inverse = state.preconditioner.inverses[key]
         held = [*average.value.items(), *average.mean.items()]
         if not key.kronecker:
-            entries = _entries(given, [parameters[n] for n in key.names])
+            ones = [average.mass.new_ones(parameters[n].shape) for n in key.names]
+            columns = [
+                reduce(torch.mul, [f for f, _ in factors], one).flatten()
+                for factors, one in zip(given, ones, strict=True)
+            ]
+            entries = torch.stack(columns, 1)  # of gain and shift of every unit, (U, k)
             for _, value in held:
                 _both(memory(value), 1 / entries)
             assert inverse.left is not None
@@ -152,17 +151,6 @@ def rescale_curvature(
         spectrum = state.preconditioner.spectra.get(key)
         if spectrum is not None:
             _outside_bases(memory(spectrum.value[SPECTRUM]), inverse, 1 / left, 1 / right)
-
-
-def _entries(given: Sequence[Multipliers], params: Sequence[Tensor]) -> Tensor:
-    """What multiplies gain and shift of every unit, (U, k)."""
-    columns = []
-    for scales, p in zip(given, params, strict=True):
-        total = p.new_ones(p.shape) if not scales else scales[0][0].expand(p.shape)
-        for f, _ in scales[1:]:
-            total = total * f
-        columns.append(total.flatten())
-    return torch.stack(columns, 1)
 
 
 def _sides(

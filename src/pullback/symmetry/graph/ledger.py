@@ -363,10 +363,6 @@ class Readers:
         """Whether these rows of the weight are another layer's, too."""
         return any(self._owners[made.weight, int(made.rows[i])] > 1 for i in outputs)
 
-    def clean(self, rows: tuple[Row, ...]) -> bool:
-        """Whether only recorded events read these outputs."""
-        return not any(r in self.ledger.touched for r in rows)
-
     def reading(self, p: int) -> list[tuple[Reading, bool]] | None:
         """The events that read all outputs of a producer; None where they differ or are touched."""
         rows = [(p, i) for i in range(len(self.ledger.producers[p].rows))]
@@ -375,21 +371,18 @@ class Readers:
         return first if alike else None
 
     def together(self, rows: tuple[Row, ...]) -> list[tuple[Reading, bool]] | None:
-        """The events of outputs that are always read together, in one order; else None."""
+        """The only readers of outputs that are always read together, in one order; else None."""
         events = self.of.get(rows[0], [])
-        for event, second in events:
-            read = event.where if second else event.rows
-            if read != rows:
-                return None
-        return events if all(self.of.get(r) == events for r in rows) else None
+        if any((event.where if second else event.rows) != rows for event, second in events):
+            return None
+        alike = all(r not in self.ledger.touched and self.of.get(r) == events for r in rows)
+        return events if alike else None
 
-
-def source_of(readers: Readers, rows: tuple[Row, ...]) -> tuple[Producer, list[int]] | None:
-    """The layer whose outputs these are; norms and shared layers are no candidates."""
-    made = readers.ledger.producers[rows[0][0]]
-    if any(p != rows[0][0] for p, _ in rows) or made.kind not in ("linear", "conv"):
-        return None
-    outputs = [i for _, i in rows]
-    if len(set(outputs)) != len(outputs) or readers.shared(made, outputs):
-        return None
-    return made, outputs
+    def source(self, rows: tuple[Row, ...]) -> tuple[Producer, list[int]] | None:
+        """The layer whose outputs these are; norms and shared layers are no candidates."""
+        made, outputs = self.ledger.producers[rows[0][0]], [i for _, i in rows]
+        if any(p != rows[0][0] for p, _ in rows) or made.kind not in ("linear", "conv"):
+            return None
+        if len(set(outputs)) != len(outputs) or self.shared(made, outputs):
+            return None
+        return made, outputs

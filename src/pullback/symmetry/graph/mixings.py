@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..actions.charts import ChartAction
 from ..actions.scaling import Action, Leg, Mixing, Scaling, connected
-from .ledger import Ledger, Producer, Readers, Reading, Row, source_of
+from .ledger import Ledger, Producer, Readers, Reading, Row
 from .scales import Form
 from .walk import ParameterRegion, Walk
 
@@ -181,7 +181,7 @@ def _partners(ledger: Ledger, readers: Readers, rows: Rows) -> list[Rows] | None
     made, events = ledger.producers[p], readers.together(rows)
     if any(q != p for q, _ in rows) or len(set(outputs)) != len(outputs):
         return None
-    if events is None or not readers.clean(rows) or None in made.terms:
+    if events is None or None in made.terms:
         return None
     if made.kind not in ("linear", "conv", "embedding", "sum"):
         return None
@@ -247,8 +247,8 @@ def _against(
     sides: list[list[tuple[str, Tensor]]] = [[], []]
     for k in (0, 1):
         for rows in dict.fromkeys(e.where if k else e.rows for e in members):
-            source, events = source_of(readers, rows), readers.together(rows)
-            if source is None or events is None or not readers.clean(rows):
+            source, events = readers.source(rows), readers.together(rows)
+            if source is None or events is None:
                 return None
             if any(e.kind != "pair" or second != bool(k) for e, second in events):
                 return None

@@ -13,10 +13,11 @@ from fractions import Fraction
 from math import lcm
 
 import torch
+from torch import Tensor
 
 from ..actions.scaling import Action, Leg, Parameters, connected
 from ..actions.shifts import Reader, Shift, bias_shift, common_shift, folded_shift, mean_shift
-from .ledger import Ledger, Producer, Readers, Reading, Row, source_of
+from .ledger import Ledger, Producer, Readers, Reading, Row
 from .walk import Walk
 
 
@@ -71,13 +72,18 @@ def _moved_bias(walk: Walk, made: Producer, rows: list[Row], readers: Readers) -
         found = []
         for k, (event, _) in enumerate(events):
             reader = walk.ledger.producers[event.where["reader"]]
-            if reader.bias is None or reader.bias_rows is None or event.where.get("padded"):
+            if reader.bias is None or event.where.get("padded"):
                 return
             at = torch.tensor([_place(readers.of[r][k][0], r) for r in rows])
-            weight = str(reader.weight)
-            found.append((Reader(reader.bias, reader.bias_rows, weight, reader.rows, at), 1))
+            found.append((_reader(reader, at), 1))
         into = ", ".join(dict.fromkeys(r.bias for r, _ in found))
         yield bias_shift(n, [source], found, about=f"shift of {name} into {into}")
+
+
+def _reader(made: Producer, columns: Tensor) -> Reader:
+    """A linear layer as one that reads constants at these columns."""
+    places = columns[:0] if made.bias_rows is None else made.bias_rows
+    return Reader(str(made.bias), places, str(made.weight), made.rows, columns)
 
 
 def _place(event: Reading, row: Row) -> int:
@@ -89,8 +95,8 @@ def _common(
     ledger: Ledger, readers: Readers, event: Reading, params: Parameters
 ) -> Iterator[Action]:
     """A shift of all of a layer's outputs that a norm or a softmax takes away."""
-    source, events = source_of(readers, event.rows), readers.together(event.rows)
-    if source is None or events is None or len(events) != 1 or not readers.clean(event.rows):
+    source, events = readers.source(event.rows), readers.together(event.rows)
+    if source is None or events is None or len(events) != 1:
         return
     made, outputs = source
     inputs = event.kind == "softmax" or event.where.get("inputs", False)
@@ -120,9 +126,7 @@ def _mean(ledger: Ledger, event: Reading) -> Iterator[Action]:
         return
     columns = torch.tensor(event.where["at"])[torch.tensor(outputs).argsort()]
     about = f"mean direction of {norm.about or 'a layer norm'} in {reader.about}"
-    places = columns if reader.bias_rows is None else reader.bias_rows
-    read = Reader(str(reader.bias), places, str(reader.weight), reader.rows, columns)
-    yield mean_shift(read, norm.weight, norm.bias, about, reader.bias_rows is not None)
+    yield mean_shift(_reader(reader, columns), norm.weight, norm.bias, about)
 
 
 Solution = dict[str, int]  # s by the name of a bias or table
@@ -244,11 +248,8 @@ def _shift(
         for event, _ in (readers.reading(p) or []) if t[p] else []:
             if event.kind == "linear":
                 made = ledger.producers[event.where["reader"]]
-                assert made.bias is not None
-                assert made.bias_rows is not None
-                at = [_place(event, (p, i)) for i in range(len(event.rows))]
-                where = (made.bias, made.bias_rows, str(made.weight), made.rows, torch.tensor(at))
-                found.append((Reader(*where), int(t[p])))
+                at = torch.tensor([_place(event, (p, i)) for i in range(len(event.rows))])
+                found.append((_reader(made, at), int(t[p])))
     width = max(len(ledger.producers[p].rows) for p in members)
     moved = list(dict.fromkeys([*(leg.name for leg in legs), *(r.bias for r, _ in found)]))
     about = f"{'uniform ' if uniform else ''}shift of {moved[0]}"
