@@ -203,20 +203,10 @@ def find(
     graph, specialized = trace(run)
     walk.run(graph, run)
     notes = [SPECIALIZED, *walk.notes] if specialized else walk.notes
-    return _verified(run, candidates(walk, run), group, notes)
-
-
-def candidates(walk: Walk, run: Example) -> list[Action]:
-    """What the graph suggests."""
     params = with_values(run.params, walk.matrices)
     mixed = mixings(walk)  # first: their scales are not counted again
-    found = [
-        *scalings(walk),
-        *mixed,
-        *shifts(walk, params),
-        *streams(walk.ledger, params),
-    ]
-    return [in_parameters(action, walk.matrices) for action in found]
+    found = [*scalings(walk), *mixed, *shifts(walk, params), *streams(walk.ledger, params)]
+    return _verified(run, [in_parameters(a, walk.matrices) for a in found], group, notes)
 
 
 def _verified(run: Example, actions: Sequence[Action], group: Group, notes: list[str]) -> Symmetry:
@@ -249,5 +239,4 @@ def scalings_of(symmetry: Any, model: nn.Module | None) -> tuple[list[Scaling], 
         )
     if symmetry is None:
         symmetry = find(plain(model))
-    found = getattr(symmetry, "actions", getattr(symmetry, "scalings", symmetry))
-    return two_sided(found), model
+    return two_sided(getattr(symmetry, "actions", symmetry)), model

@@ -365,10 +365,6 @@ class OrbitGram(Gram):
         bad = self._dead | ~(self._diagonal > 0)
         self._diagonal = torch.where(bad, 1.0, self._diagonal)
 
-    def _scaled(self, v: Tensor) -> Tensor:
-        """The diagonal's inverse times v."""
-        return v / self._diagonal
-
     def matvec(self, v: Tensor) -> Tensor:
         """K v on the living units, v on the dead ones."""
         alive, out = torch.where(self._dead, 0.0, v), torch.zeros_like(v)
@@ -393,7 +389,9 @@ class OrbitGram(Gram):
         """K⁻¹ rhs, 0 on dead units; to round-off, or with a relative residual of this size."""
         rhs = torch.where(self._dead, 0.0, rhs)
         if len(rhs) > _DENSE:
-            cg = ConjugateGradient(0.0, tol=tolerance or 0.0, preconditioner=self._scaled)
+            cg = ConjugateGradient(
+                0.0, tol=tolerance or 0.0, preconditioner=lambda v: v / self._diagonal
+            )
             return cg.solve(self, rhs).x
         # unit diagonal: units of very different size do not spoil each other
         k = self.dense()

@@ -69,30 +69,36 @@ def linear(walk: Walk, x: Act, weight: Ref) -> Act:
     if bool((incoming != ZERO).any()):  # else the weight is not seen
         walk.hold(weight, atoms, walk.scales.power(incoming.mT, -1))
     units = [
-        _reader(walk, part, weight.moved(lambda t, k=k: t[k]), atoms[k, 0])
+        _matrix_reader(walk, part, weight.moved(lambda t, k=k: t[k]), atoms[k, 0])
         for k, part in enumerate(x.unit.split(b // count))
     ]
     return Act.of(atoms, (b, n, m), torch.stack(units)[:, None])
 
 
-def _reader(walk: Walk, units: Tensor, weight: Ref, atoms: Tensor) -> Tensor:
+def _matrix_reader(walk: Walk, units: Tensor, weight: Ref, atoms: Tensor) -> Tensor:
     """A linear layer with weight (i, m) reads units (b, n, i): its own, (m,)."""
-    found, units = walk.matrix(weight), collapse(units)
+    found = walk.matrix(weight)
     if found is None:
-        walk.ledger.touch(units)
+        walk.ledger.touch(collapse(units))
         return torch.full((weight.view[1],), NONE)
     name, rows, columns = found
-    made = walk.ledger.produce(
-        Producer("linear", name, rows, atoms, about=weight.name.rpartition(".")[0])
-    )
-    reader = len(walk.ledger.producers) - 1
-    flat = units.expand(*units.shape[:2], weight.view[0])
-    lines = flat.reshape(-1, weight.view[0]).unique(dim=0)
+    made = Producer("linear", name, rows, atoms, about=weight.name.rpartition(".")[0])
+    return _reader(walk, units, made, columns.tolist())
+
+
+def _reader(
+    walk: Walk, units: Tensor, made: Producer, columns: list[int], padded: bool = False
+) -> Tensor:
+    """A layer reads units (…, i) at columns (i,): its own, (m,)."""
+    own, small = walk.ledger.produce(made), collapse(units)
+    flat = small.expand(*small.shape[:-1], len(columns))
+    lines = flat.reshape(-1, len(columns)).unique(dim=0)
     if len(lines) == 1:
-        walk.ledger.read("linear", lines[0], columns.tolist(), reader=reader)
+        reader = len(walk.ledger.producers) - 1
+        walk.ledger.read("linear", lines[0], columns, reader=reader, padded=padded)
     else:  # outputs of a recurrent layer at all times
-        walk.ledger.touch(units)
-    return made
+        walk.ledger.touch(small)
+    return own
 
 
 def paired(walk: Walk, x: Act, y: Act) -> Act:
@@ -183,23 +189,10 @@ def _conv(
     if groups > 1 or transposed or not weight.complete:
         walk.touch(x)
     else:
-        unit = _conv_reader(walk, x, weight, atoms, any(padding))
+        about = weight.name.rpartition(".")[0]
+        made = Producer("conv", weight.name, torch.arange(len(atoms)), atoms, about=about)
+        unit = _reader(walk, x.unit.movedim(1, -1), made, [*range(x.shape[1])], any(padding))
     return Act.of(_spread(atoms, shape), shape, _spread(unit, shape) if unit.ndim else unit)
-
-
-def _conv_reader(walk: Walk, x: Act, weight: Ref, atoms: Tensor, padded: bool) -> Tensor:
-    about = weight.name.rpartition(".")[0]
-    made = walk.ledger.produce(
-        Producer("conv", weight.name, torch.arange(len(atoms)), atoms, about=about)
-    )
-    units = collapse(x.unit)
-    if units.numel() == units.shape[1]:
-        listed = units.flatten().expand(x.shape[1])
-        reader = len(walk.ledger.producers) - 1
-        walk.ledger.read("linear", listed, range(x.shape[1]), reader=reader, padded=padded)
-    else:
-        walk.ledger.touch(units)
-    return made
 
 
 def _spread(labels: Tensor, shape: torch.Size) -> Tensor:

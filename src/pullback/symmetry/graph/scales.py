@@ -112,20 +112,16 @@ class Scales:
                 return ZERO
             form = self.solved(self.forms[x])
             if any((top * k) % bottom for _, k in form):
-                self.vanish_all(form)
+                for i, _ in form:
+                    self.vanish(((i, 1),))
                 return FIXED
             return self.label(tuple((i, top * k // bottom) for i, k in form if top))
 
         return each(a, raised)
 
-    def vanish_all(self, form: Form) -> None:
-        """Fix every atom of a form."""
-        for a, _ in self.solved(form):
-            self.vanish(((a, 1),))
-
     def fix(self, a: Tensor) -> None:
         """Entries with these labels are not scaled."""
-        for x in _distinct(a):
+        for x in collapse(a).unique().tolist():
             if x > 0:
                 self.vanish(self.forms[x])
 
@@ -151,10 +147,6 @@ def _sum(a: Form, b: Form, sign: int) -> Form:
 
 def _form(total: dict[int, int]) -> Form:
     return tuple(sorted((a, k) for a, k in total.items() if k))
-
-
-def _distinct(a: Tensor) -> list[int]:
-    return collapse(a).unique().tolist()
 
 
 def collapse(t: Tensor) -> Tensor:

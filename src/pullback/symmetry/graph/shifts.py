@@ -151,13 +151,13 @@ def _components(ledger: Ledger) -> list[list[int]]:
 
 
 def _held(
-    ledger: Ledger, members: Sequence[int], names: dict[int, str], s: dict[str, Fraction]
-) -> dict[int, Fraction]:
+    ledger: Ledger, members: Sequence[int], names: dict[int, str], s: Solution
+) -> dict[int, int]:
     """t for every member."""
-    t: dict[int, Fraction] = {}
+    t: dict[int, int] = {}
     for p in members:
         terms = [t[q] for q in ledger.producers[p].terms if q is not None]
-        t[p] = sum(terms, s.get(names.get(p, ""), Fraction(0)))
+        t[p] = sum(terms, s.get(names.get(p, ""), 0))
     return t
 
 
@@ -167,7 +167,7 @@ def _solutions(
     """A basis of whole-numbered s, and which of them are for multiples of the ones only."""
     names = _sources(ledger, members)
     sources = list(dict.fromkeys(names.values()))
-    columns = [_held(ledger, members, names, {name: Fraction(1)}) for name in sources]
+    columns = [_held(ledger, members, names, {name: 1}) for name in sources]
     strict, loose = (
         [p for p in members if not _absorbed(ledger, readers, p, uniform=uniform)]
         for uniform in (False, True)
@@ -211,9 +211,9 @@ def _absorbs(ledger: Ledger, event: Reading, second: bool, uniform: bool) -> boo
     return event.kind in ("sum", "null") or (event.kind == "pair" and second)
 
 
-def _kernel(rows: list[list[Fraction]], n: int) -> list[list[int]]:
+def _kernel(rows: list[list[int]], n: int) -> list[list[int]]:
     """Whole-numbered vectors that span the kernel of a matrix (·, n)."""
-    matrix, pivots = [list(r) for r in rows], []
+    matrix, pivots = [[Fraction(x) for x in row] for row in rows], []
     for column in range(n):
         at = len(pivots)
         found = next((i for i in range(at, len(matrix)) if matrix[i][column]), None)
@@ -242,14 +242,14 @@ def _shift(
     producers = {name: ledger.producers[p] for p, name in names.items()}
     sources = {n: made.source(range(len(made.rows))) for n, made in producers.items()}
     legs = [Leg(n, leg.unit, solution[n]) for n, leg in sources.items() if leg and n in solution]
-    t = _held(ledger, members, names, {n: Fraction(k) for n, k in solution.items()})
+    t = _held(ledger, members, names, solution)
     found = []
     for p in members:
         for event, _ in (readers.reading(p) or []) if t[p] else []:
             if event.kind == "linear":
                 made = ledger.producers[event.where["reader"]]
                 at = torch.tensor([_place(event, (p, i)) for i in range(len(event.rows))])
-                found.append((_reader(made, at), int(t[p])))
+                found.append((_reader(made, at), t[p]))
     width = max(len(ledger.producers[p].rows) for p in members)
     moved = list(dict.fromkeys([*(leg.name for leg in legs), *(r.bias for r, _ in found)]))
     about = f"{'uniform ' if uniform else ''}shift of {moved[0]}"

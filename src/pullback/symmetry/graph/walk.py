@@ -105,9 +105,9 @@ class Walk:
             out = known(self, node, list(args), dict(kwargs))
             if out is not NotImplemented:
                 return out
-        return self.give_up(node, name, args, kwargs)
+        return self.give_up(node, args, kwargs)
 
-    def give_up(self, node: Node, name: str, args: Any, kwargs: Any) -> Any:
+    def give_up(self, node: Node, args: Any, kwargs: Any) -> Any:
         """Fix the scales of all inputs and outputs of an operation without a rule."""
         for value in pytree.tree_leaves((args, kwargs)):
             if isinstance(value, (Act, Ref)):
