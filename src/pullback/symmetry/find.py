@@ -62,9 +62,8 @@ class Symmetry:
 
     @property
     def scalings(self) -> list[Scaling]:
-        """The actions that scale whole parameters entry by entry: what slices are made for."""
-        plain = [a for a in self.actions if isinstance(a, Scaling)]
-        return [a for a in plain if all(leg.complete for leg in a.legs)]
+        """The actions that multiply some weights and divide others: what slices are made for."""
+        return two_sided(self.actions)
 
     @property
     def dimension(self) -> int:
@@ -124,7 +123,7 @@ class Symmetry:
 
     def slice(self, kind: str = "balanced") -> Slice:
         """A slice of the scalings' orbits: "balanced", "layer-balanced" or "equal-norm"."""
-        return make_slice(kind, two_sided(self.actions), self.example.model)
+        return make_slice(kind, self.scalings, self.example.model)
 
     def retract_(self, kind: str = "balanced") -> Retraction:
         """Move the model's parameters onto a slice; the function does not change."""

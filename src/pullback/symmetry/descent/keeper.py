@@ -249,10 +249,7 @@ class Keeper:
         model: whose parameters are scaled.
         scalings: its symmetries. Those that touch a parameter that is not optimized are left out.
         kind: of the slice, one of `SLICES`, or a function of the scalings that chooses one.
-        every: retract after every `every` steps.
-        sweeps: how often all units are balanced in a retraction; None: every other layer, in turn.
-        captured: how many steps are recorded in one CUDA graph; None: steps are not recorded, or
-            they are all alike.
+        every, sweeps, captured: as in `SliceSGD`.
         watched: whether `run` returns log-scales, for state that cannot follow by itself.
     """
 

@@ -32,7 +32,7 @@ def scalings(walk: Walk) -> list[Action]:
     reached = [(norm, _reached(walk, labels, units)) for norm, labels in walk.folds]
     out: list[Action] = []
     for s, found in enumerate(legs):
-        scaling = Scaling(sizes[s], _joined(found), _about(found))
+        scaling = Scaling(sizes[s], found, _about(found))
         mine = {norm.shift: norm for norm, those in reached if s in those}
         # x ← αx, g ← g/α leaves g x/σ alone, and the norm's constant stays if β changes with g
         out.append(ChartAction(scaling, mine) if mine else scaling)
@@ -90,24 +90,6 @@ def _legs(walk: Walk, name: str, array: Tensor, units: Units) -> Iterator[tuple[
             table[k] = unit
     for (scaling, power, _), table in tables.items():
         yield scaling, Leg(name, table[place].view(array.shape), power)
-
-
-def _joined(legs: list[Leg]) -> list[Leg]:
-    """Legs of different regions of one parameter as one."""
-    out: list[Leg] = []
-    for leg in legs:
-        for i, other in enumerate(out):
-            alike = (other.name, other.power, other.unit.shape) == (
-                leg.name,
-                leg.power,
-                leg.unit.shape,
-            )
-            if alike and not bool(((other.unit >= 0) & (leg.unit >= 0)).any()):
-                out[i] = Leg(leg.name, torch.maximum(other.unit, leg.unit), leg.power)
-                break
-        else:
-            out.append(leg)
-    return out
 
 
 def _reached(walk: Walk, labels: Tensor, units: Units) -> set[int]:

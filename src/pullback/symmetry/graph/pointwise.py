@@ -22,9 +22,11 @@ def add(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """Both sides have one scale."""
     x, y = args[:2]
     if not isinstance(y, (Act, Ref)):
-        return _constant_added(walk, node, x, y)
-    if not isinstance(x, (Act, Ref)):
-        return _constant_added(walk, node, y, x)
+        act = walk.act(x)
+        walk.touch(act)
+        if abs(y) > _GUARD:
+            walk.scales.fix(act.scale)
+        return act.plain()
     if isinstance(x, Ref) and isinstance(y, Act):
         x, y = y, x
     if "add" not in str(node.target) or kwargs.get("alpha", 1) != 1:
@@ -36,14 +38,6 @@ def add(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
             y = y.plain()
         return added(walk, one.plain(), y)
     return added(walk, walk.act(x), y)
-
-
-def _constant_added(walk: Walk, node: Node, x: Value, number: float) -> Any:
-    act = walk.act(x)
-    walk.touch(act)
-    if abs(number) > _GUARD:
-        walk.scales.fix(act.scale)
-    return act.plain()
 
 
 def added(walk: Walk, x: Act, y: Value) -> Act:
@@ -146,11 +140,6 @@ def mul(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
         return NotImplemented
     if not isinstance(y, (Act, Ref)):
         return scaled(walk, x, y if sign > 0 or not y else 1 / y)
-    if not isinstance(x, (Act, Ref)):
-        if sign > 0:
-            return scaled(walk, y, x)
-        act = walk.act(y)
-        return Act.of(walk.scales.power(act.scale, -1), act.shape)
     if sign > 0 and isinstance(x, Ref) and isinstance(y, Act):
         x, y = y, x
     if sign > 0 and isinstance(x, Act) and isinstance(y, Ref):
@@ -249,8 +238,6 @@ def powers(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> A
 )
 def reduced(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """One scale along the axes that are summed over."""
-    if len(args) > 1 and isinstance(args[1], (Act, Ref)):
-        return add(walk, node, args, {})  # the larger of two tensors
     act, name = walk.act(args[0]), str(getattr(node.target, "_opname", ""))
     shape, ndim = shapes(node)[0], len(act.shape)
     given = args[2:] if "norm" in name else args[1:]
