@@ -13,6 +13,7 @@ from .._core.errors import PullbackError, refuse_unknown
 from .actions.charts import ChartAction, in_parameters, with_values
 from .actions.scaling import Action, Scaling, two_sided
 from .graph import layers, pointwise, structural
+from .graph.ledger import Readers
 from .graph.mixings import mixings, scalings
 from .graph.shifts import shifts, streams
 from .graph.tracing import Example, guess_input, trace
@@ -203,8 +204,9 @@ def find(
     walk.run(graph, run)
     notes = [SPECIALIZED, *walk.notes] if specialized else walk.notes
     params = with_values(run.params, walk.matrices)
-    mixed = mixings(walk)  # first: their scales are not counted again
-    found = [*scalings(walk), *mixed, *shifts(walk, params), *streams(walk.ledger, params)]
+    readers = Readers(walk.ledger)
+    mixed = mixings(walk, readers)  # first: their scales are not counted again
+    found = [*scalings(walk), *mixed, *shifts(walk, readers, params), *streams(readers, params)]
     return _verified(run, [in_parameters(a, walk.matrices) for a in found], group, notes)
 
 

@@ -21,9 +21,9 @@ from .ledger import Ledger, Producer, Readers, Reading, Row
 from .walk import Walk
 
 
-def shifts(walk: Walk, params: Parameters) -> Iterator[Action]:
+def shifts(walk: Walk, readers: Readers, params: Parameters) -> Iterator[Action]:
     """Biases that other biases can take over, or that do nothing."""
-    readers, ledger = Readers(walk.ledger), walk.ledger
+    ledger = readers.ledger
     for p, made in enumerate(ledger.producers):
         rows = [(p, i) for i in range(len(made.rows))]
         rows = [r for r in rows if r not in ledger.touched and r in readers.of]
@@ -35,7 +35,7 @@ def shifts(walk: Walk, params: Parameters) -> Iterator[Action]:
             yield from _moved_bias(walk, made, group, readers)
     for event in ledger.events:
         if event.kind in ("norm", "softmax"):
-            yield from _common(ledger, readers, event, params)
+            yield from _common(readers, event, params)
         elif event.kind == "linear":
             yield from _mean(ledger, event)
 
@@ -91,9 +91,7 @@ def _place(event: Reading, row: Row) -> int:
     return event.where["at"][event.rows.index(row)]
 
 
-def _common(
-    ledger: Ledger, readers: Readers, event: Reading, params: Parameters
-) -> Iterator[Action]:
+def _common(readers: Readers, event: Reading, params: Parameters) -> Iterator[Action]:
     """A shift of all of a layer's outputs that a norm or a softmax takes away."""
     source, events = readers.source(event.rows), readers.together(event.rows)
     if source is None or events is None or len(events) != 1:
@@ -132,13 +130,12 @@ def _mean(ledger: Ledger, event: Reading) -> Iterator[Action]:
 Solution = dict[str, int]  # s by the name of a bias or table
 
 
-def streams(ledger: Ledger, params: Parameters) -> Iterator[Action]:
+def streams(readers: Readers, params: Parameters) -> Iterator[Action]:
     """The shifts of every group of layers that sums connect."""
-    readers = Readers(ledger)
-    for members in _components(ledger):
-        for solution, uniform in _solutions(ledger, readers, members):
-            yield _shift(ledger, readers, members, solution, uniform)
-        yield from _unseen(ledger, readers, members, params)
+    for members in _components(readers.ledger):
+        for solution, uniform in _solutions(readers, members):
+            yield _shift(readers, members, solution, uniform)
+        yield from _unseen(readers, members, params)
 
 
 def _components(ledger: Ledger) -> list[list[int]]:
@@ -161,15 +158,14 @@ def _held(
     return t
 
 
-def _solutions(
-    ledger: Ledger, readers: Readers, members: Sequence[int]
-) -> list[tuple[Solution, bool]]:
+def _solutions(readers: Readers, members: Sequence[int]) -> list[tuple[Solution, bool]]:
     """A basis of whole-numbered s, and which of them are for multiples of the ones only."""
+    ledger = readers.ledger
     names = _sources(ledger, members)
     sources = list(dict.fromkeys(names.values()))
     columns = [_held(ledger, members, names, {name: 1}) for name in sources]
     strict, loose = (
-        [p for p in members if not _absorbed(ledger, readers, p, uniform=uniform)]
+        [p for p in members if not _absorbed(readers, p, uniform=uniform)]
         for uniform in (False, True)
     )
     out = basis = _kernel([[c[p] for c in columns] for p in strict], len(sources))
@@ -196,10 +192,12 @@ def _sources(ledger: Ledger, members: Sequence[int]) -> dict[int, str]:
     return {p: leg.name for p, leg in found.items() if leg.name not in odd}
 
 
-def _absorbed(ledger: Ledger, readers: Readers, p: int, *, uniform: bool) -> bool:
+def _absorbed(readers: Readers, p: int, *, uniform: bool) -> bool:
     """Whether every reader of a producer can absorb an added constant."""
     events = readers.reading(p)
-    return events is not None and all(_absorbs(ledger, e, second, uniform) for e, second in events)
+    return events is not None and all(
+        _absorbs(readers.ledger, e, second, uniform) for e, second in events
+    )
 
 
 def _absorbs(ledger: Ledger, event: Reading, second: bool, uniform: bool) -> bool:
@@ -235,9 +233,8 @@ def _kernel(rows: list[list[int]], n: int) -> list[list[int]]:
     return out
 
 
-def _shift(
-    ledger: Ledger, readers: Readers, members: Sequence[int], solution: Solution, uniform: bool
-) -> Shift:
+def _shift(readers: Readers, members: Sequence[int], solution: Solution, uniform: bool) -> Shift:
+    ledger = readers.ledger
     names = _sources(ledger, members)
     producers = {name: ledger.producers[p] for p, name in names.items()}
     sources = {n: made.source(range(len(made.rows))) for n, made in producers.items()}
@@ -257,19 +254,17 @@ def _shift(
     return bias_shift(width, legs, found, uniform, about)
 
 
-def _unseen(
-    ledger: Ledger, readers: Readers, members: Sequence[int], params: Parameters
-) -> Iterator[Shift]:
+def _unseen(readers: Readers, members: Sequence[int], params: Parameters) -> Iterator[Shift]:
     """Yield common shifts of the weights of layers that only norms read."""
     blind: dict[int, bool] = {}
     for p in reversed(members):
         events = readers.reading(p)
-        sums = [q for q in members if p in ledger.producers[q].terms]
+        sums = [q for q in members if p in readers.ledger.producers[q].terms]
         norms = [e for e, _ in events or [] if e.kind == "norm" and e.where.get("inputs")]
         other = [e for e, _ in events or [] if e.kind not in ("norm", "sum")]
         seen = events is None or other or not (norms or sums) or not all(blind[q] for q in sums)
         blind[p] = not seen
-        made = ledger.producers[p]
+        made = readers.ledger.producers[p]
         mine = blind[p] and made.kind == "linear" and made.weight is not None
         if mine and not readers.shared(made, list(range(len(made.rows)))):
             weight = str(made.weight)
