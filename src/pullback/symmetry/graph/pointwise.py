@@ -180,8 +180,8 @@ def gained(walk: Walk, x: Act, gain: Ref, kind: str) -> Act:
 
 
 @rule(
-    *("relu", "leaky_relu", "abs", "neg", "positive", "_prelu_kernel", "prelu"),
-    *("rrelu", "rrelu_with_noise", "rrelu_with_noise_functional", "native_dropout"),
+    *("relu", "leaky_relu", "abs", "neg", "_prelu_kernel", "native_dropout"),
+    *("rrelu_with_noise", "rrelu_with_noise_functional"),
 )
 def homogeneous(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """f(αx) = αf(x) for α > 0."""
@@ -262,7 +262,7 @@ def _without(t: Tensor, dims: list[int]) -> Tensor:
     return t.reshape([n for d, n in enumerate(t.shape) if d not in dims])
 
 
-@rule("_softmax", "_log_softmax", "_safe_softmax", "softmax", "log_softmax")
+@rule("_softmax", "_log_softmax", "_safe_softmax")
 def softmax(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """Fixes scales; takes a common shift away."""
     act, dim = walk.act(args[0]), args[1]

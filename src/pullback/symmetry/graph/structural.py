@@ -15,8 +15,8 @@ from .walk import Walk, result, rule, shapes, with_constants
 
 @rule(
     *("t", "transpose", "permute", "expand", "squeeze", "unsqueeze", "slice", "select", "flip"),
-    *("movedim", "narrow", "roll", "repeat", "unfold", "diagonal", "numpy_T", "swapaxes"),
-    *("channel_shuffle", "pixel_shuffle", "pixel_unshuffle", "swapdims", "expand_as"),
+    *("roll", "repeat", "unfold", "diagonal", "channel_shuffle", "pixel_shuffle"),
+    "pixel_unshuffle",
 )
 def moved(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """The same operation on the labels."""
@@ -32,28 +32,23 @@ def operation(node: Node) -> Callable[..., Any]:
     return node.target
 
 
-@rule("view", "_unsafe_view", "reshape", "view_copy", "_reshape_alias", "flatten", "unflatten")
+@rule("view", "_unsafe_view", "view_copy", "_reshape_alias")
 def reshaped(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """The same entries in another shape."""
     shape = shapes(node)[0]
-    if not isinstance(args[1], (list, tuple, torch.Size)) and "view" in str(node.target):
+    if not isinstance(args[1], (list, tuple, torch.Size)):
         return args[0]  # another dtype
     return args[0].moved(lambda t: t.reshape(shape))
 
 
-@rule(
-    "split", "split_with_sizes", "chunk", "unbind", "unsafe_split", "unsafe_chunk", "tensor_split"
-)
+@rule("split", "split_with_sizes", "unbind", "unsafe_split")
 def parts(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """Several pieces of a tensor."""
     count, target = len(shapes(node)), operation(node)
     return [args[0].moved(lambda t, i=i: target(t, *args[1:], **kwargs)[i]) for i in range(count)]
 
 
-@rule(
-    *("clone", "contiguous", "alias", "detach", "_to_copy", "lift_fresh_copy", "lift_fresh"),
-    *("to", "lift", "positive", "_conj"),
-)
+@rule("clone", "alias", "detach", "_to_copy", "lift_fresh_copy", "lift_fresh", "lift", "_conj")
 def same(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """The tensor itself."""
     return args[0]
@@ -105,14 +100,13 @@ def triangle(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) ->
 
 
 @rule(
-    *("max_pool1d", "max_pool2d", "max_pool3d", "max_pool2d_with_indices"),
-    *("max_pool3d_with_indices", "avg_pool1d", "avg_pool2d", "avg_pool3d"),
-    *("_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "adaptive_avg_pool1d", "adaptive_max_pool1d"),
-    *("adaptive_max_pool2d", "adaptive_max_pool3d", "upsample_nearest1d", "upsample_nearest2d"),
-    *("upsample_nearest3d", "upsample_bilinear2d", "upsample_linear1d", "upsample_trilinear3d"),
-    *("_upsample_nearest_exact2d", "_upsample_bilinear2d_aa", "upsample_bicubic2d"),
-    *("adaptive_avg_pool2d", "adaptive_avg_pool3d", "reflection_pad1d", "reflection_pad2d"),
-    *("reflection_pad3d", "replication_pad1d", "replication_pad2d", "replication_pad3d"),
+    *("max_pool2d_with_indices", "max_pool3d_with_indices", "avg_pool2d", "avg_pool3d"),
+    *("_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "adaptive_max_pool2d", "adaptive_max_pool3d"),
+    *("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "upsample_linear1d"),
+    *("upsample_bilinear2d", "upsample_trilinear3d", "upsample_bicubic2d"),
+    *("_upsample_nearest_exact2d", "_upsample_bilinear2d_aa"),
+    *("reflection_pad1d", "reflection_pad2d", "reflection_pad3d"),
+    *("replication_pad1d", "replication_pad2d", "replication_pad3d"),
 )
 def pooled(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """Neighbors within a channel are compared, averaged or repeated."""
@@ -123,7 +117,7 @@ def pooled(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> A
     return with_constants(node, Act.of(merged, shapes(node)[0]))
 
 
-@rule("index_select", "gather", "index", "take_along_dim")
+@rule("index_select", "gather", "index")
 def picked(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """Entries picked by an index that is not looked at: one scale along the axes it runs over."""
     act, shape, name = walk.act(args[0]), shapes(node)[0], str(node.target)
