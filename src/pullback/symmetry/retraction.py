@@ -66,8 +66,7 @@ class ScalingUnits:
         for scaling in self.scalings:
             for leg in scaling.legs:
                 w = params[leg.name]
-                shape = [1] * (w.ndim - leg.unit.ndim) + list(leg.unit.shape)
-                unit = leg.unit.to(w.device).reshape(shape)
+                unit = leg.on(w).unit
                 if scaling.units == 1 and leg.complete:
                     unit = unit.new_zeros([1] * w.ndim)
                 unit = torch.where(unit < 0, -1, unit + start)

@@ -84,6 +84,11 @@ class Leg:
         rest = torch.cat([t, t.new_zeros(*t.shape[:-1], 1)], -1)  # for −1: not moved
         return self.power * rest[..., self.unit.to(t.device)]
 
+    def on(self, w: Tensor) -> Leg:
+        """The leg with a unit index that has as many axes as w, on its device."""
+        shape = [1] * (w.ndim - self.unit.ndim) + list(self.unit.shape)
+        return Leg(self.name, self.unit.to(w.device).reshape(shape), self.power)
+
     @property
     def complete(self) -> bool:
         """Whether every entry belongs to a unit."""

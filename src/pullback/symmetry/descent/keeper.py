@@ -46,11 +46,9 @@ class _Side:
     """One leg of a scaling, ready to be reduced and scaled."""
 
     def __init__(self, leg: Leg, units: int, w: Tensor) -> None:
-        shape = [1] * (w.ndim - leg.unit.ndim) + list(leg.unit.shape)
-        unit = leg.unit.to(w.device).reshape(shape)
-        self.w, self.leg, self._units = w, Leg(leg.name, unit, leg.power), units
+        self.w, self.leg, self._units = w, leg.on(w), units
         #: whether there is one place for each unit, in order
-        self._ordered = torch.equal(unit.flatten(), torch.arange(units, device=unit.device))
+        self._ordered = torch.equal(self.leg.unit.flatten(), torch.arange(units, device=w.device))
 
     def norms(self) -> Tensor:
         """|w_u| of each unit, (units,)."""

@@ -51,7 +51,7 @@ class Act:
         return Act(move(self.scale), move(self.unit))
 
     def plain(self) -> Act:
-        """The same entries after something happened to them."""
+        """The same scales, of entries that are no layer's outputs any more."""
         return Act.of(self.scale, self.shape)
 
 
