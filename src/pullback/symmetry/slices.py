@@ -148,7 +148,7 @@ class Slice(ABC):
         eye = torch.eye(k, dtype=space.dtype, device=space.device)
         # solved first: dead units have no normal
         solved = [self._conormal(self._solve(e, orbits=False)) for e in eye]
-        normals = torch.stack([space.flatten(self._full(v)) for v in solved])
+        normals = torch.stack([space.flatten({n: v.get(n) for n in self.params}) for v in solved])
         u, s, _ = torch.linalg.svd(normals.mT, full_matrices=True)
         rank = int((s > s[0] * len(s) * torch.finfo(s.dtype).eps).sum()) if k else 0
         return u[:, rank:]
@@ -165,9 +165,6 @@ class Slice(ABC):
 
     def _space(self) -> ParameterSpace:
         return ParameterSpace({n: w for n, w in self.params.items() if w.requires_grad})
-
-    def _full(self, v: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
-        return {n: v.get(n) for n in self.params}
 
     def _named(self, v: Tensor | Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         if not isinstance(v, Tensor):

@@ -291,12 +291,8 @@ class Keeper:
         if flags == self._seen:
             return
         self._seen = flags
-        free = {
-            id(p)
-            for p, flag in zip(self._own, flags, strict=True)
-            if flag and id(p) in self.optimized
-        }
-        usable = [s for s in self.scalings if all(id(self.named[n]) in free for n in s.names)]
+        free = {n for n, p in self.named.items() if p.requires_grad and id(p) in self.optimized}
+        usable = [s for s in self.scalings if free.issuperset(s.names)]
         self.slice = self._sweep = self._far = None
         self._replay = Replay()
         if usable:

@@ -77,10 +77,7 @@ class Ref:
     def whole(cls, name: str, sizes: Sequence[int]) -> Ref:
         """The parameter itself."""
         sizes = tuple(sizes)
-        coords = []
-        for d, n in enumerate(sizes):
-            shape = [n if d == e else 1 for e in range(len(sizes))]
-            coords.append(torch.arange(n).view(shape).expand(sizes))
+        coords = torch.meshgrid(*map(torch.arange, sizes), indexing="ij") if sizes else ()
         return cls(name, sizes, tuple(coords), sizes)
 
     @property
