@@ -161,7 +161,7 @@ class JetLinearization(FunctionLinearization):
         """Σ ‖δ‖‖ā‖ over the layers: rows that cancel to zero are known to ε of this."""
         deltas, _ = self._reverse(u)
         pairs = zip(self._uses, map(torch.stack, deltas), strict=True)
-        return sum(float(d.norm() * used.carried.norm()) for used, d in pairs)
+        return sum(float(d.norm() * torch.stack(used.channels).norm()) for used, d in pairs)
 
     def _reverse(self, u: Tensor) -> tuple[list[list[Tensor]], set[str]]:
         """Cotangents (S·N, …, O) of the recorded outputs' channels; parameters reached elsewhere.
@@ -263,7 +263,7 @@ class JetLinearization(FunctionLinearization):
         inputs, deltas, heights = [], [], []
         for used, pieces in uses:
             delta = torch.stack([torch.stack(list(one)) for one in pieces])
-            a = used.carried.unflatten(1, (sites, samples))  # (T, S, N, *places, I)
+            a = torch.stack(used.channels).unflatten(1, (sites, samples))  # (T, S, N, *places, I)
             first = torch.zeros(len(a), sites)
             first[0] = 1
             d = delta.unflatten(2, (sites, samples))  # (R, T, S, N, *places, O)

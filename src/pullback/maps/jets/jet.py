@@ -27,17 +27,10 @@ class Used:
     output: Jet
 
     @property
-    def carried(self) -> Tensor:
-        """The input's channels (T, B, …, I) that went on into the output."""
-        return self.input.stacked(self.output.asked).detach()
-
-    @property
     def channels(self) -> list[Tensor]:
-        """The same one by one, each (B, …, I)."""
-        asked, out = self.output.asked, []
-        for k, x in enumerate(self.input.tensors(asked)):
-            out += [x] if k != 1 or not asked[0] else x.unbind()
-        return [x.detach().expand(self.input.shape) for x in out]
+        """The input's channels (B, …, I) that went on into the output."""
+        found = self.input.channels(self.output.asked)
+        return [x.detach().expand(self.input.shape) for x in found]
 
 
 @dataclass
@@ -84,7 +77,7 @@ def _apply(function: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _called(function: Any) -> str:
-    return getattr(function, "__name__", repr(function))
+    return getattr(function, "__name__", str(function))
 
 
 Cell = Tensor | Callable[[], Tensor]
@@ -141,13 +134,13 @@ class Jet:
         return self._first[0]
 
     @classmethod
-    def input(cls, x: Tensor, scheme: Scheme, tape: Tape | None = None) -> Jet:
+    def input(cls, x: Tensor, scheme: Scheme) -> Jet:
         """The coordinates themselves: ∂_i x = e_i, and nothing above."""
         axes = [index[0] for index in scheme.indices[scheme.first]]
         units = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)[axes]
         # the same at every point: held once, until an operation tells the points apart
         zeros = [torch.zeros_like(x[:1])] * (len(scheme) - 1 - len(axes))
-        return cls(x, units[:, None], zeros, scheme, tape, affine=True)
+        return cls(x, units[:, None], zeros, scheme, affine=True)
 
     def taped(self, tape: Tape | None) -> Jet:
         """The same jet, with linear layers recorded from here on."""
@@ -182,15 +175,17 @@ class Jet:
         wanted = zip(cells, self.asked if asked is None else asked, strict=True)
         return [self.value, *(cell() for cell, yes in wanted if yes)]
 
-    def stacked(self, asked: tuple[bool, ...] | None = None) -> Tensor:
-        """The channels (T, *shape), by default all."""
-        asked = asked or (True,) * (1 + len(self.higher))
-        out = []
-        for k, x in enumerate(self.tensors(asked)):
-            front = k == 1 and asked[0]  # first derivatives come as one
-            shape = (len(x), *self.shape) if front else (1, *self.shape)
-            out.append((x if front else x[None]).expand(shape))
-        return torch.cat(out)
+    def channels(self, asked: tuple[bool, ...] | None = None) -> list[Tensor]:
+        """The same, with the first derivatives one by one."""
+        asked = self.asked if asked is None else asked
+        value, *rest = self.tensors(asked)
+        first = rest.pop(0).unbind() if asked[0] else ()
+        return [value, *first, *rest]
+
+    def stacked(self) -> Tensor:
+        """All channels, (T, *shape)."""
+        every = self.channels((True,) * len(self.asked))
+        return torch.stack([x.expand(self.shape) for x in every])
 
     @classmethod
     def __torch_function__(
@@ -252,50 +247,24 @@ class Jet:
             lambda x, front: x[(slice(None),) * front + index]
         )
 
-    def __neg__(self) -> Jet:
-        return self.each(lambda x, _: -x)
 
-    def __add__(self, other: Any) -> Any:
-        return torch.add(self, other)  # pyright: ignore[reportCallIssue, reportArgumentType]
+def _operator(name: str) -> None:
+    """Let an operator act by the rule of the tensor's method, and refuse it where there is none.
 
-    def __sub__(self, other: Any) -> Any:
-        return torch.sub(self, other)  # pyright: ignore[reportCallIssue, reportArgumentType]
-
-    def __rsub__(self, other: Any) -> Any:
-        return -self + other
-
-    def __mul__(self, other: Any) -> Any:
-        return torch.mul(self, other)  # pyright: ignore[reportCallIssue, reportArgumentType]
-
-    def __truediv__(self, other: Any) -> Any:
-        return torch.div(self, other)  # pyright: ignore[reportCallIssue, reportArgumentType]
-
-    def __rtruediv__(self, other: Any) -> Any:
-        return RULES[torch.reciprocal](self) * other
-
-    def __pow__(self, exponent: Any) -> Any:
-        return RULES[torch.pow](self, exponent)
-
-    def __matmul__(self, other: Any) -> Any:
-        return torch.matmul(self, other)  # pyright: ignore[reportCallIssue, reportArgumentType]
-
-    __radd__, __rmul__ = __add__, __mul__
-    __hash__ = object.__hash__
-
-
-def _without_rule(name: str) -> None:
-    """An operator that Python would answer by itself, wrongly: == by identity, += by a new name."""
+    Python would answer some by itself, wrongly: == by identity, += by a new name.
+    """
 
     def method(self: Jet, *args: Any) -> Any:
-        raise Unsupported(f"the operator {name}")
+        return _apply(getattr(Tensor, name, name), self, *args)
 
     setattr(Jet, name, method)
 
 
 for _name in ("add", "sub", "mul", "truediv", "pow", "matmul"):
-    _without_rule(f"__i{_name}__")
-for _name in ("eq", "ne", "lt", "le", "gt", "ge", "bool", "setitem", "rpow", "rmatmul", "abs"):
-    _without_rule(f"__{_name}__")
+    for _kind in ("", "r", "i"):
+        _operator(f"__{_kind}{_name}__")
+for _name in ("neg", "abs", "eq", "ne", "lt", "le", "gt", "ge", "bool", "setitem"):
+    _operator(f"__{_name}__")
 
 
 #: cotangents (S·N, …, O) for each of R covectors and T channels

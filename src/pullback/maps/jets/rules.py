@@ -145,6 +145,12 @@ def divide(a: Any, b: Any) -> Jet:
     return a.each(lambda x, _: x / constant())
 
 
+@rule(Tensor.__rtruediv__)
+def divide_into(a: Jet, b: Any) -> Jet:
+    """b/a, for Python's operator."""
+    return divide(b, a)
+
+
 @rule(torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm)
 def matmul(a: Any, b: Any) -> Jet:
     """Matrix products; those with a constant act per channel."""
@@ -238,7 +244,13 @@ def subtract(a: Any, b: Any, *, alpha: float = 1) -> Jet:
     return add(a, b, alpha=-alpha)
 
 
-@rule(torch.neg, Tensor.neg, torch.negative)
+@rule(Tensor.__rsub__)
+def subtract_from(a: Jet, b: Any) -> Jet:
+    """b − a, for Python's operator."""
+    return add(negative(a), b)
+
+
+@rule(torch.neg, Tensor.neg, Tensor.__neg__, torch.negative)
 def negative(a: Jet) -> Jet:
     """−a."""
-    return -a
+    return a.each(lambda x, _: -x)

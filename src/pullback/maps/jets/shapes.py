@@ -56,31 +56,15 @@ def transpose(a: Jet, dim0: int, dim1: int) -> Jet:
     return a.full().each(lambda x, n: x.transpose(_shifted(dim0, n), _shifted(dim1, n)))
 
 
-@rule(torch.unsqueeze, Tensor.unsqueeze)
-def unsqueeze(a: Jet, dim: int) -> Jet:
-    """Per channel."""
-    return a.full().each(lambda x, n: x.unsqueeze(_shifted(dim, n)))
-
-
-@rule(torch.squeeze, Tensor.squeeze)
-def squeeze(a: Jet, *dim: Any, **named: Any) -> Jet:
-    """Per channel, in the shape that the value gets."""
-    shape = a.value.squeeze(*dim, **named).shape
+def _reshaped(function: Any, a: Jet, *args: Any, **named: Any) -> Jet:
+    """Every channel in the shape that the value gets."""
+    shape = function(a.value, *args, **named).shape
     return a.full().each(lambda x, n: x.reshape(*x.shape[:n], *shape))
 
 
-@rule(torch.flatten, Tensor.flatten)
-def flatten(a: Jet, start_dim: int = 0, end_dim: int = -1) -> Jet:
-    """Per channel."""
-    return a.full().each(lambda x, n: x.flatten(_shifted(start_dim, n), _shifted(end_dim, n)))
-
-
-@rule(torch.reshape, Tensor.reshape, Tensor.view)
-def reshape(a: Jet, *shape: Any) -> Jet:
-    """Per channel."""
-    sizes = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
-    sizes = a.value.reshape(*sizes).shape  # −1 is ambiguous where there are no derivatives
-    return a.full().each(lambda x, n: x.reshape(*x.shape[:n], *sizes))
+for _function in (torch.unsqueeze, torch.squeeze, torch.flatten, torch.reshape):
+    RULES[_function] = RULES[getattr(Tensor, _function.__name__)] = partial(_reshaped, _function)
+RULES[Tensor.reshape] = RULES[Tensor.view] = partial(_reshaped, Tensor.reshape)
 
 
 @rule(torch.chunk, Tensor.chunk)
