@@ -12,7 +12,7 @@ The Jacobian of an integral is one row, qᵀJ of the integrand: the reverse pass
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any
@@ -211,49 +211,34 @@ class JetLinearization(FunctionLinearization):
         groups: dict[tuple[str | None, str | None], list[tuple[Used, Deltas]]] = defaultdict(list)
         for used, delta in zip(self._uses, deltas, strict=True):
             groups[used.weight, used.bias].append((used, delta))
-        owners = defaultdict(int)
-        for key in groups:
-            for name in key:
-                owners[name] += name is not None
+        owners = Counter(name for key in groups for name in key if name is not None)
         shape = self.value.shape[0], covectors.shape[0]
-        matrix = self.space.zeros(*shape, self.space.size) if whole else None
+        matrix = self.space.zeros(*shape, self.space.size if whole else 0)
+        index, sites = self.space.index(), len(self._map.x)
         blocks: list[Block] = []
-        written: list[Block] = []
         coverage = []
         for (weight, bias), uses in groups.items():
             names = [n for n in (weight, bias) if n is not None]
             if any(n in elsewhere or owners[n] > 1 for n in names):
                 elsewhere.update(names)  # rows of shared parameters are formed whole
                 continue
-            if matrix is not None and len(uses) == 1 and prefers_loop(*uses[0], len(self._map.x)):
-                blocks.append(self._rows(weight, bias, *uses[0], matrix))
-                written.append(blocks[-1])
+            if whole and len(uses) == 1 and prefers_loop(*uses[0], sites):
+                places = [None if n is None else matrix[..., index[n]] for n in (weight, bias)]
+                write_rows(*uses[0], sites, *places)
             else:
                 blocks.append(self._block(weight, bias, uses))
-            coverage += [Covered(n, blocks[-1].route, "linear layer of a jet") for n in names]
+            route = "rows" if whole else blocks[-1].route
+            coverage += [Covered(n, route, "linear layer of a jet") for n in names]
         if elsewhere:
             found = self.columns(sorted(elsewhere))
             rows = {n: self.contracted(covectors, columns) for n, columns in found.items()}
             blocks.append(RowsBlock(rows))
             coverage += [Covered(n, "rows", "not the weight of one linear layer") for n in rows]
-        if matrix is not None:
-            index = self.space.index()
-            for block in blocks:
-                if block not in written:
-                    for name, rows in block.rows().items():
-                        matrix[..., index[name]] = rows
-            matrix = matrix.flatten(0, 1)
-        return Pulled(self.space, shape, blocks, coverage, matrix)
-
-    def _rows(
-        self, weight: str | None, bias: str | None, used: Used, delta: Deltas, whole: Tensor
-    ) -> RowsBlock:
-        """The rows of a small layer, written to their columns of A."""
-        index = self.space.index()
-        rows = {n: whole[..., index[n]] for n in (weight, bias) if n is not None}
-        places = [None if n is None else rows[n] for n in (weight, bias)]
-        write_rows(used, delta, len(self._map.x), *places)
-        return RowsBlock(rows)
+        if not whole:
+            return Pulled(self.space, shape, blocks, coverage)
+        for name, rows in (pair for block in blocks for pair in block.rows().items()):
+            matrix[..., index[name]] = rows
+        return Pulled.of_rows(self.space, shape, matrix.flatten(0, 1), coverage)
 
     def _block(
         self, weight: str | None, bias: str | None, uses: list[tuple[Used, Deltas]]
