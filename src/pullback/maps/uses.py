@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .functions import Direction, FunctionMode, Multiplication, use
+from .functions import Direction, FunctionMode, use
+from .layers.product import Multiplication
 from .layers.scale import Gain
 
 #: functions whose result has the same entries

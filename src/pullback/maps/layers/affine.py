@@ -63,7 +63,7 @@ class AffineBlock(Block):
         turned: bool = False,
     ) -> None:
         self._weight, self._bias, self._h = weight, bias, homogeneous
-        self._turned = turned
+        self.turned = turned
         self.looks = {} if looks is None else looks
         self.names = tuple(n for n in (weight, bias) if n is not None)
         self._inputs_of, self.shape, self._delta = inputs, shape, delta
@@ -84,7 +84,7 @@ class AffineBlock(Block):
     ) -> AffineBlock:
         """A block of the same parameters."""
         names = self._weight, self._bias
-        return AffineBlock(*names, inputs, shape, delta, height, self.looks, turned=self._turned)
+        return AffineBlock(*names, inputs, shape, delta, height, self.looks, turned=self.turned)
 
     def narrow(self, start: int, stop: int) -> Block:
         shape = (stop - start, *self.shape[1:])
@@ -156,7 +156,7 @@ class AffineBlock(Block):
         out = {}
         if self._weight is not None:
             rows = torch.einsum("nrgto,ngti->nrgoi", self._delta, self._inputs())
-            out[self._weight] = (rows.mT if self._turned else rows).flatten(2)
+            out[self._weight] = (rows.mT if self.turned else rows).flatten(2)
         if self._bias is not None:
             out[self._bias] = self._shifts().flatten(2)
         return out
@@ -167,7 +167,7 @@ class AffineBlock(Block):
         y: Tensor | float = 0.0
         if self._weight is not None:
             x, w = self._by_group(self._inputs()), v[self._weight]
-            w = w.reshape(g, i, o).mT if self._turned else w.reshape(g, o, i)
+            w = w.reshape(g, i, o).mT if self.turned else w.reshape(g, o, i)
             y = torch.stack([a @ b.T for a, b in zip(x, w, strict=True)])
             y = y.view(g, n, t, o).transpose(0, 1)
         if self._bias is not None:
@@ -181,7 +181,7 @@ class AffineBlock(Block):
         if self._weight is not None:
             x, d = self._by_group(self._inputs()), self._by_group(delta)
             shares = [a.T @ b for a, b in zip(d, x, strict=True)]
-            shares = [x.T for x in shares] if self._turned else shares
+            shares = [x.T for x in shares] if self.turned else shares
             out[self._weight] = (shares[0] if len(shares) == 1 else torch.stack(shares)).flatten()
         if self._bias is not None:
             if self._h is not None:
