@@ -95,10 +95,10 @@ class ModuleLinearization(Linearization):
         self._recorder = Recorder(source.model, self.leaves)
         call = source.call
         heard = ("listening", *((tuple(t.shape), t.dtype) for t in call.tensors))
-        self._recorder.listening = source.plans.get(heard, True)
+        self._recorder.sites.listening = source.plans.get(heard, True)
         with torch.enable_grad(), call.replaying(), self._recorder:
             self.graph = source.call_with(self.leaves, *call.args, **call.kwargs)
-        source.plans[heard] = self._recorder.listening
+        source.plans[heard] = self._recorder.sites.listening
         #: the uses of known layers in the pass
         self.entries = self._recorder.entries
         self.value = self.graph.detach().to(self.space.dtype)
