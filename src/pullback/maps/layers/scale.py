@@ -113,20 +113,17 @@ class Scale(Layer):
         kept: Kept = None,
     ) -> UnitSums:
         """What these rows are made of; `kept` are mean and 1/σ of the batch, if known."""
-        features = self.features(module, x.ndim)
-        dtype = compute_dtype(delta.dtype)
-        x, delta = x.to(dtype), delta.to(dtype)
-        shape = x.shape
-        flat = x.flatten(0, x.ndim - features - 1) if x.ndim > features else x[None]
-        x = self.normalized(module, flat).view(shape)
-        by = {"weight": delta * x, "bias": delta}
-        found = {r: self._rows(module, by[r], features, sharing) for r in roles}
-        return UnitSums(found, tuple(roles))
-
-    def _rows(self, module: Any, value: Tensor, features: int, sharing: Sharing) -> Tensor:
-        """(N, U): added up over the places of a sample, and over the axes that share a gain."""
-        value = sharing.by_sample(value, features).sum([1, *self.places(module, features)])
-        return value.reshape(len(value), -1)
+        features, dtype = self.features(module, x.ndim), compute_dtype(delta.dtype)
+        by = {}
+        for role in roles:
+            value = delta
+            if role == "weight":
+                flat = x.flatten(0, x.ndim - features - 1) if x.ndim > features else x[None]
+                value = self.normalized(module, flat.to(dtype)).view(x.shape) * delta
+            value = sharing.by_sample(value, features)
+            value = value.sum([1, *self.places(module, features)], dtype=dtype)
+            by[role] = value.reshape(len(value), -1)
+        return UnitSums(by, tuple(roles))
 
 
 @register(nn.LayerNorm, nn.RMSNorm)
@@ -140,27 +137,6 @@ class TrailingNorm(Scale):
         if isinstance(module, nn.RMSNorm):
             return F.rms_norm(x, module.normalized_shape, None, module.eps)
         return F.layer_norm(x, module.normalized_shape, None, None, module.eps)
-
-    def unit_sums(
-        self,
-        module: Any,
-        x: Tensor,
-        delta: Tensor,
-        roles: Sequence[str],
-        sharing: Sharing,
-        kept: Kept = None,
-    ) -> UnitSums:
-        """The same in fewer steps for (N, T, n), which is what transformers have."""
-        elsewhere = sharing.batch_dim or sharing.layout is not None
-        if x.ndim != 3 or len(module.normalized_shape) > 1 or elsewhere:
-            return super().unit_sums(module, x, delta, roles, sharing)
-        dtype, by = compute_dtype(delta.dtype), {}
-        for role in roles:
-            value = delta
-            if role == "weight":
-                value = self.normalized(module, x if x.dtype == dtype else x.to(dtype)) * delta
-            by[role] = value.sum(1, dtype=dtype)
-        return UnitSums(by, tuple(roles))
 
 
 class ChannelScale(Scale):
