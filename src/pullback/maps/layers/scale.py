@@ -43,7 +43,7 @@ class UnitSums:
         return some.shape[0], some.dtype, some.device, self.roles, self.kept is None
 
 
-def finished(some: Sequence[UnitSums]) -> Tensor:
+def unit_rows(some: Sequence[UnitSums]) -> Tensor:
     """The rows (N, ΣU, k) of layers of one kind, side by side."""
     first = some[0]
     beside = _beside([x.by[role] for role in first.by for x in some], 1).chunk(len(first.by), 1)
@@ -56,7 +56,7 @@ def finished(some: Sequence[UnitSums]) -> Tensor:
 
 def second_moments(some: Sequence[UnitSums]) -> list[Tensor]:
     """Σ_n rows rowsᵀ, (U, k, k), of each of these layers of one kind."""
-    rows = finished(some)
+    rows = unit_rows(some)
     units = torch.bmm(rows.permute(1, 2, 0), rows.transpose(0, 1))
     return list(units.split([x.shape[1] for x in some]))
 
@@ -92,17 +92,6 @@ class Scale(Layer):
                     rows[name] = rows[name] + row if name in rows else row
         return RowsBlock(rows)
 
-    def unit_rows(
-        self,
-        module: Any,
-        x: Tensor,
-        delta: Tensor,
-        roles: Sequence[str],
-        sharing: Sharing,
-    ) -> Tensor:
-        """The rows of one covector, sample by sample and unit by unit: (N, U, k)."""
-        return finished([self.unit_sums(module, x, delta, roles, sharing)])
-
     def unit_sums(
         self,
         module: Any,
@@ -112,7 +101,7 @@ class Scale(Layer):
         sharing: Sharing,
         kept: Kept = None,
     ) -> UnitSums:
-        """What these rows are made of; `kept` are mean and 1/σ of the batch, if known."""
+        """What the rows of one covector are made of; `kept` has mean and 1/σ, if they are known."""
         features, dtype = self.features(module, x.ndim), compute_dtype(delta.dtype)
         by = {}
         for role in roles:
