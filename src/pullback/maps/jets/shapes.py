@@ -18,7 +18,8 @@ def _shifted(dim: int, front: int) -> int:
     return dim if dim < 0 else dim + front
 
 
-def _joined(op: Any, items: Sequence[Any], dim: int) -> Jet:
+def _joined(op: Any, items: Sequence[Any], dim: int = 0) -> Jet:
+    """Constants among the items have no derivatives."""
     jet = next(i for i in items if isinstance(i, Jet))
 
     def constant(x: Tensor) -> Jet:
@@ -38,16 +39,8 @@ def _joined(op: Any, items: Sequence[Any], dim: int) -> Jet:
     )
 
 
-@rule(torch.cat, torch.concat, torch.concatenate)
-def cat(items: Sequence[Any], dim: int = 0) -> Jet:
-    """Constants among the items have no derivatives."""
-    return _joined(torch.cat, items, dim)
-
-
-@rule(torch.stack)
-def stack(items: Sequence[Any], dim: int = 0) -> Jet:
-    """As `cat`, along a new axis."""
-    return _joined(torch.stack, items, dim)
+for _function in (torch.cat, torch.concat, torch.concatenate, torch.stack):
+    RULES[_function] = partial(_joined, _function)
 
 
 @rule(torch.transpose, Tensor.transpose)
@@ -91,7 +84,8 @@ def unbind(a: Jet, dim: int = 0) -> Any:
     )
 
 
-def _over(op: str, a: Jet, dim: Any, keepdim: bool) -> Jet:
+def _over(op: str, a: Jet, dim: Any = None, keepdim: bool = False) -> Jet:
+    """Sums and means over features."""
     axes = range(a.ndim) if dim is None else (dim,) if isinstance(dim, int) else dim
     if any(axis % a.ndim == 0 for axis in axes):
         raise Unsupported(f"{op} over the points")
@@ -100,16 +94,8 @@ def _over(op: str, a: Jet, dim: Any, keepdim: bool) -> Jet:
     )
 
 
-@rule(torch.sum, Tensor.sum)
-def total(a: Jet, dim: Any = None, keepdim: bool = False) -> Jet:
-    """Sums over features."""
-    return _over("sum", a, dim, keepdim)
-
-
-@rule(torch.mean, Tensor.mean)
-def mean(a: Jet, dim: Any = None, keepdim: bool = False) -> Jet:
-    """Means over features."""
-    return _over("mean", a, dim, keepdim)
+for _name in ("sum", "mean"):
+    RULES[getattr(torch, _name)] = RULES[getattr(Tensor, _name)] = partial(_over, _name)
 
 
 @rule(Tensor.contiguous, Tensor.clone)
@@ -132,9 +118,9 @@ def dropout(a: Jet, p: float = 0.5, training: bool = True, inplace: bool = False
     return a
 
 
-def _constant_like(make: Any) -> Any:
-    return lambda a, *args, **kwargs: make(a.value.detach(), *args, **kwargs)
+def _constant_like(make: Any, a: Jet, *args: Any, **kwargs: Any) -> Tensor:
+    return make(a.value.detach(), *args, **kwargs)
 
 
 for _make in (torch.zeros_like, torch.ones_like, torch.full_like):
-    RULES[_make] = _constant_like(_make)
+    RULES[_make] = partial(_constant_like, _make)

@@ -23,12 +23,12 @@ from torch import Tensor
 
 from ..._core.products import add_cross
 from .gram import (
-    Costs,
     SeparatedCotangents,
     add_contracted,
     add_hadamard,
     add_materialized,
     add_separated,
+    cheapest,
     heights_only,
     inner,
 )
@@ -147,10 +147,8 @@ class AffineBlock(Block):
         """The cheapest way to the Gram, by operations."""
         if self._weight is None:
             return "hadamard"
-        costs = Costs(self.shape, self._delta, other.shape, other._delta)
-        if costs.separation_may_pay() and self._separated and other._separated:
-            return "separated"
-        return costs.cheapest()
+        way, look = cheapest(self.shape, self._delta, other.shape, other._delta)
+        return "separated" if look and self._separated and other._separated else way
 
     def rows(self) -> dict[str, Tensor]:
         out = {}
