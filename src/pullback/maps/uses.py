@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from inspect import Signature, signature
 from math import prod
 from string import ascii_letters
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .functions import Direction, FunctionMode, use
@@ -273,52 +276,29 @@ def _gather(
     return None
 
 
-@use("layer_norm")
-def _layer_norm(
-    mode: FunctionMode, out: Tensor, input: Tensor, normalized_shape: Any, weight: Any = None,
-    bias: Any = None, eps: float = 1e-5,
-) -> Tensor | None:  # fmt: skip
-    shape = tuple(normalized_shape)
-    return _norm(mode, nn.LayerNorm, input, out, weight, bias, normalized_shape=shape, eps=eps)
-
-
-@use("rms_norm")
-def _rms_norm(
-    mode: FunctionMode, out: Tensor, input: Tensor, normalized_shape: Any, weight: Any = None,
-    eps: float | None = None,
-) -> Tensor | None:  # fmt: skip
-    shape = tuple(normalized_shape)
-    return _norm(mode, nn.RMSNorm, input, out, weight, None, normalized_shape=shape, eps=eps)
-
-
-@use("group_norm")
-def _group_norm(
-    mode: FunctionMode, out: Tensor, input: Tensor, num_groups: int, weight: Any = None,
-    bias: Any = None, eps: float = 1e-5,
-) -> Tensor | None:  # fmt: skip
-    return _norm(mode, nn.GroupNorm, input, out, weight, bias, num_groups=num_groups, eps=eps)
-
-
-@use("batch_norm")
-def _batch_norm(
-    mode: FunctionMode, out: Tensor, input: Tensor, running_mean: Any, running_var: Any,
-    weight: Any = None, bias: Any = None, training: bool = False, momentum: float = 0.1,
-    eps: float = 1e-5, *args: Any,
-) -> Tensor | None:  # fmt: skip
-    return _norm(
-        mode, nn.BatchNorm2d, input, out, weight, bias, running_mean=running_mean,
-        running_var=running_var, training=training, eps=eps,
-    )  # fmt: skip
-
-
 def _norm(
-    mode: FunctionMode, kind: type[nn.Module], x: Tensor, out: Tensor, weight: Any, bias: Any,
-    **settings: Any,
+    kind: type[nn.Module], call: Signature, mode: FunctionMode, out: Tensor,
+    *args: Any, **names: Any,
 ) -> Tensor | None:  # fmt: skip
-    own = {"weight": mode.whole(weight), "bias": mode.whole(bias)}
-    if all(t is None for t in own.values()):
+    """Note a normalization, whose other arguments are the module's attributes."""
+    try:
+        given = call.bind(*args, **names)
+    except TypeError:  # a function of that name with other arguments
+        return None
+    given.apply_defaults()
+    settings = {n: tuple(v) if isinstance(v, list) else v for n, v in given.arguments.items()}
+    x = settings.pop("input")
+    own = {role: mode.whole(settings.pop(role, None)) for role in ("weight", "bias")}
+    if all(parameter is None for parameter in own.values()):
         return None
     return mode.note(kind, x, out, own, **settings)
+
+
+for _function, _kind in (
+    (F.layer_norm, nn.LayerNorm), (F.rms_norm, nn.RMSNorm), (F.group_norm, nn.GroupNorm),
+    (F.batch_norm, nn.BatchNorm2d),
+):  # fmt: skip
+    use(_function.__name__)(partial(_norm, _kind, signature(_function)))
 
 
 @use("mul", "multiply")
