@@ -26,6 +26,7 @@ from .base import Covered, Linearization, Map, Pulled, identity_covectors
 from .jets import Jet, Scheme, Tape, Unsupported, nested
 from .jets.jet import Deltas, Used, prefers_loop, write_rows
 from .layers import AffineBlock, Block, RowsBlock
+from .layers.registry import joined
 from .objective import FunctionLinearization
 
 #: (params, x) ↦ u(x), where x is a tensor or a jet
@@ -244,23 +245,22 @@ class JetLinearization(FunctionLinearization):
         self, weight: str | None, bias: str | None, uses: list[tuple[Used, Deltas]]
     ) -> AffineBlock:
         """Channels and sites of all uses along one sharing axis."""
-        sites, samples = self._map.x.shape[:2]
         inputs, deltas, heights = [], [], []
         for used, pieces in uses:
-            delta = torch.stack([torch.stack(list(one)) for one in pieces])
-            a = torch.stack(used.channels).unflatten(1, (sites, samples))  # (T, S, N, *places, I)
-            first = torch.zeros(len(a), sites)
-            first[0] = 1
-            d = delta.unflatten(2, (sites, samples))  # (R, T, S, N, *places, O)
-            places = prod(a.shape[3:-1])
-            inputs.append(a.movedim(2, 0).reshape(samples, 1, -1, a.shape[-1]))
-            deltas.append(d.movedim(3, 0).reshape(samples, len(d), 1, -1, d.shape[-1]))
-            heights.append(first.flatten().repeat_interleave(places))
-        dtype = self.space.dtype
-        x, delta = torch.cat(inputs, 2).to(dtype), torch.cat(deltas, 3).to(dtype)
-        h = torch.cat(heights).to(x)
+            inputs.append(self._by_sample(used.channels)[:, None])
+            given = [self._by_sample(one)[:, None, None] for one in pieces]
+            deltas.append(joined(given, 1))
+            first = inputs[-1].new_zeros(inputs[-1].shape[2])
+            first[: len(first) // len(used.channels)] = 1
+            heights.append(first)
+        x, delta, h = joined(inputs, 2), joined(deltas, 3), joined(heights, 0)
         n, g, t, i = x.shape
         return AffineBlock(weight, bias, x.__getitem__, (n, g, t, i), delta, h)
+
+    def _by_sample(self, channels: Sequence[Tensor]) -> Tensor:
+        """Channels (S·N, …, I) side by side, (N, T·S·places, I)."""
+        parts = [x.unflatten(0, self._map.x.shape[:2]).transpose(0, 1) for x in channels]
+        return torch.stack(parts, 1).flatten(1, -2).to(self.space.dtype)
 
     def rows(self) -> Tensor:
         return self.pullback(identity_covectors(self.value)).rows()
