@@ -126,14 +126,13 @@ class ModuleLinearization(Linearization):
     def jvp(self, v: Tensor) -> Tensor:
         """J v by forward-mode differentiation; by two reverse passes where that fails.
 
-        Which way serves is proved once per model and shape: fused attention has no forward mode
-        except as plain matrix products, and an embedding's padding row has one that its reverse
-        mode does not share.
+        Which way serves is proved once per model and shape: an embedding's padding row has a
+        forward mode that its reverse mode does not share.
         """
         key = ("jvp", self._recorder.signature(self.map.call))
-        ways = (self._forward_mode, self._forward_mode_unfused, self._double_vjp)
+        ways = (self._forward_mode, self._double_vjp)
         if key not in self.map.plans:
-            found = next((i for i in range(3) if self._adjoint(ways[i])), None)
+            found = next((i for i, way in enumerate(ways) if self._adjoint(way)), None)
             if found is None:
                 raise PullbackError(
                     "J v cannot be computed for this model",
@@ -160,14 +159,11 @@ class ModuleLinearization(Linearization):
         gap = ((pushed * u).sum() - v @ pulled).abs()
         return bool(gap <= torch.finfo(self.graph.dtype).eps ** 0.5 * scale)
 
-    def _forward_mode_unfused(self, v: Tensor) -> Tensor:
-        with unfused_attention():
-            return self._forward_mode(v)
-
     def _forward_mode(self, v: Tensor) -> Tensor:
         call, source = self.map.call, self.map
         pieces = self.space.split(v)
-        with torch.no_grad(), fwad.dual_level(), call.replaying():
+        # fused attention has no forward mode, plain matrix products have
+        with torch.no_grad(), fwad.dual_level(), call.replaying(), unfused_attention():
             dual = {
                 n: fwad.make_dual(p.detach(), pieces[n].to(p.dtype)) for n, p in self.leaves.items()
             }

@@ -154,10 +154,16 @@ class Jet:
         """The same kind of jet with other channels."""
         return Jet(value, first, higher, self.scheme, self.tape, affine)
 
-    def each(self, op: Callable[[Tensor, int], Tensor]) -> Jet:
-        """A linear operation on every channel; it is told how many axes lie in front."""
-        higher = [lambda i=i: op(self.higher[i], 0) for i in range(len(self.higher))]
-        return self.like(op(self.value, 0), lambda: op(self.first, 1), higher, self.affine)
+    def each(self, op: Callable[..., Tensor], *others: Jet, value: Tensor | None = None) -> Jet:
+        """A linear operation on every channel of one or several jets; the value may be another.
+
+        The last argument of `op` is the number of axes that lie in front.
+        """
+        jets = (self, *others)
+        value = op(*(j.value for j in jets), 0) if value is None else value
+        higher = [lambda i=i: op(*(j.higher[i] for j in jets), 0) for i in range(len(self.higher))]
+        affine = all(j.affine for j in jets)
+        return self.like(value, lambda: op(*(j.first for j in jets), 1), higher, affine)
 
     def channel(self, i: int) -> Tensor:
         """One channel, by its position in the scheme."""

@@ -198,9 +198,7 @@ def _edge(x: Tensor, front: int) -> Tensor:
 
 def _affine(a: Jet, weight: Tensor, bias: Tensor | None) -> Jet:
     w = _kept(weight)
-    higher = [lambda i=i: F.linear(a.higher[i], w()) for i in range(len(a.higher))]
-    value = F.linear(a.value, weight, bias)
-    return a.like(value, lambda: F.linear(a.first, w()), higher, a.affine)
+    return a.each(lambda x, _: F.linear(x, w()), value=F.linear(a.value, weight, bias))
 
 
 def aligned(a: Jet, b: Jet) -> tuple[Jet, Jet]:
@@ -220,22 +218,15 @@ def aligned(a: Jet, b: Jet) -> tuple[Jet, Jet]:
 def add(a: Any, b: Any, *, alpha: float = 1) -> Jet:
     """Jets add; a constant joins the value."""
     if isinstance(a, Jet) and isinstance(b, Jet):
-        one, two = aligned(a, b)
-        count = range(len(one.higher))
-        higher = [lambda i=i: one.higher[i] + alpha * two.higher[i] for i in count]
-        # first derivatives are held once, if both are
-        first = lambda: one.first + alpha * two.first  # noqa: E731
-        affine = one.affine and two.affine
-        return one.like(one.value + alpha * two.value, first, higher, affine)
+        one, two = aligned(a, b)  # first derivatives are held once, if both are
+        return one.each(lambda x, y, _: x + alpha * y, two)
     if isinstance(a, Jet):
         value = a.value + alpha * _constant(b, a)
     else:
         a, b = b.each(lambda x, _: alpha * x), a
         value = _constant(b, a) + a.value
     jet: Jet = a
-    grown = jet.each(lambda x, n: x.expand(*x.shape[:n], *value.shape))
-    higher = [lambda i=i: grown.higher[i] for i in range(len(grown.higher))]
-    return jet.like(value, lambda: grown.first, higher, jet.affine)
+    return jet.each(lambda x, n: x.expand(*x.shape[:n], *value.shape), value=value)
 
 
 @rule(torch.sub, torch.subtract, Tensor.sub, Tensor.__sub__)

@@ -25,18 +25,10 @@ def _joined(op: Any, items: Sequence[Any], dim: int = 0) -> Jet:
     def constant(x: Tensor) -> Jet:
         zero = torch.zeros_like(x)
         count = jet.scheme.first.stop - 1
-        return jet.like(x, zero.expand(count, *x.shape), [zero] * len(jet.higher))
+        return jet.like(x, zero.expand(count, *x.shape), [zero] * len(jet.higher), affine=True)
 
-    jets = [i.full() if isinstance(i, Jet) else constant(i) for i in items]
-
-    def higher(i: int) -> Tensor:
-        return op([j.higher[i] for j in jets], dim=dim)
-
-    return jet.like(
-        op([j.value for j in jets], dim=dim),
-        lambda: op([j.first for j in jets], dim=_shifted(dim, 1)),
-        [partial(higher, i) for i in range(len(jet.higher))],
-    )
+    first, *rest = (i.full() if isinstance(i, Jet) else constant(i) for i in items)
+    return first.each(lambda *given: op(given[:-1], dim=_shifted(dim, given[-1])), *rest)
 
 
 for _function in (torch.cat, torch.concat, torch.concatenate, torch.stack):
