@@ -197,7 +197,5 @@ def test_a_bias_alone_goes_by_its_gram() -> None:
 )
 def test_the_cheaper_route_is_taken(shape, want: str) -> None:
     (n, g, t, i), o = shape
-    block = AffineBlock(
-        "w", "b", lambda: torch.zeros(n, g, t, i), (n, g, t, i), torch.randn(n, 2, g, t, o)
-    )
+    block = AffineBlock("w", "b", torch.zeros(n, g, t, i), torch.randn(n, 2, g, t, o))
     assert block.route == want

@@ -254,8 +254,7 @@ class JetLinearization(FunctionLinearization):
             first[: len(first) // len(used.channels)] = 1
             heights.append(first)
         x, delta, h = joined(inputs, 2), joined(deltas, 3), joined(heights, 0)
-        n, g, t, i = x.shape
-        return AffineBlock(weight, bias, x.__getitem__, (n, g, t, i), delta, h)
+        return AffineBlock(weight, bias, x, delta, h)
 
     def _by_sample(self, channels: Sequence[Tensor]) -> Tensor:
         """Channels (S·N, …, I) side by side, (N, T·S·places, I)."""

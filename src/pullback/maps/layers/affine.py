@@ -45,28 +45,30 @@ def _moment(x: Tensor, longest: int) -> Tensor:
 class AffineBlock(Block):
     """Weight (G·O, I) and bias (G·O) from inputs (N, G, T, I) and cotangents (N, R, G, T, O).
 
-    `inputs` gives the inputs of a slice of samples, so that convolution patches are formed only for
-    the samples at hand and only while they are used. `homogeneous` is h, (T,), by default all ones.
-    A `turned` weight is held as (G·I, O).
+    Inputs may be a function of a slice of samples, so that convolution patches are formed only for
+    the samples at hand and only while they are used; then `width` is I. `homogeneous` is h, (T,),
+    by default all ones. A `turned` weight is held as (G·I, O).
     """
 
     def __init__(
         self,
         weight: str | None,
         bias: str | None,
-        inputs: Callable[[slice], Tensor],
-        shape: tuple[int, int, int, int],
+        inputs: Tensor | Callable[[slice], Tensor],
         delta: Tensor,
         homogeneous: Tensor | None = None,
-        looks: dict[str, bool] | None = None,
         *,
+        width: int = 0,
         turned: bool = False,
+        looks: dict[str, bool] | None = None,
     ) -> None:
+        if isinstance(inputs, Tensor):
+            inputs, width = inputs.__getitem__, inputs.shape[-1]
+        n, _, g, t, _ = delta.shape
         self._weight, self._bias, self._h = weight, bias, homogeneous
-        self.turned = turned
-        self.looks = {} if looks is None else looks
+        self.turned, self.looks = turned, {} if looks is None else looks
         self.names = tuple(n for n in (weight, bias) if n is not None)
-        self._inputs_of, self.shape, self._delta = inputs, shape, delta
+        self._inputs_of, self.shape, self._delta = inputs, (n, g, t, width), delta
 
     def __getstate__(self) -> dict[str, Any]:
         """All but what is found anew."""
@@ -76,28 +78,23 @@ class AffineBlock(Block):
         return self._inputs_of(slice(0, self.shape[0]))
 
     def _like(
-        self,
-        inputs: Callable[[slice], Tensor],
-        shape: tuple[int, int, int, int],
-        delta: Tensor,
-        height: Tensor | None,
+        self, inputs: Callable[[slice], Tensor], delta: Tensor, height: Tensor | None
     ) -> AffineBlock:
         """A block of the same parameters."""
+        kept: dict[str, Any] = {"turned": self.turned, "looks": self.looks}
         names = self._weight, self._bias
-        return AffineBlock(*names, inputs, shape, delta, height, self.looks, turned=self.turned)
+        return AffineBlock(*names, inputs, delta, height, width=self.shape[3], **kept)
 
     def narrow(self, start: int, stop: int) -> Block:
-        shape = (stop - start, *self.shape[1:])
-
         def inputs(some: slice) -> Tensor:
             return self._inputs_of(slice(start + some.start, start + some.stop))
 
-        return self._like(inputs, shape, self._delta[start:stop], self._h)
+        return self._like(inputs, self._delta[start:stop], self._h)
 
     def traced(self) -> Block:
         """The covectors become output features: Σ_r δ_r·δ'_r is one product."""
         delta = self._delta.permute(0, 2, 3, 1, 4).flatten(3).unsqueeze(1)
-        return self._like(self._inputs_of, self.shape, delta, self._h)
+        return self._like(self._inputs_of, delta, self._h)
 
     def _shifts(self) -> Tensor:
         """Σ_t h_t δ_t, the cotangents of the bias: (N, R, G, O)."""
@@ -108,7 +105,7 @@ class AffineBlock(Block):
     @cached_property
     def _pooled(self) -> AffineBlock:
         """For `add_gram`, the same rows from one place, where all places have one cotangent."""
-        (n, g, t, i), first = self.shape, self._delta[:, :, :, :1]
+        t, first = self.shape[2], self._delta[:, :, :, :1]
         before = self.looks.get("pooled")
         if t == 1 or before is False:
             return self
@@ -123,7 +120,7 @@ class AffineBlock(Block):
             return self._inputs_of(some).sum(2, keepdim=True)
 
         height = first.new_tensor([t]) if self._h is None else self._h.sum().reshape(1)
-        return self._like(inputs, (n, g, 1, i), first, height)
+        return self._like(inputs, first, height)
 
     @cached_property
     def _separated(self) -> list[SeparatedCotangents]:
@@ -147,7 +144,7 @@ class AffineBlock(Block):
         """The cheapest way to the Gram, by operations."""
         if self._weight is None:
             return "hadamard"
-        way, look = cheapest(self.shape, self._delta, other.shape, other._delta)
+        way, look = cheapest(self._delta, other._delta, self.shape[3])
         return "separated" if look and self._separated and other._separated else way
 
     def rows(self) -> dict[str, Tensor]:

@@ -38,11 +38,10 @@ class Conv(Layer):
 
     def block(self, names: Mapping[str, str | None], uses: Sequence[Use]) -> Block:
         delta = joined([_delta(u) for u in uses], 3)
-        n, _, g, t, _ = delta.shape
         module = uses[0].module
         width = module.in_channels // module.groups * prod(module.kernel_size)
         inputs = partial(_inputs, [(u.module, u.features, u.input) for u in uses])
-        return AffineBlock(names["weight"], names["bias"], inputs, (n, g, t, width), delta)
+        return AffineBlock(names["weight"], names["bias"], inputs, delta, width=width)
 
     def counted(self, module: Any, x: Tensor, delta: Tensor, keep: Tensor) -> Tensor:
         """(B, *places), or (B,) where the loss ignores samples as a whole."""

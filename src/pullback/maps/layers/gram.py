@@ -248,15 +248,12 @@ def add_separated(
         target[start:stop, :, :end] += share.view(-1, end, r, r2).transpose(1, 2)
 
 
-def cheapest(
-    one: tuple[int, ...], d1: Tensor, two: tuple[int, ...], d2: Tensor
-) -> tuple[str, bool]:
+def cheapest(d1: Tensor, d2: Tensor, i: int) -> tuple[str, bool]:
     """The cheapest way that is open to all cotangents, and whether to look if they separate.
 
-    For inputs (N, G, T, I) and cotangents (N, R, G, T, O) of both sides, by multiply-adds.
+    For cotangents (N, R, G, T, O) of both sides and inputs of width I, by multiply-adds.
     """
-    (n, g, t, i), (n2, _, t2, _) = one, two
-    r, r2, o = d1.shape[1], d2.shape[1], d1.shape[-1]
+    (n, r, g, t, o), (n2, r2, _, t2, _) = d1.shape, d2.shape
     pairs = n * r * n2 * r2
     sweep = 40 if t * t2 > 1 else 4  # multiply-adds in the time of passing over an entry
     passing = 400 if d1.is_cuda else 8  # the same for one pass out and back

@@ -185,9 +185,7 @@ class Matrices(Layer):
             return StackBlock(names, uses, turned=self.turned)
         inputs = joined([_inputs(u) for u in uses], 2)
         delta = joined([_delta(u) for u in uses], 3)
-        n, g, t, i = inputs.shape
-        own, read = (names["weight"], names.get("bias")), inputs.__getitem__
-        return AffineBlock(*own, read, (n, g, t, i), delta, turned=self.turned)
+        return AffineBlock(names["weight"], names.get("bias"), inputs, delta, turned=self.turned)
 
     def counted(self, module: Any, x: Tensor, delta: Tensor, keep: Tensor) -> Tensor:
         return counted(module.product.outputs(delta), keep)

@@ -83,9 +83,7 @@ class ConvTranspose(Layer):
         if weight is not None:
             inputs = joined([_sample_inputs(u) for u in uses], 2)
             delta = joined([_sample_patches(u) for u in uses], 3)
-            n, g, t, i = inputs.shape
-            read, shape = inputs.__getitem__, (n, g, t, i)
-            parts.append(AffineBlock(weight, None, read, shape, delta, turned=True))
+            parts.append(AffineBlock(weight, None, inputs, delta, turned=True))
         if bias is not None:
             shifts = [_sample_shifts(u) for u in uses]
             parts.append(RowsBlock({bias: sum(shifts[1:], shifts[0])}))
