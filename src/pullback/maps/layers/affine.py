@@ -29,7 +29,6 @@ from .gram import (
     add_materialized,
     add_separated,
     cheapest,
-    heights_only,
     inner,
 )
 from .registry import Block
@@ -143,7 +142,7 @@ class AffineBlock(Block):
     def _route(self, other: AffineBlock) -> str:
         """The cheapest way to the Gram, by operations."""
         if self._weight is None:
-            return "hadamard"
+            return "rows"
         way, look = cheapest(self._delta, other._delta, self.shape[3])
         return "separated" if look and self._separated and other._separated else way
 
@@ -240,34 +239,28 @@ class AffineBlock(Block):
         one._add(out, two, one._route(two), budget)
 
     def _add(self, out: Tensor, other: AffineBlock, route: str, budget: int) -> None:
+        same = other is self
         x = self._inputs() if self._weight is not None else None
-        y = x if other is self or x is None else other._inputs()
-        grams = x is None or route not in ("materialized", "separated")
-        heights = self._heights(other) if grams else None
-        if x is not None and y is not None and route == "materialized":
-            add_materialized(out, self._delta, other._delta, x, y, budget)
-        for g in range(self.shape[1] if route != "materialized" else 0):
-            d1 = self._delta[:, :, g]
-            d2 = d1 if other is self else other._delta[:, :, g]
-            if x is None or y is None:
-                weights = None if self._h is None else partial(heights_only, d1, heights)
-                add_hadamard(out, d1, d2, weights, budget)
-            elif route == "separated":
+        y = x if same or x is None else other._inputs()
+        if x is None or y is None or route == "materialized":
+            if x is not None and y is not None:
+                add_materialized(out, self._delta, other._delta, x, y, budget)
+            if self._bias is not None:
+                shifts = self._shifts().flatten(2).flatten(0, 1)
+                add_cross(out, shifts, shifts if same else other._shifts().flatten(2).flatten(0, 1))
+            return
+        heights = None if self._bias is None else self._height[:, None, None] * other._height
+        for g in range(self.shape[1]):
+            if route == "separated":
                 one = self._moments(g, x)
-                add_separated(out, one, one if other is self else other._moments(g, y), budget)
-            else:
-                add = add_contracted if route == "contracted" else add_hadamard
-                add(out, d1, d2, partial(inner, x[:, g], y[:, g], heights), budget)
-        if route == "materialized" and self._bias is not None:
-            shifts = self._shifts().flatten(2).flatten(0, 1)
-            same = other is self
-            add_cross(out, shifts, shifts if same else other._shifts().flatten(2).flatten(0, 1))
+                add_separated(out, one, one if same else other._moments(g, y), budget)
+                continue
+            d1 = self._delta[:, :, g]
+            d2 = d1 if same else other._delta[:, :, g]
+            add = add_contracted if route == "contracted" else add_hadamard
+            add(out, d1, d2, partial(inner, x[:, g], y[:, g], heights), budget)
 
     def _moments(self, g: int, inputs: Tensor) -> tuple[SeparatedCotangents, Tensor]:
         """The factors of a group and their moments with the inputs."""
         heights = None if self._bias is None else self._height
         return self._separated[g], self._separated[g].moments(inputs[:, g], heights)
-
-    def _heights(self, other: AffineBlock) -> Tensor | None:
-        """h_t h'_t', (T, 1, T'), where there is a bias."""
-        return None if self._bias is None else self._height[:, None, None] * other._height

@@ -172,9 +172,6 @@ class Matrices(Layer):
     def features(self, module: Any, ndim: int) -> int:
         return len(module.product.order)
 
-    def groups(self, module: Any) -> int:
-        return module.product.form[0]
-
     def form(self, module: Any) -> tuple[int, int, int]:
         g, o, i = module.product.form
         return (g, i, o) if self.turned else (g, o, i)
