@@ -14,9 +14,11 @@ from .affine import AffineBlock
 from .correlated import correlated_moments, correlates
 from .moments import Moments, Sharing, counted, shared_moments, shared_second_moment
 from .patches import (
-    channel_bytes,
+    by_samples,
     channel_moment,
     channel_moments,
+    lines,
+    of_samples,
     patch_moment,
     patch_sum,
     patches,
@@ -37,7 +39,9 @@ class Conv(Layer):
         return 1 + len(module.kernel_size)
 
     def block(self, names: Mapping[str, str | None], uses: Sequence[Use]) -> Block:
-        delta = joined([_delta(u) for u in uses], 3)
+        delta = joined(
+            [of_samples(partial(lines, u.module), u.delta, 2, u.features) for u in uses], 3
+        )
         module = uses[0].module
         width = module.in_channels // module.groups * prod(module.kernel_size)
         inputs = partial(_inputs, [(u.module, u.features, u.input) for u in uses])
@@ -107,13 +111,15 @@ def _way(module: Any, x: Tensor, sharing: Sharing) -> Any:
     # on a CPU a correlation is no faster, and its sums are less exact
     if x.is_cuda and 9 * x.shape[1] <= sharing.longest and correlates(module, x):
         return correlated_moments
-    return channel_moments if x.shape[1] <= sharing.longest and pointwise(module, x) else None
+    if x.shape[1] > sharing.longest or not pointwise(module, x) or by_samples(x):
+        return None
+    return channel_moments
 
 
 #: bytes that each of these takes per input
 _BYTES = {
     correlated_moments: lambda x: (9 * x.shape[1]) ** 2 * x.element_size(),
-    channel_moments: channel_bytes,
+    channel_moments: lambda x: x.nbytes,
 }
 
 
@@ -129,21 +135,5 @@ def _places(module: Any, x: Tensor) -> list[int]:
 
 def _inputs(seen: Sequence[tuple[Any, int, Tensor]], some: slice) -> Tensor:
     """The patches (N, G, T, I) of a slice of samples, from modules, feature axes and inputs."""
-    return joined([_input(module, dims, x[some]) for module, dims, x in seen], 2)
-
-
-def _input(module: Any, dims: int, x: Tensor) -> Tensor:
-    """(N, *calls, C, *space) -> (N, G, T, I)."""
-    n = x.shape[0]
-    x = patches(module, x.reshape(-1, *x.shape[-dims:]))
-    x = x.unflatten(0, (n, -1))  # (N, calls, G, places, I)
-    return x.transpose(1, 2).flatten(2, 3)
-
-
-def _delta(use: Use) -> Tensor:
-    """(N, R, *calls, O, *space) -> (N, R, G, T, O/G)."""
-    (n, r), dims = use.delta.shape[:2], use.features
-    groups = use.module.groups
-    d = use.delta.reshape(n, r, -1, *use.delta.shape[-dims:])
-    d = d.unflatten(3, (groups, -1)).flatten(5)  # (N, R, calls, G, O, places)
-    return d.permute(0, 1, 3, 2, 5, 4).flatten(3, 4)
+    found = [of_samples(partial(patches, module), x[some], 1, dims) for module, dims, x in seen]
+    return joined(found, 2)
