@@ -22,7 +22,7 @@ from torch import Tensor
 
 from .._core.errors import PullbackError
 from .._core.space import tolerance
-from .base import Covered, Linearization, Map, Pulled, identity_covectors
+from .base import Covered, Linearization, Map, Pulled
 from .jets import Jet, Scheme, Tape, Unsupported, nested
 from .jets.jet import Deltas, Used, prefers_loop, write_rows
 from .layers import AffineBlock, Block, RowsBlock
@@ -261,8 +261,7 @@ class JetLinearization(FunctionLinearization):
         parts = [x.unflatten(0, self._map.x.shape[:2]).transpose(0, 1) for x in channels]
         return torch.stack(parts, 1).flatten(1, -2).to(self.space.dtype)
 
-    def rows(self) -> Tensor:
-        return self.pullback(identity_covectors(self.value)).rows()
+    rows = Linearization.rows
 
     def vjp(self, u: Tensor) -> Tensor:
         ones = torch.ones(self.value.shape[0], 1, dtype=u.dtype, device=u.device)
@@ -284,7 +283,8 @@ class IntegralMap(Map):
     ) -> None:
         self.integrand, self._value = integrand, value
         self._root = weight**0.5
-        self._q = self._root * quadrature
+        #: √w q
+        self.weights = self._root * quadrature
 
     @property
     def nested_because(self) -> str:
@@ -293,15 +293,11 @@ class IntegralMap(Map):
 
     def __call__(self, params: Mapping[str, Tensor]) -> Tensor:
         """z: (1, R)."""
-        return self.total(self.integrand(params)) - self._root * self._value
+        return self.deviation(self.integrand(params))
 
-    def total(self, f: Tensor) -> Tensor:
-        """√w Σ qᵢ fᵢ: (N, R) -> (1, R)."""
-        return (self._q @ f)[None]
-
-    def spread(self, u: Tensor) -> Tensor:
-        """The transpose: (1, R) -> (N, R)."""
-        return self._q[:, None] * u
+    def deviation(self, f: Tensor) -> Tensor:
+        """√w (Σ qᵢ fᵢ − v): (N, R) -> (1, R)."""
+        return (self.weights @ f)[None] - self._root * self._value
 
     def linearize(self, params: Mapping[str, Tensor]) -> IntegralLinearization:
         return IntegralLinearization(self, params)
@@ -311,16 +307,16 @@ class IntegralLinearization(Linearization):
     """qᵀJ, where J is the integrand's."""
 
     def __init__(self, source: IntegralMap, params: Mapping[str, Tensor]) -> None:
-        self._map, self._inner = source, source.integrand.linearize(params)
+        self._q, self._inner = source.weights, source.integrand.linearize(params)
         self.space, self.structured = self._inner.space, self._inner.structured
         self.footprint = self._inner.footprint
-        self.value = source.total(self._inner.value) - source._root * source._value
+        self.value = source.deviation(self._inner.value)
 
     def jvp(self, v: Tensor) -> Tensor:
-        return self._map.total(self._inner.jvp(v))
+        return (self._q @ self._inner.jvp(v))[None]
 
     def vjp(self, u: Tensor) -> Tensor:
-        return self._inner.vjp(self._map.spread(u))
+        return self._inner.vjp(self._q[:, None] * u)
 
     def pullback(self, covectors: Tensor) -> Pulled:
         matrix = torch.stack([self.vjp(u.reshape(self.value.shape)) for u in covectors])

@@ -9,6 +9,7 @@ or row by row, and named.
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,7 @@ from .._core.space import tolerance
 from .base import Covered, Pulled
 from .layers import Block, RowsBlock, Use
 from .layers.moments import SampleLayout, detect
-from .proof import Proof
+from .proof import Proof, accumulate
 from .record import Entry
 
 if TYPE_CHECKING:
@@ -290,15 +291,11 @@ class LayerStructure:
 
 def join_tied_blocks(blocks: list[Block]) -> list[Block]:
     """Blocks with disjoint names: where a parameter stands in several, their rows are added."""
-    counts: dict[str, int] = {}
-    for block in blocks:
-        for name in block.names:
-            counts[name] = counts.get(name, 0) + 1
+    counts = Counter(name for block in blocks for name in block.names)
     tied = [b for b in blocks if any(counts[n] > 1 for n in b.names)]
     if not tied:
         return blocks
     rows: dict[str, Tensor] = {}
     for block in tied:
-        for name, value in block.rows().items():
-            rows[name] = rows[name] + value if name in rows else value
+        accumulate(rows, block.rows())
     return [b for b in blocks if b not in tied] + [RowsBlock(rows)]

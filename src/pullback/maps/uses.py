@@ -161,7 +161,7 @@ def _tensordot(
     return _contraction(mode, made, (a, b), (one, "".join(two)), result)
 
 
-@use("grouped_mm", "_grouped_mm")
+@use("grouped_mm", "_grouped_mm", "grouped_mm_fallback")
 def _grouped(
     mode: FunctionMode, out: Tensor, mat_a: Tensor, mat_b: Tensor, *args: Any, **names: Any
 ) -> Tensor | None:
@@ -171,13 +171,6 @@ def _grouped(
     rows = torch.arange(len(mat_a), device=mat_a.device, dtype=offsets.dtype)
     index = torch.searchsorted(offsets, rows, right=True).clamp(max=len(mat_b) - 1)
     return mode.product(out, mat_b, mat_a, ("abc", "db", "dc"), index=index)
-
-
-@use("grouped_mm_fallback")
-def _grouped_fallback(
-    mode: FunctionMode, out: Tensor, input: Tensor, weight: Tensor, offs: Tensor
-) -> Tensor | None:
-    return _grouped(mode, out, input, weight, offs)
 
 
 @use("conv1d", "conv2d", "conv3d")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial, reduce
 from typing import Any
 
@@ -18,11 +18,6 @@ from .towers import TOWERS, Tower
 _SMALL = 2**12  # entries of a constant that is copied rather than watched
 
 
-def prod(factors: Sequence[Tensor]) -> Tensor:
-    """Their product."""
-    return reduce(operator.mul, factors)
-
-
 # --- chain rule ------------------------------------------------------------------------------
 
 
@@ -34,7 +29,7 @@ def elementwise(build: Tower, a: Jet, **options: Any) -> Jet:
     def summed(terms: list[tuple[int, tuple[int, ...]]]) -> Tensor:
         if a.affine:  # only products of first derivatives are left
             terms = [(n, c) for n, c in terms if max(c) < scheme.first.stop]
-        shares = [_times(n, prod([f[len(c)], *map(a.channel, c)])) for n, c in terms]
+        shares = [_times(n, reduce(operator.mul, map(a.channel, c), f[len(c)])) for n, c in terms]
         return sum(shares[1:], shares[0])
 
     def laplacian() -> Tensor:

@@ -102,8 +102,7 @@ def sin(a: Tensor, order: int) -> list[Tensor]:
 @tower(torch.cos, Tensor.cos)
 def cos(a: Tensor, order: int) -> list[Tensor]:
     """Cos, −sin, −cos, sin, …"""
-    s, c = torch.sin(a), torch.cos(a)
-    return [(c, -s, -c, s)[k % 4] for k in range(order + 1)]
+    return sin(a, order + 1)[1:]
 
 
 @tower(torch.exp, Tensor.exp)

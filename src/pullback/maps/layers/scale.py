@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..._core.space import compute_dtype
 from .moments import Sharing
-from .registry import Block, Layer, RowsBlock, Use, register
+from .registry import Block, Layer, RowsBlock, Use, joined, register
 
 #: mean and 1/σ of a normalization
 Kept = tuple[Tensor, Tensor] | None
@@ -46,10 +46,10 @@ class UnitSums:
 def unit_rows(some: Sequence[UnitSums]) -> Tensor:
     """The rows (N, ΣU, k) of layers of one kind, side by side."""
     first = some[0]
-    beside = _beside([x.by[role] for role in first.by for x in some], 1).chunk(len(first.by), 1)
+    beside = joined([x.by[role] for role in first.by for x in some], 1).chunk(len(first.by), 1)
     by, kept = dict(zip(first.by, beside, strict=True)), [x.kept for x in some if x.kept]
     if kept:
-        mean, scale = _beside([t for pair in zip(*kept, strict=True) for t in pair], 0).chunk(2)
+        mean, scale = joined([t for pair in zip(*kept, strict=True) for t in pair], 0).chunk(2)
         by["weight"] = torch.addcmul(by["weight"], mean, by["bias"], value=-1).mul_(scale)
     return torch.stack([by[role] for role in first.roles], -1)
 
@@ -59,10 +59,6 @@ def second_moments(some: Sequence[UnitSums]) -> list[Tensor]:
     rows = unit_rows(some)
     units = torch.bmm(rows.permute(1, 2, 0), rows.transpose(0, 1))
     return list(units.split([x.shape[1] for x in some]))
-
-
-def _beside(tensors: Sequence[Tensor], dim: int) -> Tensor:
-    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), dim)
 
 
 class Scale(Layer):
