@@ -309,10 +309,10 @@ def topology(root: Tensor, leaves: dict[str, Tensor]) -> tuple[Any, Counter[str]
             continue
         edges = []
         for following, place in node.next_functions:
-            if following is not None and following not in index:
+            if following not in index:
                 index[following] = len(order)
                 order.append(following)
-            edges.append((None if following is None else index[following], place))
+            edges.append((index[following], place))
             if (name := names.get(id(getattr(following, "variable", None)))) is not None:
                 joints[name] += 1
         axes = tuple([str(getattr(node, axis)) for axis in _axes(type(node))])

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -152,13 +152,25 @@ def _adds_up(linear: ModuleLinearization, rows: dict[str, Tensor], covectors: Te
     c = torch.randn(n, r, generator=generator, dtype=torch.float64).to(linear.value)
     u = torch.einsum("nr,rn...->n...", c, covectors.to(c))
     truth = linear.gradients(u, [linear.leaves[name] for name in rows])
+    sums = {n: torch.einsum("nrp,nr->p", some, c.to(some)) for n, some in rows.items()}
     limit = tolerance(linear.graph.dtype, 10)
-    for (_, value), want in zip(rows.items(), truth, strict=True):
-        got = torch.einsum("nrp,nr->p", value, c.to(value))
-        exact = torch.zeros_like(got) if want is None else want.flatten().to(got)
-        if bool((got - exact).norm() > limit * exact.norm()):
-            return False
-    return True
+    return not _unexplained(linear, [sums], dict(zip(rows, truth, strict=True)), limit)
+
+
+def _unexplained(
+    linear: ModuleLinearization,
+    sums: Iterable[Mapping[str, Tensor]],
+    truth: Mapping[str, Tensor | None],
+    limit: float,
+) -> dict[str, str]:
+    """The parameters whose sums of rows are not autograd's gradient, and why."""
+    proof = Proof(limit)
+    for some in sums:
+        proof.add(some, 0.0, 0.0, 0)
+    # a parameter that the layers reach and the graph does not has the gradient zero
+    return proof.unexplained(
+        {n: linear.space.zeros(1) if g is None else g for n, g in truth.items()}
+    )
 
 
 def _row_by_row(
@@ -231,12 +243,8 @@ class LayerStructure:
     ) -> None:
         """Keep the parameters whose layer formula reproduces autograd's gradient."""
         ones = linear.value.new_ones(linear.value.shape[0], 1)
-        proof = Proof(tolerance(arithmetic(linear.graph), 10))
-        for block in blocks:
-            proof.add(block.lift(ones), 0.0, 0.0, 0)
-        # a parameter that the layers reach and the graph does not has the gradient zero
-        found = {n: linear.space.zeros(1) if g is None else g for n, g in truth.items()}
-        for name, why in proof.unexplained(found).items():
+        sums, limit = (b.lift(ones) for b in blocks), tolerance(arithmetic(linear.graph), 10)
+        for name, why in _unexplained(linear, sums, truth, limit).items():
             self.reasons.setdefault(name, why)
         self.rest = tuple(n for n in truth if n in self.reasons)
 

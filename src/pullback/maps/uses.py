@@ -61,28 +61,9 @@ def _times(mode: FunctionMode, out: Tensor, one: Any, two: Any, bias: Any = None
     if not isinstance(one, Tensor) or not isinstance(two, Tensor) or min(one.ndim, two.ndim) < 2:
         return None
     batch = ascii_letters[3 : 1 + max(one.ndim, two.ndim)]
-    letters = [batch[len(batch) + 2 - t.ndim :] for t in (one, two)]
-    result = f"{batch}ac"
-    if mode.entries(two) is not None:
-        given = (f"{letters[1]}bc", f"{letters[0]}ab", result)
-        return mode.product(out, two, *_spread(two, one, given), bias)
-    if mode.entries(one) is not None:
-        given = (f"{letters[0]}ab", f"{letters[1]}bc", result)
-        return mode.product(out, one, *_spread(one, two, given))
-    return None
-
-
-def _spread(
-    w: Tensor, x: Tensor, letters: tuple[str, str, str]
-) -> tuple[Tensor, tuple[str, str, str]]:
-    """Expand x along the axes of w that it lacks: every matrix then has the same places."""
-    sizes = dict(zip(letters[0], w.shape, strict=True))
-    lacking = [a for a in letters[0][:-2] if a not in letters[1] and sizes[a] > 1]
-    x = x.expand(*(sizes[a] for a in lacking), *x.shape)
-    names = "".join(lacking) + letters[1]
-    x = x.expand(*(sizes.get(a, n) if n == 1 and a in letters[0][:-2] else n
-                   for a, n in zip(names, x.shape, strict=True)))  # fmt: skip
-    return x, (letters[0], names, letters[2])
+    left, right = (batch[len(batch) + 2 - t.ndim :] for t in (one, two))
+    names = f"{left}ab", f"{right}bc"
+    return _contraction(mode, out, (one, two), names, f"{batch}ac", bias, spread=True)
 
 
 @use("addmm", "baddbmm")
@@ -118,9 +99,14 @@ def _einsum(mode: FunctionMode, out: Tensor, equation: Any, *operands: Any) -> T
 
 
 def _contraction(
-    mode: FunctionMode, out: Tensor, operands: Sequence[Tensor], names: Sequence[str], result: str
-) -> Tensor | None:
-    """Note a sum of products by the letters of their axes, of which one factor is a parameter."""
+    mode: FunctionMode, out: Tensor, operands: Sequence[Tensor], names: Sequence[str], result: str,
+    bias: Any = None, *, spread: bool = False,
+) -> Tensor | None:  # fmt: skip
+    """Note a sum of products by the letters of their axes, of which one factor is a parameter.
+
+    A bias is that of the last factor. With `spread`, or where matrices cannot be read off without,
+    the others are expanded along axes of the parameter that they lack: all matrices meet all.
+    """
     found = [k for k, t in enumerate(operands) if mode.entries(t) is not None]
     if not found or (len(operands) > 2 and len(found) > 1):
         return None
@@ -133,11 +119,15 @@ def _contraction(
         x = torch.einsum(f"{given}->{other}", *(operands[i].detach() for i in rest))
     entries = mode.entries(w)
     assert entries is not None
-    if Multiplication.read(entries, (own, other, result), None) is None:  # all matrices meet all
-        first = own[0]
-        if first in result and first not in other:
-            x, other = x.expand(entries.size[0], *x.shape), first + other
-    return mode.product(out, w, x, (own, other, result))
+    if spread or Multiplication.read(entries, (own, other, result), None) is None:
+        sizes = {a: n for a, n in zip(own[:-2], w.shape, strict=False) if a in result and n > 1}
+        lacking = [a for a in sizes if a not in other]
+        x, other = x.expand(*(sizes[a] for a in lacking), *x.shape), "".join(lacking) + other
+        x = x.expand(
+            [sizes.get(a, n) if n == 1 else n for a, n in zip(other, x.shape, strict=True)]
+        )
+    last = k == len(operands) - 1
+    return mode.product(out, w, x, (own, other, result), bias if last else None)
 
 
 @use("inner")

@@ -108,6 +108,9 @@ class Cells(Sequence[Tensor]):
         return tuple(isinstance(cell, Tensor) for cell in self._cells)
 
 
+_OF_VALUE = ("shape", "ndim", "dim", "size", "dtype", "device", "requires_grad")
+
+
 class Jet:
     """A value, its first derivatives (m, *shape) and the higher ones, in the scheme's order.
 
@@ -199,37 +202,13 @@ class Jet:
     ) -> Any:
         return _apply(func, *args, **(kwargs or {}))
 
-    @property
-    def shape(self) -> torch.Size:
-        return self.value.shape
-
-    @property
-    def ndim(self) -> int:
-        return self.value.ndim
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.value.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.value.device
-
-    @property
-    def requires_grad(self) -> bool:
-        return self.value.requires_grad
-
-    def dim(self) -> int:
-        return self.ndim
-
-    def size(self, dim: int | None = None) -> Any:
-        return self.shape if dim is None else self.shape[dim]
-
     def __len__(self) -> int:
         return self.shape[0]
 
     def __getattr__(self, name: str) -> Any:
-        """Methods of tensors: jet.sin() is torch.sin(jet)."""
+        """What the value says of its form, and methods of tensors: jet.sin() is torch.sin(jet)."""
+        if name in _OF_VALUE:
+            return getattr(self.value, name)
         if name.startswith("_"):
             raise AttributeError(name)
         method = getattr(Tensor, name, None)

@@ -14,7 +14,7 @@ from .affine import AffineBlock
 from .correlated import correlated_moments, correlates
 from .moments import Moments, Sharing, counted, shared_moments, shared_second_moment
 from .patches import (
-    by_samples,
+    channel_bytes,
     channel_moment,
     channel_moments,
     lines,
@@ -111,15 +111,13 @@ def _way(module: Any, x: Tensor, sharing: Sharing) -> Any:
     # on a CPU a correlation is no faster, and its sums are less exact
     if x.is_cuda and 9 * x.shape[1] <= sharing.longest and correlates(module, x):
         return correlated_moments
-    if x.shape[1] > sharing.longest or not pointwise(module, x) or by_samples(x):
-        return None
-    return channel_moments
+    return channel_moments if x.shape[1] <= sharing.longest and pointwise(module, x) else None
 
 
 #: bytes that each of these takes per input
 _BYTES = {
     correlated_moments: lambda x: (9 * x.shape[1]) ** 2 * x.element_size(),
-    channel_moments: lambda x: x.nbytes,
+    channel_moments: channel_bytes,
 }
 
 

@@ -109,7 +109,7 @@ def channel_moment(x: Tensor) -> Tensor:
     One product per sample copies nothing, but its results are B·C² numbers; one product of all
     needs the channels as lines.
     """
-    if by_samples(x):
+    if _by_samples(x):
         each = x.flatten(2)
         return products(each, each).sum(0, keepdim=True)
     found = channel_lines(x)[None]
@@ -117,7 +117,15 @@ def channel_moment(x: Tensor) -> Tensor:
 
 
 def channel_moments(some: Sequence[Tensor]) -> Tensor:
-    """The same by lines for several of one shape and row by row in memory, (K, C, C), at once."""
+    """The same for several of one shape and row by row in memory, (K, C, C), in fewer launches."""
+    x, count = some[0], len(some)
+    if count == 1 or (_by_samples(x) and x.dtype != compute_dtype(x.dtype)):
+        return torch.cat([channel_moment(x) for x in some])
+    if _by_samples(x):
+        each = x.new_empty(count, x.shape[0], x.shape[1], x.shape[1])
+        for out, found in zip(each.unbind(), (x.flatten(2) for x in some), strict=True):
+            torch.bmm(found, found.mT, out=out)
+        return each.sum(1)
     found = _turned(some)
     return products(found, found)
 
@@ -128,7 +136,13 @@ def _turned(some: Sequence[Tensor]) -> Tensor:
     return torch.cat([x.flatten(2).transpose(0, 1) for x in some]).view(count, c, -1)
 
 
-def by_samples(x: Tensor) -> bool:
+def channel_bytes(x: Tensor) -> int:
+    """What `channel_moments` needs for one of them."""
+    each = x.shape[0] * x.shape[1] ** 2 * compute_dtype(x.dtype).itemsize
+    return each if _by_samples(x) else x.nbytes
+
+
+def _by_samples(x: Tensor) -> bool:
     """Whether to multiply sample by sample."""
     n, c, *space = x.shape
     fewer = c * compute_dtype(x.dtype).itemsize <= prod(space) * x.itemsize
