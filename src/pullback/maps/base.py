@@ -160,10 +160,8 @@ class Linearization(ABC):
 
     def kernel(self, other: Linearization | None = None) -> Tensor:
         """J J'ᵀ against another linearization at the same parameters: (N·|event|, N'·|event|)."""
-        mine = self.pullback(identity_covectors(self.value))
-        if other is None:
-            return mine.kernel()
-        return mine.kernel(other.pullback(identity_covectors(other.value)))
+        theirs = None if other is None else other.pullback(identity_covectors(other.value))
+        return self.pullback(identity_covectors(self.value)).kernel(theirs)
 
     def closed_form(self, factor: Factor) -> Any:
         """The Gram Jᵀ S Sᵀ J in closed form, where the map knows one; None elsewhere."""

@@ -83,7 +83,10 @@ class OperatorMap(Map):
         """The network's jet, (T, S, N, m), each channel computed when it is taken."""
         if not self.nested_because:
             try:
-                return self._carried(params, tape)
+                out = self.network(params, self._coordinates.taped(tape))
+                if not isinstance(out, Jet):
+                    raise Unsupported("an output that does not depend on the input")
+                return Channels(out.full(), self.x.shape[:2])
             except Unsupported as missing:
                 self.nested_because = f"jets have no rule for {missing}"
             except _REFUSALS as error:  # of what is no tensor: nested derivatives say if not
@@ -91,12 +94,6 @@ class OperatorMap(Map):
         points = self.x.flatten(0, 1)
         out = nested(lambda x: self.network(params, x), points, self.scheme)
         return out.unflatten(1, self.x.shape[:2])
-
-    def _carried(self, params: dict[str, Tensor], tape: Tape | None) -> Channels:
-        out = self.network(params, self._coordinates.taped(tape))
-        if not isinstance(out, Jet):
-            raise Unsupported("an output that does not depend on the input")
-        return Channels(out.full(), self.x.shape[:2])
 
     def __call__(self, params: Mapping[str, Tensor], tape: Tape | None = None) -> Tensor:
         """z: (N, R)."""
@@ -128,9 +125,10 @@ class OperatorMap(Map):
                 "its gradient vanishes at every point",
                 "Leave out detach, sign, comparisons and rounding of the field",
             )
-        noise = 1e3 * torch.finfo(want.dtype).eps * linear.magnitude(u)
+        size, leak = linear.coupling(u)
+        noise = 1e3 * torch.finfo(want.dtype).eps * size
         off = (got - want).norm() > tolerance(want.dtype) * want.norm() + noise
-        if bool(off) or linear.leaks(u):
+        if bool(off) or leak:
             raise PullbackError(
                 "The network's value at one point depends on other points",
                 "so it has no derivatives at a point",
@@ -158,12 +156,6 @@ class JetLinearization(FunctionLinearization):
         self._uses = tape.uses
         return self._graph.detach().to(self.space.dtype)
 
-    def magnitude(self, u: Tensor) -> float:
-        """Σ ‖δ‖‖ā‖ over the layers: rows that cancel to zero are known to ε of this."""
-        deltas, _ = self._reverse(u)
-        pairs = zip(self._uses, map(torch.stack, deltas), strict=True)
-        return sum(float(d.norm() * torch.stack(used.channels).norm()) for used, d in pairs)
-
     def _reverse(self, u: Tensor) -> tuple[list[list[Tensor]], set[str]]:
         """Cotangents (S·N, …, O) of the recorded outputs' channels; parameters reached elsewhere.
 
@@ -188,15 +180,16 @@ class JetLinearization(FunctionLinearization):
         rest = zip(self._leaves, found[len(outputs) :], strict=True)
         return deltas, {n for n, g in rest if g is not None}
 
-    def leaks(self, u: Tensor) -> bool:
-        """Whether points whose covector is 0 have cotangents at a layer: they are others' then."""
-        silent = (u == 0).all(1)
-        for pieces in self._reverse(u)[0]:
-            delta = torch.stack(pieces)  # (T, S·N, …, O)
-            found = delta.unflatten(1, self._map.x.shape[:2])
-            if bool(found[:, :, silent].norm() > tolerance(delta.dtype) * found.norm()):
-                return True
-        return False
+    def coupling(self, u: Tensor) -> tuple[float, bool]:
+        """Σ ‖δ‖‖ā‖ over the layers, of whose round-off rows that cancel are; and whether points
+        whose covector is 0 have cotangents at a layer: these are others' then.
+        """
+        silent, size, leak = (u == 0).all(1), 0.0, False
+        for used, pieces in zip(self._uses, self._reverse(u)[0], strict=True):
+            delta = torch.stack(pieces).unflatten(1, self._map.x.shape[:2])  # (T, S, N, …, O)
+            size += float(delta.norm() * torch.stack(used.channels).norm())
+            leak |= bool(delta[:, :, silent].norm() > tolerance(delta.dtype) * delta.norm())
+        return size, leak
 
     def pullback(self, covectors: Tensor) -> Pulled:
         entries = self.value.shape[0] * covectors.shape[0] * self.space.size

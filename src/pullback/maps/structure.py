@@ -12,6 +12,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -178,17 +179,13 @@ def _row_by_row(
 ) -> dict[str, Tensor]:
     r, n = covectors.shape[:2]
     leaves = [linear.leaves[name] for name in names]
-    rows = {
-        name: linear.space.zeros(n, r, leaf.numel())
-        for name, leaf in zip(names, leaves, strict=True)
-    }
-    for i in range(n):
-        for k in range(r):
-            u = torch.zeros_like(linear.graph)
-            u[i] = covectors[k, i]
-            for name, g in zip(names, linear.gradients(u, leaves), strict=True):
-                if g is not None:
-                    rows[name][i, k] = g.flatten()
+    rows = {name: linear.space.zeros(n, r, linear.leaves[name].numel()) for name in names}
+    for i, k in product(range(n), range(r)):
+        u = torch.zeros_like(linear.graph)
+        u[i] = covectors[k, i]
+        for name, g in zip(names, linear.gradients(u, leaves), strict=True):
+            if g is not None:
+                rows[name][i, k] = g.flatten()
     return rows
 
 
@@ -275,17 +272,15 @@ class LayerStructure:
             names = {r: None if n in self.rest else n for r, n in first.names.items()}
             if all(n is None for n in names.values()):
                 continue
-            uses = [self._use(linear, linear.entries[i], i, deltas[i]) for i in indices]
+            uses = []
+            for i in indices:
+                entry, x = linear.entries[i], self.layouts[i](linear.entries[i].input)
+                x = x.to(linear.space.dtype) if x.is_floating_point() else x
+                uses.append(Use(entry.module, x, deltas[i], entry.features))
             block = first.layer.block(names, uses)
             block.looks = self.looks.setdefault(first.key, {})
             blocks.append(block)
         return join_tied_blocks(blocks)
-
-    def _use(self, linear: ModuleLinearization, entry: Entry, i: int, delta: Tensor) -> Use:
-        x = self.layouts[i](entry.input)
-        if x.is_floating_point():
-            x = x.to(linear.space.dtype)
-        return Use(entry.module, x, delta, entry.features)
 
     def _coverage(self, blocks: list[Block]) -> list[Covered]:
         covered = []

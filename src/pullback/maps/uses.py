@@ -314,26 +314,14 @@ def _elementwise(mode: FunctionMode, out: Tensor, one: Any, two: Any, role: str)
             shape = shape[1:]
         if out.ndim <= len(shape):  # nothing counts samples
             return None
-        if role == "bias" and any(
-            n != m for n, m in zip(shape[::-1], out.shape[::-1], strict=False)
-        ):
-            return _gain(mode, out, x, own, shape, role)
-        if role == "bias" and len(shape) == 1:
+        fits = all(n == m for n, m in zip(shape[::-1], out.shape[::-1], strict=False))
+        if role == "bias" and fits and len(shape) == 1:
             blank = out.new_zeros(()).detach().expand(*out.shape[:-1], 1)
             return mode.note(nn.Linear, blank, out, {"weight": None, "bias": own})
-        if role == "bias" and len(shape) > 1:  # positions that are looked up
+        if role == "bias" and fits and len(shape) > 1:  # positions that are looked up
             rows = torch.arange(prod(shape[:-1]), device=out.device).view(shape[:-1])
             return _look_up(mode, out, own, rows.expand(out.shape[:-1]))
-        return _gain(mode, out, x, own, shape, role)
+        seen = x if role == "weight" else out.new_zeros(())
+        seen, make = seen.detach().expand(out.shape), partial(Gain, role, own, shape)
+        return mode.listener.note((Gain, role, id(own), shape), make, seen, out)
     return None
-
-
-def _gain(
-    mode: FunctionMode, out: Tensor, x: Tensor, own: Tensor, shape: tuple[int, ...], role: str
-) -> Tensor:
-    def make() -> nn.Module:
-        return Gain(role, own, shape)
-
-    seen = x.detach() if role == "weight" else out.new_zeros(()).detach()
-    seen = seen.expand(out.shape)
-    return mode.listener.note((Gain, role, id(own), shape), make, seen, out)

@@ -46,10 +46,6 @@ class Tape:
     points: int
     uses: list[Used] = field(default_factory=list)
 
-    def name(self, tensor: Tensor | None) -> str | None:
-        """The parameter that this tensor is, if any."""
-        return None if tensor is None else self.names.get(id(tensor))
-
 
 Rule = Callable[..., Any]
 RULES: dict[Any, Rule] = {}
@@ -67,17 +63,13 @@ def rule(*functions: Any):
 
 def _apply(function: Any, *args: Any, **kwargs: Any) -> Any:
     """What the rule of a function of torch says."""
-    act = RULES.get(function)
+    act, name = RULES.get(function), getattr(function, "__name__", str(function))
     if act is None:
-        raise Unsupported(_called(function))
+        raise Unsupported(name)
     try:
         return act(*args, **kwargs)
     except TypeError as error:  # out=, dtype= and the like
-        raise Unsupported(f"{_called(function)} with these arguments ({error})") from error
-
-
-def _called(function: Any) -> str:
-    return getattr(function, "__name__", str(function))
+        raise Unsupported(f"{name} with these arguments ({error})") from error
 
 
 Cell = Tensor | Callable[[], Tensor]

@@ -176,19 +176,15 @@ def linear(a: Any, weight: Tensor, bias: Tensor | None = None) -> Jet:
         a = a.full()
     if a.tape is None or a.ndim < 2 or weight.ndim != 2 or a.shape[0] != a.tape.points:
         return _affine(a, weight, bias)
-    names = a.tape.name(weight), a.tape.name(bias)
+    names = a.tape.names.get(id(weight)), a.tape.names.get(id(bias))
     fixed = weight.detach() if names[0] else weight
     shift = bias.detach() if bias is not None and names[1] else bias
     out = _affine(a, fixed, shift)
     if any(names):
-        out = out.full().each(_edge)  # each point has cotangents of its own
+        # each point has cotangents of its own, which can be taken at these tensors
+        out = out.full().each(lambda x, _: x if x.requires_grad else x.requires_grad_())
         a.tape.uses.append(Used(*names, a, out))
     return out
-
-
-def _edge(x: Tensor, front: int) -> Tensor:
-    """A place of the graph where cotangents can be taken."""
-    return x if x.requires_grad else x.requires_grad_()
 
 
 def _affine(a: Jet, weight: Tensor, bias: Tensor | None) -> Jet:

@@ -71,9 +71,6 @@ class Embedding(Layer):
 
     curvature, input_first, one_hot = "kronecker", True, True
 
-    def parameters(self, module: Any) -> dict[str, Tensor | None]:
-        return {"weight": module._parameters.get("weight")}
-
     def form(self, module: Any) -> tuple[int, int, int]:
         return 1, module.num_embeddings, module.embedding_dim
 

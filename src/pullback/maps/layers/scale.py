@@ -170,8 +170,7 @@ class BatchNorm(ChannelScale):
         gain, shift = _channel_sums(x, delta)
         if sharing.layout is not None:
             gain, shift = (sharing.by_sample(t).sum(1) for t in (gain, shift))
-        if kept[0].dtype != gain.dtype:
-            kept = kept[0].to(gain.dtype), kept[1].to(gain.dtype)
+        kept = kept[0].to(gain.dtype), kept[1].to(gain.dtype)
         return UnitSums({"weight": gain, "bias": shift}, tuple(roles), kept)
 
 
@@ -223,9 +222,6 @@ class PReLU(ChannelScale):
 
     def features(self, module: Any, ndim: int) -> int:
         return 0 if module.num_parameters == 1 else ndim - 1
-
-    def parameters(self, module: Any) -> dict[str, Tensor | None]:
-        return {"weight": module._parameters.get("weight")}
 
     def normalized(self, module: Any, x: Tensor) -> Tensor:
         return x.clamp(max=0)

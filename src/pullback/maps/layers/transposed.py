@@ -49,12 +49,6 @@ def _sample_patches(use: Use) -> Tensor:
     return of_samples(lambda d: _patches(use.module, d, places), use.delta, 2, use.features)
 
 
-def _sample_shifts(use: Use) -> Tensor:
-    """Σ_s δ_s: (N, R, C_out)."""
-    channel = use.delta.ndim - use.features
-    return use.delta.sum([axis for axis in range(2, use.delta.ndim) if axis != channel])
-
-
 @register(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 class ConvTranspose(Layer):
     """`output_padding` and `output_size` need no care: the cotangent has the output's shape."""
@@ -74,7 +68,8 @@ class ConvTranspose(Layer):
             delta = joined([_sample_patches(u) for u in uses], 3)
             parts.append(AffineBlock(weight, None, inputs, delta, turned=True))
         if bias is not None:
-            shifts = [_sample_shifts(u) for u in uses]
+            places = [use.delta.movedim(-use.features, 2).flatten(3) for use in uses]
+            shifts = [delta.sum(3) for delta in places]  # Σ_s δ_s: (N, R, C_out)
             parts.append(RowsBlock({bias: sum(shifts[1:], shifts[0])}))
         return parts[0] if len(parts) == 1 else JointBlock(parts)
 
