@@ -94,11 +94,11 @@ class ModuleLinearization(Linearization):
         self.leaves = {n: p.detach().requires_grad_() for n, p in params.items()}
         self._recorder = Recorder(source.model, self.leaves)
         call = source.call
-        heard = ("listening", *((tuple(t.shape), t.dtype) for t in call.tensors))
-        self._recorder.sites.listening = source.plans.get(heard, True)
+        listened = ("listening", *((tuple(t.shape), t.dtype) for t in call.tensors))
+        self._recorder.sites.listening = source.plans.get(listened, True)
         with torch.enable_grad(), call.replaying(), self._recorder:
             self.graph = source.call_with(self.leaves, *call.args, **call.kwargs)
-        source.plans[heard] = self._recorder.sites.listening
+        source.plans[listened] = self._recorder.sites.listening
         #: the uses of known layers in the pass
         self.entries = self._recorder.entries
         self.value = self.graph.detach().to(self.space.dtype)
@@ -111,9 +111,8 @@ class ModuleLinearization(Linearization):
             return
         before, now = self.map.arranged(recorded).to(self.value.dtype), self.value
         limit = tolerance(self.graph.dtype, 10)
-        if before.shape == now.shape and bool((now - before).norm() <= limit * before.norm()):
-            return
-        if not bool(torch.isfinite(before).all()):
+        same = before.shape == now.shape and (now - before).norm() <= limit * before.norm()
+        if bool(same) or not bool(torch.isfinite(before).all()):
             return
         raise PullbackError(
             "The forward pass cannot be repeated",

@@ -204,11 +204,11 @@ class Recorder:
                 return None
             if not now or not output.requires_grad:
                 return None
-            return now[0]._met(path, module, layer, x, output)
+            return now[0]._module(path, module, layer, x, output)
 
         return record
 
-    def _met(
+    def _module(
         self, path: str, module: nn.Module, layer: Layer, x: Tensor, output: Tensor
     ) -> Tensor | None:
         site = self.sites.site(path, module, layer)

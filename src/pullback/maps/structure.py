@@ -219,16 +219,16 @@ class LayerStructure:
 
         layouts, reasons, exact = {}, {}, arithmetic(linear.graph)
         for i, (entry, one, two) in enumerate(zip(linear.entries, found, scaled, strict=False)):
-            layout = None
-            if one is not None and two is not None:
-                layout = detect(one, two, c, entry.features, exact)
+            reached = one is not None and two is not None
+            layout = detect(one, two, c, entry.features, exact) if reached else None
             if layout is not None:
                 layouts[i] = layout
             else:
                 for name in filter(None, entry.names.values()):
                     reasons[name] = f"{entry.path}: no axis of its output counts the samples"
-        heard = [g is None or bool(g.any()) for g in found[: len(edges)]]
-        plan = cls(layouts, (), reasons, settled=all(heard) and not chooses_by_index(linear.graph))
+        answered = all(g is None or bool(g.any()) for g in found[: len(edges)])
+        settled = answered and not chooses_by_index(linear.graph)
+        plan = cls(layouts, (), reasons, settled=settled)
         deltas = {i: layout(found[i])[:, None].to(z.dtype) for i, layout in layouts.items()}
         blocks = plan._blocks(linear, deltas)
         plan._verify(blocks, truth, linear)

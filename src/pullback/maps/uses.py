@@ -269,7 +269,8 @@ def _norm(
     except TypeError:  # a function of that name with other arguments
         return None
     given.apply_defaults()
-    settings = {n: tuple(v) if isinstance(v, list) else v for n, v in given.arguments.items()}
+    settings: dict[str, Any] = given.arguments
+    settings = {n: tuple(v) if isinstance(v, list) else v for n, v in settings.items()}
     x = settings.pop("input")
     own = {role: mode.whole(settings.pop(role, None)) for role in ("weight", "bias")}
     if all(parameter is None for parameter in own.values()):

@@ -63,7 +63,7 @@ def test_rows_of_a_transposed_convolution_belong_to_its_input() -> None:
         for _ in range(6):
             opt.step(closure_of(opt, model, x, y, F.mse_loss))
         found.append((conv.weight[..., 0] if found else linear.weight.T).detach().clone())
-    assert_close(*found, 1e-8)
+    assert_close(found[0], found[1], 1e-8)
 
 
 def test_events_scale_the_gram_with_the_loss() -> None:

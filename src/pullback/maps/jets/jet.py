@@ -260,15 +260,7 @@ def prefers_loop(used: Used, deltas: Deltas, sites: int) -> bool:
 def write_rows(
     used: Used, deltas: Deltas, sites: int, weight: Tensor | None, bias: Tensor | None
 ) -> None:
-    """The rows of one use of a layer.
-
-    Args:
-        used: with T channels of inputs (S·N, I).
-        deltas: its cotangents.
-        sites: S.
-        weight: (N, R, O·I), written to.
-        bias: (N, R, O), written to.
-    """
+    """Write the rows of one use of a layer to weight (N, R, O·I) and bias (N, R, O)."""
     terms = []
     for t, a in enumerate(used.channels):
         d = [one[t] for one in deltas]
