@@ -94,11 +94,11 @@ class ModuleLinearization(Linearization):
         self.leaves = {n: p.detach().requires_grad_() for n, p in params.items()}
         self._recorder = Recorder(source.model, self.leaves)
         call = source.call
-        heard = ("listening", *((tuple(t.shape), t.dtype) for t in call.tensors))
-        self._recorder.listening = source.plans.get(heard, True)
+        listened = ("listening", *((tuple(t.shape), t.dtype) for t in call.tensors))
+        self._recorder.sites.listening = source.plans.get(listened, True)
         with torch.enable_grad(), call.replaying(), self._recorder:
             self.graph = source.call_with(self.leaves, *call.args, **call.kwargs)
-        source.plans[heard] = self._recorder.listening
+        source.plans[listened] = self._recorder.sites.listening
         #: the uses of known layers in the pass
         self.entries = self._recorder.entries
         self.value = self.graph.detach().to(self.space.dtype)
@@ -111,9 +111,8 @@ class ModuleLinearization(Linearization):
             return
         before, now = self.map.arranged(recorded).to(self.value.dtype), self.value
         limit = tolerance(self.graph.dtype, 10)
-        if before.shape == now.shape and bool((now - before).norm() <= limit * before.norm()):
-            return
-        if not bool(torch.isfinite(before).all()):
+        same = before.shape == now.shape and (now - before).norm() <= limit * before.norm()
+        if bool(same) or not bool(torch.isfinite(before).all()):
             return
         raise PullbackError(
             "The forward pass cannot be repeated",
@@ -126,14 +125,13 @@ class ModuleLinearization(Linearization):
     def jvp(self, v: Tensor) -> Tensor:
         """J v by forward-mode differentiation; by two reverse passes where that fails.
 
-        Which way serves is proved once per model and shape: fused attention has no forward mode
-        except as plain matrix products, and an embedding's padding row has one that its reverse
-        mode does not share.
+        Which way serves is proved once per model and shape: an embedding's padding row has a
+        forward mode that its reverse mode does not share.
         """
         key = ("jvp", self._recorder.signature(self.map.call))
-        ways = (self._forward_mode, self._forward_mode_unfused, self._double_vjp)
+        ways = (self._forward_mode, self._double_vjp)
         if key not in self.map.plans:
-            found = next((i for i in range(3) if self._adjoint(ways[i])), None)
+            found = next((i for i, way in enumerate(ways) if self._adjoint(way)), None)
             if found is None:
                 raise PullbackError(
                     "J v cannot be computed for this model",
@@ -160,14 +158,11 @@ class ModuleLinearization(Linearization):
         gap = ((pushed * u).sum() - v @ pulled).abs()
         return bool(gap <= torch.finfo(self.graph.dtype).eps ** 0.5 * scale)
 
-    def _forward_mode_unfused(self, v: Tensor) -> Tensor:
-        with unfused_attention():
-            return self._forward_mode(v)
-
     def _forward_mode(self, v: Tensor) -> Tensor:
         call, source = self.map.call, self.map
         pieces = self.space.split(v)
-        with torch.no_grad(), fwad.dual_level(), call.replaying():
+        # fused attention has no forward mode, plain matrix products have
+        with torch.no_grad(), fwad.dual_level(), call.replaying(), unfused_attention():
             dual = {
                 n: fwad.make_dual(p.detach(), pieces[n].to(p.dtype)) for n, p in self.leaves.items()
             }
@@ -313,10 +308,10 @@ def topology(root: Tensor, leaves: dict[str, Tensor]) -> tuple[Any, Counter[str]
             continue
         edges = []
         for following, place in node.next_functions:
-            if following is not None and following not in index:
+            if following not in index:
                 index[following] = len(order)
                 order.append(following)
-            edges.append((None if following is None else index[following], place))
+            edges.append((index[following], place))
             if (name := names.get(id(getattr(following, "variable", None)))) is not None:
                 joints[name] += 1
         axes = tuple([str(getattr(node, axis)) for axis in _axes(type(node))])

@@ -9,8 +9,10 @@ or row by row, and named.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +26,7 @@ from .._core.space import tolerance
 from .base import Covered, Pulled
 from .layers import Block, RowsBlock, Use
 from .layers.moments import SampleLayout, detect
-from .proof import Proof
+from .proof import Proof, accumulate
 from .record import Entry
 
 if TYPE_CHECKING:
@@ -39,7 +41,7 @@ def cotangents(
     *,
     batched: bool,
 ) -> list[Tensor]:
-    """Per edge the cotangents (N, R, ...), samples first, by one vectorized reverse pass or by R."""
+    """Per edge the cotangents (N, R, ...), samples first, by one vectorized pass or by R."""
     if batched and edges:
         found: Any = linear.gradients(covectors, edges, batched=True)
         pairs = zip(found, layouts, strict=True)
@@ -151,13 +153,25 @@ def _adds_up(linear: ModuleLinearization, rows: dict[str, Tensor], covectors: Te
     c = torch.randn(n, r, generator=generator, dtype=torch.float64).to(linear.value)
     u = torch.einsum("nr,rn...->n...", c, covectors.to(c))
     truth = linear.gradients(u, [linear.leaves[name] for name in rows])
+    sums = {n: torch.einsum("nrp,nr->p", some, c.to(some)) for n, some in rows.items()}
     limit = tolerance(linear.graph.dtype, 10)
-    for (_, value), want in zip(rows.items(), truth, strict=True):
-        got = torch.einsum("nrp,nr->p", value, c.to(value))
-        exact = torch.zeros_like(got) if want is None else want.flatten().to(got)
-        if bool((got - exact).norm() > limit * exact.norm()):
-            return False
-    return True
+    return not _unexplained(linear, [sums], dict(zip(rows, truth, strict=True)), limit)
+
+
+def _unexplained(
+    linear: ModuleLinearization,
+    sums: Iterable[Mapping[str, Tensor]],
+    truth: Mapping[str, Tensor | None],
+    limit: float,
+) -> dict[str, str]:
+    """The parameters whose sums of rows are not autograd's gradient, and why."""
+    proof = Proof(limit)
+    for some in sums:
+        proof.add(some, 0.0, 0.0, 0)
+    # a parameter that the layers reach and the graph does not has the gradient zero
+    return proof.unexplained(
+        {n: linear.space.zeros(1) if g is None else g for n, g in truth.items()}
+    )
 
 
 def _row_by_row(
@@ -165,17 +179,13 @@ def _row_by_row(
 ) -> dict[str, Tensor]:
     r, n = covectors.shape[:2]
     leaves = [linear.leaves[name] for name in names]
-    rows = {
-        name: linear.space.zeros(n, r, leaf.numel())
-        for name, leaf in zip(names, leaves, strict=True)
-    }
-    for i in range(n):
-        for k in range(r):
-            u = torch.zeros_like(linear.graph)
-            u[i] = covectors[k, i]
-            for name, g in zip(names, linear.gradients(u, leaves), strict=True):
-                if g is not None:
-                    rows[name][i, k] = g.flatten()
+    rows = {name: linear.space.zeros(n, r, linear.leaves[name].numel()) for name in names}
+    for i, k in product(range(n), range(r)):
+        u = torch.zeros_like(linear.graph)
+        u[i] = covectors[k, i]
+        for name, g in zip(names, linear.gradients(u, leaves), strict=True):
+            if g is not None:
+                rows[name][i, k] = g.flatten()
     return rows
 
 
@@ -209,16 +219,16 @@ class LayerStructure:
 
         layouts, reasons, exact = {}, {}, arithmetic(linear.graph)
         for i, (entry, one, two) in enumerate(zip(linear.entries, found, scaled, strict=False)):
-            layout = None
-            if one is not None and two is not None:
-                layout = detect(one, two, c, entry.features, exact)
+            reached = one is not None and two is not None
+            layout = detect(one, two, c, entry.features, exact) if reached else None
             if layout is not None:
                 layouts[i] = layout
             else:
                 for name in filter(None, entry.names.values()):
                     reasons[name] = f"{entry.path}: no axis of its output counts the samples"
-        heard = [g is None or bool(g.any()) for g in found[: len(edges)]]
-        plan = cls(layouts, (), reasons, settled=all(heard) and not chooses_by_index(linear.graph))
+        answered = all(g is None or bool(g.any()) for g in found[: len(edges)])
+        settled = answered and not chooses_by_index(linear.graph)
+        plan = cls(layouts, (), reasons, settled=settled)
         deltas = {i: layout(found[i])[:, None].to(z.dtype) for i, layout in layouts.items()}
         blocks = plan._blocks(linear, deltas)
         plan._verify(blocks, truth, linear)
@@ -230,12 +240,8 @@ class LayerStructure:
     ) -> None:
         """Keep the parameters whose layer formula reproduces autograd's gradient."""
         ones = linear.value.new_ones(linear.value.shape[0], 1)
-        proof = Proof(tolerance(arithmetic(linear.graph), 10))
-        for block in blocks:
-            proof.add(block.lift(ones), 0.0, 0.0, 0)
-        # a parameter that the layers reach and the graph does not has the gradient zero
-        found = {n: linear.space.zeros(1) if g is None else g for n, g in truth.items()}
-        for name, why in proof.unexplained(found).items():
+        sums, limit = (b.lift(ones) for b in blocks), tolerance(arithmetic(linear.graph), 10)
+        for name, why in _unexplained(linear, sums, truth, limit).items():
             self.reasons.setdefault(name, why)
         self.rest = tuple(n for n in truth if n in self.reasons)
 
@@ -266,17 +272,15 @@ class LayerStructure:
             names = {r: None if n in self.rest else n for r, n in first.names.items()}
             if all(n is None for n in names.values()):
                 continue
-            uses = [self._use(linear, linear.entries[i], i, deltas[i]) for i in indices]
+            uses = []
+            for i in indices:
+                entry, x = linear.entries[i], self.layouts[i](linear.entries[i].input)
+                x = x.to(linear.space.dtype) if x.is_floating_point() else x
+                uses.append(Use(entry.module, x, deltas[i], entry.features))
             block = first.layer.block(names, uses)
             block.looks = self.looks.setdefault(first.key, {})
             blocks.append(block)
         return join_tied_blocks(blocks)
-
-    def _use(self, linear: ModuleLinearization, entry: Entry, i: int, delta: Tensor) -> Use:
-        x = self.layouts[i](entry.input)
-        if x.is_floating_point():
-            x = x.to(linear.space.dtype)
-        return Use(entry.module, x, delta, entry.features)
 
     def _coverage(self, blocks: list[Block]) -> list[Covered]:
         covered = []
@@ -290,15 +294,11 @@ class LayerStructure:
 
 def join_tied_blocks(blocks: list[Block]) -> list[Block]:
     """Blocks with disjoint names: where a parameter stands in several, their rows are added."""
-    counts: dict[str, int] = {}
-    for block in blocks:
-        for name in block.names:
-            counts[name] = counts.get(name, 0) + 1
+    counts = Counter(name for block in blocks for name in block.names)
     tied = [b for b in blocks if any(counts[n] > 1 for n in b.names)]
     if not tied:
         return blocks
     rows: dict[str, Tensor] = {}
     for block in tied:
-        for name, value in block.rows().items():
-            rows[name] = rows[name] + value if name in rows else value
+        accumulate(rows, block.rows())
     return [b for b in blocks if b not in tied] + [RowsBlock(rows)]

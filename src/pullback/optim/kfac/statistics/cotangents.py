@@ -25,7 +25,6 @@ from ....grams.kronecker.inverse import Inverse
 from ....grams.kronecker.packed import Side, memory, packed, packed_together, whole
 from ....maps.layers import AffineBlock, Block, Use
 from ....maps.layers.moments import Moments, Sharing
-from ....maps.layers.product import ProductBlock
 from ....maps.layers.registry import Seen
 from ....maps.layers.scale import Scale, UnitSums, second_moments
 from ....maps.proof import Proof, accumulate
@@ -336,13 +335,14 @@ def _block_of_use(
 def _squares_in(basis: Inverse, own: UseMoments, delta: Tensor) -> Tensor | None:
     """Second moments of a use's gradients in these eigenbases."""
     assert own.basis is not None
-    block: Any = _block_of_use(own.entry, delta, own.sharing, own.basis.names)[0]
-    if isinstance(block, ProductBlock) and block.turned == own.basis.turned:
-        block = block.inner
+    block = _block_of_use(own.entry, delta, own.sharing, own.basis.names)[0]
     if not isinstance(block, AffineBlock):
         return None
-    like, sides = (delta.device, compute_dtype(delta.dtype)), (basis.left, basis.right)
-    return block.squares(*(None if t is None else t.to(*like) for t in sides))
+    like = delta.device, compute_dtype(delta.dtype)
+    sides = [None if t is None else t.to(*like) for t in (basis.left, basis.right)]
+    if block.turned == own.basis.turned:
+        return block.squares(*sides)
+    return block.squares(*sides[::-1]).mT  # the weight's rows belong to the input
 
 
 def _formula(entry: Entry, delta: Tensor) -> dict[str, Tensor]:

@@ -30,6 +30,7 @@ from ...._core.errors import PullbackError
 from ...._core.flags import DeferredFlags
 from ...._core.space import compute_dtype
 from ....maps.layers.moments import Moments, Sharing
+from ....maps.layers.scale import unit_rows
 from ....maps.record import Entry
 from ....metrics import Fisher, Metric
 from .record import ForwardRecord
@@ -97,7 +98,7 @@ class Coupling:
     def units(self, entry: Entry, delta: Tensor, roles: list[str], sharing: Sharing) -> Tensor:
         """Σ_ij K⁻¹_ij row_i row_jᵀ of gains and shifts, unit by unit: (U, k, k)."""
         layer: Any = entry.layer
-        rows = layer.unit_rows(entry.module, entry.input, delta, roles, sharing)
+        rows = unit_rows([layer.unit_sums(entry.module, entry.input, delta, roles, sharing)])
         rows = self.whiten(rows, 0, signed=True)
         return torch.einsum("nuk,nul->ukl", rows, rows)
 

@@ -218,7 +218,7 @@ def _uses(
     if isinstance(found, Layer) and found.curvature != "rows":
         own = {r: names.get(id(p)) for r, p in found.parameters(module).items()}
         if any(n is not None for n in own.values()):
-            yield use_of(found, module, own), found, found.groups(module), kind
+            yield use_of(found, module, own), found, found.form(module)[0], kind
     elif isinstance(found, Compound):
         note = found.note(module)
         text = f"{kind}, replayed" + (f" without {note}" if note else "")

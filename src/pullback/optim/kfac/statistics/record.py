@@ -97,7 +97,7 @@ class ForwardRecord(Recorder):
     @property
     def modes(self) -> tuple[bool, ...]:
         """Which modules are in training mode."""
-        return tuple([module.training for module in self._sites.modules.values()])
+        return tuple([module.training for module in self.sites.modules.values()])
 
     def name(self, parameter: Tensor | None) -> str | None:
         """The name of a parameter that takes part."""
@@ -113,7 +113,7 @@ class ForwardRecord(Recorder):
         super().__exit__(*exc)
 
     def _keep(self, path: str, compound: Compound) -> Any:
-        now = self._sites.now
+        now = self.sites.now
 
         def keep(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
             if not now or not torch.is_grad_enabled():

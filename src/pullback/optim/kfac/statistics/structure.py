@@ -228,8 +228,8 @@ class Structure:
         uses = [use_of(e.layer, e.module, e.names) for e in entries] + replays.uses
         remarks = used_by_functions(entries) | replays.remarks | unknown_layouts(entries, layouts)
         plain = {**different_forms(uses), **proof.unexplained(down.gradients), **way.unrelated}
-        if any(plain.values()) and not way.record.listening:
-            way.record.listening = True  # a function may use what no module showed
+        if any(plain.values()) and not way.record.sites.listening:
+            way.record.sites.listening = True  # a function may use what no module showed
         plan = BlockPlan(uses, plain, self._joint, remarks)
         ends = last_edges(way.root, way.edges[: len(entries)])
         replays.add_to(pool, plan)
