@@ -30,7 +30,7 @@ import pullback as pb
 from pullback._core.processes import Pending, Processes, Traffic
 from pullback.grams.kronecker.packed import map_memory, sum_sides
 from pullback.optim.kfac.replicas import Replicas
-from pullback.optim.kfac.statistics.reduction import shared_sides
+from pullback.optim.kfac.statistics.sums import shared_sides
 
 from .kfac_models import GPT, convnet, resnet50
 from .timing import environment

@@ -40,11 +40,8 @@ from .checks import (
     warn_growth,
 )
 from .closure import ClosureProblem
-from .info import StepInfo
-from .objective import ObjectiveProblem
-from .problem import StepProblem
-from .system import System, explains
-from .terms import Objective
+from .objective import Objective, ObjectiveProblem
+from .problem import StepInfo, StepProblem, System, explains
 
 _OWN = (
     *("model", "metric", "solver", "rule", "gram", "reduction", "output", "batch_dim"),

@@ -27,8 +27,7 @@ from ...metrics import Metric
 from ...steps import QuadraticModel
 from ...steps.trust import best_factors
 from ..checks import loss_of, refuse_uncallable
-from ..objective import ObjectiveProblem
-from ..terms import Objective
+from ..objective import Objective, ObjectiveProblem
 from .factors.damping import Damping
 from .options import Options
 from .report import KFACInfo

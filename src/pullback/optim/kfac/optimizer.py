@@ -26,15 +26,15 @@ from ...likelihoods import Likelihood
 from ...metrics import Metric
 from ...steps import QuadraticModel
 from ..checks import dense_gradients, own_group, refuse_inference, refuse_model
-from ..terms import Objective
+from ..objective import Objective
 from . import options, report, update
 from .closure import Source, Undo, best_combination, source_of, trial_move
+from .factors.block import BlockKey, FactorKey
 from .factors.damping import Damping
-from .factors.factor import BlockKey, Factor
 from .factors.preconditioner import Preconditioner
 from .replicas import Replicas
 from .report import Coverage, Degenerate, KFACInfo
-from .rules.rule import Rule
+from .rules import Rule
 from .state import Found, KFACState, incomplete, publish, restore, saved_by_name
 from .statistics.capture import StatisticsCapture, averaged_parts
 from .statistics.plan import Forecast, follows, forecast, measured_names
@@ -662,7 +662,7 @@ class KFAC(Optimizer):
         with self._whole() as held:
             return report.gram_of(held, self._params.by_name)
 
-    def average(self) -> dict[BlockKey, dict[Factor, Tensor]]:
+    def average(self) -> dict[BlockKey, dict[FactorKey, Tensor]]:
         """The averages as they are, to serve as an `Invariant` damping's reference."""
         with self._whole() as held:
             return {k: a.corrected() for k, a in held.averages.items() if k in held.learned}

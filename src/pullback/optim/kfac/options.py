@@ -19,10 +19,7 @@ from ...maps.layers.moments import Sharing
 from ...steps import QuadraticModel
 from ..checks import metric_of, refuse_parameter
 from .factors.damping import Damping, as_damping
-from .rules.eigenbasis import Eigenbasis
-from .rules.natural import Natural
-from .rules.rule import Rule
-from .rules.spectral import Spectral
+from .rules import Eigenbasis, Natural, Rule, Spectral
 from .statistics.covectors import Recipe, refuse_coupled
 
 #: what is read from a param group

@@ -32,25 +32,25 @@ from ...grams.kronecker.packed import (
     zeros_like,
 )
 from ..checks import refuse_sparse
-from .factors.average import Average
-from .factors.factor import SPECTRUM, BlockKey, Factors
+from .factors.block import SPECTRUM, Average, BlockKey, Factors
 from .factors.preconditioner import Averages, Preconditioner, placeholder
 from .statistics.capture import StatisticsCapture
-from .statistics.reduction import (
+from .statistics.sums import (
     BlockTensors,
     Counts,
     Layouts,
+    Pool,
     SentSums,
     counts_of,
     is_broken,
     join_layouts,
     layout_of,
+    means,
     shared_sides,
     sides_of,
     tensors_of,
     zeros_of,
 )
-from .statistics.sums import Pool, means
 from .update import Tensors
 
 #: blocks with statistics, in an order that all processes have

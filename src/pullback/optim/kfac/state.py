@@ -29,9 +29,17 @@ from ..._core.flags import finite_own
 from ..._core.shards import whole
 from ...grams.kronecker.inverse import MOMENTS, Inverse
 from ...grams.kronecker.packed import Side, as_side, memory
-from .factors.average import Average, ema_update
+from .factors.block import (
+    SPECTRUM,
+    Average,
+    BlockKey,
+    FactorKey,
+    Factors,
+    block_shape,
+    ema_update,
+    to_block,
+)
 from .factors.damping import refuse_reference
-from .factors.factor import SPECTRUM, BlockKey, Factor, Factors, block_shape, to_block
 from .factors.preconditioner import Preconditioner, placeholder
 from .replicas import Replicas
 from .statistics.plan import Forecast
@@ -43,7 +51,7 @@ _SCHEDULE = ("step", "taken", "damping", "retry")
 
 
 #: the means of one statistics step
-Found = Mapping[BlockKey, dict[Factor, Side]]
+Found = Mapping[BlockKey, dict[FactorKey, Side]]
 
 
 @dataclass
@@ -302,9 +310,11 @@ def _nested(factors: Factors, change: Callable[[Tensor], Tensor]) -> dict[str, A
     return out
 
 
-def _factors(nested: Mapping[str, Any], change: Callable[[Tensor], Tensor]) -> dict[Factor, Side]:
+def _factors(
+    nested: Mapping[str, Any], change: Callable[[Tensor], Tensor]
+) -> dict[FactorKey, Side]:
     return {
-        Factor(role, side): as_side(change(t))
+        FactorKey(role, side): as_side(change(t))
         for role, own in nested.items()
         if isinstance(own, Mapping)
         for side, t in own.items()

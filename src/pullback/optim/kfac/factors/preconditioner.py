@@ -24,10 +24,18 @@ from ....grams.kronecker.inverse import (
 from ....grams.kronecker.inverting import goes_alone
 from ....grams.kronecker.packed import Side, memory, whole
 from ....grams.kronecker.roots import eigenbasis, inverse_root, product, turn_basis
-from ..rules.rule import Rule
-from .average import Average, block_of, ema_update, stacked, undivided
+from ..rules import Rule
+from .block import (
+    SPECTRUM,
+    Average,
+    BlockKey,
+    block_of,
+    block_shape,
+    ema_update,
+    stacked,
+    undivided,
+)
 from .damping import Damping
-from .factor import SPECTRUM, BlockKey, block_shape
 
 _GROWTH, _TRIES = 10.0, 8
 _COARSE = 0.05  # the least damping with which roots are first tried with few bits

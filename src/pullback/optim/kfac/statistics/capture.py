@@ -30,13 +30,13 @@ from ....grams import Part
 from ....grams.kronecker.packed import Side, packed
 from ....maps.layers import AffineBlock
 from ...checks import warn_derivatives, warn_mismatch
-from ..factors.factor import DIAGONAL, BlockKey, Factor
-from .beside import Beside, sets_precision
+from ..factors.block import DIAGONAL, BlockKey, FactorKey
 from .cotangents import AllSums, measuring
 from .covectors import NotFinite, Recipe, covectors, covectors_of, random_signs
 from .descent import Descent
+from .launch_thread import LaunchThread, sets_precision
 from .record import ForwardRecord, ParameterSites, RepeatedCall
-from .structure import Structure
+from .structure import BlockStructure
 from .sums import DERIVED, MISSED, UNREACHED, Pool, means
 
 _LARGE = 2**24  # entries of an output from which on it is computed twice instead of kept
@@ -117,7 +117,7 @@ class StatisticsCapture:
         #: called where statistics are complete, while the backward pass goes on
         self.completed: Callable[[], None] | None = None
         self._syncs = False  # whether the last call's gradients are averaged over processes
-        self.pool, self.structure = Pool(), Structure(recipe)
+        self.pool, self.structure = Pool(), BlockStructure(recipe)
         self.choose(name for name, _ in plain(model).named_parameters())
         self._open: weakref.WeakSet[PendingPass] = weakref.WeakSet()
         self._begun: tuple[Source, list[Tensor]] | None = None
@@ -293,7 +293,7 @@ class StatisticsCapture:
             hope = self._whole and slope.is_cuda and (record.head is not None or not large)
             hope = hope and not empirical  # it cannot be measured again
             kept, dtype = z[0] if hope and not large else None, z[0].dtype
-            beside = self._second_thread(record, slope.device)
+            thread = self._second_thread(record, slope.device)
             try:  # z is not held any longer than it takes to draw from it
                 found = covectors_of(self.recipe, z.pop(), slope, inputs, random, hope)
                 given = root, slope, record, leaves, self.recipe.sharing, found.keep
@@ -301,19 +301,19 @@ class StatisticsCapture:
                 add = partial(self._add_along, weakref.ref(self), self.pool, found.samples)
                 if own is not None and self.structure.measure_along(own, add):
                     return False
-                fresh = self.structure.measure(root, found, record, leaves, own, beside)
+                fresh = self.structure.measure(root, found, record, leaves, own, thread)
                 if isinstance(found.whole, DeferredFlags) and not all(found.whole.flags()):
                     value = record.head_output(dtype) if kept is None else kept
                     random.manual_seed(random.initial_seed())
                     found = covectors_of(self.recipe, value, slope, inputs, random)
                     add = partial(self._add_along, weakref.ref(self), self.pool, found.samples)
-                    fresh = self.structure.measure(root, found, record, leaves, None, beside)
+                    fresh = self.structure.measure(root, found, record, leaves, None, thread)
             except NotFinite:
                 self.pool.samples = torch.nan
                 return True
             self._whole = found.whole is not False
-        if beside is not None:
-            finish = partial(add, fresh.sums, beside)
+        if thread is not None:
+            finish = partial(add, fresh.sums, thread)
             if self._several:  # sums over processes begin at once
                 finish()
             else:
@@ -322,13 +322,13 @@ class StatisticsCapture:
         self.pool.add(fresh.sums, found.samples)
         return True
 
-    def _second_thread(self, record: ForwardRecord, device: torch.device) -> Beside | None:
+    def _second_thread(self, record: ForwardRecord, device: torch.device) -> LaunchThread | None:
         """Who measures while the backward pass goes on; nobody where that could change a result."""
         once = self.recipe.metric.couples_samples or self.recipe.fisher == "empirical"
         wanted = device.type == "cuda" if self.overlaps is None else self.overlaps
         if once or record.compounds or not wanted or sets_precision(record.entries):
             return None
-        return Beside(device, record.entries)
+        return LaunchThread(device, record.entries)
 
     @staticmethod
     def _add_along(
@@ -336,11 +336,11 @@ class StatisticsCapture:
         pool: Pool,
         samples: Any,
         sums: AllSums,
-        beside: Beside | None = None,
+        thread: LaunchThread | None = None,
     ) -> None:
         """Add what was measured along the user's own pass, at its end."""
         capture = me()
-        if beside is not None and not beside.join():
+        if thread is not None and not thread.join():
             if capture is not None:
                 capture.overlaps = False  # from now on it is measured before the pass goes on
             return
@@ -385,7 +385,7 @@ class StatisticsCapture:
                 stacklevel=2,
             )
 
-    def take(self, loss_scale: float) -> dict[BlockKey, dict[Factor, Side]] | None:
+    def take(self, loss_scale: float) -> dict[BlockKey, dict[FactorKey, Side]] | None:
         """Return the means of what was pooled since the last step, and begin anew.
 
         "sum" multiplies them by the samples. None where nothing finite was met.
@@ -408,7 +408,7 @@ class StatisticsCapture:
 
 def averaged_parts(
     parts: Sequence[Part], recipe: Recipe, generator: torch.Generator
-) -> dict[BlockKey, dict[Factor, Any]]:
+) -> dict[BlockKey, dict[FactorKey, Any]]:
     """Return means for losses stated on derivatives of the network: one Kronecker product per term.
 
     Each derivative that a term carries forward is one more place that shares a layer's weight, with
@@ -427,7 +427,7 @@ def averaged_parts(
                 held = pool.of(BlockKey("kronecker", block.names))
                 sides = block.sides(recipe.sharing.longest)
                 for name, side in zip(("left", "right"), sides, strict=True):
-                    held.values[Factor(f"term {number}", name)] = packed(side)
+                    held.values[FactorKey(f"term {number}", name)] = packed(side)
                 continue
             for name, rows in block.rows().items():
                 squares = rows.square().sum((0, 1))[:, None, None]

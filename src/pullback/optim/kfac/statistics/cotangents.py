@@ -30,7 +30,7 @@ from ....maps.layers.registry import Seen
 from ....maps.layers.scale import Scale, UnitSums, second_moments
 from ....maps.proof import Proof, accumulate
 from ....maps.record import Entry
-from ..factors.factor import SPECTRUM, UNITS, BlockKey
+from ..factors.block import SPECTRUM, UNITS, BlockKey
 from .descent import Descent
 from .plan import BlockPlan
 from .sums import BIAS, Pool, Sums, factors_of
@@ -131,12 +131,12 @@ class CotangentPass:
         """Measure one use at its cotangent, once."""
         if i in self.uses:
             return
-        entry, beside = self._entries[i], self.descent.beside
+        entry, thread = self._entries[i], self.descent.thread
         self.uses[i] = own = UseMoments(entry, self.descent.sharing_at(entry, self._layouts[i]))
-        if beside is None:
+        if thread is None:
             self._measure(i, own, delta)
         else:
-            beside.do(partial(self._measure, i, own, delta), delta)
+            thread.do(partial(self._measure, i, own, delta), delta)
 
     def _measure(self, i: int, own: UseMoments, delta: Tensor) -> None:
         entry, sharing = own.entry, own.sharing

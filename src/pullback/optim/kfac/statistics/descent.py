@@ -20,8 +20,8 @@ from torch.autograd.graph import GradientEdge
 from ...._core.graph import Root, pull
 from ....maps.layers.moments import Sharing, candidates, find_layout
 from ....maps.record import Entry
-from .beside import Beside
 from .covectors import Coupling, samples_axis
+from .launch_thread import LaunchThread
 from .record import ForwardRecord
 
 #: the layout of a use where the samples' places are not known
@@ -47,8 +47,8 @@ class Descent:
     #: how the metric relates samples, and parameters held as diagonals since it cannot, with reason
     coupling: Coupling | None = None
     unrelated: Mapping[str, str] = field(default_factory=dict)
-    #: who measures while the covector goes on, None for at once
-    beside: Beside | None = None
+    #: measures while the covector goes on; None to measure at once
+    thread: LaunchThread | None = None
 
     @cached_property
     def edges(self) -> list[GradientEdge]:

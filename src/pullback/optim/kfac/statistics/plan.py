@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ...._core.capture import plain
 from ...._core.space import compute_dtype
 from ....maps.layers import Compound, Layer, find
-from ..factors.factor import DIAGONAL, UNITS, BlockKey, Factor, Factors
+from ..factors.block import DIAGONAL, UNITS, BlockKey, FactorKey, Factors
 from .covectors import Recipe
 from .sums import BIAS, factors_of
 
@@ -117,7 +117,7 @@ class Forecast:
     """What is expected of every parameter, from the kinds of modules alone."""
 
     #: zeros of each block's factors, without memory
-    factors: dict[BlockKey, dict[Factor, Tensor]]
+    factors: dict[BlockKey, dict[FactorKey, Tensor]]
     #: block and kind of module, by parameter
     kinds: dict[str, tuple[str, str]]
     #: the bias beside a weight, and all biases
@@ -140,7 +140,7 @@ def forecast(model: nn.Module, chosen: Mapping[str, Tensor], recipe: Recipe) -> 
     covered = {n for use, *_ in found for n in use.names.values()}
     rest = {n: "" for n in chosen if n not in covered}
     plan = BlockPlan([use for use, *_ in found], rest, recipe.joint)
-    factors: dict[BlockKey, dict[Factor, Tensor]] = {k: {} for k in plan.keys}
+    factors: dict[BlockKey, dict[FactorKey, Tensor]] = {k: {} for k in plan.keys}
     kinds: dict[str, tuple[str, str]] = {}
     for use, layer, groups, text in found:
         held = {r: chosen[n] for r, n in use.names.items() if n is not None}
@@ -159,7 +159,7 @@ def forecast(model: nn.Module, chosen: Mapping[str, Tensor], recipe: Recipe) -> 
                 shape = (groups, n + bordered) if thin else (groups, n, n)
                 factors[key][factor] = _empty(w, shape)
                 if bordered and not thin:
-                    factors[key][Factor(factor.role, "mean")] = _empty(w, (groups, n))
+                    factors[key][FactorKey(factor.role, "mean")] = _empty(w, (groups, n))
         if (key := plan.bias_block(use.names)) is not None:
             b, apart = held["bias"], groups if use.joint else 1
             n = b.numel() // apart

@@ -17,12 +17,12 @@ from ....grams.kronecker.inverse import Inverse
 from ....maps.proof import NO_LAYER, Proof
 from ....maps.record import Entry
 from ...checks import refuse_sparse
-from ..factors.factor import DIAGONAL, BlockKey
-from .beside import Beside
+from ..factors.block import DIAGONAL, BlockKey
 from .compound import CompoundReplays, tap_moments
 from .cotangents import AllSums, CotangentPass, UseMoments, UserPass, alike, form_inputs
 from .covectors import Covectors, NotFinite, Recipe
 from .descent import Descent, unknown_layouts, used_by_functions
+from .launch_thread import LaunchThread
 from .plan import BlockPlan, different_forms, use_of
 from .record import ForwardRecord
 from .sums import Pool, factors_of
@@ -47,7 +47,7 @@ class Route:
     alike: dict[tuple[bool, ...], bool] = field(default_factory=dict)
 
 
-class Structure:
+class BlockStructure:
     """Adds up what a recipe asks for, and knows which block every parameter has."""
 
     def __init__(self, recipe: Recipe) -> None:
@@ -119,12 +119,12 @@ class Structure:
         record: ForwardRecord,
         leaves: Mapping[str, Tensor],
         own: Descent | None = None,
-        beside: Beside | None = None,
+        thread: LaunchThread | None = None,
     ) -> Pool:
         """Pull back all covectors of one pass and return the sums; inputs are added once.
 
         `own` is the loss's own cotangent, if the user's pass might give the next sums by itself.
-        The sums are complete when what is done `beside` is.
+        The sums are complete when the `thread` has done its tasks.
         """
         pool, inputs = Pool(), found.reach is None
         given = record, leaves, self._sharing, found.keep
@@ -135,7 +135,7 @@ class Structure:
                 pool.of(key).inputs.update(sums.inputs)
         for covector, coupling in found.every:
             unrelated = coupling.unrelated(record, self._sharing) if coupling else {}
-            way = Descent(root, covector, *given, inputs, coupling, unrelated, beside)
+            way = Descent(root, covector, *given, inputs, coupling, unrelated, thread)
             self._pull(way, pool)
             inputs = False
             if own is not None:
@@ -180,9 +180,9 @@ class Structure:
         if route is not None and self._follow(way, route, pool):
             return
         # the first time, or another way through the same layers
-        if way.beside is not None:
-            way.beside.join()
-            way.beside = None
+        if way.thread is not None:
+            way.thread.join()
+            way.thread = None
         route, settled = self._prove_everywhere(way, pool) or self._prove(way, pool)
         if settled:
             self._routes[signature] = route
@@ -197,10 +197,10 @@ class Structure:
             return False
         CompoundReplays(way, down.cotangents).add_to(pool, route.plan)
         self._note(route.plan)
-        if way.beside is None:
+        if way.thread is None:
             self._add(down, route.plan, pool)
         else:
-            way.beside.do(partial(self._add, down, route.plan, pool))
+            way.thread.do(partial(self._add, down, route.plan, pool))
         return True
 
     def _prove_everywhere(self, way: Descent, pool: Pool) -> tuple[Route, bool] | None:

@@ -16,7 +16,7 @@ from ....maps.record import Entry
 _WAITING = 2**28  # bytes of cotangents that wait to be measured
 
 
-class Beside:
+class LaunchThread:
     """Does tasks in their order, on the stream on which it was made.
 
     To launch the statistics' kernels may take the host longer than the GPU to run them. The engine
