@@ -40,11 +40,14 @@ class ClosureProblem(StepProblem):
         batch_dim: int,
         memory: dict[str, Any],
         processes: Processes | None = None,
+        coupled: bool = False,
     ) -> None:
         super().__init__(params, processes)
         self.model = plain(model)
         self._model, self._closure, self._reduction = model, closure, reduction
-        self._output, self._batch_dim, self._memory = output, batch_dim, memory
+        self._memory = memory
+        self._how: Any = {"output": output, "batch_dim": batch_dim, "coupled": coupled}
+        self._output, self._batch_dim = output, batch_dim
         self._calls: list[Call] = []
         self._recorded: list[tuple[Linearization, Tensor]] = []
         self._pulled: Tensor | None = None
@@ -164,9 +167,7 @@ class ClosureProblem(StepProblem):
         plans = self._memory.setdefault("plans", {})
         linears, masks, cotangents = [], [], []
         for call in calls:
-            source = ModuleMap(
-                self._model, call, output=self._output, batch_dim=self._batch_dim, plans=plans
-            )
+            source = ModuleMap(self._model, call, **self._how, plans=plans)
             linear = source.linearize(self.params)
             linears.append(linear)
             cotangent = None

@@ -26,9 +26,10 @@ from ...likelihoods import Likelihood
 from ...metrics import Metric
 from ...steps import QuadraticModel
 from ..checks import dense_gradients, own_group, refuse_inference, refuse_model
-from ..objective import Objective
+from ..objective import Objective, ObjectiveProblem
+from ..problem import StepProblem
 from . import options, report, update
-from .closure import Source, Undo, best_combination, source_of, trial_move
+from .closure import Undo, best_combination, evaluate, problem_of, trial_move
 from .factors.block import BlockKey, FactorKey
 from .factors.damping import Damping
 from .factors.preconditioner import Preconditioner
@@ -41,7 +42,7 @@ from .statistics.plan import Forecast, follows, forecast, measured_names
 from .update import BUFFERS, Guard, Share, Tensors
 
 #: what belongs to hooks, or to the model's objects
-_UNSAVED = ("_capture", "_params", "_verdict", "_plans")
+_UNSAVED = ("_capture", "_params", "_verdict", "_memory")
 _NOT_FINITE = "a gradient is not finite"
 
 
@@ -219,7 +220,7 @@ class KFAC(Optimizer):
             me = ref(self)  # hooks hold it
             self._capture.completed = lambda: (own := me()) and own._launch()
         self._verdict: DeferredFlags | None = None
-        self._plans: dict[Any, Any] = {}
+        self._memory: dict[str, Any] = {}
 
     def _launch(self) -> None:
         """Begin to sum statistics over processes, while the backward pass goes on."""
@@ -400,29 +401,30 @@ class KFAC(Optimizer):
         told, wanted = self._capture.watch.due, self._capture.wanted
         self._settle()
         given = self._capture, self._params, self.param_groups, self._replicas.processes
-        source = source_of(closure, objective, self._options, *given, self._plans)
+        problem = problem_of(closure, objective, self._options, *given, self._memory)
         # the forward pass was not told that statistics are due, where the last step was rejected
         owing = closure is None and objective is None and not told and self._due()
         if not self._options.controlled:
-            return self._take(source, owing, wanted)
+            return self._take(problem, closure, owing, wanted)
         learning = wanted or self._due() or self._capture.pool.calls or self._held.schedule["retry"]
         undo = Undo(self._held, self._chosen.values(), self.state, learning=bool(learning))
         try:
-            return self._take(source, owing, wanted)
+            return self._take(problem, closure, owing, wanted)
         except BaseException:
-            source.restore()
+            if problem is not None:
+                problem.rollback()
             undo.restore()
             self._publish()
             self._capture.settle()
             raise
 
-    def _take(self, source: Source, owing: bool, wanted: bool) -> Any:
+    def _take(self, problem: StepProblem | None, closure: Any, owing: bool, wanted: bool) -> Any:
         """Statistics → averages → inverses → directions → update, as far as each is due.
 
         Where nothing that the host does next depends on it, nobody waits for the device: it changes
         nothing where it must not, and `_settle` takes notice later.
         """
-        loss, capture, groups = source.evaluate(), self._capture, self.param_groups
+        loss, capture, groups = evaluate(problem, closure), self._capture, self.param_groups
         held, params, rule = self._held, self._params, self._rule
         self._replicas.average_gradients(params, groups, capture.wrapped)
         gradients = dense_gradients(groups, params.names, params.shapes)
@@ -430,13 +432,13 @@ class KFAC(Optimizer):
         if self._idle(gradients):
             capture.clear()
             return loss
-        if source.loss is not None and not isfinite(source.loss):
-            return self._reject(f"the loss is {source.loss}", loss)
+        if problem is not None and not isfinite(problem.loss):
+            return self._reject(f"the loss is {problem.loss}", loss)
         report.watch_growth(self._growth, loss)
         if not self._replicas.alone and (wanted or capture.pool.calls) and not owing:
             self._launch()
             self._replicas.join(capture, params, groups, gradients, held.schedule)
-        found = self._statistics(source, owing)
+        found = self._statistics(problem, owing)
         guard = Guard(self._deferrable(found, gradients))
         late = guard.deferred and self._replicas.alone  # no inverse waits for the statistics
         if rule.moments or not guard.deferred or (found and not late):  # else directions tell
@@ -461,7 +463,7 @@ class KFAC(Optimizer):
             taken = self._learn(found, gradients, learned)
         broken, moving = guard.broken, self.quadratic is not None
         shares = update.shares_of(groups, self.state, params, directions, moving)
-        info = self._move(shares, source, gradients, broken)
+        info = self._move(shares, problem, gradients, broken)
         if rule.matrices:  # others follow AdamW; a matrix without statistics yet waits
             others = {*self._measured} - capture.structure.partners.keys() | directions.keys()
             rest = {n: g for n, g in gradients.items() if n not in others}
@@ -505,12 +507,13 @@ class KFAC(Optimizer):
         params = self._params.by_name
         return not self._rule.matrices or any(params[n].requires_grad for n in self._measured)
 
-    def _statistics(self, source: Source, owing: bool) -> Found:
+    def _statistics(self, problem: StepProblem | None, owing: bool) -> Found:
         """The means of what was seen since the last step, or of an objective's terms."""
         self._skipped, capture = False, self._capture
-        if (parts := source.parts()) is not None:
+        if isinstance(problem, ObjectiveProblem):
             if not self._due():
                 return {}
+            parts, _ = problem.parts(self.metric, None)
             generator = capture.generator(parts[0].linear.value.device)
             return averaged_parts(parts, self._options, generator)
         if not self._told and not self._measuring:
@@ -541,7 +544,7 @@ class KFAC(Optimizer):
         return True
 
     def _move(
-        self, shares: Sequence[Share], source: Source, gradients: Tensors, broken: Tensor | None
+        self, shares: Sequence[Share], problem: Any, gradients: Tensors, broken: Tensor | None
     ) -> KFACInfo:
         """Clip, scale and move; where the step is controlled, look at the loss."""
         schedule, factors = self._held.schedule, (None, None)
@@ -549,11 +552,12 @@ class KFAC(Optimizer):
         if self.quadratic is not None:
             # a multiple of references is no multiple of the identity
             shift = 0.0 if self.damping.referenced else value
-            factors = best_combination(shares, source, self.quadratic, gradients, shift)
+            exact = problem, self.metric
+            factors = best_combination(shares, *exact, self.quadratic, gradients, shift)
         if self.kl_clip is not None:
             update.clip_shares(shares, self.kl_clip, self.squared_length)
         if self.damping.controlled:
-            info = trial_move(shares, source, self.damping, value, gradients)
+            info = trial_move(shares, problem, self.metric, self.damping, value, gradients)
             schedule["damping"], schedule["retry"] = info.damping, int(not info.accepted)
         else:
             update.move(shares, broken)

@@ -31,8 +31,9 @@ from ....grams.kronecker.packed import Side, packed
 from ....maps.layers import AffineBlock
 from ...checks import warn_derivatives, warn_mismatch
 from ..factors.block import DIAGONAL, BlockKey, FactorKey
+from ..options import Options
 from .cotangents import AllSums, measuring
-from .covectors import NotFinite, Recipe, covectors, covectors_of, random_signs
+from .covectors import NotFinite, covectors, covectors_of, random_signs
 from .descent import Descent
 from .launch_thread import LaunchThread, sets_precision
 from .record import ForwardRecord, ParameterSites, RepeatedCall
@@ -94,7 +95,7 @@ class PendingPass:
 
 
 class StatisticsCapture:
-    """Watches a model and, when statistics are due, adds up what the recipe asks for.
+    """Watches a model and, when statistics are due, adds up what the options ask for.
 
     `counter` gives a number that is another one at each step, for the random draws. Where there are
     `several` processes, one of them may have no samples. Where parameters are sharded, `whole`
@@ -104,12 +105,12 @@ class StatisticsCapture:
     def __init__(
         self,
         model: nn.Module,
-        recipe: Recipe,
+        options: Options,
         counter: Callable[[], int],
         several: bool = False,
         whole: Callable[[], dict[str, Tensor]] | None = None,
     ) -> None:
-        self.model, self.recipe, self._counter = model, recipe, counter
+        self.model, self._options, self._counter = model, options, counter
         self._several, self._gather = several, whole
         #: whether `DistributedDataParallel` made the last call that can give gradients, and
         #: averages these
@@ -117,7 +118,7 @@ class StatisticsCapture:
         #: called where statistics are complete, while the backward pass goes on
         self.completed: Callable[[], None] | None = None
         self._syncs = False  # whether the last call's gradients are averaged over processes
-        self.pool, self.structure = Pool(), BlockStructure(recipe)
+        self.pool, self.structure = Pool(), BlockStructure(options)
         self.choose(name for name, _ in plain(model).named_parameters())
         self._open: weakref.WeakSet[PendingPass] = weakref.WeakSet()
         self._begun: tuple[Source, list[Tensor]] | None = None
@@ -210,12 +211,12 @@ class StatisticsCapture:
         begun, self._begun = self._begun, None
         if begun is None:
             return
-        z, me = picked(output, self.recipe.output), weakref.ref(self)
+        z, me = picked(output, self._options.output), weakref.ref(self)
         if self._several and not z.numel():
             if z.requires_grad:
                 z.register_hook(lambda _: (held := me()) and held.complete())
             return
-        samples_first(z, self.recipe.batch_dim)  # refuses what no metric is of
+        samples_first(z, self._options.batch_dim)  # refuses what no metric is of
         if not z.requires_grad:
             self.pool.miss(MISSED[4])
             return
@@ -265,7 +266,7 @@ class StatisticsCapture:
             self._note_derivative()
             return False
         record, inputs = pending.source, pending.inputs
-        empirical = self.recipe.fisher == "empirical"
+        empirical = self._options.fisher == "empirical"
         # whether the pass under way might do by itself: it has the layers, and no graph of its own
         alone = empirical and isinstance(record, ForwardRecord) and not record.compounds
         alone = alone and isinstance(root, GradientEdge) and not torch.is_grad_enabled()
@@ -274,13 +275,13 @@ class StatisticsCapture:
                 leaves = {n: record.params[n] for n in leaves}
             call, record = record, ForwardRecord(plain(self.model), leaves)
             with self.watch.paused(), torch.compiler.set_stance("force_eager"):
-                root = select(call(record), self.recipe.output)
+                root = select(call(record), self._options.output)
             z, cotangent = [root.detach()], cotangent.to(root.dtype)
         else:
             z = [pending.value()]
         pending.clear()
         assert record is not None
-        if self.recipe.inputs:
+        if self._options.rule.inputs:
             self.pool.calls += 1
             with torch.no_grad():
                 self.pool.add(self.structure.measure_inputs(record, leaves).sums, 1.0)
@@ -295,8 +296,8 @@ class StatisticsCapture:
             kept, dtype = z[0] if hope and not large else None, z[0].dtype
             thread = self._second_thread(record, slope.device)
             try:  # z is not held any longer than it takes to draw from it
-                found = covectors_of(self.recipe, z.pop(), slope, inputs, random, hope)
-                given = root, slope, record, leaves, self.recipe.sharing, found.keep
+                found = covectors_of(self._options, z.pop(), slope, inputs, random, hope)
+                given = root, slope, record, leaves, self._options.sharing, found.keep
                 own = Descent(*given, inputs=True) if alone else None
                 add = partial(self._add_along, weakref.ref(self), self.pool, found.samples)
                 if own is not None and self.structure.measure_along(own, add):
@@ -305,7 +306,7 @@ class StatisticsCapture:
                 if isinstance(found.whole, DeferredFlags) and not all(found.whole.flags()):
                     value = record.head_output(dtype) if kept is None else kept
                     random.manual_seed(random.initial_seed())
-                    found = covectors_of(self.recipe, value, slope, inputs, random)
+                    found = covectors_of(self._options, value, slope, inputs, random)
                     add = partial(self._add_along, weakref.ref(self), self.pool, found.samples)
                     fresh = self.structure.measure(root, found, record, leaves, None, thread)
             except NotFinite:
@@ -324,7 +325,7 @@ class StatisticsCapture:
 
     def _second_thread(self, record: ForwardRecord, device: torch.device) -> LaunchThread | None:
         """Who measures while the backward pass goes on; nobody where that could change a result."""
-        once = self.recipe.metric.couples_samples or self.recipe.fisher == "empirical"
+        once = self._options.metric.couples_samples or self._options.fisher == "empirical"
         wanted = device.type == "cuda" if self.overlaps is None else self.overlaps
         if once or record.compounds or not wanted or sets_precision(record.entries):
             return None
@@ -362,18 +363,18 @@ class StatisticsCapture:
 
     def _check_loss(self, z: Tensor, slope: Tensor, random: torch.Generator) -> None:
         """Warn of the first gradients where they are of another loss, or far longer: scaled."""
-        recipe = self.recipe
+        options = self._options
         if self._checks == 0:
             return
-        value, own = (samples_first(t, recipe.batch_dim) for t in (z, slope))
+        value, own = (samples_first(t, options.batch_dim) for t in (z, slope))
         if self._checks == _CHECKS:
-            warn_mismatch(recipe.metric, value, own, stacklevel=2)
+            warn_mismatch(options.metric, value, own, stacklevel=2)
         self._checks -= 1
-        if recipe.fisher != "empirical" or recipe.scaled:
+        if options.fisher != "empirical" or options.scaled:
             return
-        drawn = covectors(replace(recipe, fisher="mc", draws=1), value, own, None, random)
+        drawn = covectors(replace(options, fisher="mc", draws=1), value, own, None, random)
         typical = next(drawn)[0].norm(dtype=compute_dtype(own.dtype))
-        count = recipe.metric.samples(value) if recipe.reduction == "mean" else 1
+        count = options.metric.samples(value) if options.reduction == "mean" else 1
         ratio = count * own.norm(dtype=typical.dtype) / typical
         if bool(typical > 0) and float(ratio) > _SCALED:
             self._checks = 0
@@ -400,14 +401,14 @@ class StatisticsCapture:
 
     def scale(self, samples: Any, loss_scale: float) -> Any:
         """Return what means of cotangents' squares are multiplied by."""
-        mean = self.recipe.reduction == "mean"
-        if self.recipe.fisher == "empirical":  # a mean's own cotangents are divided by N
+        mean = self._options.reduction == "mean"
+        if self._options.fisher == "empirical":  # a mean's own cotangents are divided by N
             return samples ** (2 if mean else 1) / loss_scale**2
         return 1.0 if mean else samples
 
 
 def averaged_parts(
-    parts: Sequence[Part], recipe: Recipe, generator: torch.Generator
+    parts: Sequence[Part], options: Options, generator: torch.Generator
 ) -> dict[BlockKey, dict[FactorKey, Any]]:
     """Return means for losses stated on derivatives of the network: one Kronecker product per term.
 
@@ -417,7 +418,7 @@ def averaged_parts(
     pool = Pool()
     for number, part in enumerate(parts):
         value = part.linear.value
-        if recipe.fisher == "mc":
+        if options.fisher == "mc":
             shape = (1, len(value), *part.factor.white)
             given = part.factor.apply(random_signs(shape, value, generator))
         else:
@@ -425,7 +426,7 @@ def averaged_parts(
         for block in part.linear.factored(given).blocks.values():
             if isinstance(block, AffineBlock) and block.weight is not None:
                 held = pool.of(BlockKey("kronecker", block.names))
-                sides = block.sides(recipe.sharing.longest)
+                sides = block.sides(options.sharing.longest)
                 for name, side in zip(("left", "right"), sides, strict=True):
                     held.values[FactorKey(f"term {number}", name)] = packed(side)
                 continue

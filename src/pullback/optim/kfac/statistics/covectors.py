@@ -25,13 +25,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...._core.capture import Selector, first_input, samples_first
+from ...._core.capture import first_input, samples_first
 from ...._core.errors import PullbackError
 from ...._core.flags import DeferredFlags
 from ...._core.space import compute_dtype
 from ....maps.layers.moments import Moments, Sharing
 from ....maps.record import Entry
 from ....metrics import Fisher, Metric
+from ..options import Options
 from .record import ForwardRecord
 
 _ENTRIES = 2**25  # of the output whose scores are drawn at once
@@ -39,34 +40,6 @@ _ENTRIES = 2**25  # of the output whose scores are drawn at once
 
 class NotFinite(Exception):
     """Outputs or gradients are not finite, so that nothing can be learned from the pass."""
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """What is measured: the metric at the output, and how places and samples count."""
-
-    metric: Metric
-    #: "mc" draws covectors, "exact" takes the columns of S, "empirical" the loss's own cotangent
-    fisher: str
-    sharing: Sharing
-    #: whether weight and bias share a block
-    joint: bool
-    #: targets per sample for "mc"
-    draws: int
-    output: Selector
-    batch_dim: int
-    #: whether corrected eigenvalues are wanted, which are sums over samples
-    ekfac: bool
-    #: "mean" or "sum" over samples, of the loss
-    reduction: str
-    #: whether the loss may be scaled, by a `GradScaler` that is known
-    scaled: bool
-    #: whether inputs alone are measured
-    inputs: bool
-    #: whether weight matrices alone are measured, and diagonals are dropped
-    matrices: bool
-    #: whether the output layer is among them
-    head: bool
 
 
 @dataclass(frozen=True)
@@ -150,7 +123,7 @@ class Covectors:
 
 
 def covectors_of(
-    recipe: Recipe,
+    options: Options,
     z: Tensor,
     cotangent: Tensor,
     inputs: Sequence[Tensor],
@@ -162,7 +135,7 @@ def covectors_of(
     With `hope` nobody waits for the device to see whether all places count: `whole` tells later.
     Nor whether z is finite, without which no statistics are.
     """
-    axis, metric = recipe.batch_dim, recipe.metric
+    axis, metric = options.batch_dim, options.metric
     value, slope = samples_first(z, axis), samples_first(cotangent, axis)
     some = metric.uncounted(value, slope) if hope else None
     if some is None and not bool(value.amax() < torch.inf):  # NaN neither; −inf may mask a class
@@ -181,10 +154,10 @@ def covectors_of(
         return covector.movedim(0, axis).to(dtype), pair[1]
 
     reach = None
-    if keep is not None and recipe.fisher == "exact" and not metric.couples_samples:
-        one = replace(recipe, fisher="mc", draws=1)
+    if keep is not None and options.fisher == "exact" and not metric.couples_samples:
+        one = replace(options, fisher="mc", draws=1)
         reach = placed(next(covectors(one, value, slope, first, generator)))[0]
-    found = covectors(recipe, value, slope, first, generator)
+    found = covectors(options, value, slope, first, generator)
     return Covectors(map(placed, found), samples, keep, reach, whole)
 
 
@@ -198,7 +171,11 @@ def _kept_places(mask: Tensor | None, z: Tensor, batch_dim: int) -> Tensor | Non
 
 
 def covectors(
-    recipe: Recipe, z: Tensor, cotangent: Tensor, inputs: Tensor | None, generator: torch.Generator
+    options: Options,
+    z: Tensor,
+    cotangent: Tensor,
+    inputs: Tensor | None,
+    generator: torch.Generator,
 ) -> Iterator[tuple[Tensor, Coupling | None]]:
     """Covectors (N, *event) whose outer products add up to M, on average or exactly.
 
@@ -206,7 +183,7 @@ def covectors(
     layers, and makes the square of a summed gradient an estimate of the summed squares. Where the
     metric relates samples, each covector comes with their relation.
     """
-    metric, fisher, draws = recipe.metric, recipe.fisher, recipe.draws
+    metric, fisher, draws = options.metric, options.fisher, options.draws
     signs = (len(z), *[1] * (z.ndim - 1))
     if fisher == "empirical" and not metric.couples_samples:  # as it is: it may be large
         yield cotangent * random_signs(signs, cotangent, generator), None
@@ -214,7 +191,7 @@ def covectors(
     if fisher != "mc" or not isinstance(metric, Fisher):  # which takes some samples at a time
         z, cotangent = (t.to(compute_dtype(t.dtype)) for t in (z, cotangent))
     if metric.couples_samples:
-        yield from _coupled(recipe, z, inputs, generator)
+        yield from _coupled(options, z, inputs, generator)
         return
     if not isinstance(metric, Fisher) and metric.factor(z, inputs=inputs).couples_samples:
         raise coupling_error(metric, "it does not declare them: couples_samples is False")
@@ -230,15 +207,15 @@ def covectors(
 
 
 def _coupled(
-    recipe: Recipe, z: Tensor, inputs: Tensor | None, generator: torch.Generator
+    options: Options, z: Tensor, inputs: Tensor | None, generator: torch.Generator
 ) -> Iterator[tuple[Tensor, Coupling]]:
     """Covectors that all samples share, up to signs, and how samples are related.
 
     "exact" runs through the columns of P, "mc" draws v ∈ {±1}^m once for the whole batch.
     """
-    factor, draws = recipe.metric.factor(z, inputs=inputs), recipe.draws
+    factor, draws = options.metric.factor(z, inputs=inputs), options.draws
     if factor.coupling is None:
-        raise coupling_error(recipe.metric, "its factor does not say how")
+        raise coupling_error(options.metric, "its factor does not say how")
     lower, separate = factor.coupling, factor.separate()
     eye = torch.eye(len(lower), dtype=lower.dtype, device=lower.device)
     inverse = torch.linalg.solve_triangular(lower, eye, upper=False)
@@ -248,7 +225,7 @@ def _coupled(
         along = signs.view(-1, *[1] * (covector.ndim - 1))
         return covector * along, Coupling(inverse, signs)
 
-    if recipe.fisher == "exact":
+    if options.fisher == "exact":
         yield from map(signed, separate.covectors(z))
         return
     for _ in range(draws):
@@ -286,19 +263,3 @@ def coupling_error(metric: Metric, why: str) -> PullbackError:
         f"{metric!r} has blocks between samples, and {why}",
         "Use NaturalGradient with this metric, or KFAC with a metric of single samples",
     )
-
-
-def refuse_coupled(metric: Metric, *, fisher: str, ekfac: bool) -> None:
-    """Raise for options that a metric with blocks between samples does not go with."""
-    if metric.couples_samples and fisher == "empirical":
-        raise PullbackError(
-            'fisher="empirical" does not go with this metric',
-            f"{metric!r} relates samples, and their own gradients are not the same covector",
-            'Use fisher="mc" or "exact"',
-        )
-    if metric.couples_samples and ekfac:
-        raise PullbackError(
-            "ekfac=True does not go with this metric",
-            f"{metric!r} relates samples, and the corrected eigenvalues are sums over single ones",
-            "Leave ekfac out",
-        )

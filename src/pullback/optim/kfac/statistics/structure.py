@@ -18,9 +18,10 @@ from ....maps.proof import NO_LAYER, Proof
 from ....maps.record import Entry
 from ...checks import refuse_sparse
 from ..factors.block import DIAGONAL, BlockKey
+from ..options import Options
 from .compound import CompoundReplays, tap_moments
 from .cotangents import AllSums, CotangentPass, UseMoments, UserPass, alike, form_inputs
-from .covectors import Covectors, NotFinite, Recipe
+from .covectors import Covectors, NotFinite
 from .descent import Descent, unknown_layouts, used_by_functions
 from .launch_thread import LaunchThread
 from .plan import BlockPlan, different_forms, use_of
@@ -48,13 +49,13 @@ class Route:
 
 
 class BlockStructure:
-    """Adds up what a recipe asks for, and knows which block every parameter has."""
+    """Adds up what the options ask for, and knows which block every parameter has."""
 
-    def __init__(self, recipe: Recipe) -> None:
-        self._sharing, self._joint = recipe.sharing, recipe.joint
-        self._matrices = recipe.matrices
+    def __init__(self, options: Options) -> None:
+        self._sharing, self._joint = options.sharing, options.joint
+        self._matrices = options.rule.matrices
         #: whether all layers have to tell samples apart
-        self._apart = recipe.ekfac or recipe.sharing.reduce
+        self._apart = options.ekfac or options.sharing.reduce
         #: eigenbases in which second moments of gradients are wanted, by block
         self.bases: Mapping[BlockKey, Inverse] = {}
         #: why a parameter is held as a diagonal
