@@ -64,7 +64,7 @@ class PendingPass:
         self._dtype, self._version = z.dtype, z._version
         self._leaf = z if node is None else None
         if isinstance(source, ForwardRecord) and node is not None:
-            if z.numel() >= _LARGE and node is z.grad_fn and source.find_head(z, node):
+            if z.numel() >= _LARGE and node is z.grad_fn and source.find_head(node):
                 # while the loss is differentiated there would be one more tensor of this size
                 self._value = None
             source.release(node)

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.forward_ad import _set_fwd_grad_enabled
 
 from ...._core.space import compute_dtype
@@ -97,8 +97,6 @@ class CotangentPass:
             for i, n in enumerate(names)
             if n in keys and names.count(n) == 1
         }
-        #: whether places need not be told apart by sample
-        self._rows = descent.coupling is None and not self._bases and not descent.sharing.reduce
         #: by use of a layer that the covector reached
         self.uses: dict[int, UseMoments] = {}
         #: the cotangents at compound layers, and the gradients of the parameters asked for
@@ -141,15 +139,10 @@ class CotangentPass:
     def _measure(self, i: int, own: UseMoments, delta: Tensor) -> None:
         entry, sharing = own.entry, own.sharing
         if self._proof is not None:
-            every = delta.reshape(entry.shape)
-            self._proof.add_use(entry, every, _formula(entry, every))
+            self._proof.add_use(entry, delta, _formula(entry, delta))
         trained = {role: n for role, n in entry.names.items() if n is not None}
         if not delta.numel() or not any(n not in self._plain for n in trained.values()):
             return  # nothing is learned
-        # a linear layer gave a view of its rows, and these will do
-        rows = self._rows and type(entry.module) is nn.Linear
-        if not rows and delta.shape != entry.shape:
-            delta = delta.reshape(entry.shape)
         if isinstance(entry.layer, Scale):
             self._measure_units(own, delta, list(trained))
             return
