@@ -42,13 +42,13 @@ def traffic() -> Rows:
 def _exposed(row: dict[str, float], rule: str, processes: int, backward: float) -> float:
     """Seconds per step that are not behind a backward pass of this length.
 
-    Of the natural and the spectral rule all sums are under way when it begins, and share the link
-    with the gradients. Those of the eigenbasis rule are complete when it ends.
+    Of the natural and the spectral rule the sums of statistics are under way when it begins, and
+    share the link with the gradients. Averages are summed before inversions, when it has ended.
     """
     room = max(0.0, backward - row["gradients"] / BANDWIDTH) if rule != "eigenbasis" else 0.0
-    often, rare = row["statistics_every"], row["inversion_every"]
-    single, both = (max(0.0, row[kind] / BANDWIDTH - room) for kind in ("statistics", "inversion"))
-    sums = single * (1 / often - 1 / rare) + both / rare
+    averages = row["inversion"] - row["statistics"]
+    sums = max(0.0, row["statistics"] / BANDWIDTH - room) / row["statistics_every"]
+    sums += averages / BANDWIDTH / row["inversion_every"]
     calls = row["calls"] * 2 * math.log2(processes) * LATENCY
     return sums + row["inverses"] / BANDWIDTH + calls
 

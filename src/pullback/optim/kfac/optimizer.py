@@ -224,10 +224,7 @@ class KFAC(Optimizer):
 
     def _launch(self) -> None:
         """Begin to sum statistics over processes, while the backward pass goes on."""
-        held = self._held
-        blocks = held.blocks if held.renews(self.invert_every) else None
-        scale = self._loss_scale
-        self._replicas.launch(self._capture, self._params, blocks, self.ema, scale)
+        self._replicas.launch(self._capture.pool, self._params)
 
     @property
     def _loss_scale(self) -> float:

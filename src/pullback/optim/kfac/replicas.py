@@ -9,7 +9,7 @@ their sum over all processes is the average, and less is sent.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from math import prod
 from typing import Any
 
@@ -18,18 +18,15 @@ from torch import Tensor
 
 from ..._core.flags import checksum
 from ..._core.placement import Placement
-from ..._core.processes import Pending, Processes
+from ..._core.processes import Processes
 from ..._core.shards import Groups, Parameters
 from ...grams.kronecker.inverse import MOMENTS, Inverse
 from ...grams.kronecker.packed import (
     Packed,
     Side,
-    launch_sides,
-    map_memory,
     memory,
     sum_sides,
     triangle,
-    zeros_like,
 )
 from ..checks import refuse_sparse
 from .factors.block import SPECTRUM, Average, BlockKey, Factors
@@ -37,15 +34,12 @@ from .factors.preconditioner import Averages, Preconditioner, placeholder
 from .statistics.capture import StatisticsCapture
 from .statistics.sums import (
     BlockTensors,
-    Counts,
     Layouts,
     Pool,
     SentSums,
-    counts_of,
     is_broken,
     join_layouts,
     layout_of,
-    means,
     shared_sides,
     sides_of,
     tensors_of,
@@ -55,8 +49,6 @@ from .update import Tensors
 
 #: blocks with statistics, in an order that all processes have
 Blocks = Sequence[tuple[BlockKey, Average]]
-#: their keys, and averages on their way to become those of all processes
-ComingAverages = tuple[list[BlockKey], Pending[list[Side]]]
 
 
 class Replicas:
@@ -92,11 +84,7 @@ class Replicas:
         self._apart: Processes | None = None
         #: what all processes measured last, and what is under way
         self._layouts: Layouts | None = None
-        self._counts: list[Tensor] = []
-        self._own: Counts | None = None  # this process's part of these counts
-        self._steady = False  # whether all parts were those of the time before
         self._sent: SentSums | None = None
-        self._coming: ComingAverages | None = None
 
     @property
     def alone(self) -> bool:
@@ -129,48 +117,27 @@ class Replicas:
             refuse_sparse(name, p.grad)
         self.processes.average_gradients(held.values())
 
-    def launch(
-        self,
-        capture: StatisticsCapture,
-        params: Parameters,
-        blocks: Blocks | None,
-        ema: float,
-        loss_scale: float,
-    ) -> None:
+    def launch(self, pool: Pool, params: Parameters) -> None:
         """Begin to sum the pooled statistics, in the shapes that all had last time.
 
         It is called in the backward pass, and before `join`: messages of their own group know no
         order but theirs. So every process begins once between two calls of `join`, also where a
         step was skipped, and `join` finds out what is out of date. Nothing is waited for, since
-        another process may wait for this one's gradients. So averages are sent as they will be if
-        counts are those of the last time.
-
-        Args:
-            capture: has the statistics.
-            params: of the model.
-            blocks: those that will be inverted with these statistics; None where none will.
-            ema: the weight of the past in their averages.
-            loss_scale: by which cotangents are multiplied.
+        another process may wait for this one's gradients.
         """
-        if self._sent is not None or self._apart is None or self._layouts is None:
-            return
-        self._coming = None
-        sent = self._sent = self._begin(capture.pool, self._layouts, params, self._apart)
-        if blocks is not None and self._lazy and self._steady:
-            pool = Pool(samples=self._counts[0], shared=sent.shared, share=self._part)
-            scale = capture.scale(pool.samples, loss_scale)
-            self._coming = self._begin_averages(sent, pool, scale, blocks, ema)
+        if self._sent is None and self._apart is not None and self._layouts is not None:
+            self._sent = self._begin(pool, self._layouts, params, self._apart)
 
     def succeed(self) -> None:
         """Go on with a state that all processes loaded, whose averages are whole."""
         self._shared = False
         if self._layouts is not None:  # some may have begun, so that nothing is begun ahead now
-            self._sent = self._coming = self._apart = None
+            self._sent = self._apart = None
             self._overlaps = False
 
     def __getstate__(self) -> dict[str, Any]:
         """All but what is under way, and the group in which it is."""
-        return {**vars(self), **dict.fromkeys(("_sent", "_coming", "_apart", "_layouts", "_own"))}
+        return {**vars(self), **dict.fromkeys(("_sent", "_apart", "_layouts"))}
 
     def join(
         self,
@@ -186,14 +153,12 @@ class Replicas:
         broken = is_broken(pool)
         keys = [] if broken else sorted(pool.sums, key=lambda key: key.names)
         layouts = {key: layout_of(tensors_of(pool.sums[key])) for key in keys}
-        before, self._own = self._own, counts_of(pool)
         current = sent is None or sent.pool is pool
         fresh = sent is not None and current and sent.calls == pool.calls
-        steady = self._own is not None and self._own == before
-        flags = [not broken, pool.calls == 0, fresh, current, steady]
+        flags = [not broken, pool.calls == 0, fresh, current]
         told = layouts, sorted(structure.partners.items())
         given = params, groups, gradients, schedule
-        alike, (whole, idle, fresh, current, self._steady) = self._compare(told, flags, *given)
+        alike, (whole, idle, fresh, current) = self._compare(told, flags, *given)
         if idle:
             return
         pool.calls = max(pool.calls, 1)
@@ -209,15 +174,13 @@ class Replicas:
         if sent is not None and current and not fresh:  # each of several passes would be sent
             self._apart = None
         if sent is None or not fresh or layouts != self._layouts:
-            self._coming, self._steady = None, self._steady and layouts == self._layouts
             sent = self._begin(pool, layouts, params, processes)
-        if not self._steady:
-            self._coming = None
         if self._layouts is None and self._overlaps:
             self._apart = processes.apart()
         self._layouts = layouts
-        self._counts = sent.finish()
-        pool.shared, pool.share = sent.shared, self._part
+        sent.finish()
+        pool.shared = sent.shared
+        pool.share = float(processes.rank == 0)
 
     def _compare(
         self,
@@ -252,11 +215,6 @@ class Replicas:
             processes.same("their parameters", _lengths(held), remedy)
         return alike[0], found
 
-    @property
-    def _part(self) -> float:
-        """What this process adds of what is known without measuring: one of them adds all."""
-        return float(self.processes.rank == 0)
-
     def _begin(
         self, pool: Pool, layouts: Layouts, params: Parameters, processes: Processes
     ) -> SentSums:
@@ -276,31 +234,6 @@ class Replicas:
         owners = self.placement.owners if self._owned else {}
         placed = owners if sums.keys() <= owners.keys() else {}
         return SentSums(pool, sums, shared, processes, device, placed)
-
-    def _begin_averages(
-        self, sent: SentSums, pool: Pool, scale: Any, blocks: Blocks, ema: float
-    ) -> ComingAverages | None:
-        """Begin to sum averages as they will be when these statistics have been taken up."""
-
-        def sides() -> Iterator[Side]:
-            for key, average in blocks:
-                some = self._shared_sides(key, average.value)
-                pool.sums = sent.shares(key, self._counts)
-                new = means(pool, scale).get(key, {})
-                for f in sorted(f for f in average.value if f.side in some):
-                    yield self._lerp(average.value[f], new.get(f), ema)
-
-        if not all(sent.fits(key, average) for key, average in blocks):
-            return None
-        return [key for key, _ in blocks], launch_sides(sides(), sent.processes)
-
-    def _lerp(self, old: Side, new: Side | None, ema: float) -> Side:
-        """Return ema·old + (1 − ema)·new of this process's shares."""
-        if not self._shared and self.processes.rank:  # another one has all of it
-            old = zeros_like(old)
-        if new is None:
-            return old
-        return map_memory(lambda t: torch.lerp(t, memory(new), 1 - ema), old)
 
     def agree(self, flag: Tensor) -> Tensor:
         """Return whether statistics are good on all processes, of which each has a part."""
@@ -328,20 +261,12 @@ class Replicas:
             if self.processes.rank and held:
                 torch._foreach_zero_(held)
 
-    def whole(self, blocks: Blocks, *, taken: bool = False) -> None:
-        """Make averages whole, where they are shares; all processes call it.
-
-        If statistics were `taken` up just now, the sums may be under way.
-        """
-        coming, self._coming = self._coming if taken else None, None
+    def whole(self, blocks: Blocks) -> None:
+        """Make averages whole, where they are shares; all processes call it."""
         if not self._shared:
             return
         sides = self._sides(blocks)
-        if coming is not None and coming[0] == [key for key, _ in blocks]:
-            totals = coming[1].wait()
-        else:
-            totals = sum_sides(sides, self.processes)
-        for side, total in zip(sides, totals, strict=True):
+        for side, total in zip(sides, sum_sides(sides, self.processes), strict=True):
             memory(side).copy_(memory(total))
         self._shared = False
 

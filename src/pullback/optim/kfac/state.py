@@ -213,11 +213,6 @@ class KFACState:
         step = self.schedule["step"]
         return step % every == 0 or (step < every and count & (count - 1) == 0)
 
-    def renews(self, every: int) -> bool:
-        """Whether inverses will be renewed with the next statistics."""
-        due = self.schedule["retry"] or self.inverts(self.schedule["taken"] + 1, every)
-        return bool(due) or not self.learned <= self.preconditioner.ready
-
     def renew(self, taken: bool, every: int) -> None:
         """Renew inverses when it is time, and make those that are missing."""
         own, schedule = self.preconditioner, self.schedule
@@ -225,7 +220,7 @@ class KFACState:
         keys = self.learned if due else self.learned - own.ready
         schedule["retry"] = 0
         if keys:
-            self.replicas.whole(self.blocks, taken=taken)
+            self.replicas.whole(self.blocks)
             keys = sorted(keys, key=lambda key: key.names)
             self.replicas.renew(own, self.averages, keys, schedule["damping"])
 

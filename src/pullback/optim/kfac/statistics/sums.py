@@ -12,11 +12,11 @@ from torch import Tensor
 
 from ...._core.errors import PullbackError
 from ...._core.processes import Processes
-from ....grams.kronecker.packed import Side, launch_sides, map_memory, memory, packed, zeros_like
+from ....grams.kronecker.packed import Side, launch_sides, memory, packed, zeros_like
 from ....maps.layers import Compound, Layer
 from ....maps.layers.moments import Moments
 from ....maps.proof import accumulate
-from ..factors.block import SPECTRUM, Average, BlockKey, FactorKey, Factors
+from ..factors.block import SPECTRUM, BlockKey, FactorKey, Factors
 
 #: the factors of a bias by itself, whose input is 1 everywhere
 BIAS = FactorKey("bias", "right"), FactorKey("bias", "left")
@@ -221,19 +221,6 @@ def is_broken(pool: Pool) -> bool:
     return isinstance(pool.samples, float) and isnan(pool.samples)
 
 
-#: how many samples and places a process counted, by block and factor
-Counts = dict[tuple[BlockKey, FactorKey] | None, list[float]]
-
-
-def counts_of(pool: Pool) -> Counts | None:
-    """Return this process's counts; None where a device has them."""
-    every: dict[Any, Any] = {None: pool.samples}
-    every |= {(k, f): m.places for k, own in pool.sums.items() for f, m in own.inputs.items()}
-    if any(isinstance(t, Tensor) and t.device.type != "cpu" for t in every.values()):
-        return None
-    return {at: torch.as_tensor(t).flatten().tolist() for at, t in every.items()}
-
-
 class SentSums:
     """The sums of one statistics step, on their way to become those of all processes.
 
@@ -268,43 +255,15 @@ class SentSums:
         values = [memory(sums[key][at]) for key, at in self._spectra]
         self._values = processes.launch_sum(values, "factors")
 
-    def finish(self) -> list[Tensor]:
-        """Fill the pool with what has been summed; return the counts."""
-        samples, *counts = found = self._counts.wait()
+    def finish(self) -> None:
+        """Fill the pool with what has been summed."""
+        samples, *counts = self._counts.wait()
         every = [*self._places, *self._rest, *self._spectra]
         sums = [*counts, *self._sides.wait(), *self._values.wait()]
         for (key, at), t in zip(every, sums, strict=True):
             self._sums[key][at] = t
         self.pool.samples = samples
         self.pool.sums = {key: sums_of(own) for key, own in self._sums.items()}
-        return found
-
-    def fits(self, key: BlockKey, average: Average) -> bool:
-        """Whether a block's statistics, if there are any, have the shapes of its average."""
-        found, held = sides_of(self._sums.get(key, {})), average.value
-        shapes = {f: (t.shape, _bordered(t.shape)) for f, t in found.items()}
-        return all(f in held and held[f].shape in some for f, some in shapes.items())
-
-    def shares(self, key: BlockKey, counts: Sequence[Tensor]) -> dict[BlockKey, Sums]:
-        """Return copies of this process's shares of a block, with these counts of all processes."""
-        own, shared = self._sums.get(key, {}), self.shared.get(key, frozenset())
-        places = dict(zip(self._places, counts[1:], strict=True))
-        out: BlockTensors = {}
-        for at, side in own.items():
-            if at[0] == "places":
-                out[at] = places[key, at]
-            elif at[1].side in shared:
-                out[at] = map_memory(torch.clone, side)
-            elif at[0] == "values":  # shows that there is such a role
-                out[at] = torch.zeros(1, dtype=memory(side).dtype)
-        seconds = {f for kind, f in out if kind == "second"}
-        some = {at: t for at, t in out.items() if at[0] == "values" or at[1] in seconds}
-        return {key: sums_of(some)}
-
-
-def _bordered(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the shape of a diagonal (a, 1) from that of a."""
-    return (*shape[:-1], shape[-1] + 1) if len(shape) == 2 else tuple(shape)
 
 
 def sides_of(own: BlockTensors) -> dict[FactorKey, Side]:
