@@ -319,7 +319,7 @@ class Replicas:
     def release(self, own: Preconditioner, averages: Averages) -> None:
         """Give up the memory of inverses that other teams hold, and of averages that others own."""
         for average in [a for key, a in averages.items() if not self.keeps(key)]:
-            average.change(placeholder)
+            average.change(placeholder, mass=False)
         placed = own.inverses.keys() & self.placement.owners.keys() - own.absent
         for key in [k for k in placed if not self.placement.holds(k)]:
             own.change(key, placeholder)

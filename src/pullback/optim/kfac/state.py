@@ -83,11 +83,8 @@ class KFACState:
     def reserve(self, key: BlockKey, like: Factors) -> None:
         """Show a block of these shapes; memory is taken with its first statistics."""
         self.allocate(key, like)
-        own = self.preconditioner
-        self.averages[key] = self.averages[key].map(placeholder)
-        own.change(key, placeholder)
-        if key in own.spectra:
-            own.spectra[key] = own.spectra[key].map(placeholder)
+        self.averages[key].change(placeholder)
+        self.preconditioner.change(key, placeholder)
         self.reserved.add(key)
 
     def reserve_expected(self, expected: Forecast) -> None:
@@ -120,9 +117,7 @@ class KFACState:
     def move(self, key: BlockKey, like: Tensor) -> None:
         """Bring a block to another device or dtype."""
         own = self.preconditioner
-        self.averages[key] = self.averages[key].map(lambda t: t.to(like))
-        if key in own.spectra:
-            own.spectra[key] = own.spectra[key].map(lambda t: t.to(like))
+        self.averages[key].change(lambda t: t.to(like))
         if own.inverses[key].dtype == like.dtype:
             own.change(key, lambda t: t.to(like.device))
         else:  # made anew from the averages
@@ -316,11 +311,6 @@ def _factors(
     }
 
 
-def _shown(p: Tensor, t: Tensor) -> Tensor:
-    """Return zeros of a tensor's shape that take no memory."""
-    return torch.zeros((), dtype=t.dtype, device=p.device).expand(t.shape)
-
-
 def restore(
     state: KFACState, saved: Mapping[str, Mapping[str, Any]], params: Tensors, expected: Forecast
 ) -> None:
@@ -330,7 +320,8 @@ def restore(
     """
     try:
         given = {n: own["average"] for n, own in saved.items()}
-        shown = {n: _factors(own, partial(_shown, params[n])) for n, own in given.items()}
+        where = {n: partial(placeholder, device=params[n].device) for n in given}
+        shown = {n: _factors(own, where[n]) for n, own in given.items()}
         # those without factors of their own share the block of a weight
         shared = [n for n, own in shown.items() if not own]
         for name, own in shown.items():
@@ -372,7 +363,7 @@ def _fill_block(state: KFACState, key: BlockKey, own: Mapping[str, Any], p: Tens
 
     def take(here: bool, t: Tensor) -> Tensor:
         t = whole(t)
-        return t.to(p.device, copy=True) if here else _shown(p, t)
+        return t.to(p.device, copy=True) if here else placeholder(t, p.device)
 
     held, average = state.preconditioner, state.averages[key]
     every, kept = partial(take, True), partial(take, state.replicas.keeps(key))

@@ -144,14 +144,9 @@ class Average:
 
     def adds_up(self, new: Factors) -> bool:
         """Whether one kernel on the device can add these factors: their memory is alike."""
-        if not self.mass.is_cuda or self.mean or self.value.keys() != new.keys():
+        if not self.mass.is_cuda or self.mean or not self.fits(new):
             return False
-        pairs = ((memory(self.value[f]), memory(t)) for f, t in new.items())
-        return all(
-            a.shape == b.shape and a.stride() == b.stride()
-            and a.dtype == b.dtype and a.device == b.device
-            for a, b in pairs
-        )  # fmt: skip
+        return all(memory(self.value[f]).stride() == memory(t).stride() for f, t in new.items())
 
     @property
     def started(self) -> bool:
@@ -168,16 +163,12 @@ class Average:
         sides = [(f, t.shape[1:]) for f, t in self.value.items()]
         return *sides, self.mass.dtype, self.mass.device
 
-    def map(self, change: Callable[[Tensor], Tensor]) -> Average:
-        """Return the same with all tensors changed: moved to another device, say."""
-        value = {f: map_memory(change, t) for f, t in self.value.items()}
-        mean = {f: map_memory(change, t) for f, t in self.mean.items()}
-        return Average(value, change(self.mass), mean, self.count)
-
-    def change(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Replace the memory of all sides; the mass stays."""
+    def change(self, change: Callable[[Tensor], Tensor], *, mass: bool = True) -> None:
+        """Replace the memory of all sides, and that of the `mass`: move it to a device, say."""
         self.value = {f: map_memory(change, t) for f, t in self.value.items()}
         self.mean = {f: map_memory(change, t) for f, t in self.mean.items()}
+        if mass:
+            self.mass = change(self.mass)
 
     def sides(self) -> list[Tensor]:
         """Return the memory of all sides."""

@@ -240,28 +240,24 @@ class SentSums:
         self.pool, self.calls, self.shared, self.processes = pool, pool.calls, shared, processes
         self._sums = sums
         every = [(key, at) for key, own in sums.items() for at in own]
-        self._places = [(key, at) for key, at in every if at[0] == "places"]
-        rest = [(k, at) for k, at in every if at[0] != "places" and at[1].side not in shared[k]]
-        self._rest = [(key, at) for key, at in rest if at[1] != SPECTRUM]
-        self._spectra = [(key, at) for key, at in rest if at[1] == SPECTRUM]
-        counts = [torch.as_tensor(pool.samples, device=device)]
-        counts += [memory(sums[key][at]) for key, at in self._places]
+        # numbers that are no sides: of places, and second moments in eigenbases
+        self._numbers = [(k, at) for k, at in every if at[0] == "places" or at[1] == SPECTRUM]
+        rest = [(k, at) for k, at in every if at[0] != "places" and at[1] != SPECTRUM]
+        self._rest = [(key, at) for key, at in rest if at[1].side not in shared[key]]
+        counts = [torch.as_tensor(pool.samples), *(memory(sums[k][at]) for k, at in self._numbers)]
         wide = [t.to(device, torch.float64) for t in counts]
-        # of samples, and of places of each block's inputs
         self._counts = processes.launch_sum(wide, "counts")
         sides = [sums[key][at] for key, at in self._rest]
         ranks = [owners[key] for key, _ in self._rest] if owners else None
         self._sides = launch_sides(sides, processes, ranks)
-        values = [memory(sums[key][at]) for key, at in self._spectra]
-        self._values = processes.launch_sum(values, "factors")
 
     def finish(self) -> None:
         """Fill the pool with what has been summed."""
         samples, *counts = self._counts.wait()
-        every = [*self._places, *self._rest, *self._spectra]
-        sums = [*counts, *self._sides.wait(), *self._values.wait()]
-        for (key, at), t in zip(every, sums, strict=True):
-            self._sums[key][at] = t
+        for (key, at), t in zip(self._numbers, counts, strict=True):
+            self._sums[key][at] = t.to(memory(self._sums[key][at]).dtype)
+        for (key, at), side in zip(self._rest, self._sides.wait(), strict=True):
+            self._sums[key][at] = side
         self.pool.samples = samples
         self.pool.sums = {key: sums_of(own) for key, own in self._sums.items()}
 
