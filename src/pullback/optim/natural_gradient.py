@@ -43,10 +43,8 @@ from .closure import ClosureProblem
 from .objective import Objective, ObjectiveProblem
 from .problem import StepInfo, StepProblem, System, explains
 
-_OWN = (
-    *("model", "metric", "solver", "rule", "gram", "reduction", "output", "batch_dim"),
-    *("metric_batch", "_retract", "maximize", "memory", "_processes"),
-)
+#: caches, torch's hooks on the optimizer, and the function by which a scheduler counts calls
+_UNSAVED = ("_cache", "_names", "_schedule", "_optimizer_", "step")
 
 
 class NaturalGradient(Optimizer):
@@ -148,7 +146,7 @@ class NaturalGradient(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """All but hooks and caches: a copy or a pickle brings its model along."""
-        return {**super().__getstate__(), **{name: getattr(self, name) for name in _OWN}}
+        return {n: v for n, v in vars(self).items() if not n.startswith(_UNSAVED)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -157,11 +157,8 @@ class ObjectiveProblem(StepProblem):
         return source
 
     def evaluate(self) -> str:
-        with torch.autocast(self.space.device.type, enabled=False):
-            return self._evaluate()
-
-    def _evaluate(self) -> str:
-        with self.processes.together():
+        unmixed = torch.autocast(self.space.device.type, enabled=False)
+        with unmixed, self.processes.together():
             linears = [term.map.linearize(self.params) for term in self._terms]
             pairs = list(zip(self._terms, linears, strict=True))
             # carried forward, one trial is work enough for a core
@@ -171,7 +168,7 @@ class ObjectiveProblem(StepProblem):
         self.loss = float(self.summed(own)[0])
         if not math.isfinite(self.loss):
             return self.broken()
-        with self.processes.together():
+        with unmixed, self.processes.together():
             self._parts = [Part(x, term.factor(x.value)) for term, x in pairs]
             shares = []
             for (term, x), part in zip(pairs, self._parts, strict=True):
