@@ -8,8 +8,7 @@ by adaptive damping, which compares the actual reduction of the loss with the pr
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from copy import copy, deepcopy
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,9 +28,8 @@ from ..problem import StepProblem
 from .factors.damping import Damping
 from .options import Options
 from .report import KFACInfo
-from .state import KFACState
 from .statistics.capture import StatisticsCapture
-from .update import Share, State, Tensors, buffer_of, move
+from .update import Share, Tensors, move
 
 #: what KFAC says itself, and that a closure with random numbers may be controlled
 _SAID = ("derived", "silent", "checked", "unmeasured", "repeatable")
@@ -238,36 +236,3 @@ def trial_move(
 def _inner(x: Tensors, y: Tensors) -> Tensor:
     """⟨x, y⟩ over all parameters of x."""
     return torch.stack([torch.sum(x[n].double() * y[n].double()) for n in x]).sum()
-
-
-class Undo:
-    """Everything that a step may change, to be put back after an exception.
-
-    A step that is not `learning` renews neither statistics nor inverses.
-    """
-
-    def __init__(
-        self, state: KFACState, params: Iterable[Tensor], published: State, *, learning: bool
-    ) -> None:
-        params = list(params)
-        buffers = [buffer_of(published, p) for p in params if "momentum" in published[p]]
-        own = self._preconditioner = state.preconditioner
-        held: list[Any] = [state.schedule, state.averages, state.learned, state.reserved]
-        held += [own.inverses, own.spectra, own.ready, own.notes, own.absent]
-        self._collections = [(one, copy(one)) for one in held]
-        self._tensors = [(t, t.detach().clone()) for t in (*params, *buffers)]
-        records = [*state.averages.values(), *own.spectra.values(), *own.inverses.values()]
-        self._records = [vars(record) for record in records if learning]
-        self._fields = deepcopy(self._records)  # at once: inverses may be views of one stack
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Put all of it back into the same objects."""
-        for held, before in self._collections:
-            held.clear()
-            held.update(before)
-        for t, before in self._tensors:
-            t.copy_(before)
-        for record, fields in zip(self._records, self._fields, strict=True):
-            record.update(fields)
-        self._preconditioner.regroup()

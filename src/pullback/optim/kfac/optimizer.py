@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import replace
 from itertools import chain
 from math import isfinite
@@ -28,7 +29,7 @@ from ..checks import dense_gradients, own_group, refuse_inference, refuse_model
 from ..objective import Objective, ObjectiveProblem
 from ..problem import StepProblem
 from . import options, report, update
-from .closure import Undo, best_combination, evaluate, problem_of, trial_move
+from .closure import best_combination, evaluate, problem_of, trial_move
 from .factors.block import BlockKey, FactorKey
 from .factors.damping import Damping
 from .factors.preconditioner import Preconditioner
@@ -396,14 +397,34 @@ class KFAC(Optimizer):
         if not self._options.controlled:
             return self._take(problem, closure, owing, wanted)
         learning = wanted or self._due() or self._capture.pool.calls or self._held.schedule["retry"]
-        undo = Undo(self._held, self._chosen.values(), self.state, learning=bool(learning))
-        try:
+        with self._undoing(problem, learning=bool(learning)):
             return self._take(problem, closure, owing, wanted)
+
+    @contextmanager
+    def _undoing(self, problem: StepProblem | None, *, learning: bool) -> Iterator[None]:
+        """Put everything that a step may change back after an exception.
+
+        A step that is not `learning` renews neither statistics nor inverses.
+        """
+        own, schedule = self._held.preconditioner, dict(self._held.schedule)
+        shared = {id(x): x for x in (self._replicas, own.rule, own.damping)}
+        before = deepcopy(self._held, shared) if learning else None
+        params = list(self._chosen.values())
+        buffers = [update.buffer_of(self.state, p) for p in params if "momentum" in self.state[p]]
+        copies = [(t, t.clone()) for t in (*params, *buffers)]
+        try:
+            yield
         except BaseException:
             if problem is not None:
                 problem.rollback()
-            undo.restore()
+            for t, copy in copies:
+                t.copy_(copy)
+            self._held.schedule.update(schedule)
+            if before is not None:
+                before.succeed(self._held, self._params.by_name)
+                self._held = before
             self._publish()
+            self._capture.structure.bases = self._held.bases
             self._capture.settle()
             raise
 
