@@ -40,30 +40,15 @@ class ControlledClosure(ClosureProblem):
 
     #: what the closure returned
     returned: Any = None
-
-    def __init__(
-        self,
-        params: dict[str, nn.Parameter],
-        closure: Callable[[], Any],
-        options: Options,
-        capture: StatisticsCapture,
-        processes: Processes,
-        memory: dict[str, Any],
-    ) -> None:
-        how = {"reduction": options.reduction, "output": options.output, "coupled": True}
-        memory.update(dict.fromkeys(_SAID, True))
-        super().__init__(
-            params, capture.model, closure, **how, batch_dim=options.batch_dim, memory=memory,
-            processes=processes,
-        )  # fmt: skip
-        self._unwatched = capture.watch.paused
+    #: keeps the model's calls out of the statistics
+    unwatched: Any = contextlib.nullcontext
 
     def _run(self) -> float:
         self.returned = self._closure()
         return loss_of(self.returned)
 
     def _trial(self, point: Tensors) -> float:
-        with self._unwatched():
+        with self.unwatched():
             return super()._trial(point)
 
     def _synchronized(self, gradients: dict[str, Tensor | None]) -> Tensor:
@@ -101,19 +86,25 @@ def problem_of(
     Raise where what `step` was given cannot be used, or something is lacking.
     """
     refuse_uncallable(closure)
+    if objective is None and not options.controlled:
+        return None
     own = {n: p for n, p in params.of(groups).items() if p.requires_grad}
     if objective is not None:
         _refuse_objective(objective, closure, options, processes)
         return ObjectiveProblem(own, objective, options.reduction)
-    if not options.controlled:
-        return None
     if closure is None:
         raise PullbackError(
             "This step needs a closure",
             "adaptive damping and steps from the quadratic model look at the loss again",
             "Call step(closure), with a closure that returns the loss",
         )
-    return ControlledClosure(own, closure, options, capture, processes, memory)
+    memory.update(dict.fromkeys(_SAID, True))
+    problem = ControlledClosure(
+        own, capture.model, closure, reduction=options.reduction, output=options.output,
+        batch_dim=options.batch_dim, coupled=True, memory=memory, processes=processes,
+    )  # fmt: skip
+    problem.unwatched = capture.watch.paused
+    return problem
 
 
 def _refuse_objective(objective: Any, closure: Any, options: Options, processes: Processes) -> None:

@@ -201,7 +201,7 @@ class KFAC(Optimizer):
         once, exact = cpu and self._options.once, self.damping.exact or self.ekfac
         rule = self._rule.suited(once=once, exact=exact)
         own = Preconditioner(rule, self.damping, ekfac=self.ekfac)
-        return KFACState(own, self._replicas, self.damping.referenced, schedule)
+        return KFACState(own, self._replicas, schedule)
 
     def _register(self) -> None:
         """Find the model's parameters and hook the model."""
@@ -274,9 +274,15 @@ class KFAC(Optimizer):
         publish(self._held, self.state, self._chosen)
 
     def _make_buffers(self) -> None:
+        """Make Adam's two moments, or momentum where a group or the quadratic model has one."""
         adam = self._chosen.keys() - {*self._measured} if self._rule.matrices else ()
-        moving = self.quadratic is not None
-        update.make_buffers(self.param_groups, self.state, self._params.names, adam, moving)
+        for group in self.param_groups:
+            for p in group["params"]:
+                if self._params.names[id(p)] in adam:
+                    update.buffer_of(self.state, p, "first")
+                    update.buffer_of(self.state, p, "second")
+                elif group.get("momentum") or self.quadratic is not None:
+                    update.buffer_of(self.state, p)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, and the statistics of gradients that were never used."""
@@ -462,8 +468,9 @@ class KFAC(Optimizer):
         if held.stack(params.by_name, params.like):  # inverses are other tensors now
             self._publish()
             capture.structure.bases = held.bases
-            ready = chain.from_iterable(key.names for key in held.preconditioner.ready)
-            update.drop_moments(self.state, [params.by_name[n] for n in ready])
+            for name in chain.from_iterable(key.names for key in held.preconditioner.ready):
+                for moment in BUFFERS[1:]:  # Adam's: the parameter follows the rule from now on
+                    self.state[params.by_name[name]].pop(moment, None)
         directions, stacks = held.directions(gradients, guard.good)
         if not rule.moments and not guard.holds(finite(stacks)):
             return self._reject("a direction is not finite", loss)
@@ -543,7 +550,6 @@ class KFAC(Optimizer):
         return {k: own for k, own in (found or {}).items() if follows(self._options, k, own)}
 
     def _learn(self, found: Found, gradients: Tensors, guard: Guard) -> bool:
-        """Take up statistics, if all are finite."""
         held = self._held
         if not held.learn(found, self.ema, guard):
             self._skipped = True

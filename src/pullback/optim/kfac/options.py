@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _NormBase  # of batches and of single sam
 from torch.nn.parameter import UninitializedParameter
 
 from ..._core.capture import Selector, plain
-from ..._core.errors import PullbackError
+from ..._core.errors import PullbackError, require
 from ...likelihoods import reduction_of
 from ...maps.layers.moments import Sharing
 from ...metrics import Metric
@@ -78,8 +78,7 @@ def check(**given: Any) -> None:
         good, remedy = _TESTS[name]
         if value is None and name in _OPTIONAL:
             continue
-        if isinstance(value, Tensor) or not good(value):
-            raise PullbackError(f"{name}= is not usable", f"got {value!r}", remedy)
+        require(not isinstance(value, Tensor) and good(value), f"{name}=", value, remedy)
 
 
 def check_group(group: Mapping[str, Any], read: Iterable[str]) -> None:

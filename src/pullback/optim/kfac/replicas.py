@@ -82,7 +82,6 @@ class Replicas:
 
     @property
     def alone(self) -> bool:
-        """Whether there is no other process."""
         return self.processes.alone
 
     def meet(
@@ -211,10 +210,6 @@ class Replicas:
         for (key, at), side in zip(rest, sides, strict=True):
             sums[key][at] = side
         pool.sums = {key: sums_of(own) for key, own in sums.items()}
-
-    def agree(self, flag: Tensor) -> Tensor:
-        """Return whether statistics are good on all processes, of which each has a part."""
-        return self.processes.agree(flag) if self._lazy or self._owned else flag
 
     # --- averages as shares ---------------------------------------------------------------------
 

@@ -61,8 +61,6 @@ class KFACState:
     preconditioner: Preconditioner
     #: the processes that share the work
     replicas: Replicas
-    #: whether plain means are kept beside the averages
-    mean: bool
     #: steps done, statistics taken, λ, and whether a rejected step asks for new inverses
     schedule: dict[str, Any]
     averages: dict[BlockKey, Average] = field(default_factory=dict)
@@ -75,7 +73,7 @@ class KFACState:
 
     def allocate(self, key: BlockKey, like: Factors) -> None:
         """Make room for a block of these factors' shapes."""
-        self.averages[key] = Average.empty(like, mean=self.mean)
+        self.averages[key] = Average.empty(like, mean=self.preconditioner.damping.referenced)
         self.preconditioner.allocate(key, self.averages[key])
         self.learned.discard(key)
         self.reserved.discard(key)
@@ -155,7 +153,7 @@ class KFACState:
     def learn(self, found: Found, ema: float, guard: Guard) -> bool:
         """Take up the statistics of one step, if all of them are finite."""
         new = [memory(t) for own in found.values() for t in own.values()]
-        if not guard.holds(self.replicas.agree(finite_own(new))):
+        if not guard.holds(self.replicas.processes.agree(finite_own(new))):
             return False
         refuse_reference(self.preconditioner.damping, found)
         if not guard.deferred and self.make_room(found):
@@ -251,9 +249,8 @@ class KFACState:
         return ema >= _HALF and all(average.adds_up(new) for average, new in kept)
 
     def memory(self) -> dict[str, int]:
-        """Bytes held, by what for."""
         own = self.preconditioner
-        spectra = [t for s in own.spectra.values() for t in s.tensors()]
+        spectra = [t for s in own.spectra.values() for t in (*s.sides(), s.mass)]
         held = [k for k in self.averages if k not in self.reserved]
         averages = [self.averages[k].mass for k in held]
         averages += [t for k in held if self.replicas.keeps(k) for t in self.averages[k].sides()]
@@ -277,7 +274,7 @@ def publish(
     """Write the state under its parameters; tensors are its own, or what `cut` makes of them."""
     for p in params.values():  # a number keeps a dict that a flattened checkpoint would lose
         into[p] |= {"schedule": state.schedule, "average": {"mass": 0.0}, "inverse": {"ready": 0}}
-        if state.mean:
+        if state.preconditioner.damping.referenced:
             into[p]["mean"] = {"count": 0}
         if state.preconditioner.ekfac:
             into[p]["spectrum"] = {"mass": 0.0}
@@ -286,7 +283,7 @@ def publish(
         own["average"] = {**_nested(average.value, piece), "mass": average.mass}
         inverse = {n: piece(t) for n, t in held.inverses[key].tensors().items()}
         own["inverse"] = {**inverse, "ready": int(key in held.ready)}
-        if state.mean:
+        if state.preconditioner.damping.referenced:
             own["mean"] = {**_nested(average.mean, piece), "count": average.count}
         if key in held.spectra:
             values, mass = memory(held.spectra[key].value[SPECTRUM]), held.spectra[key].mass
@@ -368,7 +365,7 @@ def _fill_block(state: KFACState, key: BlockKey, own: Mapping[str, Any], p: Tens
     held, average = state.preconditioner, state.averages[key]
     every, kept = partial(take, True), partial(take, state.replicas.keeps(key))
     average.value, average.mass = _factors(own["average"], kept), every(own["average"]["mass"])
-    if state.mean:
+    if state.preconditioner.damping.referenced:
         average.mean, average.count = _factors(own["mean"], kept), own["mean"]["count"]
     here, room = key not in held.absent, held.inverses[key]
     tensors: Any = {n: take(here, t) for n, t in own["inverse"].items() if n != "ready"}

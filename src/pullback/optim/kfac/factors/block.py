@@ -61,7 +61,6 @@ class BlockKey:
 
     @cached_property
     def kronecker(self) -> bool:
-        """Whether it is a Kronecker product."""
         return self.kind == "kronecker"
 
 
@@ -171,12 +170,7 @@ class Average:
             self.mass = change(self.mass)
 
     def sides(self) -> list[Tensor]:
-        """Return the memory of all sides."""
         return [*map(memory, self.value.values()), *map(memory, self.mean.values())]
-
-    def tensors(self) -> list[Tensor]:
-        """Return all tensors that are held."""
-        return [*self.sides(), self.mass]
 
 
 def stacked(averages: Sequence[Average]) -> Average:

@@ -122,7 +122,6 @@ class Preconditioner:
         return Inverse(half.get("left"), half.get("right"), **own, steps=steps)
 
     def drop(self, key: BlockKey) -> None:
-        """Forget a block."""
         for held in (self.inverses, self.spectra, self.notes):
             held.pop(key, None)
         self.ready.discard(key)
@@ -370,7 +369,6 @@ class Preconditioner:
         return "the last good one stays" if key in self.ready else "it has none yet"
 
     def _corrects(self, key: BlockKey) -> bool:
-        """Whether corrected eigenvalues of a block are known."""
         return key in self.spectra and key in self.ready and self.spectra[key].started
 
     def correct(self, found: Mapping[BlockKey, Side], ema: float, value: float) -> None:

@@ -33,8 +33,7 @@ from ...checks import warn_derivatives, warn_mismatch
 from ..factors.block import DIAGONAL, BlockKey, FactorKey
 from ..options import Options
 from .cotangents import measuring
-from .covectors import NotFinite, covectors, covectors_of, random_signs
-from .descent import Descent
+from .covectors import Descent, NotFinite, covectors, covectors_of, random_signs
 from .launch_thread import LaunchThread, sets_precision
 from .record import ForwardRecord, ParameterSites, RepeatedCall
 from .structure import BlockStructure
@@ -75,7 +74,6 @@ class PendingPass:
         self.inputs = ()
 
     def value(self) -> Tensor:
-        """Return z as it was."""
         if self._value is None:
             assert isinstance(self.source, ForwardRecord)
             return self.source.head_output(self._dtype)
@@ -146,7 +144,6 @@ class StatisticsCapture:
         self._covered: dict[str, Tensor] | None = None
 
     def close(self) -> None:
-        """Remove the hooks."""
         self.watch.close()
         self.settle()
 

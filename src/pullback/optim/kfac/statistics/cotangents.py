@@ -31,7 +31,7 @@ from ....maps.layers.scale import Scale, UnitSums, second_moments
 from ....maps.proof import Proof, accumulate
 from ....maps.record import Entry
 from ..factors.block import SPECTRUM, UNITS, BlockKey
-from .descent import Descent
+from .covectors import Descent
 from .plan import BlockPlan
 from .sums import BIAS, Pool, Sums, factors_of
 
@@ -152,7 +152,6 @@ class CotangentPass:
             own.spectrum = _squares_in(basis, own, delta)
 
     def _measure_units(self, own: UseMoments, delta: Tensor, roles: list[str]) -> None:
-        """Measure gains and shifts."""
         entry, layer, coupling = own.entry, own.entry.layer, self.descent.coupling
         assert isinstance(layer, Scale)
         if coupling is not None:
@@ -164,7 +163,6 @@ class CotangentPass:
             _form_units([own])
 
     def _measure_sides(self, own: UseMoments, delta: Tensor, roles: Collection[str]) -> None:
-        """Measure both sides of a weight, and a bias."""
         entry, sharing, x = own.entry, own.sharing, own.entry.input
         module, layer, way = entry.module, entry.layer, self.descent
         if x.dtype != delta.dtype and delta.dtype in _HALF and x.is_floating_point():

@@ -89,7 +89,6 @@ class BlockPlan:
 
     @property
     def keys(self) -> list[BlockKey]:
-        """The blocks, each once."""
         return list(dict.fromkeys(self._blocks.values()))
 
     def weight_block(self, names: Names) -> BlockKey | None:

@@ -93,7 +93,6 @@ class ForwardRecord(Recorder):
 
     @property
     def modes(self) -> tuple[bool, ...]:
-        """Which modules are in training mode."""
         return tuple([module.training for module in self._sites.modules.values()])
 
     def name(self, parameter: Tensor | None) -> str | None:

@@ -21,8 +21,7 @@ from ..factors.block import DIAGONAL, BlockKey
 from ..options import Options
 from .compound import CompoundReplays, tap_moments
 from .cotangents import AllSums, CotangentPass, UseMoments, UserPass, alike, form_inputs
-from .covectors import Covectors, NotFinite
-from .descent import Descent, unknown_layouts, used_by_functions
+from .covectors import Covectors, Descent, NotFinite, unknown_layouts, used_by_functions
 from .launch_thread import LaunchThread
 from .plan import BlockPlan, different_forms, use_of
 from .record import ForwardRecord
@@ -52,8 +51,7 @@ class BlockStructure:
     """Adds up what the options ask for, and knows which block every parameter has."""
 
     def __init__(self, options: Options) -> None:
-        self._sharing, self._joint = options.sharing, options.joint
-        self._matrices = options.rule.matrices
+        self._sharing, self._options = options.sharing, options
         #: whether all layers have to tell samples apart
         self._apart = options.ekfac or options.sharing.reduce
         #: eigenbases in which second moments of gradients are wanted, by block
@@ -84,7 +82,8 @@ class BlockStructure:
         route = self._routes.get(signature)
         if route is None or route.alike.get(modes) is not (True if tried else None):
             return False
-        diagonals = bool(route.plan.plain) and not self._matrices  # squares of their gradients
+        # diagonals are the squares of gradients, which the pass under way adds up
+        diagonals = bool(route.plan.plain) and not self._options.rule.matrices
         if diagonals or own.upcoming() != route.reached:
             return False
 
@@ -231,7 +230,7 @@ class BlockStructure:
         plain = {**different_forms(uses), **proof.unexplained(down.gradients), **way.unrelated}
         if any(plain.values()) and not way.record.listening:
             way.record.listening = True  # a function may use what no module showed
-        plan = BlockPlan(uses, plain, self._joint, remarks)
+        plan = BlockPlan(uses, plain, self._options.joint, remarks)
         ends = last_edges(way.root, way.edges[: len(entries)])
         replays.add_to(pool, plan)
         self._note(plan)
@@ -253,7 +252,6 @@ class BlockStructure:
         self.reasons = {n: r for n, r in self.reasons.items() if n not in new} | plan.reasons
 
     def _add(self, down: CotangentPass, plan: BlockPlan, pool: Pool) -> None:
-        """Add what was measured to its blocks."""
         way = down.descent
         down.add_to(pool, plan)
         names = [n for n in plan.plain if n in way.leaves]

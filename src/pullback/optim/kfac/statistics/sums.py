@@ -82,7 +82,6 @@ class Pool:
         return self.share if side in self.shared.get(key, ()) else 1.0
 
     def add(self, sums: Mapping[BlockKey, Sums], samples: Tensor | float) -> None:
-        """Add the sums of one forward pass."""
         for key, own in sums.items():
             accumulate(self.of(key).inputs, own.inputs)
             accumulate(self.of(key).values, own.values)
