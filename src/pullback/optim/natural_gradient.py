@@ -128,17 +128,14 @@ class NaturalGradient(Optimizer):
                 )
         self._schedule = self._first_schedule()
         super().__init__(params, {"lr": self.rule.initial_lr if lr is None else lr})
-        self._begin_together()
-
-    def _begin_together(self) -> None:
-        """All processes have the same options, and begin where the first one is."""
+        # all processes have the same options, and begin where the first one is
         stages = ("metric", "solver", "rule", "gram", "reduction", "batch_dim", "maximize")
         options = {n: getattr(self, n) for n in stages}
         self._processes.same(
             "their options", {**options, "parameters": [*self._names.values()]},
             "Build the optimizer alike on all processes",
         )  # fmt: skip
-        self._processes.adopt([*plain(self.model).parameters()])
+        self._processes.adopt([*plain(model).parameters()])
 
     def _register(self) -> None:
         self._cache: dict[str, Any] = {}

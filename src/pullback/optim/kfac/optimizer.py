@@ -35,7 +35,7 @@ from .factors.damping import Damping
 from .factors.preconditioner import Preconditioner
 from .replicas import Replicas
 from .report import Coverage, Degenerate, KFACInfo
-from .rules import Rule
+from .rules import Natural, Rule
 from .state import Found, KFACState, incomplete, publish, restore, saved_by_name
 from .statistics.capture import StatisticsCapture, averaged_parts
 from .statistics.plan import Forecast, follows, forecast, measured_names
@@ -199,7 +199,8 @@ class KFAC(Optimizer):
         # on a CPU it is cheaper to solve with factors that serve one step than to invert them
         cpu = all(p.device.type == "cpu" for p in plain(self.model).parameters())
         once, exact = cpu and self._options.once, self.damping.exact or self.ekfac
-        rule = self._rule.suited(once=once, exact=exact)
+        needs = "eigenbasis" if exact else "factors" if once else "inverse"
+        rule = Natural(needs) if isinstance(self._rule, Natural) else self._rule
         own = Preconditioner(rule, self.damping, ekfac=self.ekfac)
         return KFACState(own, self._replicas, schedule)
 
@@ -218,12 +219,6 @@ class KFAC(Optimizer):
         )
         self._verdict: DeferredFlags | None = None
         self._memory: dict[str, Any] = {}
-
-    @property
-    def _loss_scale(self) -> float:
-        """What the cotangents are multiplied by: gradients are averaged, they not yet."""
-        scale = 1.0 if self.grad_scaler is None else float(self.grad_scaler.get_scale())
-        return scale * self._replicas.processes.size
 
     # --- a torch optimizer's duties -------------------------------------------------------------
 
@@ -483,7 +478,8 @@ class KFAC(Optimizer):
         if rule.matrices:  # others follow AdamW; a matrix without statistics yet waits
             others = {*self._measured} - capture.structure.partners.keys() | directions.keys()
             rest = {n: g for n, g in gradients.items() if n not in others}
-            late = {n: rest.pop(n) for n in held.waiting if n in rest}
+            unready = sorted(held.learned - held.preconditioner.ready, key=lambda key: key.names)
+            late = {n: rest.pop(n) for key in unready for n in key.names if n in rest}
             count = held.schedule["step"] + 1
             update.adam_move(groups, self.state, params, rest, count, rule.rest, broken)
             update.adam_move(groups, None, params, late, 1, rule.rest, broken)
@@ -543,7 +539,9 @@ class KFAC(Optimizer):
                     "output before step()",
                 )
             return {}
-        found = capture.take(self._loss_scale)
+        scale = 1.0 if self.grad_scaler is None else float(self.grad_scaler.get_scale())
+        # gradients are averaged over processes, and cotangents not yet
+        found = capture.take(scale * self._replicas.processes.size)
         self._skipped = found is None
         if found is not None and not self._held.schedule["taken"]:
             self._tell()

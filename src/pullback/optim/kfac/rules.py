@@ -57,10 +57,6 @@ class Rule(ABC):
             good: a flag on the device; where it is False, the moments stay as they were.
         """
 
-    def suited(self, *, once: bool, exact: bool) -> Rule:
-        """Return the rule for factors that serve `once`, or whose products are damped `exact`."""
-        return self
-
     def __repr__(self) -> str:
         fields = ", ".join(f"{k}={v!r}" for k, v in vars(self).items() if not k.startswith("_"))
         return f"{type(self).__name__}({fields})"
@@ -92,9 +88,6 @@ class Natural(Rule):
 
     def __init__(self, needs: str = "inverse") -> None:
         self.needs = needs
-
-    def suited(self, *, once: bool, exact: bool) -> Rule:
-        return Natural("eigenbasis" if exact else "factors" if once else "inverse")
 
     def directions(
         self, prepared: Inverse, given: Sequence[Tensor], good: Tensor | None = None

@@ -190,12 +190,6 @@ class KFACState:
         return {n: found.get(n, g) for n, g in gradients.items()}, stacks
 
     @property
-    def waiting(self) -> list[str]:
-        """The parameters of blocks that have statistics, and no inverse yet."""
-        late = sorted(self.learned - self.preconditioner.ready, key=lambda key: key.names)
-        return [n for key in late for n in key.names]
-
-    @property
     def bases(self) -> dict[BlockKey, Inverse]:
         """The eigenbases in which statistics are to be taken."""
         own = self.preconditioner
@@ -376,7 +370,7 @@ def _fill_block(state: KFACState, key: BlockKey, own: Mapping[str, Any], p: Tens
     if key in held.spectra:
         values, mass = (every(own["spectrum"][part]) for part in ("values", "mass"))
         held.spectra[key] = Average({SPECTRUM: values}, mass)
-    if average.started:
+    if average.mass > 0:
         state.learned.add(key)
 
 

@@ -147,11 +147,6 @@ class Average:
             return False
         return all(memory(self.value[f]).stride() == memory(t).stride() for f, t in new.items())
 
-    @property
-    def started(self) -> bool:
-        """Whether there are statistics in it; waits for the device."""
-        return bool(self.mass > 0)
-
     def corrected(self) -> dict[FactorKey, Tensor]:
         """Return the average without the weight of the empty beginning, in memory of its own."""
         return {f: over_groups(whole(t), self.mass) for f, t in self.value.items()}

@@ -369,7 +369,7 @@ class Preconditioner:
         return "the last good one stays" if key in self.ready else "it has none yet"
 
     def _corrects(self, key: BlockKey) -> bool:
-        return key in self.spectra and key in self.ready and self.spectra[key].started
+        return key in self.spectra and key in self.ready and bool(self.spectra[key].mass > 0)
 
     def correct(self, found: Mapping[BlockKey, Side], ema: float, value: float) -> None:
         """Take up second moments of the gradient in the eigenbases."""

@@ -29,13 +29,14 @@ from ...._core.space import compute_dtype
 from ....grams import Part
 from ....grams.kronecker.packed import Side, packed
 from ....maps.layers import AffineBlock
+from ....maps.record import Sites
 from ...checks import warn_derivatives, warn_mismatch
 from ..factors.block import DIAGONAL, BlockKey, FactorKey
 from ..options import Options
 from .cotangents import measuring
 from .covectors import Descent, NotFinite, covectors, covectors_of, random_signs
 from .launch_thread import LaunchThread, sets_precision
-from .record import ForwardRecord, ParameterSites, RepeatedCall
+from .record import ForwardRecord, RepeatedCall
 from .structure import BlockStructure
 from .sums import DERIVED, MISSED, UNREACHED, Pool, means
 
@@ -132,7 +133,7 @@ class StatisticsCapture:
     @property
     def lacking(self) -> bool:
         """Whether a parameter that takes part has no block yet, or one with others."""
-        leaves = self._sites.leaves()
+        leaves = self.leaves()
         if leaves is not self._covered and self.structure.covers(leaves):
             self._covered = leaves
         return leaves is not self._covered
@@ -140,8 +141,27 @@ class StatisticsCapture:
     def choose(self, names: Iterable[str]) -> None:
         """Let only these parameters take part; the others are constants."""
         held = dict(plain(self.model).named_parameters())
-        self._sites = ParameterSites(plain(self.model), {n: held[n] for n in names})
+        self._chosen = {n: held[n] for n in names}
+        self._leaves: dict[str, Tensor] = {}
+        self._flags: list[bool] = []
+        self._sites: Sites | None = None
         self._covered: dict[str, Tensor] | None = None
+
+    def leaves(self) -> dict[str, Tensor]:
+        """Return the parameters that require a gradient, the same object while they do."""
+        flags = [p.requires_grad for p in self._chosen.values()]
+        if flags != self._flags:
+            self._leaves = {n: p for n, p in self._chosen.items() if p.requires_grad}
+            self._flags = flags
+        return self._leaves
+
+    def sites(self) -> Sites | None:
+        """None where the model holds other tensors, as in `torch.func.functional_call`."""
+        model = plain(self.model)
+        if self._sites is None or not self._sites.current:
+            self._sites = Sites(model, ForwardRecord.kind)
+        now = dict(model.named_parameters())
+        return self._sites if all(now.get(n, p) is p for n, p in self._chosen.items()) else None
 
     def close(self) -> None:
         self.watch.close()
@@ -177,7 +197,7 @@ class StatisticsCapture:
             except RuntimeError:
                 compiled = True  # by the caller, whose code was left for the hook
         with stack:
-            sites, reason = None if self._gather else self._sites.sites(), ""
+            sites, reason = None if self._gather else self.sites(), ""
             if (sites is None and not self._gather) or peek_interpreter_stack() is not None:
                 reason = MISSED[1]
             elif not torch.is_grad_enabled():
@@ -193,7 +213,7 @@ class StatisticsCapture:
             elif compiled:
                 self._begun = RepeatedCall(self.model, args, kwargs), tensors
             else:
-                record = ForwardRecord(plain(self.model), self._sites.leaves(), sites)
+                record = ForwardRecord(plain(self.model), self.leaves(), sites)
                 self._begun = stack.enter_context(record), tensors
             return stack.pop_all()
         return None
@@ -240,7 +260,7 @@ class StatisticsCapture:
 
     def _measure(self, pending: PendingPass, cotangent: Tensor) -> None:
         """Add the sums of a pass, at once or when its backward pass ends."""
-        leaves, root = self._sites.leaves(), pending.root()
+        leaves, root = self.leaves(), pending.root()
         # a gradient by the inputs alone: a penalty, an attack
         if self._gather is None and not reaches_parameters(leaves):
             refuse_reentrant(root)
@@ -355,14 +375,11 @@ class StatisticsCapture:
         self.clear()
         if not pool.sums:
             return {} if pool.samples > 0 else None
-        return means(pool, self.scale(pool.samples, loss_scale))
-
-    def scale(self, samples: Any, loss_scale: float) -> Any:
-        """Return what means of cotangents' squares are multiplied by."""
         mean = self._options.reduction == "mean"
+        scale = 1.0 if mean else pool.samples
         if self._options.fisher == "empirical":  # a mean's own cotangents are divided by N
-            return samples ** (2 if mean else 1) / loss_scale**2
-        return 1.0 if mean else samples
+            scale = pool.samples ** (2 if mean else 1) / loss_scale**2
+        return means(pool, scale)
 
 
 def _finish(

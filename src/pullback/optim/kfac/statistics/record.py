@@ -195,31 +195,6 @@ def _packed() -> bool:
     return _PACKING is None or _PACKING(True) is not None
 
 
-class ParameterSites:
-    """The chosen parameters of a model, and the modules to be recorded."""
-
-    def __init__(self, model: nn.Module, chosen: Mapping[str, Tensor]) -> None:
-        self._model, self._chosen = model, chosen
-        self._leaves: dict[str, Tensor] = {}
-        self._flags: list[bool] = []
-        self._sites: Sites | None = None
-
-    def leaves(self) -> dict[str, Tensor]:
-        """Return the parameters that require a gradient, the same object while they do."""
-        flags = [p.requires_grad for p in self._chosen.values()]
-        if flags != self._flags:
-            self._leaves = {n: p for n, p in self._chosen.items() if p.requires_grad}
-            self._flags = flags
-        return self._leaves
-
-    def sites(self) -> Sites | None:
-        """None where the model holds other tensors, as in `torch.func.functional_call`."""
-        if self._sites is None or not self._sites.current:
-            self._sites = Sites(self._model, ForwardRecord.kind)
-        now = dict(self._model.named_parameters())
-        return self._sites if all(now.get(n, p) is p for n, p in self._chosen.items()) else None
-
-
 class RepeatedCall:
     """A forward pass in compiled code, repeated outside of it with its buffers and randomness.
 
