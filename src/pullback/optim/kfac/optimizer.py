@@ -36,7 +36,7 @@ from .factors.preconditioner import Preconditioner
 from .replicas import Replicas
 from .report import Coverage, Degenerate, KFACInfo
 from .rules import Natural, Rule
-from .state import Found, KFACState, incomplete, publish, restore, saved_by_name
+from .state import BlockMeans, KFACState, incomplete, publish, restore, saved_by_name
 from .statistics.capture import StatisticsCapture, averaged_parts
 from .statistics.plan import Forecast, follows, forecast, measured_names
 from .update import BUFFERS, Guard, Share, Tensors
@@ -162,7 +162,7 @@ class KFAC(Optimizer):
         processes, wrapped = find_processes(model, group, "KFAC"), group_of(model) is not None
         self.model = model = unwrapped(model)
         options.check(params=params)
-        own = self._options = options.settle(
+        own = self._options = options.resolve(
             model, likelihood, metric, lr=lr, rule=rule, fisher=fisher, damping=damping,
             momentum=momentum, betas=betas, weight_decay=weight_decay, kl_clip=kl_clip, ema=ema,
             statistics_every=statistics_every, invert_every=invert_every, sharing=sharing,
@@ -181,7 +181,7 @@ class KFAC(Optimizer):
         self._replicas = Replicas(
             processes, workers, wrapped=wrapped, lazy=lazy, read=read, owned=shards
         )
-        self._closed, self._told = False, False
+        self._closed, self._warned_plain = False, False
         self._warned: set[str] = set()
         self._info, self._skipped = KFACInfo(), False
         self._growth: list[Any] = []  # the first loss of a closure, and steps far above it
@@ -286,7 +286,7 @@ class KFAC(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """All but the hooks: a copy or a pickle brings its model along."""
-        self._settle()
+        self._read_verdict()
         own = {n: v for n, v in vars(self).items() if n not in _UNSAVED}
         own.pop("step", None)  # a scheduler counts calls by a function of its own
         return own
@@ -336,9 +336,9 @@ class KFAC(Optimizer):
                 raise incomplete(f"the moments of {name!r} have another shape")
         fresh = self._empty_state(dict(self._held.schedule))
         restore(fresh, saved, params, self._forecast())
-        self._settle()
+        self._read_verdict()
         super().load_state_dict({**state_dict, "state": {}})
-        fresh.succeed(self._held, saved)
+        fresh.inherit(self._held, saved)
         self._held = fresh
         for name, own in saved.items():
             p = params[name]
@@ -357,7 +357,7 @@ class KFAC(Optimizer):
             partners |= {n: (n,) for n in unused}
         self._capture.structure.partners = partners
         self._capture.structure.bases = self._held.bases
-        self._capture.settle()
+        self._capture.reset()
         self._capture.watch.due = self._due()
         if self._closed:
             self.close()
@@ -390,7 +390,7 @@ class KFAC(Optimizer):
         if self._replicas.processes.group is None:
             refuse_untold("KFAC", "it was built before they met")
         told, wanted = self._capture.watch.due, self._capture.wanted
-        self._settle()
+        self._read_verdict()
         given = self._capture, self._params, self.param_groups, self._replicas.processes
         problem = problem_of(closure, objective, self._options, *given, self._memory)
         # the forward pass was not told that statistics are due, where the last step was rejected
@@ -398,12 +398,12 @@ class KFAC(Optimizer):
         if not self._options.controlled:
             return self._take(problem, closure, owing, wanted)
         learning = wanted or self._due() or self._capture.pool.calls or self._held.schedule["retry"]
-        with self._undoing(problem, learning=bool(learning)):
+        with self._transaction(problem, learning=bool(learning)):
             return self._take(problem, closure, owing, wanted)
 
     @contextmanager
-    def _undoing(self, problem: StepProblem | None, *, learning: bool) -> Iterator[None]:
-        """Put everything that a step may change back after an exception.
+    def _transaction(self, problem: StepProblem | None, *, learning: bool) -> Iterator[None]:
+        """After an exception, put back everything that a step may change.
 
         A step that is not `learning` renews neither statistics nor inverses.
         """
@@ -422,18 +422,18 @@ class KFAC(Optimizer):
                 t.copy_(copy)
             self._held.schedule.update(schedule)
             if before is not None:
-                before.succeed(self._held, self._params.by_name)
+                before.inherit(self._held, self._params.by_name)
                 self._held = before
             self._publish()
             self._capture.structure.bases = self._held.bases
-            self._capture.settle()
+            self._capture.reset()
             raise
 
     def _take(self, problem: StepProblem | None, closure: Any, owing: bool, wanted: bool) -> Any:
         """Statistics → averages → inverses → directions → update, as far as each is due.
 
-        Where nothing that the host does next depends on it, nobody waits for the device: it changes
-        nothing where it must not, and `_settle` takes notice later.
+        Where nothing that the host does next depends on the device, the host does not wait for it:
+        a flag there guards every change, and `_read_verdict` reads it later.
         """
         loss, capture, groups = evaluate(problem, closure), self._capture, self.param_groups
         held, params, rule = self._held, self._params, self._rule
@@ -495,7 +495,7 @@ class KFAC(Optimizer):
             return False
         return not any(bool(g.any()) for g in gradients.values())
 
-    def _deferrable(self, found: Found, gradients: Tensors) -> bool:
+    def _deferrable(self, found: BlockMeans, gradients: Tensors) -> bool:
         """Whether the step's outcome is of no consequence for what the host does next."""
         held = self._held
         some = next(iter(gradients.values()))
@@ -519,7 +519,7 @@ class KFAC(Optimizer):
         params = self._params.by_name
         return not self._rule.matrices or any(params[n].requires_grad for n in self._measured)
 
-    def _statistics(self, problem: StepProblem | None, owing: bool) -> Found:
+    def _statistics(self, problem: StepProblem | None, owing: bool) -> BlockMeans:
         """The means of what was seen since the last step, or of an objective's terms."""
         self._skipped, capture = False, self._capture
         if isinstance(problem, ObjectiveProblem):
@@ -528,8 +528,8 @@ class KFAC(Optimizer):
             parts, _ = problem.parts(self.metric, None)
             generator = capture.generator(parts[0].linear.value.device)
             return averaged_parts(parts, self._options, generator)
-        if not self._told and not self._measuring:
-            self._tell()
+        if not self._warned_plain and not self._measuring:
+            self._warn_plain()
         if not capture.pool.calls:
             if self._due() and not owing:
                 raise PullbackError(
@@ -544,10 +544,10 @@ class KFAC(Optimizer):
         found = capture.take(scale * self._replicas.processes.size)
         self._skipped = found is None
         if found is not None and not self._held.schedule["taken"]:
-            self._tell()
+            self._warn_plain()
         return {k: own for k, own in (found or {}).items() if follows(self._options, k, own)}
 
-    def _learn(self, found: Found, gradients: Tensors, guard: Guard) -> bool:
+    def _learn(self, found: BlockMeans, gradients: Tensors, guard: Guard) -> bool:
         held = self._held
         if not held.learn(found, self.ema, guard):
             self._skipped = True
@@ -588,17 +588,17 @@ class KFAC(Optimizer):
     def _finish(self, info: KFACInfo, owing: bool, taken: bool) -> None:
         """Count the step and report it; what was seen belonged to the old parameters."""
         self._held.schedule["step"] += 1
-        self._capture.settle()
+        self._capture.reset()
         self._capture.watch.due = self._due() or (owing and not taken) or self._capture.lacking
         self._info = replace(info, taken=taken, notes=report.notes_of(self._held, self._skipped))
 
     def _reject(self, reason: str, loss: Any) -> Any:
-        self._capture.settle()
+        self._capture.reset()
         self._info = KFACInfo(False, reason, self._held.schedule["damping"])
         return loss
 
-    def _settle(self) -> None:
-        """Take notice of a step that moved nothing or learned nothing, if the last one did so."""
+    def _read_verdict(self) -> None:
+        """Read the last step's flags: take back what was counted if it moved or learned nothing."""
         verdict, self._verdict = self._verdict, None
         if verdict is None:
             return
@@ -621,7 +621,7 @@ class KFAC(Optimizer):
     @property
     def blocks(self) -> KFACState:
         """Averages and inverses of all blocks, as of the last step."""
-        self._settle()
+        self._read_verdict()
         return self._held
 
     @contextmanager
@@ -646,7 +646,7 @@ class KFAC(Optimizer):
     @property
     def info(self) -> KFACInfo:
         """What the last step did."""
-        self._settle()
+        self._read_verdict()
         return self._info
 
     def coverage(self) -> Coverage:
@@ -665,11 +665,11 @@ class KFAC(Optimizer):
         longest = self._options.sharing.longest
         return report.left_to_adam(expected, self._chosen, self._measured, apart, longest)
 
-    def _tell(self) -> None:
+    def _warn_plain(self) -> None:
         """Warn once of what has no block, or what AdamW takes although it is in no known layer."""
-        if self._told:
+        if self._warned_plain:
             return
-        self._told = True
+        self._warned_plain = True
         every = {n: why for n, why in self._others().items() if why == report.NO_MATRIX}
         every |= report.name_parametrizations(self.model, self._capture.structure.plain)
         report.warn_diagonal(self._chosen, every, self._rule)

@@ -1,4 +1,4 @@
-"""The arguments of `KFAC`: settled with the rule's defaults, or refused with the remedy."""
+"""The arguments of `KFAC`: completed by the rule's defaults, or refused with the remedy."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ class Options:
         return {n: v for n, v in vars(self).items() if n not in own}
 
 
-def settle(model: nn.Module, likelihood: Any, metric: Any, **given: Any) -> Options:
+def resolve(model: nn.Module, likelihood: Any, metric: Any, **given: Any) -> Options:
     """Return the options of these arguments of `KFAC`; raise for what is not usable."""
     if given["reduction"] is None:
         given["reduction"] = reduction_of(likelihood)

@@ -110,8 +110,8 @@ class Replicas:
             refuse_sparse(name, p.grad)
         self.processes.average_gradients(held.values())
 
-    def succeed(self) -> None:
-        """Go on with a state that all processes loaded, whose averages are whole."""
+    def forget_shares(self) -> None:
+        """Go on with averages that are whole: all processes loaded them."""
         self._shared = False
 
     def join(

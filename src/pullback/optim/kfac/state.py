@@ -51,7 +51,7 @@ _SCHEDULE = ("step", "taken", "damping", "retry")
 
 
 #: the means of one statistics step
-Found = Mapping[BlockKey, dict[FactorKey, Side]]
+BlockMeans = Mapping[BlockKey, dict[FactorKey, Side]]
 
 
 @dataclass
@@ -139,18 +139,18 @@ class KFACState:
         self.reserved.discard(key)
         return self.averages.pop(key, None) is not None
 
-    def succeed(self, old: KFACState, saved: Container[str]) -> None:
-        """Take the place of a state, of which the parameters that were not `saved` are shown."""
+    def inherit(self, old: KFACState, saved: Container[str]) -> None:
+        """Take the place of `old`; blocks of parameters that were not `saved` are reserved."""
         for key, average in old.averages.items():
             if not any(n in saved for n in key.names) and key not in self.averages:
                 self.reserve(key, average.value)  # they were frozen when it was saved
         old.schedule.update(self.schedule)  # the dict itself is shared
         self.schedule = old.schedule
-        self.replicas.succeed()
+        self.replicas.forget_shares()
 
     # --- statistics → averages → inverses → directions ------------------------------------------
 
-    def learn(self, found: Found, ema: float, guard: Guard) -> bool:
+    def learn(self, found: BlockMeans, ema: float, guard: Guard) -> bool:
         """Take up the statistics of one step, if all of them are finite."""
         new = [memory(t) for own in found.values() for t in own.values()]
         if not guard.holds(self.replicas.processes.agree(finite_own(new))):

@@ -77,7 +77,7 @@ def shares_of(
 class Guard:
     """Whether a step goes on: asked at once, or by a flag on the device that guards every change.
 
-    Where it is `deferred`, nobody waits for the device: `broken` is 1 where nothing may change.
+    Where it is `deferred`, the host does not wait: `broken` is 1 where nothing may change.
     """
 
     def __init__(self, deferred: bool, good: Tensor | None = None) -> None:

@@ -165,14 +165,14 @@ class StatisticsCapture:
 
     def close(self) -> None:
         self.watch.close()
-        self.settle()
+        self.reset()
 
     def clear(self) -> None:
         """Forget what was gathered: it belonged to gradients that were dropped."""
         self.pool = Pool(missed=MISSED[5] if self._waiting else MISSED[0])
         self.watch.reset()
 
-    def settle(self) -> None:
+    def reset(self) -> None:
         """Forget the passes that still wait as well: the parameters they used have changed."""
         for pending in list(self._open):
             pending.clear()
@@ -292,12 +292,12 @@ class StatisticsCapture:
             self._check_loss(z[0], slope, random)
             self.pool.calls += 1
             large = z[0].numel() >= _LARGE
-            hope = self._whole and slope.is_cuda and (record.head is not None or not large)
-            hope = hope and not empirical  # it cannot be measured again
-            kept, dtype = z[0] if hope and not large else None, z[0].dtype
+            deferred = self._whole and slope.is_cuda and (record.head is not None or not large)
+            deferred = deferred and not empirical  # it cannot be measured again
+            kept, dtype = z[0] if deferred and not large else None, z[0].dtype
             thread = self._second_thread(record, slope.device)
             try:  # z is not held any longer than it takes to draw from it
-                found = covectors_of(self._options, z.pop(), slope, inputs, random, hope)
+                found = covectors_of(self._options, z.pop(), slope, inputs, random, deferred)
                 given = root, slope, record, leaves, self._options.sharing, found.keep
                 own = Descent(*given, inputs=True) if alone else None
                 add = partial(self.pool.add, samples=found.samples)
@@ -320,7 +320,7 @@ class StatisticsCapture:
             _ENGINE.queue_callback(partial(_finish, weakref.ref(self), thread, add))
 
     def _second_thread(self, record: ForwardRecord, device: torch.device) -> LaunchThread | None:
-        """Who measures while the backward pass goes on; nobody where that could change a result."""
+        """Return what measures during the backward pass; None where that could change a result."""
         once = self._options.metric.couples_samples or self._options.fisher == "empirical"
         wanted = device.type == "cuda" if self.overlaps is None else self.overlaps
         if once or record.compounds or not wanted or sets_precision(record.entries):

@@ -131,7 +131,7 @@ class Covectors:
     keep: Tensor | None
     #: a covector of all places that count, where the others are of single positions
     reach: Tensor | None
-    #: whether all places count; where that was hoped for, what tells
+    #: whether all places count, or flags on the device that say so
     whole: bool | DeferredFlags
 
 
@@ -141,16 +141,16 @@ def covectors_of(
     cotangent: Tensor,
     inputs: Sequence[Tensor],
     generator: torch.Generator,
-    hope: bool = False,
+    deferred: bool = False,
 ) -> Covectors:
     """Return the covectors at z, from ∂loss/∂z and the call's tensors; raise NotFinite at NaN.
 
-    With `hope` nobody waits for the device to see whether all places count: `whole` tells later.
-    Nor whether z is finite, without which no statistics are.
+    If `deferred`, do not wait for the device: whether all places count is read later from `whole`,
+    and whether z is finite from the statistics.
     """
     axis, metric = options.batch_dim, options.metric
     value, slope = samples_first(z, axis), samples_first(cotangent, axis)
-    some = metric.uncounted(value, slope) if hope else None
+    some = metric.uncounted(value, slope) if deferred else None
     if some is None and not bool(value.amax() < torch.inf):  # NaN neither; −inf may mask a class
         raise NotFinite
     mask = metric.counted(value, slope) if some is None else None

@@ -183,8 +183,8 @@ class BlockStructure:
         if way.thread is not None:
             way.thread.join()
             way.thread = None
-        route, settled = self._prove_everywhere(way, pool) or self._prove(way, pool)
-        if settled:
+        route, proven = self._prove_everywhere(way, pool) or self._prove(way, pool)
+        if proven:
             self._routes[signature] = route
             if len(self._routes) > _ROUTES:
                 del self._routes[next(iter(self._routes))]
@@ -236,8 +236,8 @@ class BlockStructure:
         self._note(plan)
         self._add(down, plan, pool)
         norms = _norms({n: g for n, g in down.gradients.items() if n not in plan.plain})
-        settled = all(bool(norm > 0) for norm in norms)  # a gradient of zero proves nothing
-        return Route(plan, layouts, down.reached, ends), settled
+        proven = all(bool(norm > 0) for norm in norms)  # a gradient of zero proves nothing
+        return Route(plan, layouts, down.reached, ends), proven
 
     def _note(self, plan: BlockPlan) -> None:
         """Note what holds for the parameters from now."""
