@@ -27,7 +27,7 @@ from ...grams.kronecker.inverse import Inverse, rounded, widened
 from ...grams.kronecker.packed import Packed, memory, whole
 from ...maps.layers import REGISTRY
 from ...optim.kfac import KFAC
-from ...optim.kfac.factors.factor import SPECTRUM, BlockKey, block_shape
+from ...optim.kfac.factors.block import SPECTRUM, BlockKey, block_shape
 from ...optim.kfac.state import KFACState
 from ..retraction import ScalingUnits
 

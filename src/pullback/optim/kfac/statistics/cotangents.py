@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.forward_ad import _set_fwd_grad_enabled
 
 from ...._core.space import compute_dtype
@@ -29,8 +29,8 @@ from ....maps.layers.registry import Seen
 from ....maps.layers.scale import Scale, UnitSums, second_moments
 from ....maps.proof import Proof, accumulate
 from ....maps.record import Entry
-from ..factors.factor import SPECTRUM, UNITS, BlockKey
-from .descent import Descent
+from ..factors.block import SPECTRUM, UNITS, BlockKey
+from .covectors import Descent
 from .plan import BlockPlan
 from .sums import BIAS, Pool, Sums, factors_of
 
@@ -96,8 +96,6 @@ class CotangentPass:
             for i, n in enumerate(names)
             if n in keys and names.count(n) == 1
         }
-        #: whether places need not be told apart by sample
-        self._rows = descent.coupling is None and not self._bases and not descent.sharing.reduce
         #: by use of a layer that the covector reached
         self.uses: dict[int, UseMoments] = {}
         #: the cotangents at compound layers, and the gradients of the parameters asked for
@@ -130,25 +128,20 @@ class CotangentPass:
         """Measure one use at its cotangent, once."""
         if i in self.uses:
             return
-        entry, beside = self._entries[i], self.descent.beside
+        entry, thread = self._entries[i], self.descent.thread
         self.uses[i] = own = UseMoments(entry, self.descent.sharing_at(entry, self._layouts[i]))
-        if beside is None:
+        if thread is None:
             self._measure(i, own, delta)
         else:
-            beside.do(partial(self._measure, i, own, delta), delta)
+            thread.do(partial(self._measure, i, own, delta), delta)
 
     def _measure(self, i: int, own: UseMoments, delta: Tensor) -> None:
         entry, sharing = own.entry, own.sharing
         if self._proof is not None:
-            every = delta.reshape(entry.shape)
-            self._proof.add_use(entry, every, _formula(entry, every))
+            self._proof.add_use(entry, delta, _formula(entry, delta))
         trained = {role: n for role, n in entry.names.items() if n is not None}
         if not delta.numel() or not any(n not in self._plain for n in trained.values()):
             return  # nothing is learned
-        # a linear layer gave a view of its rows, and these will do
-        rows = self._rows and type(entry.module) is nn.Linear
-        if not rows and delta.shape != entry.shape:
-            delta = delta.reshape(entry.shape)
         if isinstance(entry.layer, Scale):
             self._measure_units(own, delta, list(trained))
             return
@@ -158,7 +151,6 @@ class CotangentPass:
             own.spectrum = _squares_in(basis, own, delta)
 
     def _measure_units(self, own: UseMoments, delta: Tensor, roles: list[str]) -> None:
-        """Measure gains and shifts."""
         entry, layer, coupling = own.entry, own.entry.layer, self.descent.coupling
         assert isinstance(layer, Scale)
         if coupling is not None:
@@ -170,7 +162,6 @@ class CotangentPass:
             _form_units([own])
 
     def _measure_sides(self, own: UseMoments, delta: Tensor, roles: Collection[str]) -> None:
-        """Measure both sides of a weight, and a bias."""
         entry, sharing, x = own.entry, own.sharing, own.entry.input
         module, layer, way = entry.module, entry.layer, self.descent
         if x.dtype != delta.dtype and delta.dtype in _HALF and x.is_floating_point():
