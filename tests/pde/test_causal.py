@@ -16,6 +16,7 @@ import pullback as pb
 from pullback import PullbackError, pde
 from pullback.pde.causal import Causal
 from pullback.pde.plan import Plan
+from pullback_experiments.problems import AllenCahn
 
 _TIMES = (0.5, 1.5)
 _COUNTS = {"equation": 40, "initial": 10}
@@ -161,7 +162,7 @@ def test_goes_with_slabs():
 @pytest.mark.slow
 def test_stiff_fronts_are_found():
     """Without the weights Allen–Cahn ends at an error of 0.5 with a small loss."""
-    ready = pde.AllenCahn()
+    ready = AllenCahn()
     equation, periodic, _ = ready.conditions
     first = pde.Initial(lambda x: x**2 * torch.cos(torch.pi * x), weight=100.0)
     problem = pde.Problem(ready.domain, [equation, periodic, first], reference=ready.reference)

@@ -42,9 +42,8 @@ from .networks import (
 from .plan import Refine
 from .problem import Problem
 from .problems.elliptic import Helmholtz, Multiscale, Poisson, Ritz1D, RitzPoisson
-from .problems.evolution import Burgers, Heat, LogFokkerPlanck, Schroedinger, Wave
-from .problems.flow import Cavity, Kovasznay
-from .problems.periodic import AllenCahn, Convection, GrayScott, KdV, KuramotoSivashinsky
+from .problems.evolution import Burgers, Convection, Heat, LogFokkerPlanck, Schroedinger, Wave
+from .problems.flow import Kovasznay
 from .problems.ready import Ready
 from .problems.setup import SETUPS, Setup, setup
 from .run import Run
@@ -116,15 +115,10 @@ __all__ = [
     "RitzPoisson",
     "Ritz1D",
     "Kovasznay",
-    "Cavity",
     "Heat",
     "Wave",
     "Burgers",
     "Convection",
-    "AllenCahn",
-    "KdV",
-    "KuramotoSivashinsky",
-    "GrayScott",
     "Schroedinger",
     "LogFokkerPlanck",
     # ready problems with networks and options

@@ -1,4 +1,4 @@
-"""Equations in time with values on the boundary: heat, waves, Burgers, Schrödinger and more."""
+"""Equations in time: heat, waves, convection, Burgers, Schrödinger, Fokker–Planck."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from .. import references
-from ..conditions import Condition, Dirichlet, Equation, Initial
+from ..conditions import Condition, Dirichlet, Equation, Initial, Periodic
 from ..domains import Box, Interval, SpaceTime
 from ..kinds import check_positive
-from .ready import Ready, bump, checked_dim, distance, written
+from .ready import Ready, bump, checked_dim, checked_number, distance, periodic, written
 
 _PI = math.pi
 
@@ -89,6 +89,28 @@ def Wave(
         name=f"Wave c={c:g}" + (f" t ≤ {time:g}" if time != 1 else ""),
         equation=f"u_tt = {written(c**2, ' ')}u_xx",
         hard=distance(domain, lambda points, t: t**2 * edge(points), start) if hard else None,
+    )
+
+
+def Convection(beta: float = 40.0, *, hard: bool = False) -> Ready:
+    """u_t + βu_x = 0 on [0, 2π] × [0, 1], periodic, u(x, 0) = sin x; u* = sin(x − βt).
+
+    Hard: u = sin x + t · N(sin x, cos x, t).
+    """
+    beta = checked_number("speed", beta)
+    domain = SpaceTime(Interval(0, 2 * _PI), (0, 1))
+
+    def start(x: Any) -> Any:
+        return torch.sin(x)
+
+    equation = Equation(lambda u: u.t + beta * u.x)
+    return Ready(
+        domain,
+        [equation] if hard else [equation, Periodic("x", 0), Initial(start)],
+        exact=lambda x, t: torch.sin(x - beta * t),
+        name=f"Convection β={beta:g}",
+        equation=f"u_t + {written(beta, ' ')}u_x = 0",
+        hard=periodic(domain, start, 2 * _PI) if hard else None,
     )
 
 

@@ -1,4 +1,4 @@
-"""Steady incompressible flow: Kovasznay's solution and the lid-driven cavity."""
+"""Steady incompressible flow: Kovasznay's solution."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ from typing import Any
 
 import torch
 
-from .. import references
-from ..conditions import Condition, Dirichlet, Equation
+from ..conditions import Dirichlet, Equation
 from ..domains import Box
 from ..kinds import check_positive
-from .ready import Ready, bump, distance
+from .ready import Ready
 
 _PI = math.pi
 
 
-def _navier_stokes(reynolds: float) -> Equation:
+def navier_stokes(reynolds: float) -> Equation:
     """u·∇u + ∇p − Δu/Re = 0 and ∇·u = 0: three residuals."""
 
     def residual(u: Any, v: Any, p: Any) -> Any:
@@ -47,7 +46,7 @@ def Kovasznay(reynolds: float = 40.0) -> Ready:
     return Ready(
         Box([(-0.5, 1), (-0.5, 1.5)]),
         [
-            _navier_stokes(re),
+            navier_stokes(re),
             Dirichlet(u, field="u", name="dirichlet u"),
             Dirichlet(v, field="v", name="dirichlet v"),
         ],
@@ -56,42 +55,4 @@ def Kovasznay(reynolds: float = 40.0) -> Ready:
         free=("p",),
         name=f"Kovasznay Re={re:g}",
         equation=f"u·∇u + ∇p = Δu/{re:g}, ∇·u = 0",
-    )
-
-
-def Cavity(reynolds: float = 100.0, *, hard: bool = False) -> Ready:
-    """Flow in [0, 1]² driven by its lid y = 1, p up to a constant.
-
-    Compared with a Legendre–Galerkin solution. The lid's velocity is 16x²(1−x)²: one of 1 would
-    jump at the corners, where p ~ 1/r is not square-integrable. Hard: u = 16x²(1−x)²y² + b·N₁,
-    v = b·N₂, p = N₃ with b = 16x(1−x)y(1−y).
-    """
-    re = check_positive("The Reynolds number", reynolds)
-    box = Box([(0, 1)] * 2)
-
-    def lid(x: Any, y: Any) -> Any:
-        return torch.where(y >= 1, 16 * x**2 * (1 - x) ** 2, torch.zeros_like(x))
-
-    def walls(points: Any) -> Any:
-        edge = bump(box)(points)
-        return edge, edge, 0 * edge + 1
-
-    def moving(x: Any, y: Any) -> Any:
-        return 16 * x**2 * (1 - x) ** 2 * y**2, 0 * x, 0 * x
-
-    conditions: list[Condition] = [_navier_stokes(re)]
-    if not hard:
-        conditions += [
-            Dirichlet(lid, field="u", name="dirichlet u"),
-            Dirichlet(0.0, field="v", name="dirichlet v"),
-        ]
-    return Ready(
-        box,
-        conditions,
-        fields=("u", "v", "p"),
-        reference=references.Cavity(re),
-        free=("p",),
-        name=f"Cavity Re={re:g}",
-        equation=f"u·∇u + ∇p = Δu/{re:g}, ∇·u = 0, lid 16x²(1−x)²",
-        hard=distance(box, walls, moving) if hard else None,
     )

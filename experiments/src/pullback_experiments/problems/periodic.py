@@ -7,35 +7,13 @@ from typing import Any
 
 import torch
 
-from .. import references
-from ..conditions import Equation, Initial, Periodic
-from ..domains import Interval, SpaceTime
-from ..kinds import check_positive
-from .ready import Ready, checked_number, periodic, written
+from pullback.pde import Equation, Initial, Interval, Periodic, Ready, SpaceTime
+from pullback.pde.kinds import check_positive
+from pullback.pde.problems.ready import checked_number, periodic, written
+
+from . import references
 
 _PI = math.pi
-
-
-def Convection(beta: float = 40.0, *, hard: bool = False) -> Ready:
-    """u_t + βu_x = 0 on [0, 2π] × [0, 1], periodic, u(x, 0) = sin x; u* = sin(x − βt).
-
-    Hard: u = sin x + t · N(sin x, cos x, t).
-    """
-    beta = checked_number("speed", beta)
-    domain = SpaceTime(Interval(0, 2 * _PI), (0, 1))
-
-    def start(x: Any) -> Any:
-        return torch.sin(x)
-
-    equation = Equation(lambda u: u.t + beta * u.x)
-    return Ready(
-        domain,
-        [equation] if hard else [equation, Periodic("x", 0), Initial(start)],
-        exact=lambda x, t: torch.sin(x - beta * t),
-        name=f"Convection β={beta:g}",
-        equation=f"u_t + {written(beta, ' ')}u_x = 0",
-        hard=periodic(domain, start, 2 * _PI) if hard else None,
-    )
 
 
 def AllenCahn(diffusion: float = 1e-4, reaction: float = 5.0, *, hard: bool = False) -> Ready:
