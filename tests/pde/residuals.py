@@ -12,12 +12,12 @@ from pullback.pde.discretize import Sites, Trial, nested, term
 from pullback.pde.problems.ready import Ready
 
 
-def drawn(problem: Ready, condition: Condition, n: int = 60) -> Sites:
+def drawn(problem: pde.Problem, condition: Condition, n: int = 60) -> Sites:
     found = condition.region(problem.domain).sample(n, "sobol", seed=3)
     return found if isinstance(found, tuple) else (found,)
 
 
-def residual(problem: Ready, condition: Condition, network: nn.Module) -> Tensor:
+def residual(problem: pde.Problem, condition: Condition, network: nn.Module) -> Tensor:
     """F at the points, (N, R), with the weights taken out again."""
     sites = drawn(problem, condition)
     trial = Trial(network, {}, next(network.parameters()))

@@ -286,7 +286,7 @@ class TestTrajectory:
         edges = np.array([0.0, 0.2, 1.0])
         nodes = np.linspace(edges[:-1], edges[1:], 5, axis=1)
         c = rng.standard_normal((3, 7)) + 1j * rng.standard_normal((3, 7))
-        coefficients = sum(nodes[..., None] ** i * c[i] for i in range(3))
+        coefficients = np.add.reduce([nodes[..., None] ** i * c[i] for i in range(3)])
         u = FourierTrajectory(edges, coefficients)
         x = rng.uniform(-1, 1, 40)
         t = np.concatenate([[0.0, 0.2, 1.0, 0.05], rng.random(36)])
