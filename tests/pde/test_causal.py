@@ -15,7 +15,7 @@ from torch.func import functional_call, jacrev
 import pullback as pb
 from pullback import PullbackError, pde
 from pullback.pde.causal import Causal
-from pullback.pde.plan import Plan
+from pullback.pde.plan import SamplingPlan
 from pullback_experiments.problems import AllenCahn
 
 _TIMES = (0.5, 1.5)
@@ -48,7 +48,7 @@ class Oracle:
 
     def __init__(self, network: nn.Module) -> None:
         drawn = {"sampler": None, "seed": 0, "resample": None, "refine": None}
-        self.sites = Plan(_problem(), 25, points=_COUNTS, **drawn).draw(0)
+        self.sites = SamplingPlan(_problem(), 25, points=_COUNTS, **drawn).draw(0)
         self._network = network
 
     def _u(self, params: dict[str, Tensor], x: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from .discretize import (
     shared,
     term,
 )
-from .plan import Plan
+from .plan import SamplingPlan
 from .problem import Problem
 from .sampling import Points
 
@@ -60,7 +60,7 @@ class Collocation:
         self,
         problem: Problem,
         trial: Trial,
-        plan: Plan,
+        plan: SamplingPlan,
         like: Tensor,
         causal: bool,
         processes: Processes,

@@ -17,7 +17,7 @@ from ..maps.jets import nested as nested_derivatives
 from ..optim import EnergyTerm, Squares, Term
 from . import conditions
 from .conditions import Condition
-from .domains import Domain, Pairs, Region
+from .domains import Pairs, Region
 from .fields import Field, Request, View
 from .problem import Problem
 from .sampling import Points
@@ -349,10 +349,9 @@ def _columns(condition: Condition, found: Any, n: int) -> Tensor:
     return columns[0][:, None] if len(columns) == 1 else torch.stack(columns, -1)
 
 
-def draw(
-    problem: Problem, condition: Condition, n: int, sampler: Any, seed: int, domain: Domain
-) -> Sites:
+def draw(problem: Problem, condition: Condition, n: int, sampler: Any, seed: int) -> Sites:
     """Points of the condition's region, refused where they leave the domain."""
+    domain = problem.domain
     region = condition.region(domain)
     if not isinstance(region, (Region, Pairs)):
         raise PullbackError(

@@ -46,7 +46,7 @@ class Refine:
         return self.until is not None and step >= self.until
 
 
-class Plan:
+class SamplingPlan:
     """Points per condition, the same for loss, gradient and Gram of a step."""
 
     def __init__(
@@ -54,11 +54,11 @@ class Plan:
         problem: Problem,
         parameters: int,
         *,
-        points: int | Mapping[str, int] | None,
-        sampler: str | Sampler | None,
-        seed: int,
-        resample: int | None,
-        refine: Refine | str | None,
+        points: int | Mapping[str, int] | None = None,
+        sampler: str | Sampler | None = None,
+        seed: int = 0,
+        resample: int | None = None,
+        refine: Refine | str | None = None,
     ) -> None:
         self.problem, self.seed = problem, check_seed(seed)
         usable = resample is None or is_integer(resample, 1)
@@ -105,15 +105,9 @@ class Plan:
 
     def draw(self, number: int) -> dict[str, Sites]:
         """The points of one draw, by condition."""
+        seed = self.seed + 1_000_003 * number
         return {
-            c.name: draw(
-                self.problem,
-                c,
-                self.counts[c.name],
-                self.sampler,
-                self.seed + 1_000_003 * number + i,
-                self.problem.domain,
-            )
+            c.name: draw(self.problem, c, self.counts[c.name], self.sampler, seed + i)
             for i, c in enumerate(self.problem.conditions)
         }
 
@@ -130,7 +124,7 @@ class Plan:
     @torch.no_grad()
     def _concentrated(self, c: Equation, old: Points, trial: Trial, seed: int) -> Points:
         count = _CANDIDATES * len(old)
-        drawn = draw(self.problem, c, count, "uniform", seed, self.problem.domain)
+        drawn = draw(self.problem, c, count, "uniform", seed)
         candidates = drawn[0].to(old.x.dtype, old.x.device)
         like = next(trial.parameters())
         values = term(self.problem, c, trial, (candidates.to(like.dtype, like.device),))

@@ -160,17 +160,8 @@ class Problem:
 
     def restricted(self, domain: Domain, conditions: Sequence[Condition]) -> Problem:
         """The same problem on a part of the domain, with other conditions."""
-        return Problem(
-            domain,
-            conditions,
-            fields=self.fields,
-            unknowns=self.unknowns,
-            sources=self.sources,
-            exact=self.exact,
-            reference=self.reference,
-            free=self.free,
-            name=self.name,
-        )
+        kept = ("fields", "unknowns", "sources", "exact", "reference", "free", "name")
+        return Problem(domain, conditions, **{k: getattr(self, k) for k in kept})
 
     def outline(self) -> Problem:
         """Domain, fields and names, without the functions that make up the problem."""

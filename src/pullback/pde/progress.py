@@ -19,7 +19,7 @@ _EVERY = 10.0  # seconds between two plain lines
 _LONG = 30.0  # seconds of a run that is worth a forecast
 
 
-class Line:
+class ProgressLine:
     """Updated after every step; this one shows nothing."""
 
     def __call__(self, step: int, **numbers: float) -> None:
@@ -45,7 +45,7 @@ class Line:
             self.say(said + size)
 
 
-class Bar(Line):
+class Bar(ProgressLine):
     """A bar with the time that is left."""
 
     def __init__(self, progress: Progress, title: str, steps: int) -> None:
@@ -59,7 +59,7 @@ class Bar(Line):
         self._progress.console.print(text, highlight=False, markup=False)
 
 
-class Log(Line):
+class Log(ProgressLine):
     """A plain line every ten seconds."""
 
     def __init__(self, file: IO[str], title: str, steps: int) -> None:
@@ -78,10 +78,10 @@ class Log(Line):
 
 
 @contextmanager
-def shown(title: str, steps: int, *, enabled: bool) -> Iterator[Line]:
+def shown(title: str, steps: int, *, enabled: bool) -> Iterator[ProgressLine]:
     """Progress on the error stream, or none."""
     if not enabled:
-        yield Line()
+        yield ProgressLine()
         return
     try:
         from rich.console import Console

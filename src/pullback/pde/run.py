@@ -27,9 +27,9 @@ from .collocation import Collocation
 from .discretize import Trial, coefficients
 from .history import History
 from .method import SHORT, costs, optimizer, size, stepped
-from .plan import Plan
+from .plan import SamplingPlan
 from .problem import Problem
-from .progress import Line, shown
+from .progress import ProgressLine, shown
 from .restarts import kick, shuffled
 from .settings import Settings
 from .signals import Interruption, held_back, terminable
@@ -80,7 +80,7 @@ class Run:
         self._settings = settings
         sampling = ("points", "sampler", "seed", "resample", "refine")
         chosen = {name: getattr(settings, name) for name in sampling}
-        plan = Plan(problem, size(self._trial), **chosen)
+        plan = SamplingPlan(problem, size(self._trial), **chosen)
         self._processes.adopt([*self._trial.parameters(), *self._trial.buffers()])
         self._points = Collocation(
             problem, self._trial, plan, like, settings.causal, self._processes
@@ -202,7 +202,7 @@ class Run:
         came.repeat()
         return solution
 
-    def _announce(self, info: StepInfo, line: Line) -> None:
+    def _announce(self, info: StepInfo, line: ProgressLine) -> None:
         """Say what the run will take, what its memory does not allow, and what makes it slow."""
         left = self._settings.steps - len(self.history)
         seconds, budget = self.history.spent - self.begun, self._settings.budget

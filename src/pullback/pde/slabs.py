@@ -29,31 +29,14 @@ _HOPELESS = 1e-2  # of their terms: residuals at which it is given up then
 _COLD = 2.0  # times the budget of a later slab: the first begins with random parameters
 
 
-def march(
-    problem: Problem,
-    network: nn.Module,
-    slabs: int | str | Sequence[float],
-    checkpoint: str | Path | None,
-    settings: Settings,
-) -> Solution:
-    """Solve slab after slab; each network starts from the last one.
+class SlabMarch:
+    """Slab after slab; each network starts from the last one.
 
     A number of slabs are equally long, and inner times say where others end. "auto" controls their
     lengths as integrators of ordinary differential equations do theirs. The first slab is the whole
     time. One that does not converge is halved, as long as two halvings halve its residuals. It is
     given up after a quarter of its steps where these are above 1 % of their terms. After a quick
     slab the next is twice as long.
-    """
-    found = March(problem, network, checkpoint, settings)
-    if slabs == "auto":
-        found.adaptive()
-    else:
-        found.fixed(_edges(slabs, *found.domain.time))
-    return found.solution()
-
-
-class March:
-    """The slabs solved so far.
 
     Args:
         problem, network: of the whole time.
@@ -78,15 +61,20 @@ class March:
         self._count = 0
         self._history, self._spent, self._attempts = History(), 0.0, 0
 
-    def fixed(self, edges: list[float]) -> None:
-        """Slabs that end at these times."""
-        self._count = len(edges)
-        for i, end in enumerate(edges):
-            run = self._begin(end, len(edges) - 1 - i)
-            if self._keep(run, run.go(), end):
-                break
+    def solve(self, slabs: int | str | Sequence[float]) -> Solution:
+        """Solve so many slabs, those that end at given times, or "auto"."""
+        if isinstance(slabs, str):
+            self._adapt()
+        else:
+            edges = _edges(slabs, *self.domain.time)
+            self._count = len(edges)
+            for i, end in enumerate(edges):
+                run = self._begin(end, len(edges) - 1 - i)
+                if self._keep(run, run.go(), end):
+                    break
+        return self._joined()
 
-    def adaptive(self) -> None:
+    def _adapt(self) -> None:
         """Slabs as long as they converge."""
         start, end = self.domain.time
         length, shortest = end - start, _SHORTEST * (end - start)
@@ -153,7 +141,7 @@ class March:
         self._edges[-1] = self.domain.time[1]
         return True
 
-    def solution(self) -> Solution:
+    def _joined(self) -> Solution:
         """The slabs together."""
         solved, networks = self._last, self._networks
         assert solved is not None
@@ -172,7 +160,7 @@ class March:
         )
 
 
-def _edges(slabs: int | str | Sequence[float], start: float, end: float) -> list[float]:
+def _edges(slabs: int | Sequence[float], start: float, end: float) -> list[float]:
     """The times at which slabs end."""
     if isinstance(slabs, int):
         return torch.linspace(start, end, slabs + 1, dtype=torch.float64).tolist()[1:]

@@ -21,7 +21,7 @@ from .problem import Problem
 from .run import Run, processes
 from .sampling import Sampler
 from .settings import Callback, Settings
-from .slabs import march
+from .slabs import SlabMarch
 from .solution import Solution
 
 
@@ -102,7 +102,7 @@ def solve(
     if slabs == 1 or (slabs == "auto" and not problem.evolves):
         solution = Run(problem, network, settings, checkpoint).go()
     else:
-        solution = march(problem, network, slabs, checkpoint, settings)
+        solution = SlabMarch(problem, network, checkpoint, settings).solve(slabs)
     if solution.verdict.name == "converged":
         error, loose = solution.estimated()
         solution.verdict = replace(solution.verdict, estimated=error, loose=loose)

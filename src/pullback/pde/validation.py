@@ -91,17 +91,9 @@ class Validation:
         """The fresh points of this number, in the trial's precision."""
         region = condition.region(self._problem.domain)
         count = self._counts[condition.name] if count is None else count
-        fixed = isinstance(region, PointSet)
-        at = self._problem.conditions.index(condition)
-        seed = self._seed + _OFFSET * (number + 1) + at
-        found = draw(
-            self._problem,
-            condition,
-            len(region) if fixed else count,
-            "sobol",
-            seed,
-            self._problem.domain,
-        )
+        count = len(region) if isinstance(region, PointSet) else count
+        seed = self._seed + _OFFSET * (number + 1) + self._problem.conditions.index(condition)
+        found = draw(self._problem, condition, count, "sobol", seed)
         like = next(self._trial.parameters())
         return tuple(p.to(like.dtype, like.device) for p in found)
 
@@ -220,20 +212,19 @@ class Yardstick:
         free = [name in self.problem.free for name in self.problem.fields]
         return u - torch.where(torch.tensor(free, device=u.device), mean, 0.0)
 
-    @torch.no_grad()
     def errors(self, network: Callable[[Tensor], Any]) -> dict[str, float]:
         """‖u − u*‖/‖u*‖ per field."""
-        found = torch.cat([network(x) for x in self._x.split(_CHUNK)]).double()
-        difference = self._centered(found) - self._truth
-        off, size = (self._norm(v) for v in (difference, self._truth))
+        off, size = self._norms(network)
         return dict(zip(self.problem.fields, (off / size).tolist(), strict=True))
 
-    @torch.no_grad()
     def error(self, network: Callable[[Tensor], Any]) -> float:
         """The same for all fields together."""
-        found = torch.cat([network(x) for x in self._x.split(_CHUNK)]).double()
-        difference = self._centered(found) - self._truth
-        return float(self._norm(difference).norm() / self._norm(self._truth).norm())
+        off, size = self._norms(network)
+        return float(off.norm() / size.norm())
 
-    def _norm(self, u: Tensor) -> Tensor:
-        return (self._weights[:, None] * u.square()).sum(0).sqrt()
+    @torch.no_grad()
+    def _norms(self, network: Callable[[Tensor], Any]) -> list[Tensor]:
+        """‖u − u*‖ and ‖u*‖ per field, (m,) each."""
+        found = torch.cat([network(x) for x in self._x.split(_CHUNK)]).double()
+        both = self._centered(found) - self._truth, self._truth
+        return [(self._weights[:, None] * u.square()).sum(0).sqrt() for u in both]

@@ -239,27 +239,11 @@ class Pairs:
         """The coordinates' names."""
         return self.first.names
 
-    @property
-    def dim(self) -> int:
-        """The number of coordinates."""
-        return self.first.dim
-
-    @property
-    def measure(self) -> float:
-        """The measure of one face."""
-        return self.first.measure
-
     def sample(
         self, n: int, sampler: str | Sampler = "sobol", *, seed: int = 0
     ) -> tuple[Points, Points]:
         """About n points on each face, matched in order; the normals are opposite."""
-        return self._matched(self.first.sample(n, sampler, seed=seed))
-
-    def quadrature(self, n: int = 10_000) -> tuple[Points, Points]:
-        """Fixed accurate quadrature on both faces."""
-        return self._matched(self.first.quadrature(n))
-
-    def _matched(self, points: Points) -> tuple[Points, Points]:
+        points = self.first.sample(n, sampler, seed=seed)
         x = points.x.clone()
         x[:, self.index] = self.second.low[self.index]
         normals = None if points.normals is None else -points.normals

@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import nn
 
-from ..._core.errors import PullbackError
 from ..conditions import Condition
 from ..domains import Box, Domain
 from ..kinds import is_integer, is_number, require
@@ -48,16 +47,6 @@ class Ready(Problem):
         becomes a sine and a cosine, which come first.
         """
         return network if self._hard is None else self._hard(network)
-
-    def restricted(self, domain: Domain, conditions: Sequence[Condition]) -> Problem:
-        """As `Problem.restricted`; a hard initial value would hold at the wrong time."""
-        if self.hard and self.evolves:
-            raise PullbackError(
-                f"{self.name} with hard conditions cannot be cut in time",
-                "the initial value is built into the network at the first time alone",
-                "Use hard=False, or slabs=1",
-            )
-        return super().restricted(domain, conditions)
 
 
 def distance(
