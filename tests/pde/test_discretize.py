@@ -90,8 +90,8 @@ def test_points_outside_the_domain_are_refused() -> None:
     regions: list[tuple[Any, str]] = [
         (other.face("x", "high"), "outside the domain"),
         (line.boundary, "does not fit the domain"),
-        (lambda domain: None, "is none"),
-        (3, "is none"),
+        (lambda domain: None, "are needed, got None"),
+        (3, "are needed, got 3"),
     ]
     for region, message in regions:
         problem = pde.Problem(box, [wave, pde.Dirichlet(0.0, on=region)])

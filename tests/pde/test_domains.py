@@ -586,7 +586,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "time's pairs": (lambda: SpaceTime(square, (0, 1)).pairs("t"), "initial"),
     "lateral coordinate": (lambda: SpaceTime(square, (0, 1)).face("z", "low"), "no coordinate"),
     "ball's face": (lambda: Disk().face("x", "low"), "no faces"),
-    "ball's pairs": (lambda: Disk().pairs("x"), "opposite faces"),
+    "ball's pairs": (lambda: Disk().pairs("x"), "a Box for Periodic"),
     "cylinder's face": (lambda: SpaceTime(Disk(), (0, 1)).face("x", "low"), "no faces"),
     "x of one axis": (lambda: square.contains(torch.zeros(3)), r"\(N, 2\)"),
     "x of three": (lambda: square.contains(torch.zeros(4, 3)), r"\(N, 2\)"),

@@ -41,14 +41,6 @@ _SETTLED = 1.3  # a prior's weight that is right up to this factor stays
 class Collocation:
     """Points of every condition, and the objective on this process's share of them.
 
-    Args:
-        problem: what must hold.
-        trial: the network and the unknown coefficients.
-        plan: which points at which step.
-        like: precision and device of the solve.
-        causal: whether later times wait for earlier ones.
-        processes: among which the points are shared.
-
     Attributes:
         sites: the points now, by condition; in float64, rounded ones would lie beside the boundary.
         objective: on the share of these points, None until the first step.

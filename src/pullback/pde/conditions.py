@@ -66,7 +66,7 @@ class Condition(ABC):
         if self.on is None:
             return self.default(domain)
         found = self.on(domain) if callable(self.on) else self.on
-        if isinstance(found, Region if self.paired else Pairs):
+        if not isinstance(found, Pairs if self.paired else Region):
             raise PullbackError(
                 f"The region of {self.name!r} is not usable",
                 f"{'pairs' if self.paired else 'single points'} are needed, got {found!r}",

@@ -17,8 +17,8 @@ from ..maps.jets import nested as nested_derivatives
 from ..optim import EnergyTerm, Squares, Term
 from . import conditions
 from .conditions import Condition
-from .domains import Pairs, Region
-from .fields import Field, Request, View
+from .domains import Region
+from .fields import Field, View
 from .problem import Problem
 from .sampling import Points
 
@@ -146,10 +146,11 @@ class LocalResidual:
         self._unknowns = unknowns or problem.coefficients(sites[0].x)
         self._columns = problem.columns(sites[0].x)
         self._known: dict[int, Tensor] = {}  # values that do not depend on the network
-        self.request = Request()
+        self.asked: set[Index | None] = set()
         self.dry_run()
-        self.scheme = self.request.scheme(problem.coordinates)
-        places, wanted = range(len(sites)), self.request.wanted
+        self.scheme = problem.coordinates.scheme(self.asked)
+        wanted = sorted(self.asked, key=lambda i: (i is None, len(i or ()), i))  # Laplacian last
+        places = range(len(sites))
         self.keys: list[Key] = [(s, f, i) for s in places for f in problem.fields for i in wanted]
 
     def evaluate(self, values: Values, unknowns: Mapping[str, Tensor] | None = None) -> Tensor:
@@ -168,19 +169,17 @@ class LocalResidual:
     def dry_run(
         self, shift: Tensor | float = 0.0, unknowns: Mapping[str, Tensor] | None = None
     ) -> Tensor:
-        """F of made-up values; `request` notes which derivatives it asks for."""
-        request, x = self.request, self._sites[0].x
+        """F of made-up values; which derivatives it asks for is noted in `asked`."""
+        x = self._sites[0].x
         made_up = torch.linspace(0.3, 0.7, len(x), dtype=x.dtype, device=x.device) + shift
 
-        def asked(site: int, field: str, index: Index | None) -> Tensor:
-            if index is None:
-                request.laplacian = True
-                return made_up + 0.07
-            request.indices.add(index)
-            return made_up + 0.01 * (len(index) + 3 * sum(index))  # each derivative its own values
+        def values(site: int, field: str, index: Index | None) -> Tensor:
+            self.asked.add(index)
+            each = 7 if index is None else len(index) + 3 * sum(index)  # every derivative its own
+            return made_up + 0.01 * each
 
-        found = self.evaluate(asked, unknowns)
-        if not request.indices and not request.laplacian:
+        found = self.evaluate(values, unknowns)
+        if not self.asked:
             raise PullbackError(
                 f"The condition {self._condition.name!r} does not depend on the network",
                 "its residual uses no field",
@@ -270,11 +269,12 @@ def _residual(condition: Condition, view: View) -> Any:
 def fingerprint(problem: Problem, condition: Condition, sites: Sites) -> list[Any]:
     """What tells one condition from another: derivatives, weight, and made-up residuals."""
     local = LocalResidual(problem, condition, sites)
-    found, request = local.dry_run().detach().double(), local.request
+    found = local.dry_run().detach().double()
     values: list[Any] = [f"{v:.9e}" for v in found.mean(0).tolist()]
+    indices = sorted(list(index) for index in local.asked if index is not None)
     weight = "balanced" if condition.balanced else condition.weight
     values += [condition.value] if isinstance(condition, conditions.Integral) else []
-    return [sorted(map(list, request.indices)), request.laplacian, weight, *values]
+    return [indices, None in local.asked, weight, *values]
 
 
 def refuse_coupled(problem: Problem, condition: Condition, sites: Sites) -> int:
@@ -353,12 +353,6 @@ def draw(problem: Problem, condition: Condition, n: int, sampler: Any, seed: int
     """Points of the condition's region, refused where they leave the domain."""
     domain = problem.domain
     region = condition.region(domain)
-    if not isinstance(region, (Region, Pairs)):
-        raise PullbackError(
-            f"The region of {condition.name!r} is none",
-            f"on= gave {region!r}",
-            "Use a region, or a function of the domain that returns one",
-        )
     if tuple(region.names) != tuple(domain.names):
         raise PullbackError(
             f"The region of {condition.name!r} does not fit the domain",

@@ -69,7 +69,7 @@ class SamplingPlan:
         #: whether points move where a run overfits them
         self.adaptive = refine == "auto" and resample is None
         # along characteristics and layers a grid sees the same few places again and again
-        still = problem.domain.dim <= 2 and not problem.evolves
+        still = problem.domain.dim <= 2 and not problem.domain.evolves
         self.sampler = sampler or ("grid" if still and resample is None else "sobol")
         if points is not None and not isinstance(points, Mapping):
             check_count(points, "points")

@@ -152,7 +152,7 @@ class Cut:
         if domain.dim == 1:
             u = torch.linspace(0, 1, _CURVE, dtype=torch.float64)
             return cls(problem, (0,), (low + (high - low) * u)[:, None])
-        axes = (1, 0) if problem.evolves and domain.dim == 2 else (0, 1)
+        axes = (1, 0) if problem.domain.evolves and domain.dim == 2 else (0, 1)
         # centers of cells: corners and the initial time may be singular
         unit = (torch.arange(_CELLS, dtype=torch.float64) + 0.5) / _CELLS
         up, right = torch.meshgrid(unit, unit, indexing="ij")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from .._core.errors import PullbackError
 from .conditions import Condition, Equation
 from .conditions import Energy as EnergyCondition
-from .domains import Domain, SpaceTime
+from .domains import Domain
 from .fields import Coordinates, call
 from .kinds import is_number, require
 
@@ -36,6 +36,9 @@ class Problem:
         free: fields that are determined only up to a constant (a pressure).
         name: what reports call it.
     """
+
+    #: whether the network is to satisfy conditions that are not in the loss
+    hard: bool = False
 
     def __init__(
         self,
@@ -169,16 +172,6 @@ class Problem:
         vars(out).update({k: v for k, v in vars(self).items() if k in _OUTLINE})
         out.conditions, out.exact, out.reference, out.sources = (), None, None, {}
         return out
-
-    @property
-    def hard(self) -> bool:
-        """Whether the network is to satisfy conditions that are not in the loss."""
-        return False
-
-    @property
-    def evolves(self) -> bool:
-        """Whether the domain has time."""
-        return isinstance(self.domain, SpaceTime)
 
     def __repr__(self) -> str:
         return f"{self.name}({self.domain!r}, {', '.join(c.name for c in self.conditions)})"

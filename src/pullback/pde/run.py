@@ -32,7 +32,7 @@ from .problem import Problem
 from .progress import ProgressLine, shown
 from .restarts import kick, shuffled
 from .settings import Settings
-from .signals import Interruption, held_back, terminable
+from .signals import Interruption, interruptible
 from .solution import Solution
 from .validation import Validation, Yardstick
 from .verdict import Verdict, exact, overfitted
@@ -148,12 +148,10 @@ class Run:
         due = self.history.spent + _SAVE_EVERY
         self._record_error()
         stopped, orderly = "", self._processes.alone
-        # one process ends at SIGTERM with a checkpoint, several of them after the same step
-        interruptible = terminable(self._path is not None) if orderly else held_back()
         show = self._settings.progress and self._processes.rank == 0
         try:
             with (
-                interruptible as came,
+                interruptible(self._processes.alone, self._path is not None) as came,
                 shown(self.problem.name, self._settings.steps, enabled=show) as line,
             ):
                 first = len(self.history)

@@ -81,8 +81,7 @@ class Solution:
 
         `solution.d("xx")(x)` is ∂²u/∂x² at x; `solution.d("x1", "x1")` spells the names out.
         """
-        parse = self.problem.coordinates.parse
-        index = tuple(sorted(axis for name in names for axis in parse(name)))
+        index = self.problem.coordinates.parse(*names)
         scheme = Scheme.of([index])
 
         def derivative(x: Tensor) -> Tensor:

@@ -99,7 +99,7 @@ def solve(
     usable = times or slabs == "auto" or is_integer(slabs, 1)
     require(usable, "slabs=", slabs, 'Use an integer ≥ 1, a list of times, or "auto"')
     warn_unwrapped(problem, network, stacklevel=2)
-    if slabs == 1 or (slabs == "auto" and not problem.evolves):
+    if slabs == 1 or (slabs == "auto" and not problem.domain.evolves):
         solution = Run(problem, network, settings, checkpoint).go()
     else:
         solution = SlabMarch(problem, network, checkpoint, settings).solve(slabs)

@@ -59,11 +59,6 @@ class Region(ABC):
         """
         return sum(p.measure for p in self.patches)
 
-    @property
-    def scale(self) -> float:
-        """The largest extent or coordinate, to which tolerances are relative."""
-        return float(torch.stack([self.high - self.low, self.low.abs(), self.high.abs()]).max())
-
     def sample(self, n: int, sampler: str | Sampler = "sobol", *, seed: int = 0) -> Points:
         """About n points whose weights sum to the measure; the same ones for the same seed.
 
@@ -93,7 +88,8 @@ class Region(ABC):
         """
         points = check_points(x, self.dim)
         if tol is None:
-            tol = self.scale * (1e-9 if x.dtype == torch.float64 else 1e-6)
+            sizes = torch.stack([self.high - self.low, self.low.abs(), self.high.abs()])
+            tol = float(sizes.max()) * (1e-9 if x.dtype == torch.float64 else 1e-6)
         return self.inside(points, tol).to(x.device)
 
     def where(self, predicate: Predicate) -> Region:

@@ -11,7 +11,7 @@ import torch
 from ..._core.errors import PullbackError
 from ..conditions import Condition, Dirichlet, Energy, Equation
 from ..domains import Box, Interval
-from ..kinds import is_integer
+from ..kinds import is_integer, require
 from .ready import Ready, bump, checked_dim, checked_number, distance, written
 
 Function = Callable[[Any], Any]
@@ -87,12 +87,8 @@ def Multiscale(waves: int = 50, amplitude: float = 0.1, *, boundary_weight: floa
 
     With n = 50 and a = 0.1 a tenth of u* makes up nearly all of f, sixty times the slow part's.
     """
-    if not is_integer(waves, 1):
-        raise PullbackError(
-            "The number of half waves is not usable",
-            f"got {waves!r}, and the solution is zero on the boundary for integers only",
-            "Use an integer ≥ 1",
-        )
+    remedy = "Use integers ≥ 1, for which the solution is zero on the boundary"
+    require(is_integer(waves, 1), "The number of half waves", waves, remedy)
     a, fast = checked_number("amplitude", amplitude), waves * _PI
 
     def exact(x: Any) -> Any:
@@ -115,12 +111,9 @@ def Helmholtz(a1: int = 1, a2: int = 4, k: float = 1.0, *, hard: bool = False) -
 
     q = (k² − (a₁² + a₂²)π²) u*. Hard: u = (1 − x²)(1 − y²) · N.
     """
-    if not all(is_integer(a, 1) for a in (a1, a2)):
-        raise PullbackError(
-            "The wave numbers of Helmholtz are not usable",
-            f"got a1={a1!r}, a2={a2!r}, and the solution is zero on the boundary for integers only",
-            "Use positive integers",
-        )
+    usable = is_integer(a1, 1) and is_integer(a2, 1)
+    remedy = "Use integers ≥ 1, for which the solution is zero on the boundary"
+    require(usable, "One of the wave numbers (a1, a2)", (a1, a2), remedy)
     k = checked_number("wave number", k)
     box = Box([(-1, 1)] * 2)
     scale = k**2 - (a1**2 + a2**2) * _PI**2

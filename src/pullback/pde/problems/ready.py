@@ -33,12 +33,8 @@ class Ready(Problem):
         **options: Any,
     ) -> None:
         super().__init__(domain, conditions, **options)
-        self.equation, self._hard = equation, hard
-
-    @property
-    def hard(self) -> bool:
-        """Whether some conditions are left to `wrap`."""
-        return self._hard is not None
+        self.equation, self._wrap = equation, hard
+        self.hard = hard is not None
 
     def wrap(self, network: nn.Module) -> nn.Module:
         """The network with the hard conditions built in; itself where there are none.
@@ -46,7 +42,7 @@ class Ready(Problem):
         A periodic problem in d coordinates wants a network of d + 1 inputs: the periodic one
         becomes a sine and a cosine, which come first.
         """
-        return network if self._hard is None else self._hard(network)
+        return network if self._wrap is None else self._wrap(network)
 
 
 def distance(
