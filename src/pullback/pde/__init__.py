@@ -41,11 +41,10 @@ from .networks import (
 )
 from .plan import Refine
 from .problem import Problem
-from .problems.elliptic import Helmholtz, Multiscale, Poisson, Ritz1D, RitzPoisson
 from .problems.evolution import Burgers, Convection, Heat, LogFokkerPlanck, Schroedinger, Wave
-from .problems.flow import Kovasznay
 from .problems.ready import Ready
 from .problems.setup import SETUPS, Setup, setup
+from .problems.steady import Helmholtz, Kovasznay, Multiscale, Poisson, Ritz1D, RitzPoisson
 from .run import Run
 from .sampling import Gauss, Grid, LatinHypercube, Points, Sampler, Sobol, Uniform
 from .solution import Solution

@@ -143,8 +143,9 @@ class LocalResidual:
         unknowns: Mapping[str, Tensor] | None = None,
     ) -> None:
         self._problem, self._condition, self._sites = problem, condition, sites
-        self._unknowns = unknowns or problem.coefficients(sites[0].x)
-        self._columns = problem.columns(sites[0].x)
+        x = sites[0].x
+        self._unknowns = unknowns or {n: x.new_tensor(v) for n, v in problem.unknowns.items()}
+        self._columns = problem.columns(x)
         self._known: dict[int, Tensor] = {}  # values that do not depend on the network
         self.asked: set[Index | None] = set()
         self.dry_run()

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .._core.errors import PullbackError
+from .._core.errors import refuse_unknown
 from .conditions import Condition, Energy, Equation, Integral
 from .discretize import Sites, Trial, draw, term
 from .domains import PointSet
@@ -71,16 +71,11 @@ class SamplingPlan:
         # along characteristics and layers a grid sees the same few places again and again
         still = problem.domain.dim <= 2 and not problem.domain.evolves
         self.sampler = sampler or ("grid" if still and resample is None else "sobol")
-        if points is not None and not isinstance(points, Mapping):
-            check_count(points, "points")
         if isinstance(points, Mapping):
-            unknown = set(points) - {c.name for c in problem.conditions}
-            if unknown:
-                raise PullbackError(
-                    f"There is no condition {min(unknown)!r}",
-                    f"there are {', '.join(c.name for c in problem.conditions)}",
-                    "Name conditions of the problem",
-                )
+            for name in points:
+                refuse_unknown("condition", name, [c.name for c in problem.conditions])
+        elif points is not None:
+            check_count(points, "points")
         self.counts = {c.name: self._count(c, parameters, points) for c in problem.conditions}
 
     def _count(self, condition: Condition, parameters: int, points: Any) -> int:

@@ -62,11 +62,8 @@ def draw(solution: Solution, path: str | Path | None = None) -> Figure:
 
     Curves in one dimension, heat maps in two (time to the right where there is time), beyond that
     the heat map of a slice through the center. Parts that are not known are left out. Neither
-    pyplot nor any global setting of matplotlib is touched.
-
-    Args:
-        solution: what `solve` returned.
-        path: where to write the picture, .png, .svg or .pdf; nowhere by default.
+    pyplot nor any global setting of matplotlib is touched. Where a path is given the picture is
+    written there, as .png, .svg or .pdf.
     """
     if path is not None and Path(path).suffix.lower() not in _SUFFIXES:
         raise PullbackError(

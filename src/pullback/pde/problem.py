@@ -142,10 +142,6 @@ class Problem:
     def _coordinates(self, x: Tensor) -> dict[str, Tensor]:
         return dict(zip(self.domain.names, x.unbind(-1), strict=True))
 
-    def coefficients(self, like: Tensor) -> dict[str, Tensor]:
-        """The unknowns' initial values by name."""
-        return {n: like.new_tensor(v) for n, v in self.unknowns.items()}
-
     def _source(self, name: str, x: Tensor) -> Tensor:
         """A source at points (N, d): (N,)."""
         with torch.enable_grad():

@@ -22,7 +22,6 @@ from .._core.errors import PullbackError
 from .._core.processes import Processes
 from ..optim import StepInfo
 from . import checkpoint as saved
-from .checks import precision, refuse_flat, refuse_shape
 from .collocation import Collocation
 from .discretize import Trial, coefficients
 from .history import History
@@ -30,6 +29,7 @@ from .method import SHORT, costs, optimizer, size, stepped
 from .plan import SamplingPlan
 from .problem import Problem
 from .progress import ProgressLine, shown
+from .refusals import precision, refuse_flat, refuse_shape
 from .restarts import kick, shuffled
 from .settings import Settings
 from .signals import Interruption, interruptible

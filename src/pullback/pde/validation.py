@@ -62,11 +62,8 @@ class Validation:
     """Fresh Sobol points for every condition; measured points are taken as they are.
 
     Args:
-        problem: what must hold.
-        trial: the network and the unknown coefficients.
-        counts: the run's own numbers of points, by condition.
-        weights: in the loss, by condition.
-        seed: of the points.
+        problem, trial: what must hold, and of what.
+        counts, weights, seed: the run's own, by condition.
         processes: among which the points are shared; this one alone by default.
     """
 

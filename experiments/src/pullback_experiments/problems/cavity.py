@@ -8,8 +8,8 @@ import torch
 
 from pullback.pde import Box, Condition, Dirichlet, Ready
 from pullback.pde.kinds import check_positive
-from pullback.pde.problems.flow import navier_stokes
 from pullback.pde.problems.ready import bump, distance
+from pullback.pde.problems.steady import navier_stokes
 
 from . import references
 

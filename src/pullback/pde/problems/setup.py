@@ -18,10 +18,9 @@ from ..plan import Refine
 from ..problem import Problem
 from ..solution import Solution
 from ..solve import solve
-from .elliptic import Helmholtz, Multiscale, Poisson, Ritz1D
 from .evolution import Burgers, Convection, Heat, LogFokkerPlanck, Schroedinger, Wave
-from .flow import Kovasznay
 from .ready import Ready
+from .steady import Helmholtz, Kovasznay, Multiscale, Poisson, Ritz1D
 
 
 @dataclass(frozen=True)
