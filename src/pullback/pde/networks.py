@@ -68,7 +68,7 @@ def mlp(
             torch.manual_seed(check_seed(seed))
         layers: list[nn.Module] = []
         for i, (a, b) in enumerate(pairwise(sizes)):
-            layers += [_made(make)] if i else []
+            layers += [_make_activation(make)] if i else []
             layers.append(nn.Linear(a, b, dtype=dtype))
     return nn.Sequential(*layers)
 
@@ -188,7 +188,7 @@ def _periodic_axes(problem: Problem) -> list[int]:
     return [i for i, n in enumerate(names) if found.get(n) == set(problem.fields)]
 
 
-def _made(make: Callable[[], nn.Module]) -> nn.Module:
+def _make_activation(make: Callable[[], nn.Module]) -> nn.Module:
     try:
         found = make()
     except TypeError as error:  # a function of x, or a module instead of its class

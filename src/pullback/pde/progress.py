@@ -39,7 +39,7 @@ class ProgressLine:
         whole = steps * seconds
         if whole >= _LONG:
             size = f", {jacobian / 2**30:.2g} GiB for the Jacobian" if jacobian else ""
-            said = f"{steps} steps of {seconds:.2g} s: about {spoken(whole)}"
+            said = f"{steps} steps of {seconds:.2g} s: about {duration(whole)}"
             if budget < whole:
                 said += f", of which the budget allows about {int(budget / seconds)}"
             self.say(said + size)
@@ -70,7 +70,7 @@ class Log(ProgressLine):
         now = time.monotonic()
         if now - self._last >= _EVERY:
             self._last = now
-            spent = spoken(now - self._start)
+            spent = duration(now - self._start)
             self.say(f"step {step}/{self._steps}  {_written(numbers)}  after {spent}")
 
     def say(self, text: str) -> None:
@@ -78,7 +78,7 @@ class Log(ProgressLine):
 
 
 @contextmanager
-def shown(title: str, steps: int, *, enabled: bool) -> Iterator[ProgressLine]:
+def show_progress(title: str, steps: int, *, enabled: bool) -> Iterator[ProgressLine]:
     """Progress on the error stream, or none."""
     if not enabled:
         yield ProgressLine()
@@ -109,10 +109,10 @@ def _written(numbers: dict[str, float]) -> str:
     return "  ".join(f"{n} {v:.1e}" for n, v in numbers.items() if not math.isnan(v))
 
 
-def spoken(seconds: float) -> str:
+def duration(seconds: float) -> str:
     """Return a duration in a unit that fits it.
 
-    >>> spoken(0.25), spoken(40), spoken(400), spoken(10_000)
+    >>> duration(0.25), duration(40), duration(400), duration(10_000)
     ('0.25 s', '40 s', '7 min', '2.8 h')
     """
     if seconds < 10:

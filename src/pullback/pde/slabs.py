@@ -21,7 +21,7 @@ from .run import Run
 from .settings import Settings
 from .solution import Solution
 from .verdict import Verdict
-from .windows import fitted, window
+from .windows import rescale_time, window
 
 _SHORTEST = 1 / 16  # of the whole time: slabs that are not halved any more
 _LOOK = 0.25  # of its steps and its budget, after which a slab is looked at
@@ -112,7 +112,7 @@ class SlabMarch:
         """A run over the next slab, which shares what is left of the budget with so many later."""
         start, before = self._edges[-1], self._networks[-1] if self._networks else None
         part = window(self._problem, start, end, before)
-        network = fitted(before or self._network, part, same=before is not None)
+        network = rescale_time(before or self._network, part, same=before is not None)
         path = None if self._checkpoint is None else Path(f"{self._checkpoint}.{self._attempts}")
         self._attempts += 1
         settings, budget = self._settings, self._settings.budget

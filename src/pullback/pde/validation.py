@@ -15,7 +15,6 @@ from ..maps import Scheme
 from ..maps.jets import Index
 from .conditions import Condition, Data, Energy, Integral, Prior
 from .discretize import (
-    Fields,
     LocalResidual,
     Sites,
     Trial,
@@ -118,12 +117,14 @@ class Validation:
             if not isinstance(c, (Energy, Prior))
         }
         sizes = self._sizes({index for x in found.values() for _, _, index in x.keys})
-        judged = {name: _judged(x, x.fields(self._trial), sizes) for name, x in found.items()}
+        out = {}
         for c in self._problem.conditions:
             if isinstance(c, Integral):
-                local, points = found[c.name], self.points(c, number)[0]
-                judged[c.name] = _totaled(local, local.fields(self._trial), points.weights, c.value)
-        return judged
+                q = self.points(c, number)[0].weights
+                out[c.name] = _integral_residual(found[c.name], self._trial, q, c.value)
+            elif c.name in found:
+                out[c.name] = _local_residual(found[c.name], self._trial, sizes)
+        return out
 
     def relative(self, number: int = 0) -> float:
         """The largest relative residual; measurements have noise, and are left out."""
@@ -167,17 +168,19 @@ class Validation:
         return out
 
 
-def _totaled(local: LocalResidual, c: Fields, q: Tensor, value: float) -> Residual:
+def _integral_residual(local: LocalResidual, trial: Trial, q: Tensor, value: float) -> Residual:
     """∫f − value, beside ∫|f| and the value."""
+    c = local.fields(trial)
     f = local(c)
     off = abs(float((q @ f).sum()) - value)
     size = float((q @ f.abs()).sum().square() + value**2) ** 0.5
     return Residual(off, off, size, local.affine(c))
 
 
-def _judged(
-    local: LocalResidual, c: Fields, sizes: Mapping[tuple[str, Index | None], float]
+def _local_residual(
+    local: LocalResidual, trial: Trial, sizes: Mapping[tuple[str, Index | None], float]
 ) -> Residual:
+    c = local.fields(trial)
     values, slopes = local.slopes(c)
     source, size = values.clone(), 0.0
     for key, slope in slopes.items():
@@ -215,7 +218,7 @@ class Yardstick:
         return dict(zip(self.problem.fields, (off / size).tolist(), strict=True))
 
     def error(self, network: Callable[[Tensor], Any]) -> float:
-        """The same for all fields together."""
+        """‖u − u*‖/‖u*‖ of all fields together."""
         off, size = self._norms(network)
         return float(off.norm() / size.norm())
 

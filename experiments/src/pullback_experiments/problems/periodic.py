@@ -9,7 +9,7 @@ import torch
 
 from pullback.pde import Equation, Initial, Interval, Periodic, Ready, SpaceTime
 from pullback.pde.kinds import check_positive
-from pullback.pde.problems.ready import checked_number, periodic, written
+from pullback.pde.problems.ready import check_number, periodic, prefix
 
 from . import references
 
@@ -32,7 +32,7 @@ def AllenCahn(diffusion: float = 1e-4, reaction: float = 5.0, *, hard: bool = Fa
         [equation] if hard else [equation, *soft],
         reference=references.AllenCahn(d, rho),
         name=f"Allen–Cahn D={d:g} ρ={rho:g}",
-        equation=f"u_t = {d:g} u_xx + {written(rho)}(u − u³)",
+        equation=f"u_t = {d:g} u_xx + {prefix(rho)}(u − u³)",
         hard=periodic(domain, lambda x, t: smoothed_kink(x, t, d, 2 * rho), 2.0) if hard else None,
     )
 
@@ -44,7 +44,7 @@ def KdV(
 
     Compared with a Fourier solution. Hard: u = cos πx + t · N(sin πx, cos πx, t).
     """
-    eta, mu = checked_number("coefficient η", eta), checked_number("coefficient μ", mu)
+    eta, mu = check_number("coefficient η", eta), check_number("coefficient μ", mu)
     domain = SpaceTime(Interval(-1, 1), (0, 1))
 
     def start(x: Any) -> Any:
@@ -57,7 +57,7 @@ def KdV(
         [equation] if hard else [equation, Periodic("x", 2), first],
         reference=references.KortewegDeVries(eta, mu),
         name=f"KdV η={eta:g} μ={mu:g}",
-        equation=f"u_t + {written(eta, ' ')}u u_x + {mu:g}² u_xxx = 0",
+        equation=f"u_t + {prefix(eta, ' ')}u u_x + {mu:g}² u_xxx = 0",
         hard=periodic(domain, start, 2.0) if hard else None,
     )
 

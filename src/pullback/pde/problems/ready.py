@@ -77,7 +77,7 @@ def bump(box: Box) -> Callable[[Any], Any]:
     return factor
 
 
-def checked_dim(what: str, dim: int, high: int | None = None) -> int:
+def check_dim(what: str, dim: int, high: int | None = None) -> int:
     """The dimension, if there is such a problem."""
     usable = is_integer(dim, 1) and (high is None or dim <= high)
     remedy = "Use dim ≥ 1" if high is None else f"Use dim from 1 to {high}"
@@ -85,16 +85,16 @@ def checked_dim(what: str, dim: int, high: int | None = None) -> int:
     return dim
 
 
-def checked_number(what: str, value: float) -> float:
+def check_number(what: str, value: float) -> float:
     """The coefficient, if it is a finite number."""
     require(is_number(value), f"The {what}", value, "Use a finite number")
     return value
 
 
-def written(coefficient: float, space: str = "") -> str:
+def prefix(coefficient: float, space: str = "") -> str:
     """A coefficient in front of a symbol: nothing for 1.
 
-    >>> written(1.0), written(0.25), written(40.0, " ")
+    >>> prefix(1.0), prefix(0.25), prefix(40.0, " ")
     ('', '0.25', '40 ')
     """
     return "" if coefficient == 1 else f"{coefficient:.4g}{space}"

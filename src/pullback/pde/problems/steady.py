@@ -12,7 +12,7 @@ from ..._core.errors import PullbackError
 from ..conditions import Condition, Dirichlet, Energy, Equation
 from ..domains import Box, Interval
 from ..kinds import check_positive, is_integer, require
-from .ready import Ready, bump, checked_dim, checked_number, distance, written
+from .ready import Ready, bump, check_dim, check_number, distance, prefix
 
 Function = Callable[[Any], Any]
 _PI = math.pi
@@ -31,7 +31,7 @@ def Poisson(dim: int = 2, *, boundary_weight: float = 1.0, hard: bool = False) -
     >>> Poisson(dim=2)
     Poisson 2D(Box([(0.0, 1.0), (0.0, 1.0)], names=('x', 'y')), equation, dirichlet)
     """
-    exact, f, text = _poisson(checked_dim("Poisson problem", dim))
+    exact, f, text = _poisson(check_dim("Poisson problem", dim))
     box = Box([(0, 1)] * dim)
     if hard and dim > 3:
         raise PullbackError(
@@ -89,7 +89,7 @@ def Multiscale(waves: int = 50, amplitude: float = 0.1, *, boundary_weight: floa
     """
     remedy = "Use integers ≥ 1, for which the solution is zero on the boundary"
     require(is_integer(waves, 1), "The number of half waves", waves, remedy)
-    a, fast = checked_number("amplitude", amplitude), waves * _PI
+    a, fast = check_number("amplitude", amplitude), waves * _PI
 
     def exact(x: Any) -> Any:
         return torch.sin(2 * _PI * x) + a * torch.sin(fast * x)
@@ -114,7 +114,7 @@ def Helmholtz(a1: int = 1, a2: int = 4, k: float = 1.0, *, hard: bool = False) -
     usable = is_integer(a1, 1) and is_integer(a2, 1)
     remedy = "Use integers ≥ 1, for which the solution is zero on the boundary"
     require(usable, "One of the wave numbers (a1, a2)", (a1, a2), remedy)
-    k = checked_number("wave number", k)
+    k = check_number("wave number", k)
     box = Box([(-1, 1)] * 2)
     scale = k**2 - (a1**2 + a2**2) * _PI**2
 
@@ -131,7 +131,7 @@ def Helmholtz(a1: int = 1, a2: int = 4, k: float = 1.0, *, hard: bool = False) -
         conditions,
         exact=exact,
         name=f"Helmholtz a=({a1}, {a2}) k={k:g}",
-        equation=f"Δu + {written(k**2)}u = q, u* = sin {written(a1)}πx sin {written(a2)}πy",
+        equation=f"Δu + {prefix(k**2)}u = q, u* = sin {prefix(a1)}πx sin {prefix(a2)}πy",
         hard=distance(box, bump(box)) if hard else None,
     )
 
@@ -164,7 +164,7 @@ def RitzPoisson(dim: int = 2) -> Ready:
     Minimizers of the energy with a boundary penalty solve another problem (they are off by
     O(1/penalty)), so there is no soft variant: use `wrap`.
     """
-    exact, f, text = _poisson(checked_dim("Ritz problem", dim, high=3))
+    exact, f, text = _poisson(check_dim("Ritz problem", dim, high=3))
     box = Box([(0, 1)] * dim)
 
     def density(u: Any, points: Any) -> Any:
