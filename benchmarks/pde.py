@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-import pullback as pb
+from pullback_experiments import problems
 from pullback_experiments.pde_benchmarks.methods import GOALS, TARGETS
 
 from .timing import environment
@@ -31,7 +31,7 @@ ERRORS = {**TARGETS, **GOALS}
 
 def one(name: str, seed: int, device: str, seconds: float | None) -> dict[str, Any]:
     torch.set_num_threads(1 if device != "cpu" else torch.get_num_threads())
-    setup = pb.pde.setup(name)
+    setup = problems.setup(name)
     start = time.perf_counter()
     found = setup.solve(seed, device=device, progress=False, budget=seconds)
     history, target = found.history, ERRORS.get(name)

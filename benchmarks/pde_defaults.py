@@ -38,6 +38,7 @@ from torch import nn
 import pullback as pb
 from pullback import pde
 from pullback.pde.networks import Slabs
+from pullback_experiments import problems
 from pullback_experiments.pde_benchmarks.methods import TARGETS
 
 from .timing import environment
@@ -47,17 +48,17 @@ PROBLEMS: dict[str, Callable[[], pde.Problem]] = {
     "poisson100d": lambda: pde.Poisson(100),
     "poisson10d": lambda: pde.Poisson(10),
     "fokker-planck": lambda: pde.LogFokkerPlanck(),
-    "cavity-400": lambda: pde.Cavity(400.0),
-    "cavity-1000": lambda: pde.Cavity(1000.0),
+    "cavity-400": lambda: problems.Cavity(400.0),
+    "cavity-1000": lambda: problems.Cavity(1000.0),
     "wave-long": lambda: pde.Wave(time=5.0),
     "multiscale": lambda: pde.Multiscale(),
-    "cavity": lambda: pde.Cavity(),
+    "cavity": lambda: problems.Cavity(),
     "kovasznay": lambda: pde.Kovasznay(),
-    "kuramoto-sivashinsky": lambda: pde.KuramotoSivashinsky(),
-    "gray-scott": lambda: pde.GrayScott(),
+    "kuramoto-sivashinsky": lambda: problems.KuramotoSivashinsky(),
+    "gray-scott": lambda: problems.GrayScott(),
     "schroedinger": lambda: pde.Schroedinger(),
-    "kdv": lambda: pde.KdV(),
-    "allen-cahn": lambda: pde.AllenCahn(),
+    "kdv": lambda: problems.KdV(),
+    "allen-cahn": lambda: problems.AllenCahn(),
     "burgers": lambda: pde.Burgers(),
     "burgers-smooth": lambda: pde.Burgers(0.01),
     "wave": lambda: pde.Wave(),
@@ -103,7 +104,7 @@ def one(
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         if tuned:
-            found = pde.setup(name).solve(seed, progress=False, **options)
+            found = problems.setup(name).solve(seed, progress=False, **options)
         else:
             problem = PROBLEMS[name]()
             for c in problem.conditions if balanced else ():

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from pullback import pde
-from pullback.pde.plan import Plan
+from pullback.pde.plan import SamplingPlan
 from pullback.pde.validation import Yardstick
 from pullback.steps import TargetRatio
 
@@ -143,7 +143,7 @@ def built(network: Any, seed: int, **options: Any) -> Reference:
     """The reference at the points that `pde.solve` uses."""
     problem = poisson()
     size = sum(p.numel() for p in network.parameters())
-    plan = Plan(problem, size, points=None, sampler=None, seed=seed, resample=None, refine=None)
+    plan = SamplingPlan(problem, size, seed=seed)
     sites = plan.draw(0)
     inside, boundary = (sites[c.name][0] for c in problem.conditions)
     return Reference(network, inside, boundary, source, **options)

@@ -14,8 +14,8 @@ from benchmarks import pde_defaults
 from benchmarks.table.defaults import tuned
 from benchmarks.table.numbers import record
 from pullback import pde
-from pullback.pde.problems.setup import SETUPS
 from pullback.pde.verdict import Verdict, exact
+from pullback_experiments.problems import SETUPS
 
 DOUBLE = torch.float64
 

@@ -18,7 +18,7 @@ def parts() -> tuple[Reference, Trial, Objective]:
     problem = poisson.poisson()
     trial = Trial(network, {}, next(network.parameters()))
     sites = {
-        c.name: draw(problem, c, n, "uniform", 3, problem.domain)
+        c.name: draw(problem, c, n, "uniform", 3)
         for c, n in zip(problem.conditions, (20, 8), strict=True)
     }
     objective = Objective([term(problem, c, trial, sites[c.name]) for c in problem.conditions])

@@ -22,6 +22,7 @@ def test_solve_without_a_name_shows_the_setups() -> None:
     done = run.invoke(app, ["solve"])
     assert done.exit_code == 0
     assert all(f"\n{name} " in done.stdout for name in pde.SETUPS)
+    assert "kdv" in pde.SETUPS  # which the experiments add
 
 
 BLOCKED = """

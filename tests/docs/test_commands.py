@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import typer
 
-from pullback import pde
 from pullback.cli.app import app
 from pullback_experiments import registry
+from pullback_experiments.problems import SETUPS
 from tests.docs.snippets import ROOT
 
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
@@ -42,7 +42,7 @@ def test_command_exists(found: tuple[str, ...]) -> None:
         if rest[0] == "run" and rest[1] != "NAME":
             assert registry.find(rest[1]).anywhere or "--device" not in rest
         if rest[0] == "solve" and rest[1:] not in ([], ["NAME"]):
-            assert rest[1] in pde.SETUPS
+            assert rest[1] in SETUPS
     elif program == "torchrun" or rest[0].endswith(".py"):
         assert all((ROOT / word).exists() for word in rest if word.endswith(".py"))
     elif program == "python":

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from pullback import pde
 from pullback_experiments import Paused, pde_benchmarks
 from pullback_experiments.framework.experiment import Context
 from pullback_experiments.framework.store import Results, Store
@@ -23,6 +22,7 @@ from pullback_experiments.pde_benchmarks.methods import (
     SLABS,
     TARGETS,
 )
+from pullback_experiments.problems import SETUPS, setup
 
 (OURS,) = pde_benchmarks.EXPERIMENTS
 
@@ -33,15 +33,15 @@ def context(tmp_path: Path, **more: object) -> Context:
 
 
 def test_every_problem_of_the_set_has_a_set_up() -> None:
-    assert {*TARGETS, *GOALS, *QUICK, *SLABS} <= set(pde.SETUPS)
-    assert {name for name in TARGETS if pde.setup(name).options.get("slabs")} == set(SLABS)
+    assert {*TARGETS, *GOALS, *QUICK, *SLABS} <= set(SETUPS)
+    assert {name for name in TARGETS if setup(name).options.get("slabs")} == set(SLABS)
     assert not set(OURS.problems) & set(SLABS)
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda m: m.name)
 def test_every_method_lowers_the_loss(method: object, tmp_path: Path) -> None:
     assert method in METHODS
-    found = pde.setup("ritz")
+    found = setup("ritz")
     options = method.options(*method.rates[-1:])  # pyright: ignore[reportAttributeAccessIssue]
     chosen = {**found.options, **options, "points": 60, "steps": 10}
     record = solved(found, chosen, 60.0, context(tmp_path))
@@ -51,7 +51,7 @@ def test_every_method_lowers_the_loss(method: object, tmp_path: Path) -> None:
 
 
 def test_a_run_pauses_and_goes_on(tmp_path: Path) -> None:
-    found = pde.setup("ritz")
+    found = setup("ritz")
     options = {**found.options, "points": 60, "steps": 12}
     with pytest.raises(Paused):
         solved(found, options, 60.0, context(tmp_path, deadline=time.monotonic() - 1))

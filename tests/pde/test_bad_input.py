@@ -151,7 +151,7 @@ RUNS: dict[str, tuple[Callable[[], Any], str]] = {
     "sampler": (lambda: solve(sampler="magic"), "Unknown sampler"),
     "points": (lambda: solve(points=0), "number of points"),
     "points as float": (lambda: solve(points=100.0), "number of points"),
-    "points of nothing": (lambda: solve(points={"robin": 3}), "no condition 'robin'"),
+    "points of nothing": (lambda: solve(points={"robin": 3}), "Unknown condition 'robin'"),
     "seed": (lambda: solve(seed="one"), "seed"),
     "steps": (lambda: solve(steps=-1), "steps= is"),
     "steps as float": (lambda: solve(steps=2.5), "steps= is"),

@@ -15,7 +15,8 @@ from torch.func import functional_call, jacrev
 import pullback as pb
 from pullback import PullbackError, pde
 from pullback.pde.causal import Causal
-from pullback.pde.plan import Plan
+from pullback.pde.plan import SamplingPlan
+from pullback_experiments.problems import AllenCahn
 
 _TIMES = (0.5, 1.5)
 _COUNTS = {"equation": 40, "initial": 10}
@@ -47,7 +48,7 @@ class Oracle:
 
     def __init__(self, network: nn.Module) -> None:
         drawn = {"sampler": None, "seed": 0, "resample": None, "refine": None}
-        self.sites = Plan(_problem(), 25, points=_COUNTS, **drawn).draw(0)
+        self.sites = SamplingPlan(_problem(), 25, points=_COUNTS, **drawn).draw(0)
         self._network = network
 
     def _u(self, params: dict[str, Tensor], x: Tensor) -> Tensor:
@@ -161,7 +162,7 @@ def test_goes_with_slabs():
 @pytest.mark.slow
 def test_stiff_fronts_are_found():
     """Without the weights Allen–Cahn ends at an error of 0.5 with a small loss."""
-    ready = pde.AllenCahn()
+    ready = AllenCahn()
     equation, periodic, _ = ready.conditions
     first = pde.Initial(lambda x: x**2 * torch.cos(torch.pi * x), weight=100.0)
     problem = pde.Problem(ready.domain, [equation, periodic, first], reference=ready.reference)

@@ -40,7 +40,7 @@ class D:
 def residual(problem: pde.Problem, network: nn.Module, at: int = -1) -> tuple[Tensor, Sites]:
     """Unweighted residuals (N, R) of one condition, and its points."""
     condition = problem.conditions[at]
-    sites = draw(problem, condition, 20, "sobol", 3, problem.domain)
+    sites = draw(problem, condition, 20, "sobol", 3)
     trial = Trial(network, problem.unknowns, next(network.parameters()))
     found = term(problem, condition, trial, sites)
     assert isinstance(found, Squares)
@@ -128,7 +128,7 @@ def test_data_of_two_fields() -> None:
         fields=("u", "v"),
     )
     condition = problem.conditions[-1]
-    sites = draw(problem, condition, 7, "sobol", 0, problem.domain)
+    sites = draw(problem, condition, 7, "sobol", 0)
     trial = Trial(network, {}, next(network.parameters()))
     z = term(problem, condition, trial, sites).map(dict(trial.named_parameters())).detach()
     check(z * 7**0.5, D(network, x, 1)() - y.double())
@@ -186,7 +186,7 @@ def test_energy_is_the_weighted_mean_of_its_density() -> None:
     )
     problem = pde.Problem(domain, [energy], fields=("u", "v"))
     condition = problem.conditions[0]
-    sites = draw(problem, condition, 20, "gauss", 0, domain)
+    sites = draw(problem, condition, 20, "gauss", 0)
     trial = Trial(network, {}, next(network.parameters()))
     found = term(problem, condition, trial, sites)
     params = dict(trial.named_parameters())

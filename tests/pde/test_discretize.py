@@ -22,9 +22,7 @@ pi = math.pi
 def objective(
     problem: pde.Problem, trial: Trial, n: int = 12
 ) -> tuple[Objective, list[tuple[pde.Points, ...]]]:
-    sites = [
-        draw(problem, c, n, "sobol", i, problem.domain) for i, c in enumerate(problem.conditions)
-    ]
+    sites = [draw(problem, c, n, "sobol", i) for i, c in enumerate(problem.conditions)]
     terms = [term(problem, c, trial, s) for c, s in zip(problem.conditions, sites, strict=True)]
     return Objective(terms), sites
 
@@ -92,13 +90,13 @@ def test_points_outside_the_domain_are_refused() -> None:
     regions: list[tuple[Any, str]] = [
         (other.face("x", "high"), "outside the domain"),
         (line.boundary, "does not fit the domain"),
-        (lambda domain: None, "is none"),
-        (3, "is none"),
+        (lambda domain: None, "are needed, got None"),
+        (3, "are needed, got 3"),
     ]
     for region, message in regions:
         problem = pde.Problem(box, [wave, pde.Dirichlet(0.0, on=region)])
         with pytest.raises(PullbackError, match=message):
-            draw(problem, problem.conditions[1], 10, "sobol", 0, box)
+            draw(problem, problem.conditions[1], 10, "sobol", 0)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +147,7 @@ def test_unusable_values(condition: pde.Condition, message: str) -> None:
     trial = Trial(network, {}, next(network.parameters()))
     c = problem.conditions[1]
     with pytest.raises(PullbackError, match=message):
-        term(problem, c, trial, draw(problem, c, c.points or 20, "sobol", 0, problem.domain))
+        term(problem, c, trial, draw(problem, c, c.points or 20, "sobol", 0))
 
 
 def test_energies_have_no_unknowns() -> None:

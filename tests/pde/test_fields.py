@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pullback import PullbackError
 from pullback.maps.jets import Index
-from pullback.pde.fields import Coordinates, Field, Request, UnknownDerivative, call
+from pullback.pde.fields import Coordinates, Field, UnknownDerivative, call
 
 N = 4
 NORMALS = torch.randn(N, 3, generator=torch.Generator().manual_seed(0)).double()
@@ -74,11 +74,11 @@ def test_space_leaves_time_out() -> None:
 
 def test_schemes_of_requests() -> None:
     two, one = Coordinates(("x", "y", "t")), Coordinates(("x", "t"))
-    assert Request({(2,)}, True).scheme(two).laplacian == (0, 1)
-    scheme = Request({(1,)}, True).scheme(one)
+    assert two.scheme({(2,), None}).laplacian == (0, 1)
+    scheme = one.scheme({(1,), None})
     assert not scheme.laplacian
     assert (0, 0) in scheme.indices
-    assert Request({()}).scheme(two).indices == ((),)
+    assert two.scheme({()}).indices == ((),)
 
 
 OTHERS: dict[str, Any] = {

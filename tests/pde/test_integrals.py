@@ -36,7 +36,7 @@ def test_the_row_is_the_gradient_of_the_integral() -> None:
     problem = pde.Problem(LINE, [pde.Equation(lambda u: u.xx), integral], unknowns={"k": 0.7})
     network = pde.mlp(1, 5, 1, seed=3)
     trial = Trial(network, problem.unknowns, torch.zeros(1).double())
-    sites = draw(problem, integral, 40, "grid", 0, LINE)
+    sites = draw(problem, integral, 40, "grid", 0)
     params = dict(trial.named_parameters())
     found = term(problem, integral, trial, sites).map.linearize(params)
 

@@ -9,7 +9,7 @@ import torch
 
 from pullback import PullbackError, pde
 from pullback.pde.discretize import Trial
-from pullback.pde.plan import Plan, Refine
+from pullback.pde.plan import Refine, SamplingPlan
 
 
 def problem(**options: Any) -> pde.Problem:
@@ -23,8 +23,8 @@ def problem(**options: Any) -> pde.Problem:
     )
 
 
-def plan(of: pde.Problem, **options: Any) -> Plan:
-    return Plan(
+def plan(of: pde.Problem, **options: Any) -> SamplingPlan:
+    return SamplingPlan(
         of,
         100,
         **{

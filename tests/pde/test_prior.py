@@ -51,8 +51,7 @@ def test_evidence_against_the_density_of_the_data() -> None:
     trial = Trial(pde.mlp(1, 3, 2, seed=1), {}, torch.zeros(1).double())
     params = dict(trial.named_parameters())
     terms = [
-        (c, term(problem, c, trial, draw(problem, c, 50, "sobol", 0, LINE)))
-        for c in problem.conditions
+        (c, term(problem, c, trial, draw(problem, c, 50, "sobol", 0))) for c in problem.conditions
     ]
     found = evidence(terms, params, Processes())
     rows = {c.name: t.map.linearize(params).rows().detach() for c, t in terms}

@@ -1,6 +1,5 @@
 """Ready problems: exact solutions solve them, wrapped networks do what is hard, set-ups fit."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -9,14 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from pullback import PullbackError, pde
-from pullback.maps.jets import Jet, Scheme
-from pullback.pde.conditions import Condition, Energy
-from pullback.pde.discretize import Sites, Trial, nested, term
+from pullback.pde.conditions import Energy
+from pullback.pde.discretize import Trial, term
 from pullback.pde.fields import call
-from pullback.pde.problems.periodic import smoothed_kink
 from pullback.pde.problems.ready import Ready
-from pullback.solvers import Cholesky
-from pullback.steps import LevenbergMarquardt
+
+from .residuals import assert_fits, assert_hard, drawn, residual
 
 EXACT: dict[str, Callable[[], Ready]] = {
     **{f"poisson {d}": lambda d=d: pde.Poisson(d) for d in (1, 2, 3, 5, 10, 11, 100)},
@@ -44,12 +41,8 @@ HARD: dict[str, tuple[Callable[..., Ready], dict[str, Any]]] = {
     "wave": (pde.Wave, {}),
     "burgers": (pde.Burgers, {}),
     "convection": (pde.Convection, {}),
-    "allen-cahn": (pde.AllenCahn, {}),
-    "allen-cahn 1e-2": (pde.AllenCahn, {"diffusion": 1e-2}),
-    "kdv": (pde.KdV, {}),
     "schroedinger": (pde.Schroedinger, {}),
     "fokker-planck": (pde.LogFokkerPlanck, {"dim": 3}),
-    "cavity": (pde.Cavity, {}),
 }
 
 
@@ -67,22 +60,6 @@ class Exact(nn.Module):
         u = call(self.problem.exact, {"points": x, **columns}, "The exact solution")
         u = torch.cat(list(u), -1) if isinstance(u, tuple) else u
         return (u[:, None] if u.ndim == 1 else u) + self.direction(x) * self.epsilon
-
-
-def drawn(problem: Ready, condition: Condition, n: int = 60) -> Sites:
-    found = condition.region(problem.domain).sample(n, "sobol", seed=3)
-    return found if isinstance(found, tuple) else (found,)
-
-
-def residual(problem: Ready, condition: Condition, network: nn.Module) -> Tensor:
-    """F at the points, (N, R), with the weights taken out again."""
-    sites = drawn(problem, condition)
-    trial = Trial(network, {}, next(network.parameters()))
-    item = term(problem, condition, trial, sites)
-    q = condition.weight * sites[0].weights / sites[0].weights.sum()
-    out = item.map(dict(trial.named_parameters())) / q.sqrt()[:, None]
-    assert not nested([item])
-    return out.detach()
 
 
 @pytest.mark.parametrize("make", EXACT.values(), ids=EXACT)
@@ -104,19 +81,7 @@ def test_another_function_does_not(make: Callable[[], Ready]) -> None:
 def test_wrapped_network_satisfies_what_is_not_in_the_loss(
     make: Callable[..., Ready], options: dict[str, Any]
 ) -> None:
-    soft, hard = make(**options), make(**options, hard=True)
-    assert hard.hard
-    assert not soft.hard
-    inputs = hard.domain.dim + any(isinstance(c, pde.Periodic) for c in soft.conditions)
-    network = pde.mlp(inputs, 8, len(hard.fields), seed=0)
-    assert soft.wrap(network) is network
-    kept = {c.name for c in hard.conditions}
-    dropped = [c for c in soft.conditions if c.name not in kept]
-    assert dropped
-    for condition in dropped:
-        assert residual(soft, condition, hard.wrap(network)).abs().max() <= 1e-9, condition.name
-    for condition in hard.conditions:
-        assert residual(hard, condition, hard.wrap(network)).isfinite().all()
+    assert_hard(make, options)
 
 
 @pytest.mark.parametrize(
@@ -131,40 +96,6 @@ def test_hard_lifts_agree_with_the_exact_solution(make: Callable[[], Ready]) -> 
         if value is not None:
             want = call(value, {"points": x, **problem.columns(x)}, "v") if callable(value) else 0.0
             assert (problem.truth(x)[:, 0] - want).abs().max() < 1e-12
-
-
-def test_smoothed_kink_is_smooth_across_the_period() -> None:
-    """Built in, x² cos πx is three times differentiable at x = ±1 for t > 0, and starts right."""
-    problem = pde.AllenCahn(1e-3, hard=True)
-    network = problem.wrap(pde.mlp(3, 6, 1, seed=2))
-    t = torch.tensor([1e-6, 1e-3, 0.3, 1.0], dtype=torch.float64)
-    scheme = Scheme.of([(0,), (0, 0), (0, 0, 0)])
-    left, right = (
-        network(Jet.input(torch.stack([torch.full_like(t, e), t], -1), scheme)).stacked()
-        for e in (-1.0, 1.0)
-    )
-    scale = left.abs().amax((1, 2), keepdim=True) + 1
-    assert ((left - right).abs() / scale).max() < 1e-9
-    x = torch.linspace(-1, 1, 21, dtype=torch.float64)
-    at_start = network(torch.stack([x, torch.zeros_like(x)], -1))[:, 0]
-    torch.testing.assert_close(at_start, x**2 * torch.cos(torch.pi * x), rtol=0, atol=1e-13)
-
-
-def test_smoothed_kink_is_the_heat_equations() -> None:
-    """The kink's part solves w_t = D w_xx − decay·w up to smooth terms of size D."""
-    x = 1 - torch.logspace(-6, -2, 30, dtype=torch.float64)
-    scheme = Scheme.of([(1,), (0, 0)])
-    at = Jet.input(torch.stack([x, torch.full_like(x, 0.01)], -1), scheme)
-    x = at[:, :1]
-    gap = 1 - x  # the other end is far away
-    near = (2 * gap + (50 - math.pi**2) * gap**3) * torch.exp(-25 * gap**2)
-    rest = x**2 * torch.cos(math.pi * x) - near
-    for decay in (0.0, 10.0):
-        jet = (smoothed_kink(x, at[:, 1:], 1e-4, decay) - rest).stacked()
-        w, w_t, w_xx = (jet[scheme.position[i], :, 0] for i in ((), (1,), (0, 0)))
-        left = w_t - 1e-4 * w_xx + decay * w
-        # nearly constant in a layer where w_t falls by a factor 40
-        assert (left - left[0]).abs().max() < 1e-2 * (w_t - w_t[-1]).abs().max()
 
 
 @pytest.mark.parametrize("make", [pde.Ritz1D, pde.RitzPoisson, lambda: pde.RitzPoisson(1)])
@@ -198,18 +129,18 @@ def test_reference_solves_the_equation() -> None:
     assert (u_t + u * u_x - 0.1 * u_xx).abs().max() < 1e-4 * u_t.abs().max()
 
 
-@pytest.mark.parametrize("name", pde.SETUPS)
+OWN = [name for name, make in pde.SETUPS.items() if make.__module__.startswith("pullback.")]
+
+
+@pytest.mark.parametrize("name", OWN)
 def test_setups_fit_their_networks(name: str) -> None:
-    setup = pde.setup(name)
-    network = setup.network(0)
-    for condition in setup.problem.conditions:
-        if not isinstance(condition, Energy):
-            assert residual(setup.problem, condition, network.double()).isfinite().all()
-    same = zip(setup.network(0).parameters(), setup.network(0).parameters(), strict=True)
-    assert all(torch.equal(a, b) for a, b in same)
-    points = setup.options.get("points")
-    if isinstance(points, dict):
-        assert set(points) == {c.name for c in setup.problem.conditions}
+    assert_fits(pde.setup(name))
+
+
+def test_set_ups_of_the_laboratory_are_said_to_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(pde.SETUPS, "kdv", raising=False)
+    with pytest.raises(PullbackError, match="comes with pullback-experiments"):
+        pde.setup("kdv")
 
 
 def test_setup_solves() -> None:
@@ -229,19 +160,6 @@ def test_waves_to_many_digits(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "make", [pde.KuramotoSivashinsky, pytest.param(pde.GrayScott, marks=pytest.mark.slow)]
-)
-def test_a_short_time_is_solved_in_part(make: Callable[..., Ready]) -> None:
-    problem = make(time=0.01, initial_weight=1e4)
-    solution = pde.solve(
-        problem, pde.network_for(problem, parameters=150), points=200, steps=12, solver=Cholesky(),
-        step=LevenbergMarquardt(1e-2), gram="dense", progress=False, patience=None, refine=None,
-    )  # fmt: skip
-    assert solution.history.loss[-1] < 0.1 * solution.history.loss[0]
-    assert solution.error < 0.2
-
-
-@pytest.mark.parametrize(
     ("make", "words"),
     [
         (lambda: pde.Poisson(0), "dim"),
@@ -249,7 +167,6 @@ def test_a_short_time_is_solved_in_part(make: Callable[..., Ready]) -> None:
         (lambda: pde.RitzPoisson(4), "from 1 to 3"),
         (lambda: pde.Helmholtz(0), "integers"),
         (lambda: pde.Multiscale(0), "integers"),
-        (lambda: pde.KuramotoSivashinsky(time=3.0), "chaotic"),
         (lambda: pde.Wave(-1.0), "speed"),
         (lambda: pde.Burgers(0.0), "viscosity"),
         (lambda: pde.setup("poison"), "poisson2d"),

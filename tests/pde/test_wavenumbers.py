@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from pullback import PullbackError, pde
 from pullback.pde.wavenumbers import oscillation
+from pullback_experiments.problems import Cavity
 
 pi = math.pi
 SQUARE = pde.Box([(0, 1), (0, 1)])
@@ -145,7 +146,7 @@ def test_schroedinger_is_a_system_of_waves() -> None:
 
 
 @pytest.mark.parametrize(
-    "problem", [pde.Poisson(2), pde.Heat(1), pde.Burgers(), pde.Cavity(), pde.LogFokkerPlanck(2)]
+    "problem", [pde.Poisson(2), pde.Heat(1), pde.Burgers(), Cavity(), pde.LogFokkerPlanck(2)]
 )
 def test_what_is_smooth_has_few_half_waves(problem: pde.Problem) -> None:
     found = oscillation(problem)

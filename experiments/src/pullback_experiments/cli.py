@@ -6,9 +6,12 @@ from typing import Annotated
 
 import typer
 
+from pullback.cli import SETUP_MODULES
 from pullback.cli.terminal import RESULTS, Device, Out, console, refusing
 
 from . import registry
+
+SETUP_MODULES.append("pullback_experiments.problems")
 
 
 def list_all(out: Out = RESULTS) -> None:

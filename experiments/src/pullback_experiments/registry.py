@@ -53,7 +53,7 @@ def find(name: str) -> Experiment:
         if name in there:
             found = import_module(f".{folder}", __package__).EXPERIMENTS
             return next(e for e in found if e.name == name)
-    from pullback.pde import SETUPS  # slow to import
+    from .problems import SETUPS  # slow to import
 
     if name in SETUPS:
         raise PullbackError(

@@ -8,6 +8,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from torch import nn
 
 from .. import pde
 from .._core.errors import PullbackError, nearest
+from . import SETUP_MODULES
 from .environment import usable
 from .files import folder
 from .record import described, parameters, report, summary, write
@@ -43,14 +45,9 @@ def solved(
         )
     if name.endswith(".py"):
         found, name = from_file(Path(name)), Path(name).stem
-    elif name in pde.SETUPS:
-        found = pde.setup(name)
     else:
-        raise PullbackError(
-            f"There is no set-up {name!r}",
-            nearest(name, pde.SETUPS),
-            "`pullback solve` without a name shows all",
-        )
+        _add_setups()
+        found = pde.setup(name)
     usable(device)
     folder(out)
     kept = out / f"{name}-seed{seed}.pt"
@@ -82,6 +79,7 @@ def setups() -> Table:
     """The set-ups that `solve` knows."""
     table = columns("name", heading="set-ups: pullback solve NAME")
     table.add_column("equation; network", overflow="fold")
+    _add_setups()
     for name in pde.SETUPS:
         found = pde.setup(name)
         network, slabs = found.network(0), found.options.get("slabs", 1)
@@ -91,6 +89,12 @@ def setups() -> Table:
         count = f"{slabs * parameters(network):,} parameters"
         table.add_row(name, f"{equation}; {words}, {count}")
     return table
+
+
+def _add_setups() -> None:
+    """Let other packages add theirs to `pde.SETUPS`."""
+    for module in SETUP_MODULES:
+        import_module(module)
 
 
 def _experiments() -> list[str]:

@@ -41,12 +41,10 @@ from .networks import (
 )
 from .plan import Refine
 from .problem import Problem
-from .problems.elliptic import Helmholtz, Multiscale, Poisson, Ritz1D, RitzPoisson
-from .problems.evolution import Burgers, Heat, LogFokkerPlanck, Schroedinger, Wave
-from .problems.flow import Cavity, Kovasznay
-from .problems.periodic import AllenCahn, Convection, GrayScott, KdV, KuramotoSivashinsky
+from .problems.evolution import Burgers, Convection, Heat, LogFokkerPlanck, Schroedinger, Wave
 from .problems.ready import Ready
 from .problems.setup import SETUPS, Setup, setup
+from .problems.steady import Helmholtz, Kovasznay, Multiscale, Poisson, Ritz1D, RitzPoisson
 from .run import Run
 from .sampling import Gauss, Grid, LatinHypercube, Points, Sampler, Sobol, Uniform
 from .solution import Solution
@@ -116,15 +114,10 @@ __all__ = [
     "RitzPoisson",
     "Ritz1D",
     "Kovasznay",
-    "Cavity",
     "Heat",
     "Wave",
     "Burgers",
     "Convection",
-    "AllenCahn",
-    "KdV",
-    "KuramotoSivashinsky",
-    "GrayScott",
     "Schroedinger",
     "LogFokkerPlanck",
     # ready problems with networks and options

@@ -27,9 +27,6 @@ class Causal:
     1, ε triples, so that causality counts at every size of residuals.
     Wang, Sankaran and Perdikaris, Comput. Methods Appl. Mech. Eng. 421 (2024) 116813.
 
-    Args:
-        problem: whose domain has time.
-
     Attributes:
         weights: w in bins of time, (16,).
         open: whether the end does not count fully yet.

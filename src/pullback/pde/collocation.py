@@ -15,7 +15,6 @@ from .._core.space import ParameterSpace
 from ..maps import OperatorMap
 from ..optim import Objective, Term
 from .causal import Causal
-from .checks import refuse_infinite
 from .conditions import Condition, Data, Energy, Equation, Prior
 from .discretize import (
     LocalResidual,
@@ -28,7 +27,7 @@ from .discretize import (
     shared,
     term,
 )
-from .plan import Plan
+from .plan import SamplingPlan
 from .problem import Problem
 from .sampling import Points
 
@@ -41,14 +40,6 @@ _SETTLED = 1.3  # a prior's weight that is right up to this factor stays
 class Collocation:
     """Points of every condition, and the objective on this process's share of them.
 
-    Args:
-        problem: what must hold.
-        trial: the network and the unknown coefficients.
-        plan: which points at which step.
-        like: precision and device of the solve.
-        causal: whether later times wait for earlier ones.
-        processes: among which the points are shared.
-
     Attributes:
         sites: the points now, by condition; in float64, rounded ones would lie beside the boundary.
         objective: on the share of these points, None until the first step.
@@ -60,7 +51,7 @@ class Collocation:
         self,
         problem: Problem,
         trial: Trial,
-        plan: Plan,
+        plan: SamplingPlan,
         like: Tensor,
         causal: bool,
         processes: Processes,
@@ -212,8 +203,19 @@ class Collocation:
     def refuse_broken(self, reason: str) -> None:
         """Say which condition is not finite, and where; any process may have found it."""
         params = {n: p.detach() for n, p in self._trial.named_parameters()}
-        with self._processes.together():
-            refuse_infinite(self._terms, params)
+        with self._processes.together(), torch.no_grad():
+            for condition, sites, item in self._terms:
+                z = item.map(params)
+                bad = ~torch.isfinite(z).all(1)
+                if not bool(bad.any()):
+                    bad = ~torch.isfinite(item.slope(z)).all(1)
+                if bool(bad.any()):
+                    where = "" if condition.whole else f", such as {sites[0].x[bad][0].tolist()}"
+                    raise PullbackError(
+                        f"The residual of {condition.name!r} is not finite",
+                        f"at {int(bad.sum())} of {len(bad)} points{where}",
+                        "Check the residual there (division, logarithm, root), or move the points",
+                    )
         raise PullbackError(
             "The loss has no finite gradient",
             f"the residuals are finite, but {reason}",

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._core.errors import PullbackError
 from .domains import Domain, Pairs, PointSet, Region, SpaceTime
-from .fields import Field, Value, View, call
+from .fields import Value, View, call
 from .kinds import is_integer, is_number, require
 
 Where = Region | Pairs | Callable[[Domain], Region | Pairs] | None
@@ -66,7 +66,7 @@ class Condition(ABC):
         if self.on is None:
             return self.default(domain)
         found = self.on(domain) if callable(self.on) else self.on
-        if isinstance(found, Region if self.paired else Pairs):
+        if not isinstance(found, Pairs if self.paired else Region):
             raise PullbackError(
                 f"The region of {self.name!r} is not usable",
                 f"{'pairs' if self.paired else 'single points'} are needed, got {found!r}",
@@ -75,7 +75,14 @@ class Condition(ABC):
         return found
 
 
-class Equation(Condition):
+class Interior(Condition):
+    """A condition that holds in the whole domain unless said otherwise."""
+
+    def default(self, domain: Domain) -> Region:
+        return domain
+
+
+class Equation(Interior):
     """A PDE, or several: functions of fields, coordinates and unknowns, by name.
 
     >>> Equation(lambda u: u.t + u * u.x - 0.01 * u.xx).name
@@ -89,15 +96,12 @@ class Equation(Condition):
         require(usable, "An equation without residuals", residuals, remedy)
         self.residuals = residuals
 
-    def default(self, domain: Domain) -> Region:
-        return domain
-
     def residual(self, view: View) -> list[Tensor]:
         found = []
         for function in self.residuals:
             out = call(function, view.offered, f"The residual of {self.name!r}")
             found += out if isinstance(out, (list, tuple)) else [out]
-        return [f.value if isinstance(f, Field) else f for f in found]
+        return found
 
 
 class Dirichlet(Condition):
@@ -227,7 +231,7 @@ class Data(Condition):
         return view.field(self.field).value - view.points.own(self._values).to(view.points.x)
 
 
-class Integral(Condition):
+class Integral(Interior):
     """∫ f(u, ∂u, x) = value over the domain, or `on=` a part of it: one number for all points.
 
     A mean that is zero, a total mass, the norm of an eigenfunction. The loss has
@@ -248,16 +252,13 @@ class Integral(Condition):
         require(not self.balanced, "The weight of an integral", "balanced", "Use a number > 0")
         self.integrand, self.value = integrand, float(value)
 
-    def default(self, domain: Domain) -> Region:
-        return domain
-
     def residual(self, view: View) -> Tensor:
         """The integrand at the points, (N,)."""
         what = f"The integrand of {self.name!r}"
         return view.value(call(self.integrand, view.offered, what), what).expand(len(view.points))
 
 
-class Prior(Condition):
+class Prior(Interior):
     """A field that is found from data with noise is moderate and smooth.
 
     The loss has ½·weight·mean ((k − mean)² + length²·|∇k|²) over the domain. Without a number the
@@ -279,15 +280,12 @@ class Prior(Condition):
         self.field, self.mean, self.length = field, mean, length
         self.chosen = options.get("weight") is None
 
-    def default(self, domain: Domain) -> Region:
-        return domain
-
     def residual(self, view: View) -> list[Tensor]:
         k = view.field(self.field)
         return [k.value - self.mean, self.length * k.grad]
 
 
-class Energy(Condition):
+class Energy(Interior):
     """weight · mean e(u, ∂u, x) over the domain: minimized itself, not its square (deep Ritz).
 
     The density must be convex in the field and its derivatives; its second variation is the
@@ -299,9 +297,6 @@ class Energy(Condition):
         remedy = "Pass a function such as lambda u: 0.5 * u.x**2 - u"
         require(callable(density), "The density of an energy", density, remedy)
         self.density = density
-
-    def default(self, domain: Domain) -> Region:
-        return domain
 
     def residual(self, view: View) -> Tensor:
         """The density at the points, (N,)."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,8 +17,8 @@ from ..maps.jets import nested as nested_derivatives
 from ..optim import EnergyTerm, Squares, Term
 from . import conditions
 from .conditions import Condition
-from .domains import Domain, Pairs, Region
-from .fields import Channel, Field, Request, View
+from .domains import Region
+from .fields import Field, View
 from .problem import Problem
 from .sampling import Points
 
@@ -81,39 +82,47 @@ def term(
     where these are not all points.
     """
     points = sites[0]
-    known: dict[int, Tensor] = {}
-    request, _ = _dry_run(problem, condition, sites, known)
-    scheme = request.scheme(problem.coordinates)
+    local = LocalResidual(problem, condition, sites)
     weight = condition.weight if weight is None else weight
     q = weight * points.weights / (points.weights.sum() if total is None else total)
     x = torch.stack([p.x for p in sites])
-    columns = problem.columns(points.x)
-
-    def view(channels: list[dict[str, Channel]], params: dict[str, Tensor]) -> View:
-        return _view(problem, sites, columns, channels, coefficients(params), known)
-
     if isinstance(condition, conditions.Energy):
-        return _energy(problem, condition, trial, x, q, scheme, request, view)
+        return _energy(local, trial, x, q)
 
     def operator(channels: Any, params: dict[str, Tensor]) -> Tensor:
-        getters = [
-            {
-                name: _picker(channels, s, i, scheme, problem)
-                for i, name in enumerate(problem.fields)
-            }
-            for s in range(len(sites))
-        ]
-        return _columns(condition, _residual(condition, view(getters, params)), len(points))
+        return local.evaluate(local.picker(channels), coefficients(params))
 
     if isinstance(condition, conditions.Integral):
-        values = OperatorMap(trial.apply_to, x, scheme, operator, torch.ones_like(q))
+        values = OperatorMap(trial.apply_to, x, local.scheme, operator, torch.ones_like(q))
         return Squares(IntegralMap(values, points.weights, condition.value, weight))
-    return Squares(OperatorMap(trial.apply_to, x, scheme, operator, q))
+    return Squares(OperatorMap(trial.apply_to, x, local.scheme, operator, q))
+
+
+def _energy(local: LocalResidual, trial: Trial, x: Tensor, q: Tensor) -> EnergyTerm:
+    """z holds just the derivatives that the density depends on."""
+    if trial.unknowns:
+        raise PullbackError(
+            "An energy cannot have unknown coefficients",
+            "minimizing over them makes no sense: the energy itself would change",
+            "Put the unknowns into equations or data conditions",
+        )
+
+    def operator(channels: Any, params: dict[str, Tensor]) -> Tensor:
+        pick = local.picker(channels)
+        return torch.stack([pick(*key) for key in local.keys], -1)
+
+    def density(z: Tensor) -> Tensor:
+        return local.evaluate(lambda *key: z[:, local.keys.index(key)])[:, 0]
+
+    map = OperatorMap(trial.apply_to, x, local.scheme, operator, torch.ones_like(q))
+    return EnergyTerm(map, density, q)
 
 
 #: (site, field, derivative), where None stands for the Laplacian
 Key = tuple[int, str, Index | None]
 Fields = Mapping[Key, Tensor]
+#: gives the values (N,) of a field's derivative at a site
+Values = Callable[[int, str, Index | None], Tensor]
 
 
 class LocalResidual:
@@ -122,7 +131,7 @@ class LocalResidual:
     Unknown coefficients have their initial values unless others are given.
 
     Attributes:
-        scheme: the derivatives that it needs.
+        scheme: the derivatives that it needs, which a dry run finds.
         keys: those that it asks for, by site and field.
     """
 
@@ -134,30 +143,73 @@ class LocalResidual:
         unknowns: Mapping[str, Tensor] | None = None,
     ) -> None:
         self._problem, self._condition, self._sites = problem, condition, sites
-        self._unknowns = unknowns or problem.coefficients(sites[0].x)
-        self._columns = problem.columns(sites[0].x)
-        request, _ = _dry_run(problem, condition, sites)
-        self.scheme = request.scheme(problem.coordinates)
-        places, wanted = range(len(sites)), request.wanted
+        x = sites[0].x
+        self._unknowns = unknowns or {n: x.new_tensor(v) for n, v in problem.unknowns.items()}
+        self._columns = problem.columns(x)
+        self._known: dict[int, Tensor] = {}  # values that do not depend on the network
+        self.asked: set[Index | None] = set()
+        self.dry_run()
+        self.scheme = problem.coordinates.scheme(self.asked)
+        wanted = sorted(self.asked, key=lambda i: (i is None, len(i or ()), i))  # Laplacian last
+        places = range(len(sites))
         self.keys: list[Key] = [(s, f, i) for s in places for f in problem.fields for i in wanted]
+
+    def evaluate(self, values: Values, unknowns: Mapping[str, Tensor] | None = None) -> Tensor:
+        """F, (N, R), of derivatives that are asked for one by one."""
+        fields = [
+            {
+                name: Field(partial(values, s, name), self._problem.coordinates, points.normals)
+                for name in self._problem.fields
+            }
+            for s, points in enumerate(self._sites)
+        ]
+        unknowns = self._unknowns if unknowns is None else unknowns
+        view = View(fields, self._sites[0], self._columns, unknowns, self._known)
+        return _columns(self._condition, _residual(self._condition, view), len(self._sites[0]))
+
+    def dry_run(
+        self, shift: Tensor | float = 0.0, unknowns: Mapping[str, Tensor] | None = None
+    ) -> Tensor:
+        """F of made-up values; which derivatives it asks for is noted in `asked`."""
+        x = self._sites[0].x
+        made_up = torch.linspace(0.3, 0.7, len(x), dtype=x.dtype, device=x.device) + shift
+
+        def values(site: int, field: str, index: Index | None) -> Tensor:
+            self.asked.add(index)
+            each = 7 if index is None else len(index) + 3 * sum(index)  # every derivative its own
+            return made_up + 0.01 * each
+
+        found = self.evaluate(values, unknowns)
+        if not self.asked:
+            raise PullbackError(
+                f"The condition {self._condition.name!r} does not depend on the network",
+                "its residual uses no field",
+                f"Use {', '.join(self._problem.fields)} or a derivative of it in the residual",
+            )
+        return found
+
+    def picker(self, channels: Any) -> Values:
+        """The derivatives out of the channels (T, S, N, m) that a network's jets carry."""
+        scheme, space = self.scheme, self._problem.coordinates.space
+        at = self._problem.fields.index
+
+        def pick(site: int, field: str, index: Index | None) -> Tensor:
+            if index is None and scheme.laplacian:
+                return channels[-1, site, :, at(field)]
+            order = space * 2 if index is None else index
+            return channels[scheme.position[order], site, :, at(field)]
+
+        return pick
 
     def fields(self, trial: Trial) -> Fields:
         """The derivatives of a network, (N,) each."""
         found = derivatives(trial, torch.stack([p.x for p in self._sites]), self.scheme)
-        at = self._problem.fields.index
-        return {
-            (s, f, i): _picker(found, s, at(f), self.scheme, self._problem)(i)
-            for s, f, i in self.keys
-        }
+        pick = self.picker(found)
+        return {key: pick(*key) for key in self.keys}
 
     def __call__(self, c: Fields) -> Tensor:
         """F, (N, R)."""
-        getters = [
-            {f: (lambda i, s=s, f=f: c[s, f, i]) for f in self._problem.fields}
-            for s in range(len(self._sites))
-        ]
-        view = _view(self._problem, self._sites, self._columns, getters, self._unknowns)
-        return _columns(self._condition, _residual(self._condition, view), len(self._sites[0]))
+        return self.evaluate(lambda *key: c[key])
 
     def slopes(self, c: Fields) -> tuple[Tensor, dict[Key, Tensor]]:
         """F and ∂F/∂c, (N, R) by key."""
@@ -195,56 +247,6 @@ def derivatives(network: nn.Module, x: Tensor, scheme: Scheme) -> Tensor:
     return found.unflatten(1, x.shape[:2])
 
 
-def _energy(
-    problem: Problem,
-    condition: conditions.Energy,
-    trial: Trial,
-    x: Tensor,
-    q: Tensor,
-    scheme: Scheme,
-    request: Request,
-    view: Any,
-) -> EnergyTerm:
-    """z holds just the derivatives that the density depends on."""
-    wanted = request.wanted
-
-    def operator(channels: Any, params: dict[str, Tensor]) -> Tensor:
-        out = []
-        for i in range(len(problem.fields)):
-            pick = _picker(channels, 0, i, scheme, problem)
-            out += [pick(index) for index in wanted]
-        return torch.stack(out, -1)
-
-    def density(z: Tensor) -> Tensor:
-        width = len(wanted)
-        getters: dict[str, Channel] = {
-            name: lambda index, i=i: z[:, i * width + wanted.index(index)]
-            for i, name in enumerate(problem.fields)
-        }
-        return _residual(condition, view([getters], {}))
-
-    if problem.unknowns:
-        raise PullbackError(
-            "An energy cannot have unknown coefficients",
-            "minimizing over them makes no sense: the energy itself would change",
-            "Put the unknowns into equations or data conditions",
-        )
-    map = OperatorMap(trial.apply_to, x, scheme, operator, torch.ones_like(q))
-    return EnergyTerm(map, density, q)
-
-
-def _picker(channels: Any, site: int, field: int, scheme: Scheme, problem: Problem) -> Channel:
-    """Derivatives (N,) of one field at one site, out of the carried channels (T, S, N, m)."""
-    space = problem.coordinates.space
-
-    def pick(index: Index | None) -> Tensor:
-        if index is None and scheme.laplacian:
-            return channels[-1, site, :, field]
-        return channels[scheme.position[space * 2 if index is None else index], site, :, field]
-
-    return pick
-
-
 #: what torch says of values taken out of its transforms: by numpy, or by a graph of their own
 _FOREIGN = ("numpy()", "data pointer", "requires_grad_()", "functorch", "does not require grad")
 
@@ -265,64 +267,15 @@ def _residual(condition: Condition, view: View) -> Any:
         ) from error
 
 
-def _view(
-    problem: Problem,
-    sites: Sites,
-    columns: Mapping[str, Tensor],
-    channels: list[dict[str, Channel]],
-    unknowns: Any,
-    known: dict[int, Tensor] | None = None,
-) -> View:
-    fields = [
-        {n: Field(c, problem.coordinates, p.normals) for n, c in here.items()}
-        for here, p in zip(channels, sites, strict=True)
-    ]
-    return View(fields, sites[0], columns, unknowns, {} if known is None else known)
-
-
 def fingerprint(problem: Problem, condition: Condition, sites: Sites) -> list[Any]:
     """What tells one condition from another: derivatives, weight, and made-up residuals."""
-    request, found = _dry_run(problem, condition, sites)
-    values: list[Any] = [f"{v:.9e}" for v in found.detach().double().mean(0).tolist()]
+    local = LocalResidual(problem, condition, sites)
+    found = local.dry_run().detach().double()
+    values: list[Any] = [f"{v:.9e}" for v in found.mean(0).tolist()]
+    indices = sorted(list(index) for index in local.asked if index is not None)
     weight = "balanced" if condition.balanced else condition.weight
     values += [condition.value] if isinstance(condition, conditions.Integral) else []
-    return [sorted(map(list, request.indices)), request.laplacian, weight, *values]
-
-
-def _dry_run(
-    problem: Problem,
-    condition: Condition,
-    sites: Sites,
-    known: dict[int, Tensor] | None = None,
-    shift: Tensor | float = 0.0,
-    unknowns: Mapping[str, Tensor] | None = None,
-) -> tuple[Request, Tensor]:
-    """Evaluate once with made-up values, to see which derivatives are asked for.
-
-    Values that do not depend on the network are left in `known`.
-    """
-    request = Request()
-    x = sites[0].x
-    made_up = torch.linspace(0.3, 0.7, len(x), dtype=x.dtype, device=x.device) + shift
-
-    def asked(index: Index | None) -> Tensor:
-        if index is None:
-            request.laplacian = True
-            return made_up + 0.07
-        request.indices.add(index)
-        return made_up + 0.01 * (len(index) + 3 * sum(index))  # each derivative its own values
-
-    channels = [dict.fromkeys(problem.fields, asked) for _ in sites]
-    unknowns = unknowns or problem.coefficients(x)
-    view = _view(problem, sites, problem.columns(x), channels, unknowns, known)
-    columns = _columns(condition, _residual(condition, view), len(x))
-    if not request.indices and not request.laplacian:
-        raise PullbackError(
-            f"The condition {condition.name!r} does not depend on the network",
-            "its residual uses no field",
-            f"Use {', '.join(problem.fields)} or a derivative of it in the residual",
-        )
-    return request, columns
+    return [indices, None in local.asked, weight, *values]
 
 
 def refuse_coupled(problem: Problem, condition: Condition, sites: Sites) -> int:
@@ -334,7 +287,8 @@ def refuse_coupled(problem: Problem, condition: Condition, sites: Sites) -> int:
     half = len(sites[0]) // 2
     shift = torch.zeros_like(sites[0].x[:, 0])
     shift[half:] = 0.1
-    one, two = (_dry_run(problem, condition, sites, shift=s)[1] for s in (0.0, shift))
+    local = LocalResidual(problem, condition, sites)
+    one, two = local.dry_run(), local.dry_run(shift)
     if not torch.equal(one[:half].nan_to_num(), two[:half].nan_to_num()):
         raise PullbackError(
             f"The residual of {condition.name!r} at one point depends on other points",
@@ -350,7 +304,7 @@ def refuse_unused(problem: Problem, sites: Mapping[str, Sites]) -> None:
     leaves = {n: torch.tensor(v).double().requires_grad_() for n, v in problem.unknowns.items()}
     idle = set(leaves)
     for c in problem.conditions:
-        found = _dry_run(problem, c, sites[c.name], unknowns=leaves)[1]
+        found = LocalResidual(problem, c, sites[c.name]).dry_run(unknowns=leaves)
         if leaves and found.requires_grad:
             slopes = torch.autograd.grad(found.sum(), list(leaves.values()), allow_unused=True)
             idle -= {n for n, g in zip(leaves, slopes, strict=True) if g is not None}
@@ -364,35 +318,31 @@ def refuse_unused(problem: Problem, sites: Mapping[str, Sites]) -> None:
 
 def _columns(condition: Condition, found: Any, n: int) -> Tensor:
     """The residuals as (N, R)."""
-    items = found if isinstance(found, (list, tuple)) else [found]
     columns = []
-    for item in items:
+    for item in found if isinstance(found, (list, tuple)) else [found]:
         if isinstance(item, Field):
             item = item.value
+        shape = tuple(item.shape) if isinstance(item, Tensor) else type(item).__name__
         if isinstance(item, Tensor) and not item.is_floating_point():
             raise PullbackError(
                 f"The residual of {condition.name!r} is not a real number",
                 f"its dtype is {item.dtype}",
                 "Return what must vanish, not whether it does",
             )
-        if isinstance(item, Tensor) and item.ndim == 2 and n > 1 and item.shape == (n, n):
+        if shape == (n, n) and n > 1:
             raise PullbackError(
                 f"The residual of {condition.name!r} has one value for every pair of points",
                 f"shape ({n}, {n}), as (N,) with (N, 1) broadcasts to",
                 "Use coordinates by name, (N,) each, or index points[:, i]",
             )
-        if isinstance(item, Tensor) and item.ndim == 2 and item.shape[0] == n:
-            columns += item.unbind(1)
-        elif isinstance(item, Tensor) and item.shape == (n,):
-            columns.append(item)
-        else:
-            shape = tuple(item.shape) if isinstance(item, Tensor) else type(item).__name__
+        if not isinstance(item, Tensor) or item.ndim not in (1, 2) or len(item) != n:
             raise PullbackError(
                 f"The residual of {condition.name!r} is not one number per point",
                 f"got {shape} for {n} points",
                 "Return values of shape (N,), or several of these in a tuple; one number for the "
                 "whole domain is what Integral(…) is for",
             )
+        columns += item.unbind(1) if item.ndim == 2 else [item]
     if not columns:
         raise PullbackError(
             f"The residual of {condition.name!r} is empty", "it returned nothing", "Return (N,)"
@@ -400,17 +350,10 @@ def _columns(condition: Condition, found: Any, n: int) -> Tensor:
     return columns[0][:, None] if len(columns) == 1 else torch.stack(columns, -1)
 
 
-def draw(
-    problem: Problem, condition: Condition, n: int, sampler: Any, seed: int, domain: Domain
-) -> Sites:
+def draw(problem: Problem, condition: Condition, n: int, sampler: Any, seed: int) -> Sites:
     """Points of the condition's region, refused where they leave the domain."""
+    domain = problem.domain
     region = condition.region(domain)
-    if not isinstance(region, (Region, Pairs)):
-        raise PullbackError(
-            f"The region of {condition.name!r} is none",
-            f"on= gave {region!r}",
-            "Use a region, or a function of the domain that returns one",
-        )
     if tuple(region.names) != tuple(domain.names):
         raise PullbackError(
             f"The region of {condition.name!r} does not fit the domain",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -44,21 +44,33 @@ class Coordinates:
         """The axes other than time."""
         return tuple(i for i, n in enumerate(self.names) if n != "t")
 
-    def parse(self, text: str) -> Index:
-        """The derivative that a name stands for.
+    def parse(self, *texts: str) -> Index:
+        """The derivative that names stand for together.
 
-        >>> Coordinates(("x", "t")).parse("xxt")
+        >>> Coordinates(("x", "t")).parse("xt", "x")
         (0, 0, 1)
         """
-        found = _tokens(text, self.names)
-        if found is None:
-            raise UnknownDerivative(
-                f"There is no derivative {text!r}",
-                f"the coordinates are {', '.join(self.names)}",
-                "Write coordinates one after the other, as in u.xx or u.xt; or u.laplacian, "
-                "u.grad, u.normal",
-            )
-        return tuple(sorted(found))
+        axes: list[int] = []
+        for text in texts:
+            found = _tokens(text, self.names)
+            if found is None:
+                raise UnknownDerivative(
+                    f"There is no derivative {text!r}",
+                    f"the coordinates are {', '.join(self.names)}",
+                    "Write coordinates one after the other, as in u.xx or u.xt; or u.laplacian, "
+                    "u.grad, u.normal",
+                )
+            axes += found
+        return tuple(sorted(axes))
+
+    def scheme(self, asked: set[Index | None]) -> Scheme:
+        """The channels to carry; None is the Laplacian, which in one axis is a derivative."""
+        indices = {index for index in asked if index is not None}
+        if None not in asked:
+            return Scheme.of(indices)
+        if len(self.space) > 1:
+            return Scheme.of(indices, self.space)
+        return Scheme.of(indices | {self.space * 2})
 
 
 @lru_cache(maxsize=4096)
@@ -72,27 +84,6 @@ def _tokens(text: str, names: tuple[str, ...]) -> tuple[int, ...] | None:
             if rest is not None:
                 return (i, *rest)
     return None
-
-
-@dataclass
-class Request:
-    """The derivatives that a residual asked for."""
-
-    indices: set[Index] = field(default_factory=set)
-    laplacian: bool = False
-
-    @property
-    def wanted(self) -> list[Index | None]:
-        """All of them, lower orders first; None is the Laplacian."""
-        indices = sorted(self.indices, key=lambda i: (len(i), i))
-        return [*indices, *([None] if self.laplacian else [])]
-
-    def scheme(self, coordinates: Coordinates) -> Scheme:
-        """The channels to carry; a Laplacian of one axis is a second derivative."""
-        space = coordinates.space
-        if self.laplacian and len(space) > 1:
-            return Scheme.of(self.indices, space)
-        return Scheme.of(self.indices | ({space * 2} if self.laplacian else set()))
 
 
 #: gives the values (N,) of a derivative; None stands for the Laplacian
@@ -160,8 +151,7 @@ class Field:
 
     def d(self, *names: str) -> Tensor:
         """The derivative along the named coordinates."""
-        parsed = [axis for name in names for axis in self._coordinates.parse(name)]
-        return self._channel(tuple(sorted(parsed)))
+        return self._channel(self._coordinates.parse(*names))
 
     def __getattr__(self, name: str) -> Tensor:
         if name.startswith("_"):

@@ -13,7 +13,7 @@ from ..optim import KFAC, NaturalGradient, Objective, StepInfo
 from ..solvers import PseudoInverse, Sketched, Solver
 from ..steps import TargetRatio
 from .discretize import Trial
-from .progress import spoken
+from .progress import duration
 from .settings import Settings
 
 _CUT = 5e-14  # singular values below this share of the largest are noise, in float64
@@ -24,7 +24,7 @@ SHORT = TargetRatio(0.9, radii=48, window=1e3)
 _PROBE = 512  # the side of the matrices that a device's speed is measured with
 
 
-def optimizer(
+def make_optimizer(
     trial: Trial, settings: Settings, dtype: torch.dtype, processes: Processes, rows: int
 ) -> Optimizer:
     """The settings' optimizer, or a natural gradient of their stages, for so many residuals."""
@@ -75,8 +75,8 @@ def costs(trial: Trial, settings: Settings, rows: int) -> str:
     held = min(rows * p * like.element_size(), settings.memory) + 3 * rows * k * 8
     return (
         f"{p:,} parameters and {rows:,} residuals: every step moves in a random subspace of {k:,} "
-        f"directions, about {spoken(operations * seconds)} and {held / 2**30:.2g} GiB a step. "
-        f"solver=PseudoInverse() would use all, at about {spoken(exact * seconds)} a step"
+        f"directions, about {duration(operations * seconds)} and {held / 2**30:.2g} GiB a step. "
+        f"solver=PseudoInverse() would use all, at about {duration(exact * seconds)} a step"
     )
 
 
@@ -91,7 +91,7 @@ def _speed(device: torch.device) -> float:
     return 2 * _PROBE**3 / best
 
 
-def stepped(
+def take_step(
     optimizer: Optimizer, objective: Objective, trial: Trial, processes: Processes
 ) -> StepInfo:
     """One step, whatever the optimizer wants to be given."""

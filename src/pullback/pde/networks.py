@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from .._core.errors import PullbackError
+from .._core.errors import PullbackError, refuse_unknown
 from .conditions import Periodic
 from .domains import Region
 from .fields import call
@@ -58,12 +58,8 @@ def mlp(
     """
     usable = len(sizes) >= 2 and all(isinstance(s, int) and s > 0 for s in sizes)
     require(usable, "The list of sizes", sizes, "Pass inputs, widths, outputs: mlp(2, 32, 1)")
-    if isinstance(activation, str) and activation not in ACTIVATIONS:
-        raise PullbackError(
-            f"Unknown activation {activation!r}",
-            f"there are {', '.join(ACTIVATIONS)}",
-            "Use one of these, or a function that makes a module",
-        )
+    if isinstance(activation, str):
+        refuse_unknown("activation", activation, ACTIVATIONS)
     make = ACTIVATIONS[activation] if isinstance(activation, str) else activation
     require(callable(make), "The activation", make, _ACTIVATE)
     _check_dtype(dtype)
@@ -72,7 +68,7 @@ def mlp(
             torch.manual_seed(check_seed(seed))
         layers: list[nn.Module] = []
         for i, (a, b) in enumerate(pairwise(sizes)):
-            layers += [_made(make)] if i else []
+            layers += [_make_activation(make)] if i else []
             layers.append(nn.Linear(a, b, dtype=dtype))
     return nn.Sequential(*layers)
 
@@ -192,7 +188,7 @@ def _periodic_axes(problem: Problem) -> list[int]:
     return [i for i, n in enumerate(names) if found.get(n) == set(problem.fields)]
 
 
-def _made(make: Callable[[], nn.Module]) -> nn.Module:
+def _make_activation(make: Callable[[], nn.Module]) -> nn.Module:
     try:
         found = make()
     except TypeError as error:  # a function of x, or a module instead of its class

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .._core.errors import PullbackError
+from .._core.errors import refuse_unknown
 from .conditions import Condition, Energy, Equation, Integral
 from .discretize import Sites, Trial, draw, term
 from .domains import PointSet
@@ -46,7 +46,7 @@ class Refine:
         return self.until is not None and step >= self.until
 
 
-class Plan:
+class SamplingPlan:
     """Points per condition, the same for loss, gradient and Gram of a step."""
 
     def __init__(
@@ -54,11 +54,11 @@ class Plan:
         problem: Problem,
         parameters: int,
         *,
-        points: int | Mapping[str, int] | None,
-        sampler: str | Sampler | None,
-        seed: int,
-        resample: int | None,
-        refine: Refine | str | None,
+        points: int | Mapping[str, int] | None = None,
+        sampler: str | Sampler | None = None,
+        seed: int = 0,
+        resample: int | None = None,
+        refine: Refine | str | None = None,
     ) -> None:
         self.problem, self.seed = problem, check_seed(seed)
         usable = resample is None or is_integer(resample, 1)
@@ -69,18 +69,13 @@ class Plan:
         #: whether points move where a run overfits them
         self.adaptive = refine == "auto" and resample is None
         # along characteristics and layers a grid sees the same few places again and again
-        still = problem.domain.dim <= 2 and not problem.evolves
+        still = problem.domain.dim <= 2 and not problem.domain.evolves
         self.sampler = sampler or ("grid" if still and resample is None else "sobol")
-        if points is not None and not isinstance(points, Mapping):
-            check_count(points, "points")
         if isinstance(points, Mapping):
-            unknown = set(points) - {c.name for c in problem.conditions}
-            if unknown:
-                raise PullbackError(
-                    f"There is no condition {min(unknown)!r}",
-                    f"there are {', '.join(c.name for c in problem.conditions)}",
-                    "Name conditions of the problem",
-                )
+            for name in points:
+                refuse_unknown("condition", name, [c.name for c in problem.conditions])
+        elif points is not None:
+            check_count(points, "points")
         self.counts = {c.name: self._count(c, parameters, points) for c in problem.conditions}
 
     def _count(self, condition: Condition, parameters: int, points: Any) -> int:
@@ -105,15 +100,9 @@ class Plan:
 
     def draw(self, number: int) -> dict[str, Sites]:
         """The points of one draw, by condition."""
+        seed = self.seed + 1_000_003 * number
         return {
-            c.name: draw(
-                self.problem,
-                c,
-                self.counts[c.name],
-                self.sampler,
-                self.seed + 1_000_003 * number + i,
-                self.problem.domain,
-            )
+            c.name: draw(self.problem, c, self.counts[c.name], self.sampler, seed + i)
             for i, c in enumerate(self.problem.conditions)
         }
 
@@ -130,7 +119,7 @@ class Plan:
     @torch.no_grad()
     def _concentrated(self, c: Equation, old: Points, trial: Trial, seed: int) -> Points:
         count = _CANDIDATES * len(old)
-        drawn = draw(self.problem, c, count, "uniform", seed, self.problem.domain)
+        drawn = draw(self.problem, c, count, "uniform", seed)
         candidates = drawn[0].to(old.x.dtype, old.x.device)
         like = next(trial.parameters())
         values = term(self.problem, c, trial, (candidates.to(like.dtype, like.device),))

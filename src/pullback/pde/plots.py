@@ -62,11 +62,8 @@ def draw(solution: Solution, path: str | Path | None = None) -> Figure:
 
     Curves in one dimension, heat maps in two (time to the right where there is time), beyond that
     the heat map of a slice through the center. Parts that are not known are left out. Neither
-    pyplot nor any global setting of matplotlib is touched.
-
-    Args:
-        solution: what `solve` returned.
-        path: where to write the picture, .png, .svg or .pdf; nowhere by default.
+    pyplot nor any global setting of matplotlib is touched. Where a path is given the picture is
+    written there, as .png, .svg or .pdf.
     """
     if path is not None and Path(path).suffix.lower() not in _SUFFIXES:
         raise PullbackError(
@@ -98,8 +95,8 @@ def _figure(solution: Solution) -> Figure:
             cut.show_error(figure.add_subplot(grid[i, 1]), np.abs(found[:, i] - known), name)
     if bottom:
         grid = outer[1].subgridspec(1, len(bottom))
-        for k, panel in enumerate(bottom):
-            panel.show(figure.add_subplot(grid[0, k]))
+        for k, curve in enumerate(bottom):
+            _show_curve(figure.add_subplot(grid[0, k]), curve)
     figure.suptitle(_title(solution), x=0.012, ha="left", fontsize=12)
     return figure
 
@@ -152,7 +149,7 @@ class Cut:
         if domain.dim == 1:
             u = torch.linspace(0, 1, _CURVE, dtype=torch.float64)
             return cls(problem, (0,), (low + (high - low) * u)[:, None])
-        axes = (1, 0) if problem.evolves and domain.dim == 2 else (0, 1)
+        axes = (1, 0) if problem.domain.evolves and domain.dim == 2 else (0, 1)
         # centers of cells: corners and the initial time may be singular
         unit = (torch.arange(_CELLS, dtype=torch.float64) + 0.5) / _CELLS
         up, right = torch.meshgrid(unit, unit, indexing="ij")
@@ -233,44 +230,39 @@ class Cut:
             bar.ax.yaxis.set_minor_locator(NullLocator())
 
 
-@dataclass(frozen=True)
-class Panel:
-    """A curve with positive values on a logarithmic scale."""
-
-    title: str
-    label: str
-    x: Sequence[float]
-    y: Sequence[float]
-    color: str
-
-    def show(self, axes: Axes) -> None:
-        """Draw it."""
-        few = len(self.x) < 40
-        axes.semilogy(self.x, self.y, color=self.color, lw=1.7, marker="o" if few else "", ms=3)
-        axes.set(title=self.title, xlabel=self.label)
-        axes.margins(x=0.02)
-        whole = self.label != "seconds"
-        axes.xaxis.set_major_locator(MaxNLocator(5, integer=whole, steps=[1, 2, 5, 10]))
-        shown = [y for y in self.y if y > 0]  # false for NaN as well
-        _tidy(axes, *_decades(min(shown), max(shown)))
+#: title, label of x, x, y and color of a curve with positive values
+Curve = tuple[str, str, Sequence[float], Sequence[float], str]
 
 
-def _convergence(solution: Solution) -> list[Panel]:
+def _show_curve(axes: Axes, curve: Curve) -> None:
+    """The curve on a logarithmic scale."""
+    title, label, x, y, color = curve
+    axes.semilogy(x, y, color=color, lw=1.7, marker="o" if len(x) < 40 else "", ms=3)
+    axes.set(title=title, xlabel=label)
+    axes.margins(x=0.02)
+    whole = label != "seconds"
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=whole, steps=[1, 2, 5, 10]))
+    shown = [value for value in y if value > 0]  # false for NaN as well
+    _tidy(axes, *_decades(min(shown), max(shown)))
+
+
+def _convergence(solution: Solution) -> list[Curve]:
     """What there is to show of the way."""
-    history, panels = solution.history, []
+    history = solution.history
+    curves: list[Curve] = []
     if any(e > 0 for e in history.error):
-        panels.append(Panel("relative L² error", "seconds", history.clock, history.error, _RED))
+        curves.append(("relative L² error", "seconds", history.clock, history.error, _RED))
     if len(history) > 1:
         loss, title = np.array(history.loss), "loss"
         if (loss <= 0).any():  # an energy
             loss, title = loss - loss.min(), "loss above its least value"
         loss = np.where(loss > 0, loss, np.nan)
-        panels.append(Panel(title, "step", range(1, len(loss) + 1), loss.tolist(), _BLUE))
+        curves.append((title, "step", range(1, len(loss) + 1), loss.tolist(), _BLUE))
     if solution.spectrum is not None and bool((solution.spectrum > 0).any()):
         values = solution.spectrum.double().tolist()
         at, title = range(1, len(values) + 1), "singular values of the Jacobian"
-        panels.append(Panel(title, "index", at, values, _INK))
-    return panels
+        curves.append((title, "index", at, values, _INK))
+    return curves
 
 
 def _held(names: Sequence[str], values: Sequence[float]) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from .._core.errors import PullbackError
 from .conditions import Condition, Equation
 from .conditions import Energy as EnergyCondition
-from .domains import Domain, SpaceTime
+from .domains import Domain
 from .fields import Coordinates, call
 from .kinds import is_number, require
 
@@ -36,6 +36,9 @@ class Problem:
         free: fields that are determined only up to a constant (a pressure).
         name: what reports call it.
     """
+
+    #: whether the network is to satisfy conditions that are not in the loss
+    hard: bool = False
 
     def __init__(
         self,
@@ -139,10 +142,6 @@ class Problem:
     def _coordinates(self, x: Tensor) -> dict[str, Tensor]:
         return dict(zip(self.domain.names, x.unbind(-1), strict=True))
 
-    def coefficients(self, like: Tensor) -> dict[str, Tensor]:
-        """The unknowns' initial values by name."""
-        return {n: like.new_tensor(v) for n, v in self.unknowns.items()}
-
     def _source(self, name: str, x: Tensor) -> Tensor:
         """A source at points (N, d): (N,)."""
         with torch.enable_grad():
@@ -160,17 +159,8 @@ class Problem:
 
     def restricted(self, domain: Domain, conditions: Sequence[Condition]) -> Problem:
         """The same problem on a part of the domain, with other conditions."""
-        return Problem(
-            domain,
-            conditions,
-            fields=self.fields,
-            unknowns=self.unknowns,
-            sources=self.sources,
-            exact=self.exact,
-            reference=self.reference,
-            free=self.free,
-            name=self.name,
-        )
+        kept = ("fields", "unknowns", "sources", "exact", "reference", "free", "name")
+        return Problem(domain, conditions, **{k: getattr(self, k) for k in kept})
 
     def outline(self) -> Problem:
         """Domain, fields and names, without the functions that make up the problem."""
@@ -178,16 +168,6 @@ class Problem:
         vars(out).update({k: v for k, v in vars(self).items() if k in _OUTLINE})
         out.conditions, out.exact, out.reference, out.sources = (), None, None, {}
         return out
-
-    @property
-    def hard(self) -> bool:
-        """Whether the network is to satisfy conditions that are not in the loss."""
-        return False
-
-    @property
-    def evolves(self) -> bool:
-        """Whether the domain has time."""
-        return isinstance(self.domain, SpaceTime)
 
     def __repr__(self) -> str:
         return f"{self.name}({self.domain!r}, {', '.join(c.name for c in self.conditions)})"

@@ -19,7 +19,7 @@ _EVERY = 10.0  # seconds between two plain lines
 _LONG = 30.0  # seconds of a run that is worth a forecast
 
 
-class Line:
+class ProgressLine:
     """Updated after every step; this one shows nothing."""
 
     def __call__(self, step: int, **numbers: float) -> None:
@@ -39,13 +39,13 @@ class Line:
         whole = steps * seconds
         if whole >= _LONG:
             size = f", {jacobian / 2**30:.2g} GiB for the Jacobian" if jacobian else ""
-            said = f"{steps} steps of {seconds:.2g} s: about {spoken(whole)}"
+            said = f"{steps} steps of {seconds:.2g} s: about {duration(whole)}"
             if budget < whole:
                 said += f", of which the budget allows about {int(budget / seconds)}"
             self.say(said + size)
 
 
-class Bar(Line):
+class Bar(ProgressLine):
     """A bar with the time that is left."""
 
     def __init__(self, progress: Progress, title: str, steps: int) -> None:
@@ -59,7 +59,7 @@ class Bar(Line):
         self._progress.console.print(text, highlight=False, markup=False)
 
 
-class Log(Line):
+class Log(ProgressLine):
     """A plain line every ten seconds."""
 
     def __init__(self, file: IO[str], title: str, steps: int) -> None:
@@ -70,7 +70,7 @@ class Log(Line):
         now = time.monotonic()
         if now - self._last >= _EVERY:
             self._last = now
-            spent = spoken(now - self._start)
+            spent = duration(now - self._start)
             self.say(f"step {step}/{self._steps}  {_written(numbers)}  after {spent}")
 
     def say(self, text: str) -> None:
@@ -78,10 +78,10 @@ class Log(Line):
 
 
 @contextmanager
-def shown(title: str, steps: int, *, enabled: bool) -> Iterator[Line]:
+def show_progress(title: str, steps: int, *, enabled: bool) -> Iterator[ProgressLine]:
     """Progress on the error stream, or none."""
     if not enabled:
-        yield Line()
+        yield ProgressLine()
         return
     try:
         from rich.console import Console
@@ -109,10 +109,10 @@ def _written(numbers: dict[str, float]) -> str:
     return "  ".join(f"{n} {v:.1e}" for n, v in numbers.items() if not math.isnan(v))
 
 
-def spoken(seconds: float) -> str:
+def duration(seconds: float) -> str:
     """Return a duration in a unit that fits it.
 
-    >>> spoken(0.25), spoken(40), spoken(400), spoken(10_000)
+    >>> duration(0.25), duration(40), duration(400), duration(10_000)
     ('0.25 s', '40 s', '7 min', '2.8 h')
     """
     if seconds < 10:

@@ -22,17 +22,17 @@ from .._core.errors import PullbackError
 from .._core.processes import Processes
 from ..optim import StepInfo
 from . import checkpoint as saved
-from .checks import precision, refuse_flat, refuse_shape
 from .collocation import Collocation
 from .discretize import Trial, coefficients
 from .history import History
-from .method import SHORT, costs, optimizer, size, stepped
-from .plan import Plan
+from .method import SHORT, costs, make_optimizer, size, take_step
+from .plan import SamplingPlan
 from .problem import Problem
-from .progress import Line, shown
+from .progress import ProgressLine, show_progress
+from .refusals import precision, refuse_flat, refuse_shape
 from .restarts import kick, shuffled
 from .settings import Settings
-from .signals import Interruption, held_back, terminable
+from .signals import Interruption, interruptible
 from .solution import Solution
 from .validation import Validation, Yardstick
 from .verdict import Verdict, exact, overfitted
@@ -80,7 +80,7 @@ class Run:
         self._settings = settings
         sampling = ("points", "sampler", "seed", "resample", "refine")
         chosen = {name: getattr(settings, name) for name in sampling}
-        plan = Plan(problem, size(self._trial), **chosen)
+        plan = SamplingPlan(problem, size(self._trial), **chosen)
         self._processes.adopt([*self._trial.parameters(), *self._trial.buffers()])
         self._points = Collocation(
             problem, self._trial, plan, like, settings.causal, self._processes
@@ -88,7 +88,7 @@ class Run:
         if problem.domain.dim <= _FEW:
             refuse_flat(problem, network, self._points.sites)
         self.history, self._dtype = History(), like.dtype
-        self.optimizer = self._made()
+        self.optimizer = self._new_optimizer()
         weights, seed = self._points.weights, settings.seed
         self._validation = Validation(
             problem, self._trial, plan.counts, weights, seed, self._processes
@@ -148,13 +148,11 @@ class Run:
         due = self.history.spent + _SAVE_EVERY
         self._record_error()
         stopped, orderly = "", self._processes.alone
-        # one process ends at SIGTERM with a checkpoint, several of them after the same step
-        interruptible = terminable(self._path is not None) if orderly else held_back()
         show = self._settings.progress and self._processes.rank == 0
         try:
             with (
-                interruptible as came,
-                shown(self.problem.name, self._settings.steps, enabled=show) as line,
+                interruptible(self._processes.alone, self._path is not None) as came,
+                show_progress(self.problem.name, self._settings.steps, enabled=show) as line,
             ):
                 first = len(self.history)
                 if show and (text := costs(self._trial, self._settings, self._points.count)):
@@ -165,7 +163,7 @@ class Run:
                     line(len(self.history), loss=info.loss, fresh=fresh, error=self.error)
                     if len(self.history) == first + 1 and self.first and not again:
                         self._announce(info, line)
-                    if stopped := self._asked(info, came):
+                    if stopped := self._stop_requested(info, came):
                         break
                     if self.history.spent >= due and self._path is not None:
                         with self._processes.together():
@@ -202,7 +200,7 @@ class Run:
         came.repeat()
         return solution
 
-    def _announce(self, info: StepInfo, line: Line) -> None:
+    def _announce(self, info: StepInfo, line: ProgressLine) -> None:
         """Say what the run will take, what its memory does not allow, and what makes it slow."""
         left = self._settings.steps - len(self.history)
         seconds, budget = self.history.spent - self.begun, self._settings.budget
@@ -221,12 +219,12 @@ class Run:
             warnings.warn(said, stacklevel=5)
 
     @torch.no_grad()
-    def _put(self, values: Mapping[str, Tensor]) -> None:
+    def _set_parameters(self, values: Mapping[str, Tensor]) -> None:
         params = dict(self._trial.named_parameters())
         for name, value in values.items():
             params[name].copy_(value)
 
-    def _asked(self, info: StepInfo, came: Interruption) -> str:
+    def _stop_requested(self, info: StepInfo, came: Interruption) -> str:
         """Why the run must end after this step: a callback or a signal, on any process."""
         calls = any([call(self, info) is True for call in self._settings.callbacks])
         if not self._processes.alone:
@@ -257,14 +255,14 @@ class Run:
             # losses before and after do not compare
             self._validation.weights, self._best, self._rejected = self._points.weights, None, 0
             return ""
-        wait, calm, rest = self._settings.patience, self._calm, self._rest
-        if calm is not None and calm < rest:
+        wait, short, most = self._settings.patience, self._short_steps, self._settling_steps
+        if short is not None and short < most:
             return ""
         near = bool(history) and history.loss[-1] < _EARLY * history.loss[0]
         stuck = wait is not None and bool(self._stagnation(max(1, wait // 2), _SLOW[near]))
-        if calm is None and (stuck or self._left <= rest) and self._settle():
+        if short is None and (stuck or self._steps_left <= most) and self._settle():
             return ""
-        if wait is not None and (stuck or calm == rest) and self._revived():
+        if wait is not None and (stuck or short == most) and self._try_again():
             return ""
         reason = self._stagnation(wait, 0.01)
         self._stuck = bool(reason)
@@ -282,12 +280,12 @@ class Run:
         return ""
 
     @property
-    def _rest(self) -> int:
-        """Steps that a run settles for."""
+    def _settling_steps(self) -> int:
+        """Short steps that a run ends with."""
         return max(1, min(_SETTLE, self._settings.steps // 10))
 
     @property
-    def _left(self) -> float:
+    def _steps_left(self) -> float:
         """Steps that are left; a budget that another call goes on from does not count."""
         left, seconds = self._settings.steps - len(self.history), self.history.seconds
         if self._settings.budget is None or self._path is not None or len(seconds) < 6:
@@ -296,8 +294,8 @@ class Run:
         return min(left, (self._settings.budget + self.begun - seconds[-1]) / max(usual, 1e-9))
 
     @property
-    def _calm(self) -> int | None:
-        """Steps since the run settles, None if it does not."""
+    def _short_steps(self) -> int | None:
+        """Short steps taken so far, None while the run takes long ones."""
         history = self.history
         others = max([*history.moved, *history.restarted], default=-1)
         at = max(history.settled, default=-1)
@@ -314,20 +312,20 @@ class Run:
         given = settings.step is not None or settings.optimizer is not None
         if given or self._part < 1 or not self._points.settled(number):
             return False
-        if self._path is not None and self._left <= self._rest:
+        if self._path is not None and self._steps_left <= self._settling_steps:
             self._unsettled = self._state()
         self.history.settled.append(number)
-        self.optimizer, self._rejected = self._made(), 0
+        self.optimizer, self._rejected = self._new_optimizer(), 0
         return True
 
-    def _revived(self) -> bool:
+    def _try_again(self) -> bool:
         """Go on from stagnation with other points or parameters, where that may help.
 
         Points move where they are overfitted. Else the parameters are kicked, which leaves a narrow
         valley, as long as that lowers the loss at fresh points; and a run that is far from a
         solution starts anew. The best parameters are kept.
         """
-        number, left = len(self.history), self._left
+        number, left = len(self.history), self._steps_left
         if not self._adaptive or not self._points.squares:
             return False
         own, fresh = self._points.loss(), self._validation.loss(number)
@@ -349,24 +347,24 @@ class Run:
             x = self.problem.domain.sample(_SEEN, "sobol", seed=self._settings.seed).x
             kick(self._trial, x.to(next(self._trial.parameters())), generator)
         else:
-            self._put(shuffled(self._first, self._trial, generator))
+            self._set_parameters(shuffled(self._first, self._trial, generator))
         self._processes.adopt([*self._trial.parameters()])
         self._points.unsettle(number)
         self.history.restarted.append(number)
-        self.optimizer, self._rejected = self._made(), 0
+        self.optimizer, self._rejected = self._new_optimizer(), 0
         return True
 
     def _move_points(self) -> None:
         """Gather points where residuals are large, and go on from there by long steps."""
-        number, calm = len(self.history), self._calm
+        number, short = len(self.history), self._short_steps
         self._points.concentrate(number)
         self.history.moved.append(number)
         self._rejected = 0
-        if calm is not None:
-            self.optimizer = self._made()
+        if short is not None:
+            self.optimizer = self._new_optimizer()
 
     def _drifting(self, own: float, fresh: float) -> bool:
-        """Whether points are being learned by heart: seen early, but not in the last digits."""
+        """Whether the run overfits its points; a smaller gap counts while the loss is large."""
         first = self.history.loss[0]
         early = fresh > _DRIFT * own and fresh > _EARLY * first
         return early or (overfitted(own, fresh) and fresh > _LATE * first)
@@ -376,24 +374,24 @@ class Run:
         noise = torch.finfo(next(self._trial.parameters()).dtype).eps ** 1.3
         return loss > noise * self.history.loss[0]
 
-    def _made(self) -> Optimizer:
+    def _new_optimizer(self) -> Optimizer:
         """The optimizer of the steps to come."""
         settings, count = self._settings, self._points.count
-        settings = settings if self._calm is None else replace(settings, step=SHORT)
-        return optimizer(self._trial, settings, self._dtype, self._processes, count)
+        settings = settings if self._short_steps is None else replace(settings, step=SHORT)
+        return make_optimizer(self._trial, settings, self._dtype, self._processes, count)
 
     def _keep_best(self) -> bool:
         """Go back to the best of several tries; whether that was not the last."""
         if self._best is None or self._validation.loss(len(self.history)) <= self._best["fresh"]:
             return False
-        self._put(self._best["params"])
+        self._set_parameters(self._best["params"])
         self._points.restore(self._best["points"])
         self.history.forget(len(self.history))
         self._record_error()
         return True
 
     def _judge(self, reason: str, pace: float) -> Verdict:
-        """The verdict on the network as it is."""
+        """The verdict on the present network."""
         number = len(self.history)
         if not self._points.squares:
             return Verdict(reason, self._stuck, math.nan, math.nan, math.nan)
@@ -411,7 +409,7 @@ class Run:
     @property
     def _pace(self) -> float:
         """The share by which the loss fell in each of the last long steps, 0 if not comparable."""
-        losses = self.history.loss[: len(self.history) - (self._calm or 0)]
+        losses = self.history.loss[: len(self.history) - (self._short_steps or 0)]
         if len(losses) <= _PACE or not self._points.settled(len(losses) - _PACE - 1):
             return 0.0
         return 1 - max(0.0, losses[-1] / losses[-1 - _PACE]) ** (1 / _PACE)
@@ -430,8 +428,8 @@ class Run:
         start = time.perf_counter()
         number = len(self.history)
         self._validate(number)
-        objective = self._points.at(number, double=self._calm is not None)
-        info = stepped(self.optimizer, objective, self._trial, self._processes)
+        objective = self._points.at(number, double=self._short_steps is not None)
+        info = take_step(self.optimizer, objective, self._trial, self._processes)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         elapsed = self._slowest(time.perf_counter() - start)
@@ -473,7 +471,7 @@ class Run:
             saved.save(self._path, {**state, **self._state(), "unsettled": self._unsettled})
 
     def _state(self) -> dict[str, Any]:
-        """Where the run is; later steps leave it as it is."""
+        """Copies of all that the next step depends on."""
         return {
             "trial": {n: v.clone() for n, v in self._trial.state_dict().items()},
             "optimizer": self.optimizer.state_dict(),
@@ -492,14 +490,14 @@ class Run:
         if state is None:
             return
         before, steps = state["unsettled"], self._settings.steps
-        if before is not None and steps > len(before["history"]["loss"]) + self._rest:
+        if before is not None and steps > len(before["history"]["loss"]) + self._settling_steps:
             state |= before  # the end that it settled for was not the end
         else:
             self._unsettled = before
         self._trial.to(next(iter(state["trial"].values())).dtype)
         saved.restore(path, self._trial, state["trial"])
         self.history = History.from_dict(state["history"])
-        self.optimizer = self._made()
+        self.optimizer = self._new_optimizer()
         self.optimizer.load_state_dict(state["optimizer"])
         self._rejected = state["rejected"]
         if self.looked is None:  # else this process has looked since it was saved

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.quasirandom import SobolEngine
 
-from .._core.errors import PullbackError
+from .._core.errors import PullbackError, refuse_unknown
 
 _PANEL = 256  # a Gauss rule of more nodes is split into panels: its cost is quadratic
 
@@ -211,12 +211,7 @@ def sampler(which: str | Sampler) -> Sampler:
     """The sampler of this name: "sobol", "grid", "gauss", "uniform" or "lhs"."""
     if isinstance(which, Sampler):
         return which
-    if not isinstance(which, str) or which not in SAMPLERS:
-        raise PullbackError(
-            f"Unknown sampler {which!r}",
-            "it is neither a name nor a Sampler",
-            f"Use one of {', '.join(map(repr, SAMPLERS))}",
-        )
+    refuse_unknown("sampler", which, SAMPLERS)
     return SAMPLERS[which]()
 
 

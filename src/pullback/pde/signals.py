@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn
-
-_HEARD = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interruption:
@@ -29,46 +27,30 @@ class Interruption:
 
 
 @contextmanager
-def held_back() -> Iterator[Interruption]:
-    """Note Ctrl-C and SIGTERM inside, where steps are in flight that other processes take part in.
+def interruptible(alone: bool, saved: bool) -> Iterator[Interruption]:
+    """Let a run end in order at a signal.
 
-    Only the main thread can; elsewhere signals act as ever.
+    One process that saves its run ends at SIGTERM as at an exception, unless somebody else handles
+    it. Several note Ctrl-C and SIGTERM, and stop after a step that all take part in. Only the main
+    thread can; elsewhere signals act as ever.
     """
     came = Interruption()
 
     def note(number: int, frame: object) -> None:
         came.number = number
 
-    with _handled(_HEARD, note):
-        yield came
-
-
-@contextmanager
-def terminable(enabled: bool) -> Iterator[Interruption]:
-    """Let SIGTERM end the process as an exception does, so that the run is saved first.
-
-    A handler of somebody else stays.
-    """
-    came = Interruption()
-
     def leave(number: int, frame: object) -> None:
         raise SystemExit(128 + number)
 
     usual = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    with _handled([signal.SIGTERM] if enabled and usual else [], leave):
-        yield came
-
-
-@contextmanager
-def _handled(
-    numbers: Sequence[signal.Signals], handler: Callable[[int, object], None]
-) -> Iterator[None]:
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if alone:
+        numbers = [signal.SIGTERM] if saved and usual else []
     if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, handler) for number in numbers}
+        numbers = []
+    before = {number: signal.signal(number, leave if alone else note) for number in numbers}
     try:
-        yield
+        yield came
     finally:
         for number, old in before.items():
             signal.signal(number, old)

@@ -21,7 +21,7 @@ from .run import Run
 from .settings import Settings
 from .solution import Solution
 from .verdict import Verdict
-from .windows import fitted, window
+from .windows import rescale_time, window
 
 _SHORTEST = 1 / 16  # of the whole time: slabs that are not halved any more
 _LOOK = 0.25  # of its steps and its budget, after which a slab is looked at
@@ -29,31 +29,14 @@ _HOPELESS = 1e-2  # of their terms: residuals at which it is given up then
 _COLD = 2.0  # times the budget of a later slab: the first begins with random parameters
 
 
-def march(
-    problem: Problem,
-    network: nn.Module,
-    slabs: int | str | Sequence[float],
-    checkpoint: str | Path | None,
-    settings: Settings,
-) -> Solution:
-    """Solve slab after slab; each network starts from the last one.
+class SlabMarch:
+    """Slab after slab; each network starts from the last one.
 
     A number of slabs are equally long, and inner times say where others end. "auto" controls their
     lengths as integrators of ordinary differential equations do theirs. The first slab is the whole
     time. One that does not converge is halved, as long as two halvings halve its residuals. It is
     given up after a quarter of its steps where these are above 1 % of their terms. After a quick
     slab the next is twice as long.
-    """
-    found = March(problem, network, checkpoint, settings)
-    if slabs == "auto":
-        found.adaptive()
-    else:
-        found.fixed(_edges(slabs, *found.domain.time))
-    return found.solution()
-
-
-class March:
-    """The slabs solved so far.
 
     Args:
         problem, network: of the whole time.
@@ -78,15 +61,20 @@ class March:
         self._count = 0
         self._history, self._spent, self._attempts = History(), 0.0, 0
 
-    def fixed(self, edges: list[float]) -> None:
-        """Slabs that end at these times."""
-        self._count = len(edges)
-        for i, end in enumerate(edges):
-            run = self._begin(end, len(edges) - 1 - i)
-            if self._keep(run, run.go(), end):
-                break
+    def solve(self, slabs: int | str | Sequence[float]) -> Solution:
+        """Solve so many slabs, those that end at given times, or "auto"."""
+        if isinstance(slabs, str):
+            self._adapt()
+        else:
+            edges = _edges(slabs, *self.domain.time)
+            self._count = len(edges)
+            for i, end in enumerate(edges):
+                run = self._begin(end, len(edges) - 1 - i)
+                if self._keep(run, run.go(), end):
+                    break
+        return self._joined()
 
-    def adaptive(self) -> None:
+    def _adapt(self) -> None:
         """Slabs as long as they converge."""
         start, end = self.domain.time
         length, shortest = end - start, _SHORTEST * (end - start)
@@ -124,7 +112,7 @@ class March:
         """A run over the next slab, which shares what is left of the budget with so many later."""
         start, before = self._edges[-1], self._networks[-1] if self._networks else None
         part = window(self._problem, start, end, before)
-        network = fitted(before or self._network, part, same=before is not None)
+        network = rescale_time(before or self._network, part, same=before is not None)
         path = None if self._checkpoint is None else Path(f"{self._checkpoint}.{self._attempts}")
         self._attempts += 1
         settings, budget = self._settings, self._settings.budget
@@ -153,7 +141,7 @@ class March:
         self._edges[-1] = self.domain.time[1]
         return True
 
-    def solution(self) -> Solution:
+    def _joined(self) -> Solution:
         """The slabs together."""
         solved, networks = self._last, self._networks
         assert solved is not None
@@ -172,7 +160,7 @@ class March:
         )
 
 
-def _edges(slabs: int | str | Sequence[float], start: float, end: float) -> list[float]:
+def _edges(slabs: int | Sequence[float], start: float, end: float) -> list[float]:
     """The times at which slabs end."""
     if isinstance(slabs, int):
         return torch.linspace(start, end, slabs + 1, dtype=torch.float64).tolist()[1:]

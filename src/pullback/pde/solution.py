@@ -21,12 +21,14 @@ from .conditions import Data, Prior
 from .discretize import Trial, derivatives, draw, fingerprint
 from .domains import PointSet
 from .history import History
+from .kinds import check_points
 from .networks import Slabs
 from .problem import Problem
 from .validation import Residual, Validation, Yardstick
 from .verdict import Verdict
 
 _FRESH, _SEED = 2000, 104_729  # points that the solution is checked at
+_SAVED = ("unknowns", "weights", "loss", "spectrum", "nested")  # as they are
 _QUICK = 1000  # parameters up to which every small residual is weighed by the error it allows
 
 
@@ -78,8 +80,7 @@ class Solution:
 
         `solution.d("xx")(x)` is ∂²u/∂x² at x; `solution.d("x1", "x1")` spells the names out.
         """
-        parse = self.problem.coordinates.parse
-        index = tuple(sorted(axis for name in names for axis in parse(name)))
+        index = self.problem.coordinates.parse(*names)
         scheme = Scheme.of([index])
 
         def derivative(x: Tensor) -> Tensor:
@@ -89,14 +90,7 @@ class Solution:
         return derivative
 
     def _points(self, x: Tensor) -> Tensor:
-        dim = self.problem.domain.dim
-        if not isinstance(x, Tensor) or x.ndim != 2 or x.shape[1] != dim or x.is_complex():
-            got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-            raise PullbackError(
-                "These are no points of the solution",
-                f"got {got} in {dim} dimension{'s' * (dim > 1)}",
-                f"Pass a real tensor of shape (N, {dim})",
-            )
+        check_points(x, self.problem.domain.dim)
         return x.to(next(self.network.parameters()))
 
     @property
@@ -183,13 +177,9 @@ class Solution:
                 "run": _identity(self.problem),
                 "network": self.network.state_dict(),
                 "history": self.history.as_dict(),
-                "unknowns": self.unknowns,
                 "verdict": asdict(self.verdict),
-                "weights": self.weights,
-                "loss": self.loss,
                 "edges": getattr(self.network, "edges", None),
-                "nested": self.nested,
-                "spectrum": self.spectrum,
+                **{name: getattr(self, name) for name in _SAVED},
             },
         )
 
@@ -204,17 +194,9 @@ class Solution:
             count = len(state["edges"]) - 1
             network = Slabs([copy.deepcopy(network) for _ in range(count)], state["edges"])
         checkpoint.restore(Path(path), network, state["network"])
-        return cls(
-            problem,
-            network,
-            History.from_dict(state["history"]),
-            unknowns=state["unknowns"],
-            verdict=Verdict(**state["verdict"]),
-            weights=state["weights"],
-            loss=state["loss"],
-            spectrum=state["spectrum"],
-            nested=state["nested"],
-        )
+        history, verdict = History.from_dict(state["history"]), Verdict(**state["verdict"])
+        saved = {name: state[name] for name in _SAVED}
+        return cls(problem, network, history, verdict=verdict, **saved)
 
     def __getstate__(self) -> dict[str, Any]:
         """All, but of a problem with functions that cannot be pickled only what it is called."""
@@ -239,6 +221,6 @@ def _identity(problem: Problem) -> dict[str, Any]:
     for c in problem.conditions:
         region = c.region(problem.domain)
         count = len(region) if isinstance(region, PointSet) else 64
-        sites = draw(problem, c, count, "sobol", 0, problem.domain)
+        sites = draw(problem, c, count, "sobol", 0)
         found[c.name] = fingerprint(problem, c, sites)
     return {"problem": problem.name, "domain": repr(problem.domain), "conditions": found}

@@ -14,14 +14,14 @@ from torch.optim import Optimizer
 
 from ..solvers import Solver
 from ..steps import Step
-from .checks import warn_unwrapped
 from .kinds import is_integer, is_number, require, require_problem
+from .networks import Hard
 from .plan import Refine
 from .problem import Problem
 from .run import Run, processes
 from .sampling import Sampler
 from .settings import Callback, Settings
-from .slabs import march
+from .slabs import SlabMarch
 from .solution import Solution
 
 
@@ -98,11 +98,16 @@ def solve(
     times = isinstance(slabs, (list, tuple)) and all(map(is_number, slabs))
     usable = times or slabs == "auto" or is_integer(slabs, 1)
     require(usable, "slabs=", slabs, 'Use an integer ≥ 1, a list of times, or "auto"')
-    warn_unwrapped(problem, network, stacklevel=2)
-    if slabs == 1 or (slabs == "auto" and not problem.evolves):
+    if problem.hard and not any(isinstance(m, Hard) for m in network.modules()):
+        warnings.warn(
+            f"{problem.name}: its hard conditions are not in the loss, and the network does not "
+            "build them in. Use problem.wrap(network), or hard=False",
+            stacklevel=2,
+        )
+    if slabs == 1 or (slabs == "auto" and not problem.domain.evolves):
         solution = Run(problem, network, settings, checkpoint).go()
     else:
-        solution = march(problem, network, slabs, checkpoint, settings)
+        solution = SlabMarch(problem, network, checkpoint, settings).solve(slabs)
     if solution.verdict.name == "converged":
         error, loose = solution.estimated()
         solution.verdict = replace(solution.verdict, estimated=error, loose=loose)

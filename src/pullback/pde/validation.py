@@ -15,7 +15,6 @@ from ..maps import Scheme
 from ..maps.jets import Index
 from .conditions import Condition, Data, Energy, Integral, Prior
 from .discretize import (
-    Fields,
     LocalResidual,
     Sites,
     Trial,
@@ -62,11 +61,8 @@ class Validation:
     """Fresh Sobol points for every condition; measured points are taken as they are.
 
     Args:
-        problem: what must hold.
-        trial: the network and the unknown coefficients.
-        counts: the run's own numbers of points, by condition.
-        weights: in the loss, by condition.
-        seed: of the points.
+        problem, trial: what must hold, and of what.
+        counts, weights, seed: the run's own, by condition.
         processes: among which the points are shared; this one alone by default.
     """
 
@@ -91,17 +87,9 @@ class Validation:
         """The fresh points of this number, in the trial's precision."""
         region = condition.region(self._problem.domain)
         count = self._counts[condition.name] if count is None else count
-        fixed = isinstance(region, PointSet)
-        at = self._problem.conditions.index(condition)
-        seed = self._seed + _OFFSET * (number + 1) + at
-        found = draw(
-            self._problem,
-            condition,
-            len(region) if fixed else count,
-            "sobol",
-            seed,
-            self._problem.domain,
-        )
+        count = len(region) if isinstance(region, PointSet) else count
+        seed = self._seed + _OFFSET * (number + 1) + self._problem.conditions.index(condition)
+        found = draw(self._problem, condition, count, "sobol", seed)
         like = next(self._trial.parameters())
         return tuple(p.to(like.dtype, like.device) for p in found)
 
@@ -129,12 +117,14 @@ class Validation:
             if not isinstance(c, (Energy, Prior))
         }
         sizes = self._sizes({index for x in found.values() for _, _, index in x.keys})
-        judged = {name: _judged(x, x.fields(self._trial), sizes) for name, x in found.items()}
+        out = {}
         for c in self._problem.conditions:
             if isinstance(c, Integral):
-                local, points = found[c.name], self.points(c, number)[0]
-                judged[c.name] = _totaled(local, local.fields(self._trial), points.weights, c.value)
-        return judged
+                q = self.points(c, number)[0].weights
+                out[c.name] = _integral_residual(found[c.name], self._trial, q, c.value)
+            elif c.name in found:
+                out[c.name] = _local_residual(found[c.name], self._trial, sizes)
+        return out
 
     def relative(self, number: int = 0) -> float:
         """The largest relative residual; measurements have noise, and are left out."""
@@ -178,17 +168,19 @@ class Validation:
         return out
 
 
-def _totaled(local: LocalResidual, c: Fields, q: Tensor, value: float) -> Residual:
+def _integral_residual(local: LocalResidual, trial: Trial, q: Tensor, value: float) -> Residual:
     """∫f − value, beside ∫|f| and the value."""
+    c = local.fields(trial)
     f = local(c)
     off = abs(float((q @ f).sum()) - value)
     size = float((q @ f.abs()).sum().square() + value**2) ** 0.5
     return Residual(off, off, size, local.affine(c))
 
 
-def _judged(
-    local: LocalResidual, c: Fields, sizes: Mapping[tuple[str, Index | None], float]
+def _local_residual(
+    local: LocalResidual, trial: Trial, sizes: Mapping[tuple[str, Index | None], float]
 ) -> Residual:
+    c = local.fields(trial)
     values, slopes = local.slopes(c)
     source, size = values.clone(), 0.0
     for key, slope in slopes.items():
@@ -220,20 +212,19 @@ class Yardstick:
         free = [name in self.problem.free for name in self.problem.fields]
         return u - torch.where(torch.tensor(free, device=u.device), mean, 0.0)
 
-    @torch.no_grad()
     def errors(self, network: Callable[[Tensor], Any]) -> dict[str, float]:
         """‖u − u*‖/‖u*‖ per field."""
-        found = torch.cat([network(x) for x in self._x.split(_CHUNK)]).double()
-        difference = self._centered(found) - self._truth
-        off, size = (self._norm(v) for v in (difference, self._truth))
+        off, size = self._norms(network)
         return dict(zip(self.problem.fields, (off / size).tolist(), strict=True))
 
-    @torch.no_grad()
     def error(self, network: Callable[[Tensor], Any]) -> float:
-        """The same for all fields together."""
-        found = torch.cat([network(x) for x in self._x.split(_CHUNK)]).double()
-        difference = self._centered(found) - self._truth
-        return float(self._norm(difference).norm() / self._norm(self._truth).norm())
+        """‖u − u*‖/‖u*‖ of all fields together."""
+        off, size = self._norms(network)
+        return float(off.norm() / size.norm())
 
-    def _norm(self, u: Tensor) -> Tensor:
-        return (self._weights[:, None] * u.square()).sum(0).sqrt()
+    @torch.no_grad()
+    def _norms(self, network: Callable[[Tensor], Any]) -> list[Tensor]:
+        """‖u − u*‖ and ‖u*‖ per field, (m,) each."""
+        found = torch.cat([network(x) for x in self._x.split(_CHUNK)]).double()
+        both = self._centered(found) - self._truth, self._truth
+        return [(self._weights[:, None] * u.square()).sum(0).sqrt() for u in both]

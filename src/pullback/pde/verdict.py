@@ -121,7 +121,7 @@ class Verdict:
 
 
 def overfitted(own: float, fresh: float) -> bool:
-    """Whether the loss at fresh points says that its own were learned by heart."""
+    """Whether the loss at fresh points is ten times that at the run's own."""
     return fresh > _GAP * own
 
 

@@ -16,19 +16,17 @@ from .problem import Problem
 
 
 def window(problem: Problem, start: float, end: float, before: nn.Module | None = None) -> Problem:
-    """The problem from `start` to `end`.
-
-    Args:
-        before: its solution up to `start`; None at the first time.
-    """
+    """The problem from `start` to `end`; `before` is the last slab's network, or None."""
     assert isinstance(problem.domain, SpaceTime)
-    conditions = [continued(c, problem, before) for c in problem.conditions]
+    conditions = [continue_from_slab(c, problem, before) for c in problem.conditions]
     part = problem.restricted(problem.domain.slab(start, end), conditions)
     part.name += f", t = {start:.4g} to {end:.4g}"
     return part
 
 
-def continued(condition: Condition, problem: Problem, before: nn.Module | None) -> Condition:
+def continue_from_slab(
+    condition: Condition, problem: Problem, before: nn.Module | None
+) -> Condition:
     """An initial condition whose values are those of the last slab at its end."""
     if before is None or not isinstance(condition, Initial):
         return condition
@@ -47,7 +45,7 @@ def continued(condition: Condition, problem: Problem, before: nn.Module | None) 
 
 
 @torch.no_grad()
-def fitted(network: nn.Module, part: Problem, *, same: bool) -> nn.Module:
+def rescale_time(network: nn.Module, part: Problem, *, same: bool) -> nn.Module:
     """A copy of the network whose `Rescaled` maps the times of a part to [−1, 1].
 
     The old time is t = s·t' + c in terms of the new. Where the function is to stay the same, the

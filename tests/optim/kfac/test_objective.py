@@ -10,7 +10,7 @@ from torch.func import functional_call
 import pullback as pb
 from pullback.optim.kfac import Adaptive
 from pullback.pde.discretize import Trial, term
-from pullback.pde.plan import Plan
+from pullback.pde.plan import SamplingPlan
 
 RULE: dict[str, Any] = {"step": pb.steps.QuadraticModel(), "statistics_every": 1, "invert_every": 1}
 
@@ -19,7 +19,7 @@ def test_factors_of_a_laplacian_are_those_of_its_jets() -> None:
     """At the last layer the residual is Δz: places are the channels, with cotangents 0 and √q."""
     problem, network = pb.pde.Poisson(2), pb.pde.mlp(2, 5, 1, seed=0)
     trial = Trial(network, {}, next(network.parameters()))
-    sites = Plan(problem, 21, points=9, sampler=None, seed=0, resample=None, refine=None).draw(0)
+    sites = SamplingPlan(problem, 21, points=9).draw(0)
     (equation,) = (c for c in problem.conditions if c.name == "equation")
     objective = pb.optim.Objective([term(problem, equation, trial, sites["equation"])])
     opt = pb.KFAC(trial, lr=0.0, fisher="exact")

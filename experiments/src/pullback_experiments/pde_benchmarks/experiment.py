@@ -18,6 +18,7 @@ from ..framework.experiment import Context, Experiment, Item, Paused
 from ..framework.records import Record
 from ..framework.store import Results
 from ..framework.tabular import Table
+from ..problems import setup
 from .methods import ADAM, GAUSS_NEWTON, LBFGS, METHODS, QUICK, SLABS, TARGETS, PdeMethod
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ class Benchmarks(Experiment):
     """The set.
 
     Attributes:
-        problems, quick_problems: names of `pde.SETUPS`.
+        problems, quick_problems: names of set-ups.
         seconds, quick_seconds: of every run; of every trial of a rate a quarter.
         quick_points: of the quick version, as a share of the set-up's.
         missed: the problems of which neither claim held in the full runs.
@@ -105,7 +106,7 @@ class Benchmarks(Experiment):
     def _run(
         self, problem: str, options: dict[str, Any], seconds: float, context: Context
     ) -> Record:
-        found = pde.setup(problem)
+        found = setup(problem)
         options = {**found.options, "steps": _ENDLESS, **options}
         if context.quick:
             points = found.options["points"]

@@ -15,7 +15,7 @@ from pullback import KFAC, HessianFree, NaturalGradient, pde
 from pullback.likelihoods import Categorical
 from pullback.optim import Objective
 from pullback.pde.discretize import Trial, term
-from pullback.pde.plan import Plan
+from pullback.pde.plan import SamplingPlan
 from pullback.pde.validation import Yardstick
 from pullback.solvers import PseudoInverse
 from pullback.steps import TargetRatio
@@ -144,9 +144,7 @@ class Poisson(Problem):
     def __init__(self, seconds: float = 10.0) -> None:
         self.seconds, self._problem = seconds, pde.Poisson(dim=2)
         points = {"equation": _INSIDE, "dirichlet": _BOUNDARY}
-        plan = Plan(
-            self._problem, 0, points=points, sampler=None, seed=0, resample=None, refine=None
-        )
+        plan = SamplingPlan(self._problem, 0, points=points)
         self._sites = plan.draw(0)
         self._yardstick = Yardstick(self._problem, torch.zeros((), dtype=torch.float64))
         self.contenders = (

@@ -13,7 +13,7 @@ from torch import Tensor
 from pullback import pde
 from pullback.optim import Objective
 from pullback.pde.discretize import Trial, term
-from pullback.pde.plan import Plan
+from pullback.pde.plan import SamplingPlan
 from pullback.pde.validation import Yardstick
 
 _WEIGHT = 100.0  # of the boundary, the paper's
@@ -80,15 +80,7 @@ class Fit:
         network = pde.mlp(*layers, seed=seed)
         like = next(network.parameters())
         self.model = Trial(network, problem.unknowns, like)
-        plan = Plan(
-            problem,
-            self.size,
-            points=points,
-            sampler="uniform",
-            seed=seed,
-            resample=None,
-            refine=None,
-        )
+        plan = SamplingPlan(problem, self.size, points=points, sampler="uniform", seed=seed)
         sites = plan.draw(0)
         self.objective = Objective(
             [term(problem, c, self.model, sites[c.name]) for c in problem.conditions]

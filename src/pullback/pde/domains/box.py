@@ -13,7 +13,7 @@ from ..kinds import check_bounds, check_names, index_of
 from ..sampling import Axis
 from .domain import Domain
 from .patch import Patch, Placed, cuboid
-from .region import Pairs, PatchRegion, Region
+from .region import PatchRegion, Region
 
 _SIDES = ("low", "high")
 
@@ -68,7 +68,12 @@ class Box(Domain):
         return PatchRegion(self.names, patches, self.low, self.high, inside)
 
     def face(self, name: str | int, side: str | None = None) -> Region:
-        i, value, sign = self._side(name, side)
+        i = index_of(name, self.names)
+        if side not in _SIDES:
+            raise PullbackError(
+                f"There is no side {side!r}", "a coordinate has two sides", 'Use "low" or "high"'
+            )
+        value, sign = self.bounds[i][_SIDES.index(side)], -1.0 if side == "low" else 1.0
         others = [j for j in range(self.dim) if j != i]
         low, high = self.low[others], self.high[others]
 
@@ -87,18 +92,6 @@ class Box(Domain):
         for end in ends:
             end[i] = value
         return PatchRegion(self.names, [Patch((Axis(),) * len(others), size, place)], *ends, inside)
-
-    def pairs(self, name: str) -> Pairs:
-        return Pairs(self.face(name, "low"), self.face(name, "high"), index_of(name, self.names))
-
-    def _side(self, name: str | int, side: str | None) -> tuple[int, float, float]:
-        i = index_of(name, self.names)
-        if side not in _SIDES:
-            raise PullbackError(
-                f"There is no side {side!r}", "a coordinate has two sides", 'Use "low" or "high"'
-            )
-        a, b = self.bounds[i]
-        return (i, a, -1.0) if side == "low" else (i, b, 1.0)
 
     def __repr__(self) -> str:
         return f"Box({list(self.bounds)}, names={self.names})"

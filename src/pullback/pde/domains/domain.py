@@ -43,17 +43,12 @@ class Domain(Region):
         raise PullbackError(
             f"{type(self).__name__} has no faces",
             f"no part of its boundary is a side {name} = const",
-            "Use .boundary.where(predicate) for a part of the boundary",
+            "Use .boundary.where(predicate) for a part of the boundary, and a Box for Periodic",
         )
 
     def pairs(self, name: str) -> Pairs:
         """Matched points on the two faces of coordinate `name`, for periodic conditions."""
-        index_of(name, self.names)
-        raise PullbackError(
-            f"{type(self).__name__} has no opposite faces",
-            "only boxes and their products with time can be periodic",
-            "Use a Box or an Interval",
-        )
+        return Pairs(self.face(name, "low"), self.face(name, "high"), index_of(name, self.names))
 
     def points(self, x: Tensor, weights: Tensor | None = None) -> PointSet:
         """Measured points (N, d) of this domain; refuses points outside."""

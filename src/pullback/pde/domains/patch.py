@@ -67,16 +67,14 @@ class Patch:
 
         return replace(self, place=flipped if flip else place, keep=both, known=None)
 
-    def lift(self, value: float, normal: float | None = None) -> Patch:
+    def lift(self, value: float, normal: float) -> Patch:
         """The patch at a fixed value of one more coordinate, with the normal ±e of that one."""
 
         def place(u: Tensor) -> Placed:
             x, _ = self.place(u)
-            column = torch.full_like(x[:, :1], value)
-            e = None
-            if normal is not None:
-                e = torch.cat([torch.zeros_like(x), torch.full_like(column, normal)], 1)
-            return torch.cat([x, column], 1), e
+            column = torch.ones_like(x[:, :1])
+            e = torch.cat([torch.zeros_like(x), normal * column], 1)
+            return torch.cat([x, value * column], 1), e
 
         return replace(self, place=place, keep=self._lower(), known=self._known())
 

@@ -59,11 +59,6 @@ class Region(ABC):
         """
         return sum(p.measure for p in self.patches)
 
-    @property
-    def scale(self) -> float:
-        """The largest extent or coordinate, to which tolerances are relative."""
-        return float(torch.stack([self.high - self.low, self.low.abs(), self.high.abs()]).max())
-
     def sample(self, n: int, sampler: str | Sampler = "sobol", *, seed: int = 0) -> Points:
         """About n points whose weights sum to the measure; the same ones for the same seed.
 
@@ -93,7 +88,8 @@ class Region(ABC):
         """
         points = check_points(x, self.dim)
         if tol is None:
-            tol = self.scale * (1e-9 if x.dtype == torch.float64 else 1e-6)
+            sizes = torch.stack([self.high - self.low, self.low.abs(), self.high.abs()])
+            tol = float(sizes.max()) * (1e-9 if x.dtype == torch.float64 else 1e-6)
         return self.inside(points, tol).to(x.device)
 
     def where(self, predicate: Predicate) -> Region:
@@ -239,27 +235,11 @@ class Pairs:
         """The coordinates' names."""
         return self.first.names
 
-    @property
-    def dim(self) -> int:
-        """The number of coordinates."""
-        return self.first.dim
-
-    @property
-    def measure(self) -> float:
-        """The measure of one face."""
-        return self.first.measure
-
     def sample(
         self, n: int, sampler: str | Sampler = "sobol", *, seed: int = 0
     ) -> tuple[Points, Points]:
         """About n points on each face, matched in order; the normals are opposite."""
-        return self._matched(self.first.sample(n, sampler, seed=seed))
-
-    def quadrature(self, n: int = 10_000) -> tuple[Points, Points]:
-        """Fixed accurate quadrature on both faces."""
-        return self._matched(self.first.quadrature(n))
-
-    def _matched(self, points: Points) -> tuple[Points, Points]:
+        points = self.first.sample(n, sampler, seed=seed)
         x = points.x.clone()
         x[:, self.index] = self.second.low[self.index]
         normals = None if points.normals is None else -points.normals

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from ..._core.errors import PullbackError
-from ..kinds import check_bounds, index_of, require
+from ..kinds import check_bounds, require
 from .domain import Domain
 from .patch import Patch
-from .region import Pairs, PatchRegion, Region
+from .region import PatchRegion, Region
 
 
 class SpaceTime(Domain):
@@ -74,9 +74,6 @@ class SpaceTime(Domain):
                 "Use .initial or .final",
             )
         return self._over(self.space.face(name, side))
-
-    def pairs(self, name: str) -> Pairs:
-        return Pairs(self.face(name, "low"), self.face(name, "high"), index_of(name, self.names))
 
     def _over(self, region: Region) -> Region:
         """A part of the space, at all times."""

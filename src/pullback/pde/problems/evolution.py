@@ -1,4 +1,4 @@
-"""Equations in time with values on the boundary: heat, waves, Burgers, Schrödinger and more."""
+"""Equations in time: heat, waves, convection, Burgers, Schrödinger, Fokker–Planck."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from .. import references
-from ..conditions import Condition, Dirichlet, Equation, Initial
+from ..conditions import Condition, Dirichlet, Equation, Initial, Periodic
 from ..domains import Box, Interval, SpaceTime
 from ..kinds import check_positive
-from .ready import Ready, bump, checked_dim, distance, written
+from .ready import Ready, bump, check_dim, check_number, distance, periodic, prefix
 
 _PI = math.pi
 
@@ -26,7 +26,7 @@ def Heat(dim: int = 1, *, boundary_weight: float = 1.0, hard: bool = False) -> R
     For d ≥ 2 the boundary values stay in the loss. The weight is that of boundary and initial
     values.
     """  # fmt: skip
-    checked_dim("heat equation", dim)
+    check_dim("heat equation", dim)
     box = Box([(0, 1)] * dim)
     domain = SpaceTime(box, (0, 1))
     if dim == 1:
@@ -87,8 +87,30 @@ def Wave(
         [equation] if hard else [equation, *soft],
         exact=exact,
         name=f"Wave c={c:g}" + (f" t ≤ {time:g}" if time != 1 else ""),
-        equation=f"u_tt = {written(c**2, ' ')}u_xx",
+        equation=f"u_tt = {prefix(c**2, ' ')}u_xx",
         hard=distance(domain, lambda points, t: t**2 * edge(points), start) if hard else None,
+    )
+
+
+def Convection(beta: float = 40.0, *, hard: bool = False) -> Ready:
+    """u_t + βu_x = 0 on [0, 2π] × [0, 1], periodic, u(x, 0) = sin x; u* = sin(x − βt).
+
+    Hard: u = sin x + t · N(sin x, cos x, t).
+    """
+    beta = check_number("speed", beta)
+    domain = SpaceTime(Interval(0, 2 * _PI), (0, 1))
+
+    def start(x: Any) -> Any:
+        return torch.sin(x)
+
+    equation = Equation(lambda u: u.t + beta * u.x)
+    return Ready(
+        domain,
+        [equation] if hard else [equation, Periodic("x", 0), Initial(start)],
+        exact=lambda x, t: torch.sin(x - beta * t),
+        name=f"Convection β={beta:g}",
+        equation=f"u_t + {prefix(beta, ' ')}u_x = 0",
+        hard=periodic(domain, start, 2 * _PI) if hard else None,
     )
 
 
@@ -110,7 +132,7 @@ def Burgers(viscosity: float = 0.01 / math.pi, *, hard: bool = False) -> Ready:
         [equation] if hard else [equation, Dirichlet(0.0), Initial(start)],
         reference=references.Burgers(nu),
         name=f"Burgers ν={nu:.4g}",
-        equation=f"u_t + u u_x = {written(nu, ' ')}u_xx",
+        equation=f"u_t + u u_x = {prefix(nu, ' ')}u_xx",
         hard=distance(domain, lambda x, t: (1 - x**2) * t, start) if hard else None,
     )
 
@@ -169,7 +191,7 @@ def LogFokkerPlanck(dim: int = 9, *, hard: bool = False) -> Ready:
     s' = 2 − s: q* = −½ d log 2πs − ‖x‖²/2s, s = 2 − e^(−t). Boundary and initial values are
     those of q*. Hard: q = q*(x, 0) + t · N, with the boundary values still in the loss.
     """
-    checked_dim("Fokker–Planck equation", dim)
+    check_dim("Fokker–Planck equation", dim)
     domain = SpaceTime(Box([(-5, 5)] * dim), (0, 1))
 
     def exact(points: Any) -> Any:

@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import nn
 
-from ..._core.errors import PullbackError
 from ..conditions import Condition
 from ..domains import Box, Domain
 from ..kinds import is_integer, is_number, require
@@ -34,12 +33,8 @@ class Ready(Problem):
         **options: Any,
     ) -> None:
         super().__init__(domain, conditions, **options)
-        self.equation, self._hard = equation, hard
-
-    @property
-    def hard(self) -> bool:
-        """Whether some conditions are left to `wrap`."""
-        return self._hard is not None
+        self.equation, self._wrap = equation, hard
+        self.hard = hard is not None
 
     def wrap(self, network: nn.Module) -> nn.Module:
         """The network with the hard conditions built in; itself where there are none.
@@ -47,17 +42,7 @@ class Ready(Problem):
         A periodic problem in d coordinates wants a network of d + 1 inputs: the periodic one
         becomes a sine and a cosine, which come first.
         """
-        return network if self._hard is None else self._hard(network)
-
-    def restricted(self, domain: Domain, conditions: Sequence[Condition]) -> Problem:
-        """As `Problem.restricted`; a hard initial value would hold at the wrong time."""
-        if self.hard and self.evolves:
-            raise PullbackError(
-                f"{self.name} with hard conditions cannot be cut in time",
-                "the initial value is built into the network at the first time alone",
-                "Use hard=False, or slabs=1",
-            )
-        return super().restricted(domain, conditions)
+        return network if self._wrap is None else self._wrap(network)
 
 
 def distance(
@@ -92,7 +77,7 @@ def bump(box: Box) -> Callable[[Any], Any]:
     return factor
 
 
-def checked_dim(what: str, dim: int, high: int | None = None) -> int:
+def check_dim(what: str, dim: int, high: int | None = None) -> int:
     """The dimension, if there is such a problem."""
     usable = is_integer(dim, 1) and (high is None or dim <= high)
     remedy = "Use dim ≥ 1" if high is None else f"Use dim from 1 to {high}"
@@ -100,16 +85,16 @@ def checked_dim(what: str, dim: int, high: int | None = None) -> int:
     return dim
 
 
-def checked_number(what: str, value: float) -> float:
+def check_number(what: str, value: float) -> float:
     """The coefficient, if it is a finite number."""
     require(is_number(value), f"The {what}", value, "Use a finite number")
     return value
 
 
-def written(coefficient: float, space: str = "") -> str:
+def prefix(coefficient: float, space: str = "") -> str:
     """A coefficient in front of a symbol: nothing for 1.
 
-    >>> written(1.0), written(0.25), written(40.0, " ")
+    >>> prefix(1.0), prefix(0.25), prefix(40.0, " ")
     ('', '0.25', '40 ')
     """
     return "" if coefficient == 1 else f"{coefficient:.4g}{space}"

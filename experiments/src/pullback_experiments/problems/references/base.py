@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..._core.errors import PullbackError
+from pullback._core.errors import PullbackError
 
 Array = NDArray[Any]
 

@@ -62,7 +62,7 @@ def step(v: Array, nonlinear: Callable[[Array], Array], k: Coefficients) -> Arra
     return k.full * v + k.first * nv + 2 * k.middle * (na + nb) + k.last * nc
 
 
-class Trajectory:
+class FourierTrajectory:
     r"""Fourier coefficients over time: u(x, t) = Re(c_0 + 2 Σ_{k≥1} c_k(t) e^{iπk(x+1)}).
 
     Time is cut into panels, edges (P+1,). In each the coefficients, (P, q+1, K), are a polynomial

@@ -1,4 +1,4 @@
-"""Steady equations: Poisson, also with two scales and as an energy, and Helmholtz."""
+"""Steady equations: Poisson, also with two scales and as an energy, Helmholtz, and a flow."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from ..._core.errors import PullbackError
 from ..conditions import Condition, Dirichlet, Energy, Equation
 from ..domains import Box, Interval
-from ..kinds import is_integer
-from .ready import Ready, bump, checked_dim, checked_number, distance, written
+from ..kinds import check_positive, is_integer, require
+from .ready import Ready, bump, check_dim, check_number, distance, prefix
 
 Function = Callable[[Any], Any]
 _PI = math.pi
@@ -31,7 +31,7 @@ def Poisson(dim: int = 2, *, boundary_weight: float = 1.0, hard: bool = False) -
     >>> Poisson(dim=2)
     Poisson 2D(Box([(0.0, 1.0), (0.0, 1.0)], names=('x', 'y')), equation, dirichlet)
     """
-    exact, f, text = _poisson(checked_dim("Poisson problem", dim))
+    exact, f, text = _poisson(check_dim("Poisson problem", dim))
     box = Box([(0, 1)] * dim)
     if hard and dim > 3:
         raise PullbackError(
@@ -87,13 +87,9 @@ def Multiscale(waves: int = 50, amplitude: float = 0.1, *, boundary_weight: floa
 
     With n = 50 and a = 0.1 a tenth of u* makes up nearly all of f, sixty times the slow part's.
     """
-    if not is_integer(waves, 1):
-        raise PullbackError(
-            "The number of half waves is not usable",
-            f"got {waves!r}, and the solution is zero on the boundary for integers only",
-            "Use an integer ≥ 1",
-        )
-    a, fast = checked_number("amplitude", amplitude), waves * _PI
+    remedy = "Use integers ≥ 1, for which the solution is zero on the boundary"
+    require(is_integer(waves, 1), "The number of half waves", waves, remedy)
+    a, fast = check_number("amplitude", amplitude), waves * _PI
 
     def exact(x: Any) -> Any:
         return torch.sin(2 * _PI * x) + a * torch.sin(fast * x)
@@ -115,13 +111,10 @@ def Helmholtz(a1: int = 1, a2: int = 4, k: float = 1.0, *, hard: bool = False) -
 
     q = (k² − (a₁² + a₂²)π²) u*. Hard: u = (1 − x²)(1 − y²) · N.
     """
-    if not all(is_integer(a, 1) for a in (a1, a2)):
-        raise PullbackError(
-            "The wave numbers of Helmholtz are not usable",
-            f"got a1={a1!r}, a2={a2!r}, and the solution is zero on the boundary for integers only",
-            "Use positive integers",
-        )
-    k = checked_number("wave number", k)
+    usable = is_integer(a1, 1) and is_integer(a2, 1)
+    remedy = "Use integers ≥ 1, for which the solution is zero on the boundary"
+    require(usable, "One of the wave numbers (a1, a2)", (a1, a2), remedy)
+    k = check_number("wave number", k)
     box = Box([(-1, 1)] * 2)
     scale = k**2 - (a1**2 + a2**2) * _PI**2
 
@@ -138,7 +131,7 @@ def Helmholtz(a1: int = 1, a2: int = 4, k: float = 1.0, *, hard: bool = False) -
         conditions,
         exact=exact,
         name=f"Helmholtz a=({a1}, {a2}) k={k:g}",
-        equation=f"Δu + {written(k**2)}u = q, u* = sin {written(a1)}πx sin {written(a2)}πy",
+        equation=f"Δu + {prefix(k**2)}u = q, u* = sin {prefix(a1)}πx sin {prefix(a2)}πy",
         hard=distance(box, bump(box)) if hard else None,
     )
 
@@ -171,7 +164,7 @@ def RitzPoisson(dim: int = 2) -> Ready:
     Minimizers of the energy with a boundary penalty solve another problem (they are off by
     O(1/penalty)), so there is no soft variant: use `wrap`.
     """
-    exact, f, text = _poisson(checked_dim("Ritz problem", dim, high=3))
+    exact, f, text = _poisson(check_dim("Ritz problem", dim, high=3))
     box = Box([(0, 1)] * dim)
 
     def density(u: Any, points: Any) -> Any:
@@ -184,4 +177,47 @@ def RitzPoisson(dim: int = 2) -> Ready:
         name=f"Ritz Poisson {dim}D",
         equation=f"min ∫ ½|∇u|² − fu, u* = {text}",
         hard=distance(box, bump(box)),
+    )
+
+
+def navier_stokes(reynolds: float) -> Equation:
+    """u·∇u + ∇p − Δu/Re = 0 and ∇·u = 0: three residuals."""
+
+    def residual(u: Any, v: Any, p: Any) -> Any:
+        return (
+            u * u.x + v * u.y + p.x - u.laplacian / reynolds,
+            u * v.x + v * v.y + p.y - v.laplacian / reynolds,
+            u.x + v.y,
+        )
+
+    return Equation(residual)
+
+
+def Kovasznay(reynolds: float = 40.0) -> Ready:
+    """Flow behind a grid on [−½, 1] × [−½, 3/2]; velocity on the boundary, p up to a constant.
+
+    u* = 1 − e^(λx) cos 2πy, v* = (λ/2π) e^(λx) sin 2πy, p* = ½(1 − e^(2λx)),
+    λ = Re/2 − √(Re²/4 + 4π²).
+    """
+    re = check_positive("The Reynolds number", reynolds)
+    rate = re / 2 - math.sqrt(re**2 / 4 + 4 * _PI**2)
+
+    def u(x: Any, y: Any) -> Any:
+        return 1 - torch.exp(rate * x) * torch.cos(2 * _PI * y)
+
+    def v(x: Any, y: Any) -> Any:
+        return torch.exp(rate * x) * torch.sin(2 * _PI * y) * (rate / (2 * _PI))
+
+    return Ready(
+        Box([(-0.5, 1), (-0.5, 1.5)]),
+        [
+            navier_stokes(re),
+            Dirichlet(u, field="u", name="dirichlet u"),
+            Dirichlet(v, field="v", name="dirichlet v"),
+        ],
+        fields=("u", "v", "p"),
+        exact=lambda x, y: (u(x, y), v(x, y), 0.5 - 0.5 * torch.exp(2 * rate * x)),
+        free=("p",),
+        name=f"Kovasznay Re={re:g}",
+        equation=f"u·∇u + ∇p = Δu/{re:g}, ∇·u = 0",
     )

@@ -7,35 +7,13 @@ from typing import Any
 
 import torch
 
-from .. import references
-from ..conditions import Equation, Initial, Periodic
-from ..domains import Interval, SpaceTime
-from ..kinds import check_positive
-from .ready import Ready, checked_number, periodic, written
+from pullback.pde import Equation, Initial, Interval, Periodic, Ready, SpaceTime
+from pullback.pde.kinds import check_positive
+from pullback.pde.problems.ready import check_number, periodic, prefix
+
+from . import references
 
 _PI = math.pi
-
-
-def Convection(beta: float = 40.0, *, hard: bool = False) -> Ready:
-    """u_t + βu_x = 0 on [0, 2π] × [0, 1], periodic, u(x, 0) = sin x; u* = sin(x − βt).
-
-    Hard: u = sin x + t · N(sin x, cos x, t).
-    """
-    beta = checked_number("speed", beta)
-    domain = SpaceTime(Interval(0, 2 * _PI), (0, 1))
-
-    def start(x: Any) -> Any:
-        return torch.sin(x)
-
-    equation = Equation(lambda u: u.t + beta * u.x)
-    return Ready(
-        domain,
-        [equation] if hard else [equation, Periodic("x", 0), Initial(start)],
-        exact=lambda x, t: torch.sin(x - beta * t),
-        name=f"Convection β={beta:g}",
-        equation=f"u_t + {written(beta, ' ')}u_x = 0",
-        hard=periodic(domain, start, 2 * _PI) if hard else None,
-    )
 
 
 def AllenCahn(diffusion: float = 1e-4, reaction: float = 5.0, *, hard: bool = False) -> Ready:
@@ -54,7 +32,7 @@ def AllenCahn(diffusion: float = 1e-4, reaction: float = 5.0, *, hard: bool = Fa
         [equation] if hard else [equation, *soft],
         reference=references.AllenCahn(d, rho),
         name=f"Allen–Cahn D={d:g} ρ={rho:g}",
-        equation=f"u_t = {d:g} u_xx + {written(rho)}(u − u³)",
+        equation=f"u_t = {d:g} u_xx + {prefix(rho)}(u − u³)",
         hard=periodic(domain, lambda x, t: smoothed_kink(x, t, d, 2 * rho), 2.0) if hard else None,
     )
 
@@ -66,7 +44,7 @@ def KdV(
 
     Compared with a Fourier solution. Hard: u = cos πx + t · N(sin πx, cos πx, t).
     """
-    eta, mu = checked_number("coefficient η", eta), checked_number("coefficient μ", mu)
+    eta, mu = check_number("coefficient η", eta), check_number("coefficient μ", mu)
     domain = SpaceTime(Interval(-1, 1), (0, 1))
 
     def start(x: Any) -> Any:
@@ -79,7 +57,7 @@ def KdV(
         [equation] if hard else [equation, Periodic("x", 2), first],
         reference=references.KortewegDeVries(eta, mu),
         name=f"KdV η={eta:g} μ={mu:g}",
-        equation=f"u_t + {written(eta, ' ')}u u_x + {mu:g}² u_xxx = 0",
+        equation=f"u_t + {prefix(eta, ' ')}u u_x + {mu:g}² u_xxx = 0",
         hard=periodic(domain, start, 2.0) if hard else None,
     )
 

@@ -10,8 +10,9 @@ import numpy as np
 import scipy
 from numpy.polynomial import Polynomial, legendre
 
-from ..._core.errors import PullbackError
-from ..kinds import check_positive
+from pullback._core.errors import PullbackError
+from pullback.pde.kinds import check_positive
+
 from .base import Array, Reference, cached, relative, resolved
 
 

@@ -1,19 +1,15 @@
-"""Networks that cannot be used, and residuals that are not finite, are refused with the reason."""
+"""Networks that cannot be used are refused with the reason."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 
 from .._core.errors import PullbackError
 from ..maps import Scheme
-from ..optim import Term
-from .conditions import Condition
 from .discretize import LocalResidual, Sites, derivatives
-from .networks import Hard
 from .problem import Problem
 
 
@@ -80,16 +76,6 @@ def refuse_shape(problem: Problem, network: nn.Module, like: Tensor) -> None:
             )
 
 
-def warn_unwrapped(problem: Problem, network: nn.Module, stacklevel: int) -> None:
-    """Say that conditions hold neither by the loss nor, as far as can be seen, by the network."""
-    if problem.hard and not any(isinstance(m, Hard) for m in network.modules()):
-        warnings.warn(
-            f"{problem.name}: its hard conditions are not in the loss, and the network does not "
-            "build them in. Use problem.wrap(network), or hard=False",
-            stacklevel=stacklevel + 1,
-        )
-
-
 _KINKED = (nn.ReLU, nn.LeakyReLU, nn.PReLU, nn.RReLU, nn.ReLU6, nn.Hardtanh, nn.Threshold)
 
 
@@ -116,22 +102,3 @@ def refuse_flat(problem: Problem, network: nn.Module, sites: Mapping[str, Sites]
             f"{' and '.join(found)} is piecewise linear",
             "Use a smooth activation: tanh, sin, gelu, silu",
         )
-
-
-def refuse_infinite(
-    terms: Sequence[tuple[Condition, Sites, Term]], params: Mapping[str, Tensor]
-) -> None:
-    """Say which condition is not finite, and where."""
-    for condition, sites, item in terms:
-        with torch.no_grad():
-            z = item.map(params)
-            bad = ~torch.isfinite(z).all(1)
-            if not bool(bad.any()):
-                bad = ~torch.isfinite(item.slope(z)).all(1)
-        if bool(bad.any()):
-            where = "" if condition.whole else f", such as {sites[0].x[bad][0].tolist()}"
-            raise PullbackError(
-                f"The residual of {condition.name!r} is not finite",
-                f"at {int(bad.sum())} of {len(bad)} points{where}",
-                "Check the residual there (division, logarithm, root), or move the points",
-            )

@@ -10,10 +10,11 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 import scipy
 
-from ..._core.errors import PullbackError
-from ..kinds import check_positive
+from pullback._core.errors import PullbackError
+from pullback.pde.kinds import check_positive
+
 from .base import Array, Reference, cached, relative, resolved
-from .etdrk4 import Trajectory, integrate
+from .etdrk4 import FourierTrajectory, integrate
 
 _DEGREE = 10
 _TAIL = 1e-11  # modes of a smaller relative norm over space and time are not stored
@@ -27,7 +28,7 @@ class Resolution(NamedTuple):
     longest: float
 
 
-class Periodic(Reference):
+class Pseudospectral(Reference):
     """u_t = L u + N(u), periodic in x, for t from 0 on; L is diagonal in Fourier space.
 
     Solved by ETDRK4 at two resolutions; the finer is kept, and the difference of the two is
@@ -65,7 +66,7 @@ class Periodic(Reference):
     def values(self, points: Array) -> Array:
         return self._at(points, self._trajectories)
 
-    def _at(self, points: Array, trajectories: list[Trajectory]) -> Array:
+    def _at(self, points: Array, trajectories: list[FourierTrajectory]) -> Array:
         x, t = points[:, 0], points[:, 1]
         low, high = self.domain[0]
         place = -1 + 2 * (x - low) / (high - low)
@@ -76,7 +77,7 @@ class Periodic(Reference):
         return float(self._arrays["accuracy"])
 
     @cached_property
-    def _trajectories(self) -> list[Trajectory]:
+    def _trajectories(self) -> list[FourierTrajectory]:
         return _by_field(self._arrays["edges"], self._arrays["coefficients"])
 
     @cached_property
@@ -104,10 +105,10 @@ class Periodic(Reference):
         return edges, _without_tail(edges, c)
 
 
-def _by_field(edges: Array, c: Array) -> list[Trajectory]:
+def _by_field(edges: Array, c: Array) -> list[FourierTrajectory]:
     """Coefficients (P, q+1, K) of one field or (P, q+1, m, K) of m, a trajectory for each."""
     fields = c[:, :, None] if c.ndim == 3 else c
-    return [Trajectory(edges, np.ascontiguousarray(f)) for f in np.moveaxis(fields, 2, 0)]
+    return [FourierTrajectory(edges, np.ascontiguousarray(f)) for f in np.moveaxis(fields, 2, 0)]
 
 
 def _without_tail(edges: Array, c: Array) -> Array:
@@ -119,7 +120,7 @@ def _without_tail(edges: Array, c: Array) -> Array:
     return np.ascontiguousarray(c[..., : max(1, int(needed.sum()))])
 
 
-class AllenCahn(Periodic):
+class AllenCahn(Pseudospectral):
     r"""u_t = D u_xx + ρ(u − u³), u(x, 0) = x² cos πx.
 
     The periodic initial value has a kink at x = ±1, the one of −x²: slope −2 to the left of x = 1,
@@ -197,7 +198,7 @@ def _from_cosines(c: Array) -> Array:
     return np.asarray(scipy.fft.dct(doubled, type=1))
 
 
-class KortewegDeVries(Periodic):
+class KortewegDeVries(Pseudospectral):
     """u_t + η u u_x + μ² u_xxx = 0, u(x, 0) = cos πx; Zabusky and Kruskal (1965)."""
 
     name = "kdv"
@@ -234,7 +235,7 @@ class KortewegDeVries(Periodic):
         return -0.5j * self.eta * math.pi * np.arange(len(c)) * _squared(c)
 
 
-class KuramotoSivashinsky(Periodic):
+class KuramotoSivashinsky(Pseudospectral):
     """u_t + 100ε u u_x + 100ε² u_xx + 100ε⁴ u_xxxx = 0 on [0, 2π], ε = 1/16.
 
     From cos x (1 + sin x). In x/ε and 100t the coefficients are 1. The equation is chaotic: from
@@ -276,7 +277,7 @@ def _squared(c: Array) -> Array:
     return np.asarray(scipy.fft.rfft(u * u))[: len(c)] / n
 
 
-class GrayScott(Periodic):
+class GrayScott(Pseudospectral):
     """u_t = D u_xx + 40(1 − u) − 1000uv², v_t = ½D v_xx − 100v + 1000uv² on [−1, 1].
 
     From u = 1 − ½b, v = ¼b with the bump b = e^{−10(1 − cos πx)}. Both are even: cosines.

@@ -7,12 +7,10 @@ PULLBACK_CACHE, or in the user's cache.
 
 from .base import Reference
 from .cavity_flow import Cavity
-from .cole_hopf import Burgers
 from .periodic import AllenCahn, GrayScott, KortewegDeVries, KuramotoSivashinsky
 
 __all__ = [
     "Reference",
-    "Burgers",
     "AllenCahn",
     "KortewegDeVries",
     "KuramotoSivashinsky",
