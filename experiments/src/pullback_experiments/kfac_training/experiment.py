@@ -266,7 +266,7 @@ def draw(found: Found, title: str) -> Figure:
             xs, ys = [r[along] for r in runs], [r[measure] for r in runs]
             plots.band(axes, xs, ys, colors[name], name, spaced=along == "seconds")
         if measure == "train loss":
-            axes.axhline(mark(found), color=plots.INK, lw=0.8, ls=":")
+            axes.axhline(mark(found), color=plots.INK, lw=0.9, ls=":", label="best of the others")
         ends = [v for runs in found.values() for r in runs for v in r[measure] if v > 0]
         logarithmic = max(ends) > _WIDE * min(ends)
         plots.dress(axes, logy=logarithmic)

@@ -27,7 +27,9 @@ def drawn(charts: Sequence[Chart]) -> str:
     parts = []
     for chart in charts:
         if chart.shown():
-            head = f"<h4>{text(chart.title)} <small>{text(chart.y)}</small></h4>"
+            same = chart.title.lower() == chart.y.lower()
+            small = "" if same else f" <small>{text(chart.y)}</small>"
+            head = f"<h4>{text(chart.title)}{small}</h4>"
             data = f'<script type="application/json">{embedded(as_data(chart))}</script>'
             parts.append(f'<div class="chart" data-chart hidden>{head}{data}</div>')
     return f'<div class="charts">\n{chr(10).join(parts)}\n</div>' if parts else ""
