@@ -116,7 +116,7 @@ STARTS: Mapping[str, tuple[str, bool]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rescaled(Experiment):
+class Rescaling(Experiment):
     """Digits; each unit is scaled by 10^±size, then the network is trained for some epochs.
 
     Attributes:

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 __all__ = [
-    "INK", "PALETTE", "band", "colors", "dashes", "dress", "known", "label", "new", "places",
-    "save",
+    "COMMON", "INK", "PALETTE", "band", "colors", "dashes", "dress", "known", "label", "new",
+    "places", "save",
 ]  # fmt: skip
 
 #: a method's place in the palette, the same in all figures; a slice keeps its optimizer's
@@ -41,7 +41,7 @@ _VARIANTS = {
     "pre-trained": 11, "backtracking": 12, "arg-min": 13, "Tikhonov": 13, "from rows": 14,
     "momentum": 14, "100 vectors": 15,
 }  # fmt: skip
-_FREE = 8  # places for methods that have none of their own
+COMMON = 8  # places for series that have none of their own
 
 
 def _own(name: str) -> int | None:
@@ -56,7 +56,7 @@ def places(names: Iterable[str]) -> dict[str, int]:
     """
     names = list(names)
     own = {name: place for name in names if (place := _own(name)) is not None}
-    free = [i for i in reversed(range(_FREE)) if i not in own.values()]
+    free = [i for i in reversed(range(COMMON)) if i not in own.values()]
     rest = dict(zip([name for name in names if name not in own], free, strict=False))
     return {name: {**own, **rest}[name] for name in names if name in own or name in rest}
 

@@ -23,7 +23,7 @@ from ..framework.store import Results
 from ..framework.tabular import Table
 from ..learning.training import fit, tensor_cores
 from .methods import KRONECKER, METHODS, OF_THE_RUN, Settings, TunedMethod
-from .tasks import Task
+from .tasks import TrainingTask
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -38,7 +38,7 @@ _ALONG = {"seconds": "seconds of training", "step": "steps"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Training(Experiment):
+class KFACTraining(Experiment):
     """One network, trained by all.
 
     Attributes:
@@ -53,7 +53,7 @@ class Training(Experiment):
         quick_held: of the quick version, which has the first alone, or none.
     """
 
-    task: Task
+    task: TrainingTask
     methods: Sequence[TunedMethod] = METHODS
     quick_methods: Sequence[TunedMethod] = METHODS
     epochs: Mapping[str, int] = field(

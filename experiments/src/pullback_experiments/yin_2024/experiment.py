@@ -14,7 +14,7 @@ from ..framework.experiment import Context, Experiment, Item
 from ..framework.store import Results
 from ..framework.tabular import Table
 from .methods import DescentMethod
-from .problems import Setting
+from .problems import FitSetting
 from .runs import EARLY, DescentRun, Summary, run
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class Comparison(Experiment):
         quick_steps: of every method, at most.
     """
 
-    setting: Setting
+    setting: FitSetting
     methods: Sequence[tuple[DescentMethod, int]]
     groups: Mapping[str, Sequence[str]]
     claims: Callable[[dict[str, Summary], int, Sequence[bool]], list[Check]]
