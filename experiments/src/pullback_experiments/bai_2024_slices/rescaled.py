@@ -350,16 +350,20 @@ def rescaled(found: Ends) -> list[Chart]:
             ],
             x={"size": "size s of the rescaling by 10ˢ or 10⁻ˢ"},
             logx=False,
-            note="medians and range over seeds; dashed: on a slice; lost runs are left out",
+            note="medians and range over seeds; dashed: on a slice; losses above 30 are left out",
         )
         for name, methods in found.items()
     ]
 
 
+def _shown(loss: float) -> float:
+    return loss if loss <= _TOP else math.inf
+
+
 def _ends(
     name: str, by_size: Mapping[int, Sequence[Record]], color: int, style: Style
 ) -> Series | None:
-    ends = {s: [finite(r["train loss"][-1]) for r in runs] for s, runs in by_size.items() if runs}
+    ends = {s: [_shown(r["train loss"][-1]) for r in runs] for s, runs in by_size.items() if runs}
     if not ends:
         return None
     middle = [quantiles(e)[1] for e in ends.values()]

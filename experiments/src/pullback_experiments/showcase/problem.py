@@ -42,7 +42,7 @@ class Competitor:
     def candidates(self) -> Iterator[dict[str, float]]:
         """Every point of the grid.
 
-        >>> list(Contender("Adam", Optimizer, grid={"lr": (0.1, 0.2)}).candidates())
+        >>> list(Competitor("Adam", Optimizer, grid={"lr": (0.1, 0.2)}).candidates())
         [{'lr': 0.1}, {'lr': 0.2}]
         """
         for values in product(*self.grid.values()):

@@ -93,7 +93,7 @@ def _why(summary: Mapping[str, Any]) -> str:
     why = str(verdict["why"])
     if summary.get("checks"):
         why = why.partition("; not: ")[0]
-    return f'<p class="why">{text(why)}.</p>'
+    return f'<p class="why">{text(why[:1].upper() + why[1:])}.</p>'
 
 
 def _seeds(about: Mapping[str, Any], summary: Mapping[str, Any]) -> tuple[str, bool]:
