@@ -304,8 +304,7 @@ def table(start: str, found: Mapping[str, Mapping[int, Sequence[Record]]]) -> Ta
 
 _TOP = 30.0  # losses beyond are drawn here: lost
 _MARKS = "os^D"
-#: places in the palette; a method and the same on the slice share one
-_COLORS = list(plots.places(m.name for m in METHODS[:4]).values())
+_PLACES = plots.places(m.name for m in METHODS)
 
 
 def draw(found: Ends, seeds: int) -> Figure:
@@ -317,7 +316,7 @@ def draw(found: Ends, seeds: int) -> Figure:
     for axes, (name, methods) in zip(grid, found.items(), strict=True):
         sizes = list(methods[METHODS[0].name])
         for i, m in enumerate(METHODS):
-            color = plots.PALETTE[_COLORS[i % 4]]
+            color = plots.PALETTE[_PLACES[m.name]]
             ends = [[min(finite(r["train loss"][-1]), _TOP) for r in methods[m.name][s]]
                     for s in sizes]  # fmt: skip
             # side by side, since sliced ones lie on top of each other
@@ -339,14 +338,14 @@ def draw(found: Ends, seeds: int) -> Figure:
 
 
 def rescaled(found: Ends) -> list[Chart]:
-    """The final loss against the size; a method and the same on the slice share a color."""
+    """The final loss against the size."""
     return [
         Chart(
             name.capitalize().replace("mlp", "MLP"),
             "training loss",
             [
-                _ends(m.name, methods[m.name], _COLORS[i % 4], "dashed" if m.sliced else "solid")
-                for i, m in enumerate(METHODS)
+                _ends(m.name, methods[m.name], _PLACES[m.name], plots.dashes(m.name))
+                for m in METHODS
             ],
             x={"size": "size s of the rescaling by 10ˢ or 10⁻ˢ"},
             logx=False,

@@ -23,15 +23,16 @@ __all__ = [
     "places", "save",
 ]  # fmt: skip
 
-#: a method's place in the palette, the same in all figures; a slice keeps its optimizer's
+#: a method's place in the palette, the same in all figures
 _PLACES = {
     "Natural gradient": 0, "Gauss–Newton": 0, "NGD": 0, "natural": 0,
-    "Adam": 1, "AdamW": 1, "adamw": 1, "Sliced Adam": 1,
+    "Adam": 1, "AdamW": 1, "adamw": 1,
     "L-BFGS": 2,
     "K-FAC": 3, "kfac-natural": 3, "Sliced K-FAC": 3,
     "SGD": 4, "sgd": 4, "SliceSGD": 4, "standard": 4,
     "E-NGD": 5, "muon": 5, "E-NGD-OGA": 6, "soap": 6, "NGD-OGA": 7, "K = I": 7,
-    "Sobolev": 8, "kfac-eigenbasis": 8, "Sobolev − schedule": 9, "kfac-spectral": 9,
+    "Sobolev": 8, "Sliced Adam": 8, "kfac-eigenbasis": 8,
+    "Sobolev − schedule": 9, "kfac-spectral": 9,
     "K-FAC + both": 11, "muon-0.9": 12, "Sobolev–Fisher": 12, "K-FAC + scaling": 13,
     "K-FAC + schedule": 14, "Sobolev–Fisher, short": 15,
 }  # fmt: skip

@@ -332,7 +332,7 @@ def draw_completion(results: Results, config: dict[str, Any]) -> Figure:
 
     size, rank = config["size"], config["rank"]
     title = f"Completing a {size}×{size} matrix of rank {rank}, {len(results.seeds)} seeds"
-    figure = plots.new(15, 4.6, title)
+    figure = plots.new(15, 5.0, title)
     left, middle, right = figure.subplots(1, 3)
     depths = config["depths"]
     kinds: list[tuple[str, str, tuple[str, ...], Any]] = [
@@ -358,9 +358,9 @@ def draw_completion(results: Results, config: dict[str, Any]) -> Figure:
     ):
         plots.dress(axes, logx=False)
         plots.label(axes, "observed entries", what, name)
-    # between what completes and what does not there is room in the middle
-    middle.legend(
-        *left.get_legend_handles_labels(), frameon=False, fontsize=7, ncols=2, loc="center"
+    lines, names = left.get_legend_handles_labels()
+    figure.legend(
+        lines, names, frameon=False, fontsize=8, ncols=len(names), loc="outside lower center"
     )
     middle.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     middle.yaxis.set_major_formatter("{x:g}")
