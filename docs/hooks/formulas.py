@@ -24,7 +24,7 @@ def on_config(config: Any) -> None:
 
 APART = re.compile(r"<(pre|code|math|svg|a|h\d)\b.*?</\1>|<[^>]*>", re.DOTALL)  # no formulas
 INDEX = re.compile(  # of one letter: no name has an underscore there
-    r"_\{([^{}]+)\}|(?:(?<=(?<![A-Za-z\d_])[A-Za-z])|(?<=[α-ωΑ-Ω∇∂]))_([a-z]{1,4}|[α-ωA-Z\d])"
+    r"_\{([^{}]+)\}|(?:(?<=(?<![A-Za-z\d_])[A-Za-z])|(?<=[α-ωΑ-Ω∇∂ℓ]))_([a-z]{1,4}|[α-ωA-Z\d])"
     r"(?![a-z\d_])"
 )
 POWER = re.compile(r"\^\{([^{}]+)\}|\^\(([^()]{1,12})\)|(?<=[\w)])\^([−±]?\w+(?:\.\d+)?)")

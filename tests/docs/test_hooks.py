@@ -35,10 +35,10 @@ def test_formulas_are_typeset() -> None:
 def test_indices_are_set_in_words_and_not_in_code() -> None:
     pytest.importorskip("latex2mathml")
     shown = hook("formulas").on_page_content(
-        "<p>w_{k+1} = e^(−d) x_i, ∇_β, T_wS, a state_dict</p><code>a_i</code>"
+        "<p>w_{k+1} = e^(−d) x_i, T_wS, a state_dict</p><code>a_i</code>"
     )
     assert shown == (
-        "<p>w<sub>k+1</sub> = e<sup>−d</sup> x<sub>i</sub>, ∇<sub>β</sub>, T<sub>w</sub>S, a state_dict</p>"
+        "<p>w<sub>k+1</sub> = e<sup>−d</sup> x<sub>i</sub>, T<sub>w</sub>S, a state_dict</p>"
         "<code>a_i</code>"
     )
 
